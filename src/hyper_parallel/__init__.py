@@ -1,0 +1,1 @@
+"""HyperParallel: a supernode as one computer."""

@@ -1,0 +1,22 @@
+"""The run file: model, data, training, launch, checkpoints and trackers around a Strategy. No torch.
+
+`load` reads it (inheritance, overrides, strict keys); `RunConfig` is what it becomes.
+"""
+
+from hyper_parallel.config.checkpoint import CheckpointConfig
+from hyper_parallel.config.data import DataConfig
+from hyper_parallel.config.launch import LaunchConfig
+from hyper_parallel.config.load import load
+from hyper_parallel.config.model import ModelConfig
+from hyper_parallel.config.run import RunConfig
+from hyper_parallel.config.train import TrainConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "load",
+]

@@ -1,0 +1,49 @@
+"""What the model is trained on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hyper_parallel.strategy.section import Section
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class TokenizerConfig(Section):
+    """A tokenizer that is read from a folder, or trained on the training text and cached."""
+
+    path: str | None = None
+    """A folder with `tokenizer.json` (and `tokenizer_config.json`, which brings the chat template)."""
+    vocab_size: PositiveInt = 8192
+    """Size of the byte-level BPE vocabulary that is trained when no path is given."""
+
+
+class DataConfig(Section):
+    """Text, packed into sequences whose documents do not see each other."""
+
+    train: str | list[str]
+    """Files, folders or globs to train on; `python-stdlib` is the standard library's own source text."""
+    eval: str | list[str] | None = None
+    """Held-out files. When it is left out, `holdout` of the training documents are held out."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Share of the training documents, chosen by their content's digest, that is held out for evaluation."""
+    format: Literal["auto", "text", "jsonl", "datasets"] = "auto"
+    """`text`: a file is a document. `jsonl`: a line is a document with `text`, `prompt` and `response`, or chat
+    `messages` (only answers bear loss). `datasets`: a folder that `datasets.save_to_disk` wrote. `auto` goes by
+    the name and the content."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Where the tokenizer comes from."""
+    sequence: PositiveInt = 512
+    """Tokens a sequence."""
+    pack: bool = True
+    """Put several documents into one sequence. False gives each document its own, padded."""
+    cache: str = ".cache/hyper-parallel"
+    """Where the trained tokenizer and the tokenized text are kept."""
+
+    @model_validator(mode="after")
+    def _something_to_read(self) -> DataConfig:
+        if not self.train:
+            raise ValueError("'train' names no files")
+        return self

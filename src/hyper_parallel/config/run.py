@@ -1,0 +1,71 @@
+"""The whole run file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from hyper_parallel.config.checkpoint import CheckpointConfig
+from hyper_parallel.config.data import DataConfig
+from hyper_parallel.config.launch import LaunchConfig
+from hyper_parallel.config.model import ModelConfig
+from hyper_parallel.config.train import TrainConfig
+from hyper_parallel.strategy import Axes, Strategy
+from hyper_parallel.strategy.section import Section
+
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+class RunConfig(Section):
+    """One file: what is trained, on what, how long, how it is spread, and where the results go."""
+
+    version: Literal[1]
+    """The version of the file's format."""
+    out: str
+    """The run's folder: metrics, logs, checkpoints. Relative to where the command is run."""
+    seed: int = 0
+    """Everything random is a function of this seed, the step and the global element."""
+    model: ModelConfig
+    """Which model."""
+    data: DataConfig
+    """On what."""
+    train: TrainConfig = TrainConfig()
+    """How long, with which optimizer."""
+    strategy: Strategy = Strategy()
+    """How it is spread and computed."""
+    launch: LaunchConfig = LaunchConfig()
+    """On which workers."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the state is saved."""
+    trackers: list[Tracker] = Field(default_factory=lambda: ["tensorboard"])
+    """Where metrics go besides `metrics.jsonl`, which is always written."""
+
+    @model_validator(mode="after")
+    def _workers_fit(self) -> RunConfig:
+        axes, workers = self.strategy.axes, self.launch.workers
+        if workers is not None and workers not in (1, axes.world):
+            degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in axes.order)
+            raise ValueError(
+                f"the strategy's axes multiply to {axes.world} ({degrees}), but 'launch.workers' is {workers}; "
+                "make them equal, leave 'launch.workers' out, or set it to 1 for the one-device run"
+            )
+        if self.train.batch % self.effective_strategy.axes.data:
+            raise ValueError(
+                f"'train.batch' ({self.train.batch}) must be a multiple of replicate · shard "
+                f"({self.effective_strategy.axes.data}), so that every worker gets as many sequences"
+            )
+        share = self.train.batch // self.effective_strategy.axes.data
+        if self.train.micro_batch is not None and share % self.train.micro_batch:
+            raise ValueError(
+                f"'train.micro_batch' ({self.train.micro_batch}) must divide a worker's share of the batch "
+                f"({self.train.batch} / {self.effective_strategy.axes.data} = {share})"
+            )
+        return self
+
+    @property
+    def effective_strategy(self) -> Strategy:
+        """The strategy that runs: the declared one, with all axes 1 when `launch.workers` is 1."""
+        if self.launch.workers == 1:
+            return self.strategy.model_copy(update={"axes": Axes(), "sequence": False})
+        return self.strategy

@@ -1,0 +1,107 @@
+"""The loop: steps, batch, optimizer, schedule, evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hyper_parallel.strategy.section import Section
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class AdamWConfig(Section):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate; the schedule scales it."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled decay of parameters of two or more dims; norms and biases are not decayed."""
+
+
+class MuonConfig(Section):
+    """Muon (Jordan et al. 2024) for the hidden matrices; AdamW for embeddings, head, norms and biases."""
+
+    name: Literal["muon"]
+    lr: Annotated[float, Field(gt=0)] = 0.02
+    """Peak learning rate of the matrices."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Nesterov momentum."""
+    steps: PositiveInt = 5
+    """Newton–Schulz iterations."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled decay of the matrices."""
+    adamw: AdamWConfig = AdamWConfig()
+    """For everything that is not a hidden matrix."""
+
+
+OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a function of the step: a linear warm-up, then a shape."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """`wsd` is warm-up, stable, decay (arXiv 2404.06395): constant, then linear over the last `decay` steps."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up from 0."""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The final learning rate as a share of the peak, for `cosine`, `linear` and `wsd`."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of all steps over which `wsd` decays."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out text."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0 evaluates before the first step and after the last one only."""
+    batches: PositiveInt = 8
+    """Global batches an evaluation, always the same ones."""
+
+
+class SampleConfig(Section):
+    """Text that the trained model writes at the end."""
+
+    prompt: str = "def "
+    """What it continues."""
+    tokens: Annotated[int, Field(ge=0)] = 48
+    """How many tokens it adds; 0 writes none."""
+
+
+class TrainConfig(Section):
+    """The training loop. The batch is global: it is the same on any number of workers."""
+
+    steps: PositiveInt = 100
+    """Optimizer steps."""
+    batch: PositiveInt = 32
+    """Sequences an optimizer step, over all workers."""
+    micro_batch: PositiveInt | None = None
+    """Sequences that one worker computes at once; smaller ones accumulate gradients. Left out: all of its share."""
+    optimizer: OptimizerConfig = AdamWConfig()
+    """Which optimizer, and its settings."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over time."""
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global gradient norm; null does not clip."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out text."""
+    sample: SampleConfig = SampleConfig()
+    """A sample of text at the end."""
+    log_every: PositiveInt = 1
+    """Steps between records of metrics."""
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> TrainConfig:
+        if self.micro_batch is not None and self.batch % self.micro_batch:
+            raise ValueError(f"'micro_batch' ({self.micro_batch}) must divide 'batch' ({self.batch})")
+        if self.schedule.warmup > self.steps:
+            raise ValueError(f"'schedule.warmup' ({self.schedule.warmup}) is longer than 'steps' ({self.steps})")
+        return self

@@ -1,0 +1,44 @@
+"""The exceptions that a user can cause. Each says what was got, what is needed and how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HyperParallelError(Exception):
+    """The one base class: whatever a user's input, machine or file can cause derives from it.
+
+    The command line prints its text on one line and exits with 2; anything else that escapes is a
+    defect of ours and is shown with its traceback.
+    """
+
+
+class ConfigError(HyperParallelError):
+    """A run file, an override or an argument that cannot be honoured."""
+
+
+class StrategyError(ConfigError):
+    """A Strategy that does not fit the model or the machine, or that names what is not built yet."""
+
+
+class DataError(HyperParallelError):
+    """A data file that cannot be read as what it was declared to be; names the file and the line."""
+
+
+class CheckpointError(HyperParallelError):
+    """A checkpoint that cannot be written, or that is damaged and must not be loaded."""
+
+
+class LaunchError(HyperParallelError):
+    """Workers that could not be started or that died; names the rank."""
+
+
+class NonFiniteError(HyperParallelError):
+    """A loss or gradient that is not finite, found before the optimizer touched anything."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint such as ``; did you mean 'tensor'?``, or the empty string when nothing is near."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

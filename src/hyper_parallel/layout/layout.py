@@ -1,0 +1,206 @@
+"""Where each element of a tensor lies on a mesh.
+
+A Layout names, for each dim of a tensor, the axes that split it, outer to inner. An axis of size n splits a
+dim of length L into chunks of ceil(L / n), the last ones shorter or empty (the convention of
+``torch.chunk`` and of DTensor's ``Shard``); the next axis splits what the first left. An axis that splits no
+dim holds copies, unless it is named in ``partial``: then the tensor is the sum over that axis.
+
+A fused projection (query, key and value in one matrix) has ``parts`` on the fused dim: the first axis splits
+every part on its own and a rank holds its chunks of all parts, one after the other. A rank's local tensor is
+then more than one box of the global one, which is why everything that moves tensors between layouts
+(checkpoints, loading, exporting, verifying) goes by `Layout.boxes` and never by offsets of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hyper_parallel.layout.mesh import Mesh
+
+Coordinate = Mapping[str, int]
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular piece: `size` elements a dim, at `offset` in the global and at `local` in the local tensor."""
+
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def intersect(self, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Slices into this box's and the other's *local* tensors for their common global elements.
+
+        None when they have none in common.
+        """
+        mine, theirs = [], []
+        for a, la, sa, b, lb, sb in zip(
+            self.offset, self.local, self.size, other.offset, other.local, other.size, strict=True
+        ):
+            start, stop = max(a, b), min(a + sa, b + sb)
+            if start >= stop:
+                return None
+            mine.append(slice(la + start - a, la + stop - a))
+            theirs.append(slice(lb + start - b, lb + stop - b))
+        return tuple(mine), tuple(theirs)
+
+    @property
+    def global_slices(self) -> tuple[slice, ...]:
+        """Slices into the global tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size, strict=True))
+
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        """Slices into the local tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.local, self.size, strict=True))
+
+
+def chunk(length: int, count: int, index: int) -> Interval:
+    """The half-open interval of chunk `index` when `length` is split into `count` chunks of ceil(L / n)."""
+    size = -(-length // count)
+    start = min(index * size, length)
+    return start, min(start + size, length)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor of `shape` lies on `mesh`. `dims[d]` are the axes that split dim d, outer to inner.
+
+    >>> layout = Layout(Mesh(("shard", 2), ("tensor", 2)), (8, 6), (("tensor", "shard"), ()))
+    >>> print(layout)
+    [8/tensor/shard, 6]
+    >>> layout.boxes({"shard": 1, "tensor": 0})
+    (Box(offset=(2, 0), local=(0, 0), size=(2, 6)),)
+    """
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    dims: tuple[tuple[str, ...], ...]
+    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Dim to the lengths of its fused parts, each of which the dim's first axis splits on its own."""
+    partial: frozenset[str] = frozenset()
+    """Axes over which the tensor is a sum that has not been taken."""
+
+    def __post_init__(self) -> None:
+        assert len(self.dims) == len(self.shape), f"{self.dims} for a tensor of {len(self.shape)} dims"
+        used = [axis for axes in self.dims for axis in axes]
+        assert len(set(used)) == len(used), f"an axis splits two dims in {self.dims}"
+        assert not self.partial & set(used), f"an axis is both split and partial in {self}"
+        for dim, parts in self.parts.items():
+            assert sum(parts) == self.shape[dim], f"parts {parts} of a dim of {self.shape[dim]}"
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.shape, self.dims, tuple(sorted(self.parts.items())), self.partial))
+
+    @classmethod
+    def replicated(cls, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
+        """Every rank holds the whole tensor."""
+        return cls(mesh, tuple(shape), ((),) * len(shape))
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """All axes that split some dim."""
+        return tuple(axis for axes in self.dims for axis in axes)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each element."""
+        return self.mesh.world // math.prod(self.mesh.size(axis) for axis in self.split_axes)
+
+    def split(self, dim: int, axis: str, parts: tuple[int, ...] | None = None) -> Layout:
+        """This layout with `dim` split once more, by `axis`, inside the axes that already split it."""
+        assert parts is None or not self.dims[dim], "only the first axis of a dim splits fused parts"
+        dims = tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(self.dims))
+        fused = {**self.parts, dim: tuple(parts)} if parts is not None and len(parts) > 1 else self.parts
+        return Layout(self.mesh, self.shape, dims, fused, self.partial)
+
+    def without(self, axis: str) -> Layout:
+        """The layout after gathering over `axis`, which must be the innermost axis of its dim."""
+        dims = []
+        parts = dict(self.parts)
+        for dim, axes in enumerate(self.dims):
+            if axis in axes:
+                assert axes[-1] == axis, f"{axis} is not the innermost axis of dim {dim} in {self}"
+                axes = axes[:-1]
+                if not axes:
+                    parts.pop(dim, None)
+            dims.append(axes)
+        return Layout(self.mesh, self.shape, tuple(dims), parts, self.partial)
+
+    def intervals(self, dim: int, coordinate: Coordinate) -> list[Interval]:
+        """The half-open intervals of global indices that a rank holds of `dim`, in local order."""
+        axes = self.dims[dim]
+        held: list[Interval] = [(0, self.shape[dim])]
+        if not axes:
+            return held
+        if dim in self.parts:
+            ends = list(itertools.accumulate(self.parts[dim]))
+            held = list(zip([0, *ends[:-1]], ends, strict=True))
+            n, i = self.mesh.size(axes[0]), coordinate.get(axes[0], 0)
+            held = [(a + c, a + d) for a, b in held for c, d in [chunk(b - a, n, i)]]
+            axes = axes[1:]
+        for axis in axes:
+            length = sum(b - a for a, b in held)
+            start, stop = chunk(length, self.mesh.size(axis), coordinate.get(axis, 0))
+            held = list(_clip(held, start, stop))
+        return [(a, b) for a, b in held if a < b]
+
+    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """The shape of the tensor that the rank at `coordinate` holds."""
+        return tuple(
+            sum(b - a for a, b in self.intervals(dim, coordinate)) for dim in range(len(self.shape))
+        )
+
+    def boxes(self, coordinate: Coordinate) -> tuple[Box, ...]:
+        """The pieces of the global tensor that the rank at `coordinate` holds; none if it holds nothing."""
+        by_dim: list[list[tuple[int, int, int]]] = []
+        for dim in range(len(self.shape)):
+            pieces, at = [], 0
+            for start, stop in self.intervals(dim, coordinate):
+                pieces.append((start, at, stop - start))
+                at += stop - start
+            by_dim.append(pieces)
+        return tuple(
+            Box(tuple(p[0] for p in piece), tuple(p[1] for p in piece), tuple(p[2] for p in piece))
+            for piece in itertools.product(*by_dim)
+        )
+
+    def __str__(self) -> str:
+        """``[4096/tensor/shard, 1024]``; fused parts as ``(512+128+128)``; a trailing ``+tensor`` is partial."""
+        cells = []
+        for dim, (length, axes) in enumerate(zip(self.shape, self.dims, strict=True)):
+            fused = self.parts.get(dim)
+            name = f"({'+'.join(map(str, fused))})" if fused else str(length)
+            cells.append("/".join((name, *axes)))
+        return f"[{', '.join(cells)}]" + "".join(f"+{axis}" for axis in sorted(self.partial))
+
+    @classmethod
+    def parse(cls, text: str, mesh: Mesh) -> Layout:
+        """The inverse of ``str``: ``Layout.parse(str(layout), layout.mesh) == layout``."""
+        match = re.fullmatch(r"\[(.*)\]((?:\+\w+)*)", text.strip())
+        if match is None:
+            raise ValueError(f"not a layout: {text!r}; write for example [4096/tensor/shard, 1024]")
+        shape, dims, parts = [], [], {}
+        for dim, cell in enumerate(filter(None, (c.strip() for c in match[1].split(",")))):
+            name, *axes = cell.split("/")
+            lengths = tuple(int(n) for n in name.strip("()").split("+"))
+            if name.startswith("("):
+                parts[dim] = lengths
+            shape.append(sum(lengths))
+            dims.append(tuple(axes))
+        return cls(mesh, tuple(shape), tuple(dims), parts, frozenset(filter(None, match[2].split("+"))))
+
+
+def _clip(held: list[Interval], start: int, stop: int) -> Iterator[Interval]:
+    """The part of a list of intervals between positions `start` and `stop` of their concatenation."""
+    at = 0
+    for a, b in held:
+        lo, hi = max(start - at, 0), min(stop - at, b - a)
+        if lo < hi:
+            yield a + lo, a + hi
+        at += b - a

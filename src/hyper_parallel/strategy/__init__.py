@@ -1,0 +1,11 @@
+"""Strategy: how a model is spread and computed. Pure data, one small file for each section, no torch.
+
+Each section is read by its own engine; a section that no engine reads yet is refused by name.
+"""
+
+from hyper_parallel.strategy.axes import AXIS_NAMES, Axes
+from hyper_parallel.strategy.memory import Memory
+from hyper_parallel.strategy.precision import Precision
+from hyper_parallel.strategy.strategy import Strategy
+
+__all__ = ["AXIS_NAMES", "Axes", "Memory", "Precision", "Strategy"]
