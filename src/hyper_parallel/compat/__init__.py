@@ -1,0 +1,12 @@
+"""Devices and the private PyTorch APIs: the one folder that knows which device it is.
+
+`backend("auto" | name)` answers every device question; `register` (or the entry point group
+`hyper_parallel.backends`) adds a device, so that a new accelerator is a registration and not a rewrite.
+"""
+
+from hyper_parallel.compat.accelerator import TorchBackend
+from hyper_parallel.compat.backend import Backend, Event, Stream
+from hyper_parallel.compat.failures import is_lost_peer
+from hyper_parallel.compat.registry import backend, names, register
+
+__all__ = ["Backend", "Event", "Stream", "TorchBackend", "backend", "is_lost_peer", "names", "register"]

@@ -1,0 +1,132 @@
+"""What the rest of the project may ask of a kind of device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream's order. An event that was never recorded counts as reached.
+
+    Streams and other events that its methods take are of the same back end.
+    """
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the work given to `stream` so far; None is the stream that the calling thread computes on."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Let later work of `stream` begin only when the event is reached; None as in `record`."""
+
+    def query(self) -> bool:
+        """Whether the event is reached, without waiting."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the event is reached."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to `end`; both reached, and made with `timing=True`."""
+
+
+class Stream(Protocol):
+    """Work in order, beside the calling thread's own."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Append `work`. On an accelerator it is called at once, and what it launches is queued."""
+
+    def query(self) -> bool:
+        """Whether all the work given so far is done, without waiting."""
+
+    def synchronize(self) -> None:
+        """Block until the work given so far is done; raises what that work raised."""
+
+
+class Backend(ABC):
+    """One kind of device. Indices count the devices that this process sees."""
+
+    name: str
+    """PyTorch's name of the device type."""
+    collective: str
+    """The library of `torch.distributed` that moves this device's tensors."""
+
+    @property
+    def process_group(self) -> str:
+        """What `init_process_group` is given: the device's library, and gloo for tensors on the host."""
+        if self.name == "cpu":
+            return self.collective
+        return f"cpu:gloo,{self.name}:{self.collective}"
+
+    @abstractmethod
+    def available(self) -> bool:
+        """Whether at least one device can be used. Never raises."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Devices that this process sees; 0 where there is none."""
+
+    def devices_for(self, workers: int) -> bool:
+        """Whether `workers` processes can each have a device of their own here."""
+        return self.device_count() >= workers
+
+    @abstractmethod
+    def device(self, local_rank: int) -> torch.device:
+        """The device of the worker with this index on its machine."""
+
+    @abstractmethod
+    def set_device(self, device: torch.device) -> None:
+        """Make `device` the current one of the calling thread."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until all the work on the current device is done."""
+
+    @abstractmethod
+    def Stream(self) -> Stream:
+        """A new stream on the current device."""
+
+    @abstractmethod
+    def Event(self, timing: bool = False) -> Event:
+        """A new event; `timing` allows `elapsed_time`."""
+
+    @abstractmethod
+    def memory_allocated(self) -> int:
+        """Bytes that tensors of this process hold on the current device; on a CPU its resident memory."""
+
+    @abstractmethod
+    def memory_peak(self) -> int:
+        """The most bytes that `memory_allocated` has been since the start or `reset_memory_peak`."""
+
+    @abstractmethod
+    def reset_memory_peak(self) -> None:
+        """Begin a new peak at what is held now. Without effect where the system does not allow it."""
+
+    @abstractmethod
+    def memory_total(self) -> int:
+        """Bytes that the current device has."""
+
+    @abstractmethod
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised host tensor that the device copies to and from asynchronously (pinned)."""
+
+    @abstractmethod
+    def device_name(self, index: int = 0) -> str:
+        """What the maker calls the device."""
+
+    @abstractmethod
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """Dense FLOP/s of the current device in `dtype`; None where no published figure is known."""
+
+    def environment(self, interface: str) -> dict[str, str]:
+        """Variables that keep the collectives' own sockets on one network interface."""
+        return {"GLOO_SOCKET_IFNAME": interface}
+
+    def links(self) -> list[str]:
+        """Direct links between the devices of this machine, in words; empty where unknown."""
+        return []
+
+    def driver(self) -> str | None:
+        """Version of the driver or runtime; None where there is none."""
+        return None

@@ -1,0 +1,91 @@
+"""The CPU as a back end: gloo, streams by threads, the process's resident memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hyper_parallel.compat.backend import Backend
+from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream, synchronize_all
+
+
+class CpuBackend(Backend):
+    """Every worker computes on the same CPU; how many threads each has is the launcher's matter."""
+
+    name = "cpu"
+    collective = "gloo"
+
+    def available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def devices_for(self, workers: int) -> bool:
+        return True
+
+    def device(self, local_rank: int) -> torch.device:
+        return torch.device("cpu")
+
+    def set_device(self, device: torch.device) -> None:
+        pass  # there is only one
+
+    def synchronize(self) -> None:
+        synchronize_all()
+
+    def Stream(self) -> CpuStream:
+        return CpuStream()
+
+    def Event(self, timing: bool = False) -> CpuEvent:
+        return CpuEvent(timing)
+
+    def memory_allocated(self) -> int:
+        resident = _status_bytes("VmRSS")
+        return resident if resident is not None else _high_water_mark()
+
+    def memory_peak(self) -> int:
+        peak = _status_bytes("VmHWM")
+        return peak if peak is not None else _high_water_mark()
+
+    def reset_memory_peak(self) -> None:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to VmRSS
+
+    def memory_total(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)  # host memory is the device's memory
+
+    def device_name(self, index: int = 0) -> str:
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        return platform.processor() or platform.machine()
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        return None  # clock and vector width vary too much for a figure that MFU could rest on
+
+
+def _status_bytes(key: str) -> int | None:
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _high_water_mark() -> int:
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
