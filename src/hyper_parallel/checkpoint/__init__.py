@@ -1,0 +1,15 @@
+"""Checkpoints that can be trusted: committed or ignorable, verified byte by byte, loadable into any layout.
+
+`Writer` saves while training goes on, `newest` finds the newest verified one, `read` fills tensors from it
+under any other layout and number of ranks, `export` writes a Hugging Face folder. docs/checkpoints.md
+describes the format.
+"""
+
+from hyper_parallel.checkpoint.export import export
+from hyper_parallel.checkpoint.piece import Piece
+from hyper_parallel.checkpoint.ranks import Ranks
+from hyper_parallel.checkpoint.reader import read
+from hyper_parallel.checkpoint.verify import Found, newest
+from hyper_parallel.checkpoint.writer import Writer
+
+__all__ = ["Found", "Piece", "Ranks", "Writer", "export", "newest", "read"]

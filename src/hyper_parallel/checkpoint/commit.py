@@ -1,0 +1,174 @@
+"""Rank 0's part of a save: wait for every rank's files, check that they fit together, commit, and prune."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyper_parallel._version import __version__
+from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint.durable import Written, discard, fsync_folder, publish, write_file
+from hyper_parallel.checkpoint.part import POLL_SECONDS
+from hyper_parallel.checkpoint.sealed import seal, unseal
+from hyper_parallel.checkpoint.verify import damage
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.layout import Mesh
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What the marker says beside the files and their digests."""
+
+    step: int
+    mesh: Mesh
+    state: dict[str, Any]
+    assets: dict[str, bytes]
+
+
+def commit(partial: Path, final: Path, what: Commit, time_limit: float) -> None:
+    """Make `partial` a checkpoint: durable files, then the marker, then the name that readers take.
+
+    Raises CheckpointError if a rank failed, did not appear within `time_limit` seconds, or saved other
+    tensors than the others; OSError from the file system.
+    """
+    files: dict[str, Written] = {}
+    if what.assets:
+        folder = partial / names.ASSETS
+        folder.mkdir()
+        for name, data in what.assets.items():
+            files[f"{names.ASSETS}/{name}"] = write_file(folder / name, [data])
+        fsync_folder(folder)
+    _await_ranks(partial, what, time_limit)
+    indexes = []
+    for rank in range(what.mesh.world):
+        raw = (partial / names.index_file(rank)).read_bytes()
+        try:
+            index = unseal(raw)
+        except ValueError as error:
+            raise CheckpointError(f"{partial / names.index_file(rank)}: {error}; save again") from error
+        indexes.append(index)
+        files[names.index_file(rank)] = Written(len(raw), hashlib.sha256(raw).hexdigest())
+        files[names.data_file(rank)] = Written(index["data"]["bytes"], index["data"]["sha256"])
+        found = os.stat(partial / names.data_file(rank)).st_size
+        if found != index["data"]["bytes"]:
+            raise CheckpointError(
+                f"{partial / names.data_file(rank)}: {found} bytes instead of {index['data']['bytes']}; save "
+                "again"
+            )
+    _check_whole(indexes, what)
+    fsync_folder(partial)
+    marker = {
+        "format": names.FORMAT,
+        "version": names.VERSION,
+        "step": what.step,
+        "world": what.mesh.world,
+        "mesh": [list(axis) for axis in what.mesh.axes],
+        "versions": {
+            "hyper_parallel": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "ranks": [
+            {"data": names.data_file(rank), "index": names.index_file(rank)}
+            for rank in range(what.mesh.world)
+        ],
+        "files": {name: asdict(written) for name, written in files.items()},
+        "state": what.state,
+    }
+    publish(partial / names.COMMIT, seal(marker))
+    os.rename(partial, final)
+    fsync_folder(final.parent)
+
+
+def prune(newest: Path, keep: int, known: set[Path]) -> None:
+    """Delete what is older than the `keep` newest good checkpoints, of which `newest`, just committed, is the
+    first.
+
+    Those in `known` were written by this run; others are read before they count, so that a damaged one never
+    takes the place of a good one. Newer names than `newest` are not touched. What cannot be deleted is
+    logged: the new checkpoint is durable all the same.
+    """
+    folder = newest.parent
+    good = 0
+    for name in names.committed(folder):
+        path = folder / str(name)
+        if name > _name_of(newest, folder):
+            continue
+        if good < keep:
+            good += path in known or damage(path) is None
+        else:
+            try:
+                discard(path)
+            except OSError as error:
+                _log.warning("an old checkpoint could not be deleted: %s: %s", path, error.strerror)
+
+
+def _name_of(path: Path, folder: Path) -> names.Name:
+    return next(name for name in names.committed(folder) if str(name) == path.name)
+
+
+def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:
+    """Until every rank's index is there: it is written after the rank's data is on the disk."""
+    deadline = time.monotonic() + time_limit
+    missing = set(range(what.mesh.world))
+    while True:
+        present = set(os.listdir(partial))
+        for rank in sorted(missing):
+            if names.failed_file(rank) in present:
+                reason = (partial / names.failed_file(rank)).read_text()
+                raise CheckpointError(f"step {what.step} was not saved: rank {rank}: {reason or 'failed'}")
+        missing = {rank for rank in missing if names.index_file(rank) not in present}
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted(missing)[:8]))
+            raise CheckpointError(
+                f"step {what.step} was not saved: nothing from rank {ranks} within {time_limit:.0f} s in "
+                f"{partial}; "
+                "are those ranks alive, and is the folder on a file system that all ranks share?"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _check_whole(indexes: list[dict[str, Any]], what: Commit) -> None:
+    """Each element of each tensor must have been written once.
+
+    With one layout a tensor and one mesh the blocks are disjoint by construction, so counting them is enough.
+    """
+    first: dict[str, tuple[Any, ...]] = {}
+    counts: dict[str, int] = {}
+    mesh = [list(axis) for axis in what.mesh.axes]
+    for rank, index in enumerate(indexes):
+        if (index["rank"], index["step"], index["mesh"]) != (rank, what.step, mesh):
+            raise CheckpointError(
+                f"step {what.step} was not saved: rank {rank} wrote step {index['step']} of mesh "
+                f"{index['mesh']}, "
+                f"rank 0 step {what.step} of {mesh}; all ranks save the same step on the same mesh"
+            )
+        for name, tensor in index["tensors"].items():
+            kind = (tensor["shape"], tensor["dtype"], tensor["layout"])
+            if first.setdefault(name, kind) != kind:
+                raise CheckpointError(
+                    f"step {what.step} was not saved: {name} is {kind[1]} {kind[2]} on rank {rank}, but "
+                    f"{first[name][1]} {first[name][2]} on another; all ranks give it the same layout"
+                )
+            written = sum(math.prod(piece["size"]) for piece in tensor["pieces"])
+            counts[name] = counts.get(name, 0) + written
+    for name, (shape, _, _) in first.items():
+        if counts[name] != math.prod(shape):
+            raise CheckpointError(
+                f"step {what.step} was not saved: {counts[name]} of {math.prod(shape)} elements of {name} "
+                "were "
+                "written; every rank that holds a part of it must save it"
+            )

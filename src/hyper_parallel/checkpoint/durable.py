@@ -1,0 +1,100 @@
+"""Files that are on the disk when the call returns, and errors of the file system in one clear line."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was handed to the file: counted and digested in memory, never read back."""
+
+    bytes: int
+    sha256: str
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+    """Write a new file and fsync it. Raises OSError."""
+    digest = hashlib.sha256()
+    count = 0
+    with open(path, "xb", buffering=0) as file:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            digest.update(view)
+            count += view.nbytes
+            while view.nbytes:  # an unbuffered write may take less than it was given
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+    return Written(count, digest.hexdigest())
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if (
+            error.errno != errno.EINVAL
+        ):  # some network file systems do not fsync folders; renames there are durable
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def publish(path: Path, data: bytes) -> Written:
+    """Write a file under another name first, so that `path` appears whole and durable or not at all."""
+    hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    written = write_file(hidden, [data])
+    os.rename(hidden, path)
+    fsync_folder(path.parent)
+    return written
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder by way of a name that no reader takes, so that it is never seen half there.
+
+    Raises OSError if it cannot be renamed; what cannot be removed after that is left to the next writer.
+    """
+    hidden = folder.with_name(f"{folder.name.partition('.')[0]}.deleted-{secrets.token_hex(4)}")
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def explain(error: OSError, path: Path, action: str = "write") -> CheckpointError:
+    """A CheckpointError that says in one line what the file system refused and how to mend it."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            why = f"{'no space is left' if error.errno == errno.ENOSPC else 'the disk quota is used up'}"
+            why += f"{_room(path)}; free some, lower 'checkpoint.keep' or put 'out' on another disk"
+        case errno.EFBIG:
+            why = (
+                "it is larger than a file may be here; raise the limit (ulimit -f) or use another file system"
+            )
+        case errno.EROFS | errno.EACCES | errno.EPERM:
+            why = f"it is not {'writable' if action == 'write' else 'readable'} ({error.strerror}); "
+            why += "change its permissions or put 'out' elsewhere"
+        case errno.ENOTDIR | errno.EEXIST:
+            why = "a file is in the way where a folder is needed; move it or put 'out' elsewhere"
+        case errno.ENOENT:
+            why = "it does not exist"
+        case _:
+            why = error.strerror or type(error).__name__
+    return CheckpointError(f"cannot {action} {path}: {why}")
+
+
+def _room(path: Path) -> str:
+    for folder in (path, *path.parents):
+        if folder.is_dir():
+            return f" ({format_bytes(shutil.disk_usage(folder).free)} free)"
+    return ""

@@ -1,0 +1,133 @@
+"""A checkpoint as a plain Hugging Face folder, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from hyper_parallel.checkpoint import stream
+from hyper_parallel.checkpoint.durable import explain, fsync_folder, write_file
+from hyper_parallel.checkpoint.piece import Piece, dtype_name
+from hyper_parallel.checkpoint.reader import Checkpoint
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.layout import Layout, Mesh
+
+MODEL = "model."
+"""What the names of the model's tensors begin with in a checkpoint, before the parameter's own name."""
+_WHOLE = Mesh(("replicate", 1))
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write the model of the checkpoint at `checkpoint` to the new folder `out`; its path.
+
+    `out` gets ``config.json`` (``state["model_config"]``, with the dtype that was written), the checkpoint's
+    assets (tokenizer files, ``generation_config.json``) and ``model.safetensors``, in several files with an
+    index above `shard_bytes`. ``AutoModelForCausalLM.from_pretrained(out)`` loads it. Floating-point tensors
+    are written as they were saved, or as `dtype`. One tensor at a time is in memory; every byte is verified.
+
+    Raises CheckpointError if the checkpoint is damaged or was saved without the model's config, if `out`
+    exists and is not an empty folder, or if it cannot be written; nothing half-written is left.
+    """
+    source, target = Checkpoint(Path(checkpoint)), Path(out).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty folder; export to a new one")
+    config = source.state.get("model_config")
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{source.path} holds no model config, so that no config.json can be written; save it as "
+            "state['model_config'] (config.to_dict())"
+        )
+    model = [name for name in source.tensors if name.startswith(MODEL)]
+    if not model:
+        raise CheckpointError(f"{source.path} holds no tensor whose name begins with {MODEL!r}")
+    kinds = {name: _kind(source, name, dtype) for name in model}
+    floating = {kind for kind in kinds.values() if kind.is_floating_point}
+    files = {name: source.asset(name) for name in source.assets}
+    if "config.json" in files or any(name.startswith("model") and "safetensors" in name for name in files):
+        raise CheckpointError(
+            f"{source.path} has assets that the exported model would overwrite: {sorted(files)}"
+        )
+    if len(floating) == 1:  # Transformers loads in the type that the config names
+        config = {**config, "dtype": dtype_name(floating.pop())}
+        config.pop("torch_dtype", None)
+    files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        shards = _shards(source, kinds, shard_bytes)
+        if len(shards) > 1:
+            files["model.safetensors.index.json"] = _index(source, kinds, shards)
+        for file, data in files.items():
+            write_file(partial / file, [data])
+        for file, tensors in shards.items():
+            write_file(partial / file, _chunks(source, kinds, tensors))
+        fsync_folder(partial)
+        os.rename(partial, target)
+        fsync_folder(target.parent)
+    except OSError as error:
+        raise explain(error, target) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _kind(source: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    saved = source.tensors[name].dtype
+    return dtype if dtype is not None and saved.is_floating_point else saved
+
+
+def _bytes(source: Checkpoint, name: str, kinds: dict[str, torch.dtype]) -> int:
+    return math.prod(source.tensors[name].shape) * kinds[name].itemsize
+
+
+def _shards(source: Checkpoint, kinds: dict[str, torch.dtype], limit: int) -> dict[str, list[str]]:
+    """File name to the tensors in it, each file at most `limit` bytes if no tensor is larger by itself."""
+    groups: list[list[str]] = [[]]
+    room = limit
+    for name in kinds:
+        size = _bytes(source, name, kinds)
+        if size > room and groups[-1]:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    for group in groups:
+        group.sort(key=lambda name: -kinds[name].itemsize)
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
+        for number, group in enumerate(groups, start=1)
+    }
+
+
+def _index(source: Checkpoint, kinds: dict[str, torch.dtype], shards: dict[str, list[str]]) -> bytes:
+    total = sum(_bytes(source, name, kinds) for name in kinds)
+    where = {name.removeprefix(MODEL): file for file, group in shards.items() for name in group}
+    body = {"metadata": {"total_size": total}, "weight_map": where}
+    return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _chunks(
+    source: Checkpoint, kinds: dict[str, torch.dtype], tensors: list[str]
+) -> Iterator[bytes | memoryview]:
+    entries = {name.removeprefix(MODEL): (kinds[name], source.tensors[name].shape) for name in tensors}
+    yield stream.header(entries, {"format": "pt"})
+    for name in tensors:
+        saved = source.tensors[name]
+        whole = torch.empty(saved.shape, dtype=saved.dtype)
+        source.fill({name: Piece(whole, Layout.replicated(_WHOLE, saved.shape))}, 0)
+        yield stream.raw(whole.to(kinds[name]))

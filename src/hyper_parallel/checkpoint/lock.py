@@ -1,0 +1,40 @@
+"""One writer a folder: a lock that the kernel lets go when its process ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint.durable import discard
+from hyper_parallel.errors import CheckpointError
+
+LOCK = ".writer.lock"
+
+
+def open_folder(folder: Path) -> int | None:
+    """Make the folder, take its lock, and remove what interrupted writers left; the lock's file descriptor.
+
+    None on a file system without locks: nothing is removed there, since nothing tells a dead writer's files
+    from a live one's. Raises CheckpointError if another run holds the lock, OSError if the folder is not
+    writable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in names.stale(folder):
+            discard(path)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise CheckpointError(
+            f"another run is writing checkpoints into {folder}; wait for it, or give this run another 'out'"
+        ) from error
+    except OSError as error:
+        os.close(lock)
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            return None
+        raise
+    return lock

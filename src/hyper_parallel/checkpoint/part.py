@@ -1,0 +1,124 @@
+"""One rank's part of a save, on the thread: its tensors, then its index, then what rank 0 makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyper_parallel.checkpoint import names, plan, stream
+from hyper_parallel.checkpoint.durable import Written, explain, fsync_folder, publish, write_file
+from hyper_parallel.checkpoint.sealed import seal
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.layout import Mesh
+
+POLL_SECONDS = 0.02
+"""Between two looks at the folder for what other ranks have done."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank writes: nothing in it changes while training goes on.
+
+    `tensors` has shape, dtype and layout of every tensor, `blocks` says which boxes of them lie where in
+    `data`.
+    """
+
+    step: int
+    rank: int
+    mesh: Mesh
+    partial: Path
+    final: Path
+    tensors: dict[str, dict[str, Any]]
+    blocks: list[plan.Block]
+    data: torch.Tensor
+
+    def write(self) -> None:
+        """Write the tensors, then the index, whose presence says that both are on the disk.
+
+        Raises GivenUpError if rank 0 has removed the folder, OSError from the file system.
+        """
+        digests: list[str] = []
+        tensors = {block.key: (block.dtype, block.box.size) for block in self.blocks}
+        head = stream.header(tensors, {"format": "pt"})
+        data = stream.raw(self.data)
+
+        def chunks() -> Iterator[bytes | memoryview]:
+            yield head
+            for block in self.blocks:
+                chunk = data[block.start : block.stop]
+                digests.append(hashlib.sha256(chunk).hexdigest())
+                yield chunk
+
+        try:
+            written = write_file(self.partial / names.data_file(self.rank), chunks())
+            publish(self.partial / names.index_file(self.rank), self._index(digests, len(head), written))
+        except FileNotFoundError as error:
+            if self.rank == 0:
+                raise
+            raise self._given_up() from error
+
+    def _index(self, digests: list[str], start: int, written: Written) -> bytes:
+        tensors: dict[str, dict[str, Any]] = {
+            name: {**tensor, "pieces": []} for name, tensor in self.tensors.items()
+        }
+        for block, digest in zip(self.blocks, digests, strict=True):
+            tensors[block.name]["pieces"].append(
+                {
+                    "key": block.key,
+                    "offset": list(block.box.offset),
+                    "size": list(block.box.size),
+                    "bytes": [start + block.start, start + block.stop],
+                    "sha256": digest,
+                }
+            )
+        file = names.data_file(self.rank)
+        return seal(
+            {
+                "step": self.step,
+                "rank": self.rank,
+                "mesh": [list(axis) for axis in self.mesh.axes],
+                "data": {"file": file, "bytes": written.bytes, "sha256": written.sha256},
+                "tensors": tensors,
+            }
+        )
+
+    def await_commit(self, time_limit: float) -> None:
+        """Until rank 0 has committed or given up; by the file system, as a thread runs no collectives."""
+        deadline = time.monotonic() + time_limit
+        while not self.final.is_dir():
+            # The rename may come between the two looks, hence the second one.
+            if not self.partial.is_dir() and not self.final.is_dir():
+                raise self._given_up()
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank {self.rank} wrote its part of step {self.step}, but rank 0 did not commit it "
+                    "within "
+                    f"{time_limit:.0f} s; see rank 0's log"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def report(self, error: BaseException) -> None:
+        """Tell rank 0 why this rank gave up, after freeing what it wrote: the disk may be full."""
+        with contextlib.suppress(OSError):
+            (self.partial / names.data_file(self.rank)).unlink(missing_ok=True)
+            reason = explain(error, self.partial) if isinstance(error, OSError) else error
+            # On a disk that is full to the last block an empty file still says that the rank failed.
+            with contextlib.suppress(OSError):
+                (self.partial / names.failed_file(self.rank)).write_text(str(reason))
+            fsync_folder(self.partial)
+
+    def _given_up(self) -> GivenUpError:
+        return GivenUpError(
+            f"step {self.step} was not saved: another rank could not write its part; rank 0 says why"
+        )
+
+
+class GivenUpError(CheckpointError):
+    """Rank 0 has removed the folder that was being written."""

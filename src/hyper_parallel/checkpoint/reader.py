@@ -1,0 +1,196 @@
+"""Filling tensors from a checkpoint, whatever the layout and the number of ranks it was saved under.
+
+Boxes of the global tensor that were saved are intersected with the boxes that are wanted. A block of the file
+is read into memory, its digest is compared there, and only then are elements copied out of it: what is loaded
+is what was verified, not what the disk gives when it is asked a second time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint.piece import Piece, check, dtype_name
+from hyper_parallel.checkpoint.verify import read_file, read_marker
+from hyper_parallel.errors import CheckpointError, nearest
+from hyper_parallel.layout import Box
+
+
+def read(
+    path: str | os.PathLike[str],
+    pieces: Mapping[str, Piece],
+    *,
+    rank: int | None = None,
+    prefix: str = "",
+) -> dict[str, Any]:
+    """Fill the local tensor of each piece in place from the checkpoint at `path`; the state it was saved
+    with.
+
+    `rank` is this rank's place in the mesh of the pieces' layouts: by default the rank in the default process
+    group, or 0 without one. The checkpoint's tensors whose names begin with `prefix` must be exactly those of
+    `pieces`. Only blocks that hold a wanted element are read, one at a time.
+
+    Raises CheckpointError, with names, if a tensor is missing or left over or has another shape or element
+    type (nothing is changed then), and if a byte that is read is not what was written (the pieces then hold a
+    mixture: do not go on with them).
+    """
+    checkpoint = Checkpoint(Path(path))
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+    checkpoint.match(pieces, prefix)
+    checkpoint.fill(pieces, rank)
+    return checkpoint.state
+
+
+@dataclass(frozen=True)
+class Block:
+    """One saved block: the box of the global tensor, the file, the range of its bytes there, and their
+    digest.
+    """
+
+    box: Box
+    file: str
+    start: int
+    stop: int
+    sha256: str
+
+
+@dataclass
+class Tensor:
+    """One saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: list[Block] = field(default_factory=list)
+
+
+class Checkpoint:
+    """A committed checkpoint, open for reading. `tensors` by name; `state` as it was given to `Writer.save`.
+
+    Raises CheckpointError if the marker or an index is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._marker = read_marker(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        self.state: dict[str, Any] = self._marker["state"]
+        self.step: int = self._marker["step"]
+        self.tensors: dict[str, Tensor] = {}
+        for rank in self._marker["ranks"]:
+            index = json.loads(read_file(path, rank["index"], self._marker))
+            for name, saved in index["tensors"].items():
+                tensor = self.tensors.setdefault(
+                    name, Tensor(tuple(saved["shape"]), getattr(torch, saved["dtype"]))
+                )
+                for piece in saved["pieces"]:
+                    box = Box(tuple(piece["offset"]), (0,) * len(piece["offset"]), tuple(piece["size"]))
+                    tensor.blocks.append(
+                        Block(box, rank["data"], piece["bytes"][0], piece["bytes"][1], piece["sha256"])
+                    )
+
+    @property
+    def assets(self) -> list[str]:
+        """The names of the files that were saved beside the tensors."""
+        start = f"{names.ASSETS}/"
+        return [file.removeprefix(start) for file in self._marker["files"] if file.startswith(start)]
+
+    def asset(self, name: str) -> bytes:
+        """The verified content of one of `assets`."""
+        return read_file(self.path, f"{names.ASSETS}/{name}", self._marker)
+
+    def match(self, pieces: Mapping[str, Piece], prefix: str = "") -> None:
+        """Raise CheckpointError unless the saved tensors under `prefix` are those of `pieces`."""
+        saved = {name for name in self.tensors if name.startswith(prefix)}
+        if missing := sorted(pieces.keys() - self.tensors.keys()):
+            hint = nearest(missing[0], saved - pieces.keys())
+            raise CheckpointError(f"{self.path} does not have {_some(missing)}{hint}")
+        if extra := sorted(saved - pieces.keys()):
+            raise CheckpointError(
+                f"{self.path} has {_some(extra)}, for which there is no place; resume with the model and the "
+                "optimizer that it was saved from"
+            )
+        for name, piece in pieces.items():
+            tensor = self.tensors[name]
+            if tensor.shape != piece.layout.shape:
+                raise CheckpointError(
+                    f"{self.path}: {name} has shape {tensor.shape}, but {piece.layout.shape} is needed; "
+                    "resume with "
+                    "the model that it was saved from"
+                )
+            if tensor.dtype != piece.local.dtype:
+                raise CheckpointError(
+                    f"{self.path}: {name} is {dtype_name(tensor.dtype)}, but {dtype_name(piece.local.dtype)} "
+                    "is "
+                    "needed; resume with the same 'precision', or read into that type and convert"
+                )
+
+    def fill(self, pieces: Mapping[str, Piece], rank: int) -> None:
+        """Fill pieces that `match`, file by file in the order of the bytes."""
+        wanted: dict[str, list[tuple[int, int, str, Block, tuple[Box, ...]]]] = {}
+        missing: dict[str, int] = {}
+        for position, (name, piece) in enumerate(pieces.items()):
+            check(name, piece, rank)
+            boxes = piece.layout.boxes(piece.layout.mesh.coordinate(rank))
+            missing[name] = sum(math.prod(box.size) for box in boxes)
+            for block in self.tensors[name].blocks:
+                if any(block.box.intersect(box) for box in boxes):
+                    wanted.setdefault(block.file, []).append((block.start, position, name, block, boxes))
+        for file, reads in wanted.items():
+            reads.sort(key=lambda item: item[:2])
+            try:
+                with open(self.path / file, "rb", buffering=0) as stream:
+                    for _, _, name, block, boxes in reads:
+                        values = self._load(stream, block, self.tensors[name].dtype)
+                        missing[name] -= _copy(values, block.box, boxes, pieces[name].local)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {file}: cannot be read: {error.strerror}") from error
+        assert not any(missing.values()), f"the commit checked that every element is there once: {missing}"
+
+    def _load(self, stream: FileIO, block: Block, dtype: torch.dtype) -> torch.Tensor:
+        data = torch.empty(block.stop - block.start, dtype=torch.uint8)
+        view = data.numpy().data
+        stream.seek(block.start)
+        while view.nbytes:
+            count = stream.readinto(view)
+            if not count:
+                raise CheckpointError(f"{self.path}: {block.file}: truncated; resume from another checkpoint")
+            view = view[count:]
+        if hashlib.sha256(data.numpy().data).hexdigest() != block.sha256:
+            raise CheckpointError(
+                f"{self.path}: {block.file}: sha256 of bytes {block.start} to {block.stop} differs; resume "
+                "from "
+                "another checkpoint"
+            )
+        return data.view(dtype).view(block.box.size)
+
+
+def _copy(values: torch.Tensor, box: Box, boxes: tuple[Box, ...], local: torch.Tensor) -> int:
+    """Copy what a block has of each wanted box into the local tensor; the number of elements."""
+    copied = 0
+    with torch.no_grad():
+        for mine in boxes:
+            if common := mine.intersect(box):
+                target = local[common[0]]
+                target.copy_(values[common[1]])
+                copied += target.numel()
+    return copied
+
+
+def _some(found: list[str]) -> str:
+    """The first few names and how many more."""
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return ", ".join(found[:4]) + more

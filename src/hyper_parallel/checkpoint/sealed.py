@@ -1,0 +1,70 @@
+"""JSON files that carry the SHA-256 digest of themselves.
+
+The text is ``json.dumps(body, sort_keys=True)`` and a newline, with one more key, ``sha256``: the digest of
+the same text without that key. The bytes must be exactly that text, so that every changed bit is noticed,
+also one that changes no value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hyper_parallel.errors import CheckpointError
+
+
+def _text(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, allow_nan=False).encode()
+
+
+def seal(body: Mapping[str, Any]) -> bytes:
+    """The bytes of the file for `body`, which has no key ``sha256`` of its own."""
+    assert "sha256" not in body
+    return _text({**body, "sha256": hashlib.sha256(_text(body)).hexdigest()}) + b"\n"
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The body of a sealed file. Raises ValueError, with the reason in words, if a single bit differs."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("not JSON") from error
+    if not isinstance(body, dict) or "sha256" not in body:
+        raise ValueError("its own sha256 is missing")
+    try:
+        same_text = _text(body) + b"\n" == data
+    except ValueError:  # a NaN
+        same_text = False
+    digest = body.pop("sha256")
+    if not same_text or hashlib.sha256(_text(body)).hexdigest() != digest:
+        raise ValueError("its own sha256 differs")
+    return body
+
+
+def check_state(value: object, where: str = "state") -> None:
+    """Raise CheckpointError, naming the place, if `value` would not come back from JSON as it is.
+
+    Tuples pass, and come back as lists.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise CheckpointError(
+                f"{where} is {value}, which JSON does not have; save a finite number or None"
+            )
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{where} has the key {key!r}; JSON needs strings as keys")
+            check_state(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            check_state(item, f"{where}[{position}]")
+    else:
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}; the state is JSON: numbers, strings, lists, dicts"
+        )

@@ -1,0 +1,142 @@
+"""Finding the newest checkpoint whose every byte is what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint.durable import explain
+from hyper_parallel.checkpoint.ranks import Alone, Ranks, agree, ranks_of
+from hyper_parallel.checkpoint.sealed import unseal
+from hyper_parallel.errors import CheckpointError
+
+_THREADS = 4
+"""Files that are read at once; hashing and reading both release the interpreter's lock."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that verified, and the newer ones that did not, each with the reason in words."""
+
+    step: int
+    path: Path
+    skipped: tuple[tuple[Path, str], ...] = ()
+
+
+def newest(folder: str | os.PathLike[str], group: dist.ProcessGroup | Ranks | None = None) -> Found | None:
+    """The newest checkpoint in `folder` of which every byte verifies; None if there is none at all.
+
+    Reads every byte of the candidates, newest first, until one is good. With `group` all its ranks call this
+    together: they share the files out, and all get the same answer. Without, this process reads them alone.
+
+    Raises CheckpointError if there are checkpoints but none is good (starting anew without a word would be
+    worse), or if the folder cannot be read.
+    """
+    ranks = Alone() if group is None else ranks_of(group, *_size_of(group))
+    root = Path(folder).absolute()
+    error, listing = None, "[]"
+    if ranks.rank == 0:
+        try:
+            listing = json.dumps([str(name) for name in names.committed(root)])
+        except OSError as problem:
+            error = explain(problem, root, "read")
+    candidates: list[str] = json.loads(agree(ranks, error, listing))
+    skipped: list[tuple[Path, str]] = []
+    for name in candidates:
+        path = root / name
+        reasons = ranks.gather(damage(path, ranks.rank, ranks.world) or "")
+        reason = next(filter(None, reasons), None)
+        if reason is None:
+            return Found(int(name.split("-")[1]), path, tuple(skipped))
+        skipped.append((path, reason))
+    if skipped:
+        listed = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
+        raise CheckpointError(
+            f"no checkpoint in {root} can be loaded ({listed}); restore one from a copy, or move them away "
+            "to "
+            "start from the beginning"
+        )
+    return None
+
+
+def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
+    """What is wrong with a checkpoint, in words, or None if every byte is what was written.
+
+    Of `shares` processes this one reads its share of the files; all read the marker.
+    """
+    try:
+        marker = read_marker(path)
+    except CheckpointError as error:
+        return str(error)
+    if marker["step"] != int(path.name.split("-")[1]):
+        return f"{names.COMMIT}: is of step {marker['step']}"
+    # Large files first, so that the shares come out even.
+    files = sorted(marker["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))[share::shares]
+
+    def check(item: tuple[str, dict[str, Any]]) -> str | None:
+        file, written = item
+        return _file_damage(path / file, file, written)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return next(filter(None, pool.map(check, files)), None)
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """The verified content of ``commit.json``. Raises CheckpointError with the reason, without the path."""
+    try:
+        marker = unseal((path / names.COMMIT).read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError("no commit marker") from error
+    except OSError as error:
+        raise CheckpointError(f"{names.COMMIT}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{names.COMMIT}: {error}") from error
+    if marker.get("version") != names.VERSION:
+        raise CheckpointError(
+            f"{names.COMMIT}: format version {marker.get('version')}, this program reads version "
+            f"{names.VERSION}; "
+            "update it"
+        )
+    return marker
+
+
+def read_file(path: Path, file: str, marker: dict[str, Any]) -> bytes:
+    """The verified bytes of one small file of a checkpoint. Raises CheckpointError."""
+    written = marker["files"][file]
+    try:
+        data = (path / file).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {file}: cannot be read: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest() != written["sha256"]:
+        raise CheckpointError(f"{path}: {file}: sha256 differs")
+    return data
+
+
+def _file_damage(path: Path, file: str, written: dict[str, Any]) -> str | None:
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size < written["bytes"]:
+                return f"{file}: truncated: {size} of {written['bytes']} bytes"
+            if size > written["bytes"]:
+                return f"{file}: {size} bytes instead of {written['bytes']}"
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except FileNotFoundError:
+        return f"{file}: missing"
+    except OSError as error:
+        return f"{file}: cannot be read: {error.strerror}"
+    return None if digest == written["sha256"] else f"{file}: sha256 differs"
+
+
+def _size_of(group: dist.ProcessGroup | Ranks) -> tuple[int, int]:
+    if isinstance(group, Ranks):
+        return group.world, group.rank
+    return dist.get_world_size(group), dist.get_rank(group)

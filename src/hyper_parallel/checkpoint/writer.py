@@ -1,0 +1,231 @@
+"""Saving: a copy to host memory while training waits, everything else on a thread beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.checkpoint import names, plan
+from hyper_parallel.checkpoint.commit import Commit, commit, prune
+from hyper_parallel.checkpoint.durable import discard, explain
+from hyper_parallel.checkpoint.lock import open_folder
+from hyper_parallel.checkpoint.part import GivenUpError, Part
+from hyper_parallel.checkpoint.piece import Piece, check, dtype_name
+from hyper_parallel.checkpoint.ranks import Ranks, agree, ranks_of
+from hyper_parallel.checkpoint.sealed import check_state
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.layout import Mesh
+
+
+class Writer:
+    """Writes checkpoints of one run into one folder; every rank makes one and calls the same methods in step.
+
+    `folder` must be on a file system that all ranks share. `keep` committed checkpoints are kept. With
+    `background`, `save` returns after the copy to host memory. `group` is the process group of the mesh's
+    ranks (the default group if None and the mesh has more than one), and must carry CPU tensors; it is used
+    in the constructor and in `save`, on the calling thread only. `time_limit` is in seconds: how long a rank
+    that has written its part waits for the others.
+
+    Raises CheckpointError, on all ranks, if the folder cannot be written or another run is writing into it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        mesh: Mesh,
+        rank: int,
+        *,
+        keep: int = 2,
+        background: bool = True,
+        group: dist.ProcessGroup | Ranks | None = None,
+        time_limit: float = 600.0,
+    ) -> None:
+        assert keep >= 1, f"keep {keep}"
+        self._folder = Path(folder).absolute()
+        self._mesh = mesh
+        self._rank = rank
+        self._keep = keep
+        self._background = background
+        self._time_limit = time_limit
+        self._ranks = ranks_of(group, mesh.world, rank)
+        self._lock: int | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._last: Path | None = None
+        self._own: set[Path] = set()
+        error = None
+        if rank == 0:
+            try:
+                self._lock = open_folder(self._folder)
+            except CheckpointError as problem:
+                error = problem
+            except OSError as problem:
+                error = explain(problem, self._folder)
+        agree(self._ranks, error)
+
+    def save(
+        self,
+        step: int,
+        pieces: Mapping[str, Piece],
+        state: Mapping[str, Any],
+        *,
+        assets: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Save the values that `pieces` have now as the checkpoint of `step`.
+
+        Tensors of the model are named ``model.<parameter>``, which is what `export` looks for; weights that
+        are tied are given once. `state` is JSON (no NaN, keys are strings); rank 0's is stored. `assets` are
+        small files, by name, to be kept beside the tensors (a tokenizer's, for instance); rank 0's are
+        stored.
+
+        Waits for the previous save first, and raises what went wrong in it. Raises CheckpointError on all
+        ranks if a piece does not fit its layout, the state is not JSON, or the folder cannot be written.
+        """
+        self.wait()
+        error: CheckpointError | None = None
+        blocks: list[plan.Block] = []
+        what = Commit(step, self._mesh, {}, {})
+        try:
+            for name, piece in pieces.items():
+                if piece.layout.mesh != self._mesh:
+                    raise CheckpointError(
+                        f"{name}: its layout is on mesh {piece.layout.mesh.axes}, but this writer saves mesh "
+                        f"{self._mesh.axes}; give both the same mesh"
+                    )
+                check(name, piece, self._rank)
+            check_state(state)
+            files = _checked(assets or {})
+            what = Commit(step, self._mesh, json.loads(json.dumps(state)), files)
+            blocks = plan.blocks(pieces, self._rank)
+            self._copy(pieces, blocks)
+        except CheckpointError as problem:
+            error = problem
+        partial, final = self._open_partial(step, error)
+        tensors = {
+            name: {
+                "shape": list(piece.layout.shape),
+                "dtype": dtype_name(piece.local.dtype),
+                "layout": str(piece.layout),
+            }
+            for name, piece in pieces.items()
+        }
+        part = Part(step, self._rank, self._mesh, partial, final, tensors, blocks, self._buffer)
+        if self._background:
+            # Not a daemon: a save that was begun is finished before the interpreter goes.
+            self._thread = threading.Thread(target=self._run, args=(part, what), name=f"checkpoint-{step}")
+            self._thread.start()
+        else:
+            self._run(part, what)
+            self.wait()
+
+    def wait(self) -> Path | None:
+        """Wait for the save in flight and raise what went wrong in it; the last checkpoint committed, if any.
+
+        Nothing of a save that failed is left in the folder.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._last
+
+    def close(self) -> None:
+        """`wait`, then let another run write into the folder."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_partial(self, step: int, error: CheckpointError | None) -> tuple[Path, Path]:
+        """The folder to write into, made by rank 0 and seen by all, and the path that it will get.
+
+        `error` is what went wrong on this rank so far: one rank's error is raised on all, and nothing is left.
+        """
+        made: Path | None = None
+        note = ""
+        if self._rank == 0 and error is None:
+            try:
+                name = names.free(self._folder, step)
+                made = self._folder / f"{name}.partial-{secrets.token_hex(4)}"
+                made.mkdir()
+                note = f"{made.name}/{name}"
+            except OSError as problem:
+                error = explain(problem, made or self._folder)
+                made = None
+        try:
+            partial, final = (self._folder / name for name in agree(self._ranks, error, note).split("/"))
+            if not partial.is_dir():
+                error = CheckpointError(
+                    f"{partial}, made by rank 0, is not visible here; put 'out' on a file system that all ranks "
+                    "share"
+                )
+            agree(self._ranks, error)
+        except CheckpointError:
+            if made is not None:
+                discard(made)
+            raise
+        return partial, final
+
+    def _copy(self, pieces: Mapping[str, Piece], blocks: list[plan.Block]) -> None:
+        """Copy what this rank writes into the host buffer, which is kept from save to save."""
+        size = blocks[-1].stop if blocks else 0
+        if self._buffer.numel() != size:
+            pinned = any(not piece.local.is_cpu for piece in pieces.values())
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        with torch.no_grad():
+            for block in blocks:
+                target = self._buffer[block.start : block.stop].view(block.dtype).view(block.box.size)
+                target.copy_(pieces[block.name].local[block.box.local_slices])
+
+    def _run(self, part: Part, what: Commit) -> None:
+        """On the thread: write, then commit (rank 0) or wait for the commit (the others)."""
+        try:
+            part.write()
+            if self._rank == 0:
+                commit(part.partial, part.final, what, self._time_limit)
+                self._own.add(part.final)
+                prune(part.final, self._keep, self._own)
+            else:
+                part.await_commit(self._time_limit)
+            self._last = part.final
+        except BaseException as error:
+            if self._rank == 0:
+                # The ranks that still wait see that the folder is gone.
+                with contextlib.suppress(OSError):
+                    discard(part.partial)
+            elif not isinstance(error, GivenUpError):
+                part.report(error)
+            self._error = explain(error, part.partial) if isinstance(error, OSError) else error
+
+
+def _checked(assets: Mapping[str, bytes]) -> dict[str, bytes]:
+    for name, data in assets.items():
+        if not name or name.startswith(".") or "/" in name or not isinstance(data, bytes):
+            raise CheckpointError(
+                f"asset {name!r}: an asset is a plain file name (no folder, no leading dot) and its bytes"
+            )
+    return dict(assets)
