@@ -152,9 +152,7 @@ class Layout:
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
         """The shape of the tensor that the rank at `coordinate` holds."""
-        return tuple(
-            sum(b - a for a, b in self.intervals(dim, coordinate)) for dim in range(len(self.shape))
-        )
+        return tuple(sum(b - a for a, b in self.intervals(dim, coordinate)) for dim in range(len(self.shape)))
 
     def boxes(self, coordinate: Coordinate) -> tuple[Box, ...]:
         """The pieces of the global tensor that the rank at `coordinate` holds; none if it holds nothing."""

@@ -65,5 +65,3 @@ class Mesh:
         here = self.coordinate(rank)
         for indices in itertools.product(*(range(self.size(axis)) for axis in axes)):
             yield self.rank({**here, **dict(zip(axes, indices, strict=True))})
-
-

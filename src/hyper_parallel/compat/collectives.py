@@ -1,0 +1,35 @@
+"""Collectives as operators: what a graph shows and what a real group runs are the same calls.
+
+The functional collectives of PyTorch, called at the operator level: no wrapper tensor, waited for at once.
+Tensors are made contiguous, which the operators need.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+_ops = torch.ops._c10d_functional
+
+
+def all_reduce(x: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
+    """The sum (or `max`) of `x` over the group, on every rank."""
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group))
+
+
+def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """[d0, ...] of each rank to [size · d0, ...], in rank order. All ranks give the same shape."""
+    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group))
+
+
+def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """[size · d0, ...] to [d0, ...]: the sum over the group, of which each rank gets its chunk of dim 0."""
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+
+
+def device_type() -> str:
+    """The type of device whose tensors the default process group moves."""
+    if dist.get_backend() in ("gloo", "fake", "mpi"):
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type

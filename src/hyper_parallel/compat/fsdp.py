@@ -1,0 +1,75 @@
+"""PyTorch's fully sharded data parallelism (FSDP2), with what is private about it kept here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def shard_module(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    compute: torch.dtype | None,
+    reduce: torch.dtype | None,
+    reshard_after_forward: bool,
+    ignored: Iterable[nn.Parameter] = (),
+) -> None:
+    """Shard the module's parameters that no inner call has taken; gradients are summed, not averaged.
+
+    `mesh` is [shard], or [replicate, shard]. A dtype of None leaves what is stored.
+    """
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
+        ignored_params=set(ignored) or None,
+    )
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    # Without this a factor of 1 becomes a scaled sum, which only one of the collective libraries has.
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def set_gradient_sync(module: nn.Module, last: bool) -> None:
+    """Reduce gradients in the next backward pass only if it is the step's `last`."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+        module.set_is_last_backward(last)
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Give up gathered parameters that a forward pass without a backward pass left behind."""
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()
+
+
+def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Exchange every parameter, once each where modules share one, and tell FSDP2 about it."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, old in owner._parameters.items():
+            if old is not None:
+                if id(old) not in made:
+                    made[id(old)] = make(old)
+                owner._parameters[name] = made[id(old)]
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            for group in _groups(inner):
+                for parameter in group.fsdp_params:
+                    parameter.reset_sharded_param()
+
+
+def _groups(module: FSDPModule) -> list:  # type: ignore[type-arg]
+    """The parameter groups of one fully sharded module, under whichever name this torch keeps them."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

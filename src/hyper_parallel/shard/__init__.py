@@ -1,0 +1,18 @@
+"""HyperShard: a declared strategy makes an unmodified module run spread over a mesh.
+
+`parallelize` returns the same module with the same parameter names; `sharded` gives its handle.
+"""
+
+from hyper_parallel.shard.handle import ShardedModel, ShardedParameter, sharded
+from hyper_parallel.shard.parallelize import make_device_mesh, parallelize
+from hyper_parallel.shard.weights import init_weights, load_weights
+
+__all__ = [
+    "ShardedModel",
+    "ShardedParameter",
+    "init_weights",
+    "load_weights",
+    "make_device_mesh",
+    "parallelize",
+    "sharded",
+]

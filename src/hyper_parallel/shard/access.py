@@ -1,0 +1,99 @@
+"""From the stored parameter to the tensor that is computed with.
+
+A module's parameters are exchanged for what `Access` makes of them while its forward runs, and put back after
+it: the model's code sees plain local tensors, everybody else sees the parameters.
+
+In the traceable lowering the chain is: cast to the compute dtype, gather over `shard` (gradient: sum and
+scatter), over `replicate` (gradient: sum), over `tensor` where ranks contribute different terms (gradient: sum),
+and the choice of the rows that this rank's heads need. FSDP2 does the first two itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
+from hyper_parallel.shard.axis import Axis, _Moved
+from hyper_parallel.shard.plan import ParameterPlan
+from hyper_parallel.shard.wrap import Forward, wrap
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """How a parameter is computed with and its gradient reduced."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(frozen=True)
+class Access:
+    """What is made of one stored parameter before its module computes with it."""
+
+    plan: ParameterPlan
+    axes: Mapping[str, Axis]
+    dtypes: Dtypes
+    gathers: bool
+    """The traceable lowering: gather over `shard` and sum gradients over the data axes here."""
+
+    def __call__(self, stored: torch.Tensor) -> torch.Tensor:
+        x = stored.to_local() if isinstance(stored, DTensor) else stored
+        x = self._over_data(x) if self.gathers else x.to(self.dtypes.compute)
+        tensor = self.axes["tensor"]
+        if self.plan.summed:
+            x = tensor.copy(x)
+        if self.plan.chosen is not None:
+            dim, intervals = self.plan.chosen
+            x = torch.index_select(x, dim, self._rows(x.device, intervals))
+        return x
+
+    def _rows(self, device: torch.device, intervals: tuple[tuple[tuple[int, int], ...], ...]) -> torch.Tensor:
+        tensor = self.axes["tensor"]
+        return per_rank(
+            lambda rank: torch.cat(
+                [torch.arange(a, b, device=device) for a, b in intervals[tensor.index(rank)]]
+            )
+        )
+
+    def _over_data(self, x: torch.Tensor) -> torch.Tensor:
+        shard, replicate, stored = self.axes["shard"], self.axes["replicate"], x.dtype
+        layout = self.plan.layout
+        splits = "shard" in layout.split_axes and shard.size > 1
+        whole = layout.without("shard") if splits else layout
+        length = per_rank_int(lambda rank: whole.local_shape(whole.mesh.coordinate(rank))[0]) if splits else 0
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            x = x.to(self.dtypes.compute)
+            return shard._gather(x, 0, length) if splits else x.view_as(x)
+
+        def backward(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.to(self.dtypes.reduce)
+            if shard.size > 1:
+                gradient = shard._reduce_scatter(gradient, 0) if splits else shard._reduce(gradient)
+            if replicate.size > 1:
+                gradient = replicate._reduce(gradient)
+            return gradient.to(stored)
+
+        return _Moved.apply(x, forward, backward)  # type: ignore[no-any-return]
+
+
+def apply_access(module: nn.Module, accesses: Mapping[str, Access]) -> None:
+    """Exchange the module's own parameters named in `accesses` while its forward runs."""
+
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        parameters = module._parameters
+        stored = {own: parameters[own] for own in accesses}
+        try:
+            for own, access in accesses.items():
+                parameters[own] = access(stored[own])  # type: ignore[arg-type,assignment]
+            return forward(*args, **kwargs)
+        finally:
+            parameters.update(stored)
+
+    wrap(module, wrapper)

@@ -1,0 +1,166 @@
+"""The tensor axis put into effect: activations moved at the boundaries that the plan names.
+
+Everything between boundaries is the model's own code on plain local tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
+from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.dropout import Stretch
+from hyper_parallel.shard.plan import ModulePlan, Plan
+from hyper_parallel.shard.structure import Heads, dim_of_features
+from hyper_parallel.shard.wrap import Forward, Wrapper, change_input, change_output, wrap
+
+SEQUENCE_DIM = 1
+
+
+def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, Stretch]:
+    """Wrap the modules that the plan names. Parameters are given their local tensors elsewhere.
+
+    Returns, by parent module, the stretches in which activations are split over features.
+    """
+    stretches: dict[str, Stretch] = defaultdict(Stretch)
+    for name, module_plan in plan.modules.items():
+        module = model.get_submodule(name)
+        _module(module, module_plan, tensor)
+        if module_plan.rule in ("colwise", "rowwise"):
+            stretch = stretches[name.rpartition(".")[0]]
+            wrap(module, _entering(stretch) if module_plan.rule == "colwise" else _leaving(stretch))
+    for name, region in plan.regions.items():
+        module = model.get_submodule(name)
+        enter = (lambda x: tensor.gather_sum(x, SEQUENCE_DIM)) if region.enters == "gather" else tensor.copy
+        wrap(module, change_input(enter))
+        if region.heads is not None:
+            _localise_heads(module, region.heads, tensor.size)
+    if plan.sequence:
+        assert plan.layers is not None
+        layers = model.get_submodule(plan.layers)
+        assert isinstance(layers, nn.ModuleList)
+        wrap(layers[0], change_input(lambda x: tensor.split(x, SEQUENCE_DIM)))
+        wrap(layers[-1], change_output(lambda x: tensor.gather(x, SEQUENCE_DIM)))
+    return dict(stretches)
+
+
+def _entering(stretch: Stretch) -> Wrapper:
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        stretch.split = True
+        return output
+
+    return wrapper
+
+
+def _leaving(stretch: Stretch) -> Wrapper:
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        stretch.split = False
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+def _module(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
+    if plan.rule == "vocab":
+        assert isinstance(module, nn.Embedding)
+        _vocabulary(module, tensor)
+        return
+    if plan.rule == "rowwise":
+        _rowwise(module, plan, tensor)
+        return
+    if type(module).__name__ == "Conv1D":
+        features = int(module.weight.shape[1])
+        module.nf = per_rank_int(
+            lambda rank: tensor.interval(features, rank)[1] - tensor.interval(features, rank)[0]
+        )
+    if plan.enters == "copy":
+        wrap(module, change_input(tensor.copy))
+    if plan.leaves == "gather":
+        wrap(module, change_output(lambda x: tensor.gather(x, -1, plan.features)))
+
+
+def _rowwise(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
+    """The partial products are summed first and the bias, which is whole, is added once after."""
+    has_bias = module._parameters.get("bias") is not None
+    # Conv1D's forward cannot do without a bias; nn.Linear's can.
+    needs_one = dim_of_features(module, output=True) == 1
+
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        parameters, bias = module._parameters, None
+        if has_bias:
+            bias = parameters["bias"]
+            assert bias is not None
+            parameters["bias"] = torch.zeros_like(bias) if needs_one else None  # type: ignore[assignment]
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            if has_bias:
+                parameters["bias"] = bias
+        output = (
+            tensor.reduce(output) if plan.leaves == "reduce" else tensor.reduce_split(output, SEQUENCE_DIM)
+        )
+        return output if bias is None else output + bias
+
+    wrap(module, wrapper)
+
+
+def _vocabulary(module: nn.Embedding, tensor: Axis) -> None:
+    """Each rank looks up the rows that it has; the others contribute zero to the sum."""
+    rows = int(module.weight.shape[0])
+    padding = module.padding_idx
+    # nn.Embedding would look for its padding row among the local ones; it is kept from gradients here.
+    module.padding_idx = None
+    bounds = per_rank(lambda rank: torch.tensor(tensor.interval(rows, rank)))
+
+    def wrapper(forward: Forward, ids: torch.Tensor) -> Any:
+        start, stop = bounds.to(ids.device).unbind()
+        elsewhere = (ids < start) | (ids >= stop)
+        output = forward((ids - start).masked_fill(elsewhere, 0))
+        if padding is not None:
+            output = torch.where((ids == padding).unsqueeze(-1), output.detach(), output)
+        return tensor.reduce(output.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    wrap(module, wrapper)
+
+
+class _LocalConfig:
+    """A model's config in which some values are this rank's; the rest is looked up in the config itself."""
+
+    def __init__(self, config: object, **local: int) -> None:
+        self.__dict__.update(local)
+        self.__dict__["_config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LocalConfig:
+        local = {k: v for k, v in self.__dict__.items() if k != "_config"}
+        return _LocalConfig(copy.deepcopy(self._config, memo), **local)
+
+
+def _localise_heads(module: nn.Module, heads: Heads, size: int) -> None:
+    """Tell an attention module how many heads it has here."""
+    query, kv = heads.query // size, max(heads.kv // size, 1)
+    local = {
+        "num_heads": query,
+        "num_attention_heads": query,
+        "num_key_value_heads": kv,
+        "num_key_value_groups": query // kv,
+        "split_size": query * heads.size,
+    }
+    for name, value in local.items():
+        if isinstance(getattr(module, name, None), int):
+            setattr(module, name, value)
+    if hasattr(module, "config"):
+        module.config = _LocalConfig(module.config, num_attention_heads=query, num_key_value_heads=kv)

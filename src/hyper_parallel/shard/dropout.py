@@ -1,0 +1,182 @@
+"""Dropout whose mask is a function of (seed, step, module, global element), so that no strategy changes it.
+
+The mask of an element is drawn by hashing its global indices — row of the step's batch, position, feature — with
+a key made from the seed, the step and the module's name. The hash is the 32-bit integer mixer of C. Wellons
+("Prospecting for hash functions", 2018, ``lowbias32``), folded over the dims; int64 arithmetic keeps it exact on
+every device. Recomputing a layer, splitting the batch or the model, or accumulating over micro-batches draws the
+same mask again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.errors import HyperParallelError, StrategyError
+from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.wrap import Forward, wrap
+
+_MASK = 0xFFFFFFFF
+ATTENTION = "hyper_parallel_sdpa"
+"""The name under which attention with a reproducible dropout is registered with Transformers."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is being computed: random numbers are a function of it and of the global element."""
+
+    seed: int
+    step: int
+    rows: torch.Tensor
+    """int64[B]: the index in the step's global batch of each row at hand."""
+
+
+_draw: ContextVar[Draw | None] = ContextVar("draw", default=None)
+
+
+@contextlib.contextmanager
+def drawing(draw: Draw) -> Iterator[None]:
+    """Random numbers in the block are those of `draw`."""
+    token = _draw.set(draw)
+    try:
+        yield
+    finally:
+        _draw.reset(token)
+
+
+def current_draw(name: str) -> Draw:
+    """The draw at hand; refuses dropout outside of one, where it could not be reproduced."""
+    draw = _draw.get()
+    if draw is None:
+        raise HyperParallelError(
+            f"{name!r} drops activations, and nothing says for which step and rows; compute the loss inside "
+            "`with sharded(model).micro_batch(seed=…, step=…, rows=…):`, or call model.eval()"
+        )
+    return draw
+
+
+def _dropout(x: torch.Tensor, p: float, name: str, indices: dict[int, torch.Tensor]) -> torch.Tensor:
+    """`x` [B, ...] with a share p of its elements zeroed and the others scaled by 1 / (1 − p).
+
+    `indices` gives, for dims that are split, the int64 global indices of what is held; other dims are whole.
+    """
+    draw = current_draw(name)
+    digest = hashlib.blake2b(f"{draw.seed}/{draw.step}/{name}".encode(), digest_size=4).digest()
+    hashed = torch.full((), int.from_bytes(digest, "little"), dtype=torch.int64, device=x.device)
+    for dim in range(x.dim()):
+        index = draw.rows.to(x.device) if dim == 0 else indices.get(dim % x.dim())
+        if index is None:
+            index = torch.arange(x.size(dim), device=x.device)
+        hashed = _mix(hashed.unsqueeze(-1) + index * 0x9E3779B9)
+    kept = hashed >= int(p * 2**32)
+    return torch.where(kept, x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+class Stretch:
+    """Whether the activations at hand inside one parent module are split over features, between its colwise
+    and its rowwise projections."""
+
+    def __init__(self) -> None:
+        self.split = False
+
+
+def apply_dropout(
+    model: nn.Module, tensor: Axis, stretches: Mapping[str, Stretch], layers: str | None, sequence: bool
+) -> None:
+    """Make every nn.Dropout of the model, and the dropout inside its attention, reproducible."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            parents = [parent for parent in stretches if name.startswith(f"{parent}." if parent else "")]
+            stretch = stretches[max(parents, key=len)] if parents else Stretch()
+            in_layers = sequence and layers is not None and name.startswith(f"{layers}.")
+            wrap(module, _dropout_wrapper(name, module, tensor, stretch, in_layers))
+    if is_transformers(model):
+        _apply_attention_dropout(model, tensor)
+
+
+def _dropout_wrapper(
+    name: str, module: nn.Dropout, tensor: Axis, stretch: Stretch, split_sequence: bool
+) -> Callable[..., torch.Tensor]:
+    def wrapper(forward: Forward, x: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return x
+        indices = {}
+        if tensor.size > 1 and stretch.split:
+            indices[x.dim() - 1] = tensor.indices(x.size(-1) * tensor.size, x.device)
+        elif tensor.size > 1 and split_sequence:
+            indices[1] = tensor.indices(x.size(1) * tensor.size, x.device)
+        return _dropout(x, module.p, name, indices)
+
+    return wrapper
+
+
+def _apply_attention_dropout(model: Any, tensor: Axis) -> None:
+    """Attention with dropout > 0 is computed step by step; without it, by the kernel that was asked for."""
+    if not any(getattr(model.config, key, None) for key in ("attention_dropout", "attn_pdrop")):
+        return
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.config._attn_implementation = ATTENTION
+    for name, module in model.named_modules():
+        if hasattr(module, "head_dim"):
+            module.__dict__["_hyper_parallel_name"] = name
+            module.__dict__["_hyper_parallel_tensor"] = tensor
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, S, D], key and value [B, K, S, D]; returns [B, S, H, D]. Boolean masks are True where seen."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if dropout == 0.0:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **kwargs
+        )  # type: ignore[return-value]
+    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if unsupported:
+        raise StrategyError(
+            f"attention dropout beside {', '.join(unsupported)} is not supported; set attention_dropout to 0"
+        )
+    groups = query.size(1) // key.size(1)
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * (scaling if scaling is not None else query.size(-1) ** -0.5)
+    if attention_mask is None:
+        if getattr(module, "is_causal", True):
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    elif attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + attention_mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    tensor: Axis = module._hyper_parallel_tensor
+    heads = {1: tensor.indices(weights.size(1) * tensor.size, weights.device)} if tensor.size > 1 else {}
+    weights = _dropout(weights, dropout, module._hyper_parallel_name, heads)
+    return (weights @ value).transpose(1, 2).contiguous(), None

@@ -1,0 +1,185 @@
+"""The handle of a parallelized model: its parameters with their layouts, gradients and collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.compat import collectives, fsdp
+from hyper_parallel.compat.local_tensor import on_rank, per_rank
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout.layout import Layout
+from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.dropout import Draw, drawing
+from hyper_parallel.shard.plan import Plan
+from hyper_parallel.strategy import Strategy
+
+_ATTRIBUTE = "_hyper_parallel"
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter as one rank holds it."""
+
+    name: str
+    """Its fully qualified name, the same as in the unsharded model."""
+    layout: Layout
+    parameter: nn.Parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's piece, without autograd; writing to it writes the parameter."""
+        return _local(self.parameter.detach())
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's piece of the gradient, or None before a backward pass."""
+        return None if self.parameter.grad is None else _local(self.parameter.grad)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedModel:
+    """What `parallelize` knows of a model. Made by it, found again by `sharded`."""
+
+    model: nn.Module
+    strategy: Strategy
+    plan: Plan
+    device_mesh: DeviceMesh | None
+    axes: Mapping[str, Axis]
+    skeleton: nn.Module | None
+    """The model as it was, without values; weights are initialised and loaded by its structure."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh as arithmetic."""
+        return self.plan.mesh
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 without a process group."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's index on each axis."""
+        return self.mesh.coordinate(self.rank)
+
+    @property
+    def data_index(self) -> int:
+        """Which share of the batch this rank computes, 0 ≤ index < replicate · shard."""
+        here = self.coordinate
+        return here["replicate"] * self.mesh.size("shard") + here["shard"]
+
+    def parameters(self) -> list[ShardedParameter]:
+        """Every parameter once, in the model's order; tied ones under their first name."""
+        layouts = self.plan.layouts()
+        return [
+            ShardedParameter(name, layouts[name], parameter)
+            for name, parameter in self.model.named_parameters()
+        ]
+
+    # Tensors between whole and split.
+
+    def cut(self, full: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """This rank's piece of a whole tensor that every rank has."""
+        return per_rank(lambda rank: cut(full, layout, rank))
+
+    def gather(self, local: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The whole tensor, on every rank, from each one's piece. Uneven and fused layouts included."""
+        axes = layout.split_axes
+        if all(self.mesh.size(axis) == 1 for axis in axes):
+            return local
+
+        def place(rank: int) -> torch.Tensor:
+            mine = on_rank(local, rank)
+            whole = torch.zeros(layout.shape, dtype=mine.dtype, device=mine.device)
+            for box in layout.boxes(self.mesh.coordinate(rank)):
+                whole[box.global_slices] = mine[box.local_slices]
+            return whole
+
+        return self.all_reduce(per_rank(place), axes)
+
+    def all_reduce(self, tensor: torch.Tensor, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
+        """The sum (or ``max``) of `tensor` over `axes`, on every rank of them; its own over axes of degree 1."""
+        live = [axis for axis in axes if self.mesh.size(axis) > 1]
+        if live and len(live) == sum(size > 1 for _, size in self.mesh.axes):
+            return collectives.all_reduce(tensor, dist.group.WORLD.group_name, op)  # type: ignore[union-attr]
+        for axis in live:
+            tensor = collectives.all_reduce(tensor, self.axes[axis].group, op)
+        return tensor
+
+    # Gradients.
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm of the whole gradient, the same on every rank; each element is counted once."""
+        by_copies: dict[int, list[torch.Tensor]] = {}
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                by_copies.setdefault(parameter.layout.copies, []).append(gradient)
+        if not by_copies:
+            return torch.zeros(())
+        total = sum(
+            torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum() / copies
+            for copies, gradients in sorted(by_copies.items())
+        )
+        assert isinstance(total, torch.Tensor)
+        return self.all_reduce(total, self.mesh.names).sqrt()
+
+    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Scale every gradient so that their norm, given as `norm`, is at most `max_norm`."""
+        gradients = [g for g in (parameter.grad for parameter in self.parameters()) if g is not None]
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    @contextlib.contextmanager
+    def micro_batch(
+        self, *, seed: int = 0, step: int = 0, rows: torch.Tensor | None = None, last: bool = True
+    ) -> Iterator[None]:
+        """Compute one micro-batch's loss and its backward pass inside.
+
+        `rows`: int64[B], the index in the step's global batch of each row at hand; needed where the model drops
+        activations. `last`: gradients are reduced over the data axes in this backward pass; False accumulates.
+        """
+        fsdp.set_gradient_sync(self.model, last)
+        with contextlib.ExitStack() as stack:
+            if rows is not None:
+                stack.enter_context(drawing(Draw(seed, step, rows)))
+            yield
+
+
+def cut(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The piece of a whole tensor that a rank holds, in memory of its own."""
+    coordinate = layout.mesh.coordinate(rank)
+    local = torch.empty(layout.local_shape(coordinate), dtype=full.dtype, device=full.device)
+    for box in layout.boxes(coordinate):
+        local[box.local_slices] = full[box.global_slices]
+    return local
+
+
+def attach(handle: ShardedModel) -> None:
+    """Make `sharded(handle.model)` find the handle."""
+    handle.model.__dict__[_ATTRIBUTE] = handle
+
+
+def sharded(model: nn.Module) -> ShardedModel:
+    """The handle of a model that `parallelize` returned. Raises StrategyError for another one."""
+    handle: Any = model.__dict__.get(_ATTRIBUTE)
+    if handle is None:
+        raise StrategyError(
+            f"this {type(model).__name__} was not parallelized; call hp.parallelize(model, strategy) first"
+        )
+    assert isinstance(handle, ShardedModel)
+    return handle

@@ -1,0 +1,87 @@
+"""What can be read off a model: its layers, its attention heads, its fused projections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.shard.rules import is_transformers
+
+
+@dataclass(frozen=True)
+class Heads:
+    """An attention's heads: H query heads, K key and value heads (K divides H), each of `size` features."""
+
+    query: int
+    kv: int
+    size: int
+
+    @property
+    def fused(self) -> tuple[int, int, int]:
+        """Features of query, key and value in one projection."""
+        return (self.query * self.size, self.kv * self.size, self.kv * self.size)
+
+
+def text_config(model: nn.Module) -> object | None:
+    """The config of the language model; None for a module that is not Transformers'."""
+    if not is_transformers(model):
+        return None
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config  # type: ignore[no-any-return]
+
+
+def heads_of(module: nn.Module, config: object | None) -> Heads | None:
+    """The heads of an attention module, or None for a module that is no attention."""
+    size = getattr(module, "head_dim", None)
+    query = getattr(config, "num_attention_heads", None)
+    if not isinstance(size, int) or not isinstance(query, int):
+        return None
+    kv = getattr(config, "num_key_value_heads", None) or query
+    return Heads(query, int(kv), size)
+
+
+def fused_parts(name: str, features: int, parent: nn.Module, heads: Heads | None) -> tuple[int, ...]:
+    """The lengths of the parts of which a projection's output is made; one part when it is not fused."""
+    last = name.rsplit(".", 1)[-1]
+    siblings = {child.rsplit(".", 1)[-1] for child, _ in parent.named_children()}
+    if heads is not None and features == sum(heads.fused) and not siblings & {"k_proj", "key"}:
+        return heads.fused
+    if last == "gate_up_proj" and features % 2 == 0:
+        return (features // 2, features // 2)
+    return (features,)
+
+
+def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The name and the list of the model's decoder layers.
+
+    In a Transformers model: the longest list of modules of the classes that the model says not to split.
+    Otherwise: the longest ModuleList whose elements are all of one class. None when there is none.
+    """
+    unsplit = set(getattr(model, "_no_split_modules", None) or ())
+    found: tuple[str, nn.ModuleList] | None = None
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        classes = {type(layer).__name__ for layer in module}
+        fits = classes <= unsplit if unsplit else len(classes) == 1
+        if fits and (found is None or len(module) > len(found[1])):
+            found = (name, module)
+    return found
+
+
+def layers_or_refuse(model: nn.Module, why: str) -> tuple[str, nn.ModuleList]:
+    """The decoder layers; a StrategyError that says what needed them when there are none."""
+    found = layers_of(model)
+    if found is None:
+        raise StrategyError(
+            f"{why} needs the model's layers in one nn.ModuleList, and {type(model).__name__} has none"
+        )
+    return found
+
+
+def dim_of_features(module: nn.Module, output: bool) -> int:
+    """The dim of a projection's weight that its output (or input) features lie on."""
+    transposed = type(module).__name__ == "Conv1D"
+    return int(output == transposed)

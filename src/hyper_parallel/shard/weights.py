@@ -1,0 +1,243 @@
+"""Values for a model that was parallelized on the meta device: new ones, or those of a folder.
+
+No rank ever holds the whole model. New values are drawn one module at a time, each from a generator seeded by
+(seed, module name), by the model's own initialisation, so that they are the same under any strategy; each rank keeps
+its pieces. Saved ones are read piece by piece.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from hyper_parallel.compat import fsdp
+from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank
+from hyper_parallel.errors import CheckpointError, StrategyError
+from hyper_parallel.shard.handle import ShardedModel, ShardedParameter, sharded
+from hyper_parallel.shard.rules import is_transformers
+
+
+def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
+    """Draw new values, the same under any strategy, into a model that was parallelized on the meta device."""
+    handle = _emptied(model, device)
+    for name, values in _initial_values(_skeleton(handle), seed):
+        _fill(handle, name, lambda slices, values=values: values[slices])
+
+
+def load_weights(model: nn.Module, folder: str | Path, device: torch.device | str = "cpu") -> None:
+    """Read a Hugging Face folder's safetensors into a model that was parallelized on the meta device.
+
+    Raises CheckpointError when a tensor is missing, has another shape, or a file cannot be read.
+    """
+    handle = _emptied(model, device)
+    skeleton = _skeleton(handle)
+    files = _safetensors_of(Path(folder))
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for name, parameter in skeleton.named_parameters():
+            stored = _stored_name(name, skeleton, files)
+            if stored is None:
+                raise CheckpointError(
+                    f"{folder}: no tensor {name!r}; the folder holds another model's weights"
+                )
+            path = files[stored]
+            try:
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                piece = opened[path].get_slice(stored)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: cannot be read: {error}") from None
+            if tuple(piece.get_shape()) != tuple(parameter.shape):
+                raise CheckpointError(
+                    f"{path}: {stored!r} has shape {list(piece.get_shape())}, the model needs {list(parameter.shape)}"
+                )
+            _fill(handle, name, lambda slices, piece=piece: piece[slices])
+    for name, values in _initial_buffers(skeleton):
+        _fill(handle, name, lambda slices, values=values: values[slices])
+
+
+def _skeleton(handle: ShardedModel) -> nn.Module:
+    if handle.skeleton is None:
+        raise StrategyError(
+            "the model had values when it was parallelized; build it under torch.device('meta') instead"
+        )
+    return handle.skeleton
+
+
+def _emptied(model: nn.Module, device: torch.device | str) -> ShardedModel:
+    """Give every meta parameter and buffer memory, still without values."""
+    handle = sharded(model)
+    _skeleton(handle)
+
+    def make(old: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
+
+    fsdp.replace_parameters(model, make)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = per_rank(
+                    lambda rank, b=buffer: torch.empty(b.shape, dtype=b.dtype, device=device)
+                )  # type: ignore[misc]
+    return handle
+
+
+def _fill(handle: ShardedModel, name: str, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
+    """Write one tensor's pieces from `read`, which takes slices of the whole one."""
+    found = _parameters(handle).get(name)
+    if found is None:
+        buffer = handle.model.get_buffer(name)
+        for local in each_rank(buffer).values():
+            local.copy_(read((slice(None),) * local.dim()))
+        return
+    with one_device():
+        for rank, local in each_rank(found.local).items():
+            for box in found.layout.boxes(handle.mesh.coordinate(rank)):
+                local[box.local_slices].copy_(read(box.global_slices))
+
+
+def _parameters(handle: ShardedModel) -> dict[str, ShardedParameter]:
+    return {parameter.name: parameter for parameter in handle.parameters()}
+
+
+# New values.
+
+
+def _initial_values(skeleton: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every parameter and buffer, one module's at a time."""
+    known = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+    drawn: set[str] = set()
+    with one_device():
+        for path, module in skeleton.named_modules():
+            names = {
+                own: known[id(p)]
+                for own, p in module._parameters.items()
+                if p is not None and known[id(p)] not in drawn
+            }
+            buffers = {
+                own: f"{path}.{own}" if path else own for own, b in module._buffers.items() if b is not None
+            }
+            if names or buffers:
+                yield from _drawn(skeleton, path, module, names, buffers, seed)
+                drawn.update(names.values())
+
+
+def _initial_buffers(skeleton: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    with one_device():
+        for path, module in skeleton.named_modules():
+            buffers = {
+                own: f"{path}.{own}" if path else own for own, b in module._buffers.items() if b is not None
+            }
+            if buffers:
+                yield from _drawn(skeleton, path, module, {}, buffers, 0)
+
+
+def _drawn(
+    skeleton: nn.Module,
+    path: str,
+    module: nn.Module,
+    names: dict[str, str],
+    buffers: dict[str, str],
+    seed: int,
+) -> list[tuple[str, torch.Tensor]]:
+    """Initialise one module's own tensors by the model's own code, and take them out again."""
+    parameters, held = dict(module._parameters), dict(module._buffers)
+    try:
+        for own in names:
+            # NaN shows what the model's code does not initialise.
+            module._parameters[own] = nn.Parameter(torch.full_like(parameters[own], torch.nan, device="cpu"))
+        for own in buffers:
+            buffer = held[own]
+            assert buffer is not None
+            fill = torch.nan if buffer.is_floating_point() else 0
+            module._buffers[own] = torch.full_like(buffer, fill, device="cpu") if buffer.is_meta else buffer
+        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            _run_initialisers(skeleton, path, module)
+        values = [(name, _own(module, own)) for own, name in (names | buffers).items()]
+    finally:
+        module._parameters.update(parameters)
+        module._buffers.update(held)
+    for name, value in values:
+        if value.is_floating_point() and value.numel() and bool(value.isnan().any()):
+            raise StrategyError(
+                f"{name!r} is not initialised by the model's own code when it is built on the meta device; "
+                "build the model with values, or load them"
+            )
+    return values
+
+
+def _own(module: nn.Module, own: str) -> torch.Tensor:
+    tensor = module._parameters.get(own)
+    if tensor is None:
+        tensor = module._buffers[own]
+    assert tensor is not None
+    return tensor.detach()
+
+
+def _run_initialisers(skeleton: nn.Module, path: str, module: nn.Module) -> None:
+    """The module's own initialisation, then that of the modules around it, which may refine it (GPT-2 scales its
+    output projections from the block). Tensors of other modules are on the meta device, where writing is free."""
+    if not is_transformers(skeleton):
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is not None:
+            reset()
+        return
+    around = [path]
+    while around[-1]:
+        around.append(around[-1].rpartition(".")[0])
+    for name in around:
+        outer: Any = skeleton.get_submodule(name)
+        owner = next((p for p in _owners(skeleton, name) if hasattr(p, "_init_weights")), skeleton)
+        owner._init_weights(outer)
+
+
+def _owners(skeleton: nn.Module, name: str) -> Iterator[Any]:
+    """The modules on the way from `name` up to the model, the innermost first."""
+    while True:
+        yield skeleton.get_submodule(name)
+        if not name:
+            return
+        name = name.rpartition(".")[0]
+
+
+# Saved values.
+
+
+def _safetensors_of(folder: Path) -> dict[str, Path]:
+    """Tensor name to file, of a folder as `save_pretrained` writes it."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{index}: not an index of safetensors files: {error}") from None
+    if not single.is_file():
+        raise CheckpointError(
+            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
+        )
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{single}: cannot be read: {error}") from None
+
+
+def _stored_name(name: str, skeleton: Any, files: dict[str, Path]) -> str | None:
+    """The name under which a folder keeps a parameter: its own, a tied one's, or without the base model's prefix."""
+    prefix = f"{getattr(skeleton, 'base_model_prefix', '')}."
+    ties = getattr(skeleton, "_tied_weights_keys", None) or {}
+    tied = [key for key, target in ties.items() if target == name] if isinstance(ties, dict) else []
+    for candidate in (name, *tied, name.removeprefix(prefix), prefix + name):
+        if candidate in files:
+            return candidate
+    return None
