@@ -1,0 +1,239 @@
+"""The tokenized corpus: flat arrays on disk, made once and mapped ever after.
+
+- `tokens`, u16 or u32, [T]: all documents one after the other, each with its end.
+- `offsets`, i64, [D + 1]: document d is tokens[offsets[d] : offsets[d + 1]].
+- `loss`, u8, [T]: 1 where a token, as the one to predict, bears loss; absent when all do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.data import chat
+from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
+from hyper_parallel.data.document import Answer, Chat, Document, Text, is_held_out
+from hyper_parallel.data.tokenizer import Tokenizer
+from hyper_parallel.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+# A batch for the tokenizer's own threads, and the longest text that one of them takes in one piece.
+_BATCH_CHARACTERS = 4 * 2**20
+_PIECE_CHARACTERS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Tokenized documents; the arrays may be mapped files."""
+
+    tokens: NDArray[Any]
+    """[T], unsigned."""
+    offsets: NDArray[np.int64]
+    """[D + 1], from 0 to T."""
+    loss: NDArray[np.uint8] | None = None
+    """[T], 1 where a token bears loss as the one to predict; None when every token does."""
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are."""
+        return len(self.offsets) - 1
+
+
+def corpora(
+    folder: Path, key: str, documents: Callable[[], Iterable[Document]], tokenizer: Tokenizer, holdout: float
+) -> tuple[Corpus, Corpus]:
+    """The training and the held-out part of some documents, tokenized and kept in the cache `folder`.
+
+    `key` is a digest of the documents. The held-out part may be empty; the training part is not, unless there
+    are no documents: a share that takes every one of a few documents takes none.
+    """
+    key = f"corpus-{_FORMAT}-{key}-{tokenizer.digest}-{holdout!r}"
+
+    def read() -> tuple[Corpus, Corpus] | None:
+        train, held_out = _read(folder, f"{key}-train"), _read(folder, f"{key}-eval")
+        return None if train is None or held_out is None else (train, held_out)
+
+    def build() -> None:
+        log.info("tokenizing into %s", folder)
+        if not _build(folder, key, documents(), tokenizer, holdout) and holdout:
+            _build(folder, key, documents(), tokenizer, 0.0)
+
+    return read_or_build(folder, key, read, build)
+
+
+def encode(
+    documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[list[int], list[int] | None]]:
+    """The ids of each document, and for each id 1 where it bears loss; None where all of them do.
+
+    A text or a response ends with the end-of-text token. A prompt and its response are tokenized each on its
+    own, so that no token holds parts of both, as in generation. A conversation ends the way its template ends
+    it, and with the end-of-text token only where the template's last answer has no end of its own.
+    """
+    for batch in _batches(documents):
+        yield from _encode(batch, tokenizer)
+
+
+def _encode(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int] | None]]:
+    pieces: list[str] = []
+    for document in batch:
+        pieces += _plain_pieces(document)
+    plain = iter(tokenizer.encode_raw(pieces))
+
+    own_marks = chat.marks_answers(tokenizer.transformers.chat_template)
+    rendered = [
+        chat.render(tokenizer.transformers, document)
+        for document in batch
+        if isinstance(document, Chat) and not own_marks
+    ]
+    conversations = zip(rendered, tokenizer.encode_template([item.text for item in rendered]), strict=True)
+
+    beginning, end = tokenizer.beginning, tokenizer.eos
+    for document in batch:
+        match document:
+            case Text():
+                ids = [token for _ in _plain_pieces(document) for token in next(plain)]
+                yield [*beginning, *ids, end], None
+            case Answer():
+                prompt, response = next(plain), next(plain)
+                mask = [0] * (len(beginning) + len(prompt)) + [1] * (len(response) + 1)
+                yield [*beginning, *prompt, *response, end], mask
+            case Chat() if own_marks:
+                yield chat.tokens(tokenizer.transformers, document)
+            case Chat():
+                yield _conversation(*next(conversations), end=end)
+
+
+def _plain_pieces(document: Document) -> list[str]:
+    match document:
+        case Text():
+            return _cut(document.text)
+        case Answer():
+            return [document.prompt, document.response]
+        case Chat():
+            return []
+
+
+def _conversation(
+    rendered: chat.Rendered, encoded: tuple[list[int], list[tuple[int, int]]], end: int
+) -> tuple[list[int], list[int]]:
+    ids, spans = encoded
+    # A token bears loss when it holds any character of an answer: some tokenizers count the space before a
+    # word, which the template wrote, to the word's token.
+    mask = [0] * len(ids)
+    answers = iter(rendered.answers)
+    answer = next(answers, None)
+    for index, (first, last) in enumerate(spans):
+        while answer is not None and answer[1] <= first:
+            answer = next(answers, None)
+        if answer is not None and last > answer[0]:
+            mask[index] = 1
+    if rendered.open:
+        return [*ids, end], [*mask, 1]
+    return ids, mask
+
+
+def _cut(text: str) -> list[str]:
+    """A text in pieces of at most 1 Mi characters, cut behind a line break where there is one.
+
+    Tokenizing needs many times a text's memory and one thread a text; a piece bounds the one and feeds all
+    threads.
+    """
+    pieces, start = [], 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        cut = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1
+        cut = cut if cut > start else start + _PIECE_CHARACTERS
+        pieces.append(text[start:cut])
+        start = cut
+    return [*pieces, text[start:]]
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.content())
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+class _CorpusWriter:
+    """Writes one corpus; the offsets come last and complete it."""
+
+    def __init__(self, folder: Path, name: str, wide: bool) -> None:
+        self._tokens = ArrayWriter(folder / f"{name}-tokens.array", "<u4" if wide else "<u2")
+        self._loss = ArrayWriter(folder / f"{name}-loss.array", "|u1")
+        self._offsets = ArrayWriter(folder / f"{name}-offsets.array", "<i8")
+        self._lengths: list[int] = []
+        self._masked = False
+
+    def append(self, ids: list[int], mask: list[int] | None) -> None:
+        self._lengths.append(len(ids))
+        self._tokens.append(np.array(ids, np.uint32))
+        self._masked |= mask is not None
+        self._loss.append(np.ones(len(ids), np.uint8) if mask is None else np.array(mask, np.uint8))
+
+    @property
+    def documents(self) -> int:
+        return len(self._lengths)
+
+    def commit(self) -> None:
+        self._tokens.commit()
+        if self._masked:
+            self._loss.commit()
+        self._offsets.append(np.array([0, *itertools.accumulate(self._lengths)], np.int64))
+        self._offsets.commit(masked=self._masked)
+
+    def discard(self) -> None:
+        for writer in (self._tokens, self._loss, self._offsets):
+            writer.discard()
+
+
+def _build(
+    folder: Path, key: str, documents: Iterable[Document], tokenizer: Tokenizer, holdout: float
+) -> bool:
+    """Writes both parts; False, and nothing written, when the holdout left no document to train on."""
+    wide = tokenizer.vocab_size > 2**16
+    train = _CorpusWriter(folder, f"{key}-train", wide)
+    held_out = _CorpusWriter(folder, f"{key}-eval", wide)
+    try:
+        for batch in _batches(documents):
+            sides = [is_held_out(document, holdout) for document in batch]
+            for side, (ids, mask) in zip(sides, _encode(batch, tokenizer), strict=True):
+                (held_out if side else train).append(ids, mask)
+        if held_out.documents and not train.documents:
+            return False
+        train.commit()
+        held_out.commit()
+    finally:
+        train.discard()
+        held_out.discard()
+    return True
+
+
+def _read(folder: Path, name: str) -> Corpus | None:
+    offsets = read_array(folder / f"{name}-offsets.array")
+    tokens = read_array(folder / f"{name}-tokens.array")
+    if offsets is None or tokens is None:
+        return None
+    loss = None
+    if offsets[1]["masked"]:
+        loss = read_array(folder / f"{name}-loss.array")
+        if loss is None:
+            return None
+    corpus = Corpus(tokens[0], offsets[0], None if loss is None else loss[0])
+    if len(corpus.tokens) != corpus.offsets[-1] or (loss is not None and len(loss[0]) != len(corpus.tokens)):
+        raise DataError(f"the cache {folder} holds parts of different corpora; delete {name}-*")
+    return corpus

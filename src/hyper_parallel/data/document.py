@@ -1,0 +1,160 @@
+"""A document: plain text, a prompt with its response, or a conversation; and how a record becomes one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.errors import DataError, nearest
+
+KEYS = ("text", "prompt", "response", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text of which every token bears loss."""
+
+    where: str
+    text: str
+
+    def content(self) -> str:
+        """All of its text, for the training of a tokenizer."""
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt, which bears no loss, and its response, which does."""
+
+    where: str
+    prompt: str
+    response: str
+
+    def content(self) -> str:
+        """All of its text, for the training of a tokenizer."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation in the tokenizer's chat template; the assistant's messages bear loss."""
+
+    where: str
+    messages: list[dict[str, Any]]
+
+    def content(self) -> str:
+        """All of its text, for the training of a tokenizer."""
+        return "\n".join(message.get("content") or "" for message in self.messages)
+
+
+Document = Text | Answer | Chat
+
+
+def is_held_out(document: Document, share: float) -> bool:
+    """Whether a document belongs to the held-out `share`: a function of its content alone.
+
+    The first 64 bits of the content's BLAKE2b digest, as a number in [0, 1), are compared with the share, so
+    that neither the order, nor the other documents, nor where the file lies, change the choice; copies of one
+    document fall on the same side; and a larger share holds out a superset.
+    """
+    if share <= 0:
+        return False
+    match document:
+        case Text():
+            content: list[Any] = ["text", document.text]
+        case Answer():
+            content = ["answer", document.prompt, document.response]
+        case Chat():
+            content = ["chat", document.messages]
+    canonical = json.dumps(content, sort_keys=True, default=str).encode()
+    return fraction(canonical) < share
+
+
+def fraction(data: bytes) -> float:
+    """A number in [0, 1) from the BLAKE2b digest of some bytes."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
+
+
+def from_record(record: Any, where: str) -> Document | None:
+    """The document in one line of JSON or one row of a dataset; None when it holds no text at all.
+
+    `messages` comes before `prompt` and `response`, and those before `text`, where a record has several;
+    other keys are the user's own and are not read. Raises DataError, which begins with `where`, for anything
+    else.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(
+            f"{where}: a {type(record).__name__} stands here; write one JSON object a line, for example "
+            '{"text": "..."}'
+        )
+    given = {str(key): value for key, value in record.items() if value is not None}
+    if "messages" in given:
+        return Chat(where, _messages(given["messages"], where))
+    if "prompt" in given or "response" in given:
+        for key, other in (("prompt", "response"), ("response", "prompt")):
+            if key not in given:
+                raise DataError(
+                    f"{where}: there is a {other!r} without a {key!r}{_misspelt(key, given)}; give both"
+                )
+        prompt, response = _string(given, "prompt", where), _string(given, "response", where)
+        if not response:
+            raise DataError(f"{where}: 'response' is empty, so that nothing bears loss; remove the record")
+        return Answer(where, prompt, response)
+    if "text" in given:
+        text = _string(given, "text", where)
+        return Text(where, text) if text.strip() else None
+    hint = next((hint for key in KEYS if (hint := _misspelt(key, given))), "")
+    keys = ", ".join(repr(key) for key in given) or "none"
+    raise DataError(
+        f"{where}: none of the keys 'text', 'prompt' and 'response', or 'messages'; its keys are {keys}{hint}"
+    )
+
+
+def _misspelt(wanted: str, given: Mapping[str, Any]) -> str:
+    """A hint when a key that was given looks like the wanted one."""
+    return next((f" ({key!r} was given{hint})" for key in given if (hint := nearest(key, [wanted]))), "")
+
+
+def _string(record: Mapping[str, Any], key: str, where: str) -> str:
+    value = record[key]
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key!r} is a {type(value).__name__}; it must be a string")
+    # JSON can spell half of a surrogate pair, which no UTF-8 tokenizer can take.
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {key!r} holds half a surrogate pair at character {error.start}; write whole characters"
+        ) from None
+    return value
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{where}: 'messages' must be a list of "
+            '{"role": "user" or "assistant", "content": "..."}, with at least one of them'
+        )
+    messages = []
+    for index, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise DataError(f"{where}: message {index} is a {type(message).__name__}, not an object")
+        kept = {str(key): item for key, item in message.items() if item is not None}
+        if "role" not in kept:
+            raise DataError(f"{where}: message {index} has no 'role'{_misspelt('role', kept)}")
+        _string(kept, "role", where)
+        # A message that only calls tools has no content of its own.
+        if "content" in kept or "tool_calls" not in kept:
+            if "content" not in kept:
+                raise DataError(f"{where}: message {index} has no 'content'{_misspelt('content', kept)}")
+            _string(kept, "content", where)
+        messages.append(kept)
+    if all(message["role"] != "assistant" for message in messages):
+        roles = ", ".join(sorted({repr(message["role"]) for message in messages}))
+        raise DataError(
+            f"{where}: no message has the role 'assistant' (the roles are {roles}), so nothing bears loss"
+        )
+    return messages

@@ -1,0 +1,156 @@
+"""Which files a declaration names: files, folders, globs, datasets folders and the standard library's
+sources."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hyper_parallel.errors import DataError, nearest
+
+Kind = Literal["text", "jsonl", "datasets"]
+STDLIB = "python-stdlib"
+
+# Third-party packages and tests are not the standard library's own text; `_sysconfigdata` describes one
+# machine.
+_STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_STDLIB_EXCLUDED_PREFIX = "_sysconfigdata"
+_JSONL_SUFFIXES = {".jsonl", ".ndjson"}
+_DATASETS_MARKS = ("dataset_dict.json", "state.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file of text or JSON lines, or one datasets folder."""
+
+    path: Path
+    kind: Kind
+    named: bool
+    """The user named this very file, so that its being empty is an error."""
+    stdlib: bool = False
+    """One of the standard library's files: the known few that are not UTF-8 are passed over."""
+
+    def files(self) -> list[Path]:
+        """The files whose bytes make up this source, in a fixed order."""
+        return [self.path] if self.path.is_file() else _walk(self.path)
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_size for path in self.files())
+
+
+def find(declared: str | Sequence[str], kind: str, key: str) -> list[Source]:
+    """The sources that `data.<key>` declares: in the order declared, and sorted within a folder or a glob.
+
+    `kind` is DataConfig's `format`. Raises DataError for a path that does not exist or that holds nothing.
+    """
+    sources: list[Source] = []
+    for entry in [declared] if isinstance(declared, str) else declared:
+        sources += _find(entry, kind, key)
+    return sources
+
+
+def digest(sources: Sequence[Source]) -> str:
+    """A digest of the kinds, the order and the bytes of all sources; where they lie does not enter it."""
+    total = hashlib.blake2b(digest_size=16)
+    for source in sources:
+        total.update(json.dumps([source.kind, source.named, source.stdlib]).encode())
+        for path in source.files():
+            content = hashlib.blake2b(digest_size=16)
+            try:
+                with open(path, "rb") as file:
+                    while block := file.read(1 << 20):
+                        content.update(block)
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror}") from error
+            total.update(content.digest())
+    return total.hexdigest()
+
+
+def _find(entry: str, kind: str, key: str) -> Iterator[Source]:
+    if entry == STDLIB:
+        return (Source(path, "text", named=False, stdlib=True) for path in _stdlib_files())
+    path = Path(entry).expanduser()
+    if not path.exists():
+        matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(entry) else []
+        files = [Path(match) for match in matches if os.path.isfile(match)]
+        if not files:
+            raise DataError(_missing(path, entry, key))
+        return (Source(file, _kind(file, kind, key), named=False) for file in files)
+    if not path.is_dir():
+        if kind == "datasets":
+            raise DataError(f"data.{key}: {entry} is a file, but format 'datasets' needs a folder")
+        return iter([Source(path, _kind(path, kind, key), named=True)])
+    if kind == "datasets" or (kind == "auto" and any((path / mark).is_file() for mark in _DATASETS_MARKS)):
+        return iter([Source(path, "datasets", named=True)])
+    files = _walk(path)
+    if not files:
+        raise DataError(f"data.{key}: the folder {entry} holds no files")
+    return (Source(file, _kind(file, kind, key), named=False) for file in files)
+
+
+def _walk(folder: Path) -> list[Path]:
+    """All files below a folder in sorted order, without hidden files and folders."""
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+        found += [path for path in paths if path.is_file()]
+    return found
+
+
+def _stdlib_files() -> list[Path]:
+    root = sysconfig.get_path("stdlib")
+    found: list[Path] = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - _STDLIB_EXCLUDED)
+        found += [
+            Path(parent, name)
+            for name in sorted(names)
+            if name.endswith(".py") and not name.startswith(_STDLIB_EXCLUDED_PREFIX)
+        ]
+    if not found:
+        raise DataError(f"{STDLIB}: {root} holds no .py files; this Python was installed without its sources")
+    return found
+
+
+def _kind(path: Path, declared: str, key: str) -> Kind:
+    if declared == "datasets":
+        raise DataError(f"data.{key}: {path} is a file, but format 'datasets' needs a folder")
+    if declared in ("text", "jsonl"):
+        return "jsonl" if declared == "jsonl" else "text"
+    if path.suffix.lower() in _JSONL_SUFFIXES:
+        return "jsonl"
+    return "jsonl" if path.suffix.lower() == ".json" and _begins_with_an_object(path) else "text"
+
+
+def _begins_with_an_object(path: Path) -> bool:
+    """Whether the first line that is not blank is a whole JSON object, as in JSON lines but not in indented
+    JSON."""
+    try:
+        with open(path, "rb") as file:
+            first = next((line for line in file if line.strip()), b"")
+        return isinstance(json.loads(first), dict)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        return False
+
+
+def _missing(path: Path, entry: str, key: str) -> str:
+    if glob.has_magic(entry):
+        return f"data.{key}: no file matches {entry!r}"
+    present = path.absolute()
+    while not present.exists():
+        missing, present = present.name, present.parent
+    names = os.listdir(present) if present.is_dir() else []
+    known = [*names, STDLIB] if present == path.absolute().parent else names
+    where = "" if present == path.absolute().parent else f" ({present} has no {missing!r})"
+    return f"data.{key}: {entry!r} does not exist{where}{nearest(missing, known)}"

@@ -1,0 +1,99 @@
+"""What the `data` section declares, as rows to train and to evaluate on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from hyper_parallel.config.data import DataConfig
+from hyper_parallel.data import tokenizer as tokenizers
+from hyper_parallel.data.corpus import Corpus, corpora
+from hyper_parallel.data.document import is_held_out
+from hyper_parallel.data.order import Order
+from hyper_parallel.data.packing import PackedText
+from hyper_parallel.data.read import documents
+from hyper_parallel.data.sources import Source, digest, find
+from hyper_parallel.data.tokenizer import Tokenizer
+from hyper_parallel.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+
+class TextData:
+    """Text that was read, tokenized and packed; the same in every process that is given the same files.
+
+    What is made stands in `data.cache` under a digest of what it was made of. Processes that come at the same
+    time wait for the first to make it. Nothing here depends on the rank, and every rank holds the same rows.
+    """
+
+    tokenizer: Tokenizer
+    train: PackedText
+    eval: PackedText
+    """Held-out rows; of length 0 when nothing is held out."""
+    order: Order
+    """Which rows of `train` come when."""
+
+    def __init__(self, config: DataConfig, *, seed: int = 0, positions: int | None = None) -> None:
+        """`seed` decides the order of the rows. `positions`: how many the model has, if they are limited.
+
+        Raises ConfigError for a sequence longer than `positions`, and DataError for text that is missing,
+        cannot be read as what it was declared to be, or is too little.
+        """
+        if positions is not None and config.sequence > positions:
+            raise ConfigError(
+                f"data.sequence is {config.sequence}, but the model has {positions} positions; "
+                "lower data.sequence or choose a model with more positions"
+            )
+        cache = Path(config.cache).expanduser()
+        sources = find(config.train, config.format, "train")
+        key = digest(sources)
+        holdout = config.holdout if config.eval is None else 0.0
+        self.tokenizer = _tokenizer(config, sources, key, holdout, cache)
+        train, held_out = corpora(cache, key, lambda: documents(sources, "train"), self.tokenizer, holdout)
+        if config.eval is not None:
+            others = find(config.eval, config.format, "eval")
+            read = lambda: documents(others, "eval")  # noqa: E731
+            held_out, _ = corpora(cache, f"eval-{digest(others)}", read, self.tokenizer, 0.0)
+            _check(held_out, config.eval, "eval")
+        _check(train, config.train, "train")
+        self.train = PackedText(train, config.sequence, pad=self.tokenizer.pad, pack=config.pack)
+        self.eval = PackedText(held_out, config.sequence, pad=self.tokenizer.pad, pack=config.pack)
+        if config.pack and self.train.tokens < config.sequence:
+            raise DataError(
+                f"data.train has {self.train.tokens} tokens, but one sequence needs {config.sequence}; "
+                "give more text, lower data.sequence, or set data.pack to false"
+            )
+        for name, rows in (("train", self.train), ("eval", self.eval)):
+            if not len(rows) and rows.documents:
+                raise DataError(
+                    f"data.{name}: no document is longer than one token, so that nothing is predicted"
+                )
+        if holdout and not self.eval.documents:
+            log.info("none of %d documents is held out at data.holdout %g", self.train.documents, holdout)
+        self.order = Order(seed, len(self.train))
+
+
+def _tokenizer(config: DataConfig, sources: list[Source], key: str, holdout: float, cache: Path) -> Tokenizer:
+    if config.tokenizer.path is not None:
+        return tokenizers.load(config.tokenizer.path)
+
+    def texts() -> Iterator[str]:
+        # Held-out text is unseen by the tokenizer too, unless the share takes all that there is (see
+        # `corpora`).
+        kept = False
+        for document in documents(sources, "train"):
+            if not is_held_out(document, holdout):
+                kept = True
+                yield document.content()
+        if not kept:
+            yield from (document.content() for document in documents(sources, "train"))
+
+    size = sum(source.size() for source in sources)
+    return tokenizers.trained(cache, f"{key}-{holdout!r}", texts(), size, config.tokenizer.vocab_size)
+
+
+def _check(corpus: Corpus, declared: str | list[str], key: str) -> None:
+    if not corpus.documents:
+        names = declared if isinstance(declared, str) else ", ".join(declared)
+        raise DataError(f"data.{key}: there is no document with text in {names}")

@@ -1,0 +1,219 @@
+"""The tokenizer: byte-level BPE trained on the training text, or one that is read from a folder.
+
+Byte-level BPE (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2): the
+alphabet is the 256 bytes, so that every text has tokens and no token is unknown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
+from hyper_parallel.data.chat import DEFAULT_TEMPLATE
+from hyper_parallel.data.document import fraction
+from hyper_parallel.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+SMALLEST = 256 + 2
+"""The bytes, the end of text and the padding."""
+
+_FORMAT = 1
+# Enough that a larger sample hardly changes the merges, and trained in about two seconds on two cores.
+_SAMPLE_CHARACTERS = 16 * 2**20
+_CHUNK = 2**14
+
+
+class Tokenizer:
+    """A Transformers tokenizer, and what the data needs of it."""
+
+    def __init__(self, transformers_tokenizer: Any) -> None:
+        """Takes a fast (Rust) Transformers tokenizer. Raises DataError when it has no end-of-text token."""
+        self.transformers = transformers_tokenizer
+        """The PreTrainedTokenizerFast itself."""
+        if self.transformers.eos_token_id is None:
+            raise DataError(
+                "the tokenizer has no end-of-text token, which ends every document; set 'eos_token' in its "
+                "tokenizer_config.json"
+            )
+        if self.transformers.chat_template is None:
+            self.transformers.chat_template = DEFAULT_TEMPLATE
+
+    @property
+    def eos(self) -> int:
+        """The id of the end-of-text token."""
+        return int(self.transformers.eos_token_id)
+
+    @property
+    def pad(self) -> int:
+        """The id that fills padding: the padding token's, or the end-of-text token's where there is none."""
+        pad = self.transformers.pad_token_id
+        return self.eos if pad is None else int(pad)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id: the rows that a model's embedding needs."""
+        return 1 + max(map(int, self.transformers.get_vocab().values()))
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of everything that decides which tokens a document becomes."""
+        parts = [self._backend.to_str(), self.transformers.chat_template, self.eos, self.beginning]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def beginning(self) -> list[int]:
+        """What the tokenizer itself puts before a text: its beginning-of-text token, or nothing."""
+        ids = self.transformers("")["input_ids"]
+        bos = self.transformers.bos_token_id
+        return [int(bos)] if bos is not None and ids[:1] == [bos] else []
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt for generation: the beginning-of-text token where the tokenizer has one, then
+        `text`."""
+        return self.beginning + self.encode_raw([text])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens left out."""
+        return str(self.transformers.decode(list(ids), skip_special_tokens=True))
+
+    def encode_raw(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text as plain text: nothing is added, and the name of a special token is only
+        letters."""
+        return [encoding.ids for encoding in self._raw.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_template(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The ids of each rendered template, in which special tokens are read as such, and each token's
+        characters."""
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    def save(self, folder: str | Path) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json`, which AutoTokenizer loads."""
+        self.transformers.save_pretrained(str(folder))
+
+    @cached_property
+    def _backend(self) -> Any:
+        # A copy, so that a truncation or padding set in tokenizer.json goes without the user's object
+        # changing.
+        backend = _rust().Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
+    @cached_property
+    def _raw(self) -> Any:
+        raw = _rust().Tokenizer.from_str(self._backend.to_str())
+        raw.encode_special_tokens = True
+        return raw
+
+
+def load(folder: str) -> Tokenizer:
+    """The tokenizer in a folder with `tokenizer.json`. Raises DataError for none or a broken one."""
+    path = Path(folder).expanduser()
+    for needed in (path, path / "tokenizer.json"):
+        if not needed.exists():
+            raise DataError(
+                f"data.tokenizer.path: {needed} does not exist; name a folder with tokenizer.json, or "
+                "leave the path out and one is trained"
+            )
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (
+        Exception
+    ) as error:  # the library's errors are of many kinds, those of its Rust part plain Exceptions
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"data.tokenizer.path: {path} cannot be loaded: {reason}") from error
+    if not found.is_fast:
+        raise DataError(f"data.tokenizer.path: {path} is not a fast tokenizer; convert it to tokenizer.json")
+    return Tokenizer(found)
+
+
+def train(texts: Iterable[str], size: int, vocab_size: int) -> str:
+    """The `tokenizer.json` of a byte-level BPE tokenizer of at most `vocab_size` tokens, trained on a sample.
+
+    `size`: about how many bytes `texts` have; from more than 16 MiB a share is taken. The same texts give the
+    same bytes. Raises DataError for a `vocab_size` below 258, which is the bytes and two special tokens.
+    """
+    if vocab_size < SMALLEST:
+        raise DataError(
+            f"data.tokenizer.vocab_size is {vocab_size}, but 256 bytes and 2 special tokens need {SMALLEST}"
+        )
+    rust = _rust()
+    tokenizer = rust.Tokenizer(rust.models.BPE())
+    tokenizer.pre_tokenizer = rust.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = rust.decoders.ByteLevel()
+    trainer = rust.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT, PAD],
+        initial_alphabet=sorted(rust.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(texts, size), trainer)
+    return str(tokenizer.to_str())
+
+
+def trained(folder: Path, key: str, texts: Iterable[str], size: int, vocab_size: int) -> Tokenizer:
+    """The tokenizer that `train` makes of `texts`, kept in the cache `folder` under `key`."""
+    key = f"tokenizer-{_FORMAT}-{vocab_size}-{key}"
+    path = folder / f"{key}.array"
+
+    def read() -> str | None:
+        found = read_array(path)
+        return None if found is None else found[0].tobytes().decode()
+
+    def build() -> None:
+        text = train(texts, size, vocab_size)
+        writer = ArrayWriter(path, "|u1")
+        try:
+            writer.append(np.frombuffer(text.encode(), np.uint8))
+            writer.commit()
+        finally:
+            writer.discard()
+
+    return _transformers_tokenizer(read_or_build(folder, key, read, build))
+
+
+def _transformers_tokenizer(text: str) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast
+
+    return Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=_rust().Tokenizer.from_str(text),
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            pad_token=PAD,
+            clean_up_tokenization_spaces=False,
+        )
+    )
+
+
+def _sample(texts: Iterable[str], size: int) -> Iterator[str]:
+    """All of the texts, or the chunks of them whose digests fall under the share that fits the bound."""
+    share = _SAMPLE_CHARACTERS / max(size, 1)
+    taken = 0
+    for text in texts:
+        for start in range(0, len(text), _CHUNK):
+            chunk = text[start : start + _CHUNK]
+            if share >= 1 or fraction(chunk.encode()) < share:
+                yield chunk
+                taken += len(chunk)
+            if taken > 2 * _SAMPLE_CHARACTERS:  # a text that repeats itself can defeat the share
+                return
+
+
+def _rust() -> Any:
+    """The tokenizers package, of which Transformers has imported most already."""
+    import tokenizers
+
+    return tokenizers
