@@ -90,17 +90,19 @@ class Part:
         )
 
     def await_commit(self, time_limit: float) -> None:
-        """Until rank 0 has committed or given up; by the file system, as a thread runs no collectives."""
-        deadline = time.monotonic() + time_limit
+        """Until rank 0 has committed or given up; by the file system, as a thread runs no collectives.
+
+        Waits twice `time_limit` seconds, so that rank 0, which can say which rank is late, gives up first.
+        """
+        deadline = time.monotonic() + 2 * time_limit
         while not self.final.is_dir():
             # The rename may come between the two looks, hence the second one.
             if not self.partial.is_dir() and not self.final.is_dir():
                 raise self._given_up()
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"rank {self.rank} wrote its part of step {self.step}, but rank 0 did not commit it "
-                    "within "
-                    f"{time_limit:.0f} s; see rank 0's log"
+                    f"step {self.step} is written on rank {self.rank}, but rank 0 did not commit it within "
+                    f"{2 * time_limit:.0f} s; see rank 0's log"
                 )
             time.sleep(POLL_SECONDS)
 
