@@ -25,9 +25,9 @@ _FROM_TRANSFORMERS: Mapping[str, RuleName] = {
 }
 
 _COLWISE = frozenset(
-    "q_proj k_proj v_proj qkv_proj gate_proj up_proj gate_up_proj c_attn c_fc fc1 fc_in query key value".split()
+    ["q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc", "fc1", "fc_in", "query", "key", "value"]
 )
-_ROWWISE = frozenset("o_proj out_proj down_proj c_proj fc2 fc_out".split())
+_ROWWISE = frozenset(["o_proj", "out_proj", "down_proj", "c_proj", "fc2", "fc_out"])
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
