@@ -224,7 +224,8 @@ def test_bad_pieces_and_states_are_refused_on_every_rank(tmp_path):
     assert "complex64 cannot be stored" in save(good.to(torch.complex64))
     assert "mesh" in save(torch.zeros(4), Layout.replicated(Mesh(("tensor", 2)), (4,)))
     assert "state['loss'] is nan" in save(good, state={"loss": float("nan")})
-    assert "state['a'][0] has the key 3" in save(good, state={"a": [{3: 1}]})
+    assert "state['a'][0] has the key 3.5" in save(good, state={"a": [{3.5: 1}]})
+    assert "has the keys 3 and '3'" in save(good, state={"3": 1, 3: 1})
     assert "state['t'] is a Tensor" in save(good, state={"t": good})
     assert "asset '../x'" in save(good, assets={"../x": b""})
 
@@ -268,10 +269,11 @@ def test_newest_shares_the_reading_out(tmp_path):
 
 def test_state_and_assets_come_back(tmp_path):
     state = {"seed": 7, "data": {"consumed": 12}, "lr": 1e-3, "x": [1, None, "é", 2**70]}
+    keys = {"id2label": {0: "a", 1: "b"}, "t": (1, 2)}
     with Writer(tmp_path, Mesh(), 0) as writer:
-        writer.save(5, {}, state, assets={"tokenizer.json": b"{}\n"})
+        writer.save(5, {}, {**state, **keys}, assets={"tokenizer.json": b"{}\n"})
     path = tmp_path / "step-00000005"
-    assert read(path, {}) == state
+    assert read(path, {}) == {**state, "id2label": {"0": "a", "1": "b"}, "t": [1, 2]}
     assert (path / "assets" / "tokenizer.json").read_bytes() == b"{}\n"
     marker = json.loads((path / "commit.json").read_text())
     assert marker["step"] == 5 and marker["world"] == 1 and "assets/tokenizer.json" in marker["files"]

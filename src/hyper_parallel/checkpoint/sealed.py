@@ -45,9 +45,9 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def check_state(value: object, where: str = "state") -> None:
-    """Raise CheckpointError, naming the place, if `value` would not come back from JSON as it is.
+    """Raise CheckpointError, naming the place, if JSON cannot hold `value`.
 
-    Tuples pass, and come back as lists.
+    As ever with JSON, tuples come back as lists and integer keys (a Transformers config has some) as strings.
     """
     if value is None or isinstance(value, str | bool | int):
         return
@@ -58,8 +58,10 @@ def check_state(value: object, where: str = "state") -> None:
             )
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            if not isinstance(key, str):
-                raise CheckpointError(f"{where} has the key {key!r}; JSON needs strings as keys")
+            if not isinstance(key, str) and type(key) is not int:
+                raise CheckpointError(f"{where} has the key {key!r}; the keys of the state are strings")
+            if not isinstance(key, str) and str(key) in value:
+                raise CheckpointError(f"{where} has the keys {key!r} and {str(key)!r}, which are one in JSON")
             check_state(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):

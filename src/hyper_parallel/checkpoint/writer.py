@@ -87,9 +87,9 @@ class Writer:
         """Save the values that `pieces` have now as the checkpoint of `step`.
 
         Tensors of the model are named ``model.<parameter>``, which is what `export` looks for; weights that
-        are tied are given once. `state` is JSON (no NaN, keys are strings); rank 0's is stored. `assets` are
-        small files, by name, to be kept beside the tensors (a tokenizer's, for instance); rank 0's are
-        stored.
+        are tied are given once. `state` is JSON (no NaN; tuples come back as lists and integer keys as
+        strings); rank 0's is stored. `assets` are small files, by name, to be kept beside the tensors (a
+        tokenizer's, for instance); rank 0's are stored.
 
         Waits for the previous save first, and raises what went wrong in it. Raises CheckpointError on all
         ranks if a piece does not fit its layout, the state is not JSON, or the folder cannot be written.
