@@ -7,6 +7,16 @@
 from hyper_parallel.compat.accelerator import TorchBackend
 from hyper_parallel.compat.backend import Backend, Event, Stream
 from hyper_parallel.compat.failures import is_lost_peer
-from hyper_parallel.compat.registry import backend, names, register
+from hyper_parallel.compat.registry import accelerators, backend, names, register
 
-__all__ = ["Backend", "Event", "Stream", "TorchBackend", "backend", "is_lost_peer", "names", "register"]
+__all__ = [
+    "Backend",
+    "Event",
+    "Stream",
+    "TorchBackend",
+    "accelerators",
+    "backend",
+    "is_lost_peer",
+    "names",
+    "register",
+]

@@ -57,6 +57,11 @@ def backend(name: str = "auto", workers: int = 1) -> Backend:
     return found
 
 
+def accelerators() -> list[Backend]:
+    """The back ends other than the CPU that have a device here, in the order in which `auto` tries them."""
+    return [found for found in map(_get, names()) if found.name != "cpu" and found.available()]
+
+
 def _get(name: str) -> Backend:
     if name not in _made:
         factory = _factories.get(name)

@@ -1,0 +1,12 @@
+"""Starting workers, or joining those of a launcher; watching them; their logs; the doctor. No torch on
+import.
+
+`run(config, "package.module:function")` is the entry: the function gets `(config, Worker)` on every rank.
+"""
+
+from hyper_parallel.launch import logs
+from hyper_parallel.launch.run import run
+from hyper_parallel.launch.stop import stop_requested
+from hyper_parallel.launch.worker import Worker
+
+__all__ = ["Worker", "logs", "run", "stop_requested"]

@@ -1,0 +1,97 @@
+"""How a worker failed, which failure began it, and what is shown of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.launch.logs import path_of
+
+Kind = Literal["error", "crash", "lost", "died"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker's end.
+
+    `error` is a HyperParallelError (text: its line), `crash` any other exception (text: the traceback),
+    `lost` what follows from another rank's end (text: the exception), `died` an end without a word (text:
+    how). `time` is on the machine's monotonic clock, comparable between processes.
+    """
+
+    rank: int
+    kind: Kind
+    text: str
+    time: float
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """The failure that an exception is. Called where it was caught."""
+        from hyper_parallel.compat import is_lost_peer
+
+        if isinstance(error, HyperParallelError):
+            return cls(rank, "error", one_line(str(error)), time.monotonic())
+        if is_lost_peer(error):
+            return cls(rank, "lost", one_line(f"{type(error).__name__}: {error}"), time.monotonic())
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return cls(rank, "crash", text, time.monotonic())
+
+    @classmethod
+    def of_exit(cls, rank: int, status: int) -> Failure:
+        """The failure that an exit status is, as `os.waitstatus_to_exitcode` gives it."""
+        if status == -signal.SIGKILL:
+            how = "was killed by SIGKILL (out of memory, or by hand)"
+        elif status < 0:
+            how = f"died of {signal.Signals(-status).name}"
+        else:
+            how = f"exited with code {status} without saying why"
+        return cls(rank, "died", how, time.monotonic())
+
+    def to_json(self) -> bytes:
+        """For the pipe to the process that watches."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Failure:
+        """What `to_json` wrote."""
+        return cls(**json.loads(data))
+
+    @property
+    def exit_code(self) -> int:
+        """2 for what a user can cause and mend, 1 for the rest."""
+        return 2 if self.kind == "error" else 1
+
+    def render(self, out: str | Path) -> str:
+        """What the terminal shows, without a newline at the end: one line, but for a crash's traceback."""
+        log = path_of(out, self.rank)
+        if self.kind == "error":
+            return f"error: {self.text}"
+        if self.kind == "crash":
+            return f"worker {self.rank} failed (its log: {log}):\n{self.text}"
+        if self.kind == "lost":
+            return (
+                f"error: worker {self.rank} lost the other workers, and none on this machine says why "
+                f"({self.text}); see the logs in {log.parent}"
+            )
+        return (
+            f"error: worker {self.rank} {self.text}; the other workers were ended. Run the same command "
+            f"again: it continues from the last committed checkpoint. Its log: {log}"
+        )
+
+
+def cause(failures: Sequence[Failure]) -> Failure | None:
+    """The failure that began it: the first in time that does not follow from another."""
+    ordered = sorted(failures, key=lambda failure: failure.time)
+    return next((failure for failure in ordered if failure.kind != "lost"), ordered[0] if ordered else None)
+
+
+def one_line(text: str) -> str:
+    """Text with its lines joined by blanks."""
+    return " ".join(text.split())

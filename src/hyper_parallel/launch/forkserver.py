@@ -1,0 +1,164 @@
+"""The command's side of the fork server: starting it, starting workers on it, and hearing how they end.
+
+One server serves all the runs of a process, one after another: torch is imported once. It ends with the
+process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import send_handle
+from socket import socket
+from typing import Any
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import LaunchError
+from hyper_parallel.launch.place import Place
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from hyper_parallel.launch.server import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class ForkServer:
+    """A running fork server."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = Pipe()
+        # One thread: numpy's linear algebra would otherwise start its own on import, and forks lose threads.
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                _BOOT,
+                json.dumps(sys.path),
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=environ,
+        )
+        theirs.close()
+        atexit.register(self.close)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server can take a run."""
+        return self._process.poll() is None and not self._channel.closed
+
+    def start(
+        self,
+        places: Sequence[Place],
+        config: RunConfig,
+        target: str,
+        preload: Sequence[str],
+        listener: socket | None,
+    ) -> list[Connection]:
+        """Fork a worker for each place; the ends on which each reports its failure.
+
+        `listener` is handed to rank 0. Raises LaunchError when the server has ended.
+        """
+        message = {
+            "do": "start",
+            "places": [asdict(place) for place in places],
+            "config": config.model_dump_json(),
+            "target": target,
+            "preload": list(preload),
+            "listens": listener is not None,
+            "environ": dict(os.environ),
+            "folder": os.getcwd(),
+            "path": sys.path,
+        }
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipes = [Pipe(duplex=False) for _ in places]
+        try:
+            self._channel.send_bytes(json.dumps(message).encode())
+            for descriptor in (_descriptor(sys.stdout, 1), _descriptor(sys.stderr, 2)):
+                send_handle(self._channel, descriptor, self._process.pid)
+            for _, theirs in pipes:
+                send_handle(self._channel, theirs.fileno(), self._process.pid)
+            if listener is not None:
+                send_handle(self._channel, listener.fileno(), self._process.pid)
+        except OSError as error:
+            raise LaunchError(self.why_it_ended()) from error
+        finally:
+            for _, theirs in pipes:
+                theirs.close()
+        return [ours for ours, _ in pipes]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every worker that is alive."""
+        with contextlib.suppress(OSError):  # the server has ended, and the workers with it
+            self._channel.send_bytes(json.dumps({"do": "signal", "number": int(number)}).encode())
+
+    def events(self, timeout: float) -> list[dict[str, Any]]:
+        """What happened within `timeout` seconds, at the latest after the first event.
+
+        Raises LaunchError when the server has ended.
+        """
+        found: list[dict[str, Any]] = []
+        try:
+            while wait([self._channel], 0 if found else timeout):
+                found.append(json.loads(self._channel.recv_bytes()))
+        except (EOFError, OSError) as error:
+            raise LaunchError(self.why_it_ended()) from error
+        return found
+
+    def why_it_ended(self) -> str:
+        """One line on a server that has ended on its own."""
+        status = self._process.wait()
+        assert self._process.stderr is not None
+        said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        how = f"by signal {-status}" if status < 0 else f"with code {status}"
+        return (
+            f"the process that loads PyTorch and starts the workers ended {how}"
+            f"{': ' + said[-1] if said else ''}; see whether python -c 'import torch, transformers' works"
+        )
+
+    def close(self) -> None:
+        """End the server, and with it every worker."""
+        self._channel.close()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        self._process.kill()
+        self._process.wait()
+        atexit.unregister(self.close)
+
+
+_server: ForkServer | None = None
+
+
+def fork_server() -> ForkServer:
+    """This process's fork server, started when there is none."""
+    global _server
+    if _server is None or not _server.alive:
+        if _server is not None:
+            _server.close()
+        _server = ForkServer()
+    return _server
+
+
+def _descriptor(stream: Any, default: int) -> int:
+    # Notebooks and test runners replace the streams by objects that are not files.
+    try:
+        return int(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return default

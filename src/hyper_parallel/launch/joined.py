@@ -1,0 +1,63 @@
+"""This process as a worker of torchrun, Slurm or MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.launch import logs, stop
+from hyper_parallel.launch.failure import Failure
+from hyper_parallel.launch.place import Place
+from hyper_parallel.launch.worker import work
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+SETTLE_S = 3.0
+"""How long a rank that lost its peers lets one of them say why."""
+
+_SHOWN = "hyper_parallel/shown"
+
+
+def run_joined(config: RunConfig, target: str, place: Place) -> int:
+    """Run the target as the worker that the launcher made of this process; the exit code (see
+    `launch.run`).
+    """
+    world = config.effective_strategy.axes.world
+    if place.world != world:
+        if place.rank == 0:
+            axes = config.effective_strategy.axes
+            degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in axes.order)
+            _say(
+                f"error: {place.launcher} started {place.world} workers, but the strategy's axes multiply to "
+                f"{world} ({degrees}); start {world}, or change the axes"
+            )
+        return 2
+
+    def report(failure: Failure, store: Store | None) -> None:
+        # Every rank is its own process here: the first to claim the key in the store shows its failure.
+        if failure.kind == "lost" and store is not None:
+            time.sleep(SETTLE_S)
+        with contextlib.suppress(RuntimeError):
+            if store is not None and store.add(_SHOWN, 1) > 1:
+                return
+        shown.append(failure)
+
+    shown: list[Failure] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    terminal = (1, 2) if place.rank == 0 else None
+    with stop.listening(signals):
+        with logs.recording(logs.path_of(config.out, place.rank), terminal):
+            code = work(place, config, target, report)
+        for failure in shown:
+            _say(failure.render(config.out))
+        return 130 if stop.stop_requested() else code
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,144 @@
+"""A log for each rank, through the standard `logging` module, and a terminal that stays clean.
+
+Everything goes to `<out>/logs/rank-<n>.log`, with the step and the micro-batch it happened in. Rank 0 also
+shows warnings of this project, and errors of anything, on the terminal. What native libraries write to file
+descriptors 1 and 2 goes to the log on every rank; `print` reaches the terminal on rank 0 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TextIO
+
+_position: ContextVar[str] = ContextVar("position", default="")
+
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(position)s%(name)s: %(message)s"
+
+
+@contextlib.contextmanager
+def at(step: int, micro: int | None = None) -> Iterator[None]:
+    """Records made inside bear the step, and the micro-batch when given."""
+    token = _position.set(f"step {step} " if micro is None else f"step {step} micro {micro} ")
+    try:
+        yield
+    finally:
+        _position.reset(token)
+
+
+def path_of(out: str | Path, rank: int) -> Path:
+    """The log file of a rank."""
+    return Path(out) / "logs" / f"rank-{rank}.log"
+
+
+@contextlib.contextmanager
+def recording(path: Path, terminal: tuple[int, int] | None) -> Iterator[None]:
+    """Send logging, warnings, `print` and native output to `path` while inside.
+
+    `terminal` has the file descriptors of standard output and error of a rank that shows things (rank 0);
+    with None everything goes to the file. Raises OSError when the file cannot be opened.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", buffering=1, errors="backslashreplace") as file, contextlib.ExitStack() as undo:
+        if terminal is not None:
+            out, error = (os.dup(descriptor) for descriptor in terminal)
+            _tell_size(out)
+            _redirect_descriptors(file, undo)
+            undo.enter_context(contextlib.redirect_stdout(_text(out, undo)))
+            undo.enter_context(contextlib.redirect_stderr(_text(error, undo)))
+        else:
+            _redirect_descriptors(file, undo)
+            undo.enter_context(contextlib.redirect_stdout(file))
+            undo.enter_context(contextlib.redirect_stderr(file))
+        _take_over_logging(file, terminal is not None, undo)
+        faulthandler.enable(file)
+        undo.callback(faulthandler.disable)
+        yield
+
+
+class _Terminal(logging.Handler):
+    """Writes to whatever `sys.stderr` is at the moment: a live display replaces it while it draws."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+        except Exception:
+            self.handleError(record)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not getattr(record, "terminal", True):
+            return False
+        ours = record.name.split(".")[0] == "hyper_parallel"
+        return record.levelno >= (logging.WARNING if ours else logging.ERROR)
+
+
+def _add_position(record: logging.LogRecord) -> bool:
+    record.position = _position.get()
+    return True
+
+
+def _take_over_logging(file: TextIO, show: bool, undo: contextlib.ExitStack) -> None:
+    to_file = logging.StreamHandler(file)
+    to_file.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
+    to_file.addFilter(_add_position)
+    handlers: list[logging.Handler] = [to_file]
+    if show:
+        terminal = _Terminal()
+        terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        handlers.append(terminal)
+
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    root.handlers = handlers
+    root.setLevel(logging.INFO)
+    undo.callback(setattr, root, "handlers", before[0])
+    undo.callback(root.setLevel, before[1])
+    # PyTorch and Transformers write to stderr through handlers of their own; here they go the common way.
+    for logger in list(logging.root.manager.loggerDict.values()):
+        handlers = logger.handlers if isinstance(logger, logging.Logger) else []
+        if any(isinstance(handler, logging.StreamHandler) for handler in handlers):
+            assert isinstance(logger, logging.Logger)
+            undo.callback(setattr, logger, "handlers", logger.handlers)
+            undo.callback(setattr, logger, "propagate", logger.propagate)
+            logger.handlers, logger.propagate = [], True
+    logging.captureWarnings(True)
+    undo.callback(logging.captureWarnings, False)
+
+
+def _redirect_descriptors(file: TextIO, undo: contextlib.ExitStack) -> None:
+    for descriptor in (1, 2):
+        saved = os.dup(descriptor)
+        undo.callback(os.close, saved)
+        undo.callback(os.dup2, saved, descriptor)
+        os.dup2(file.fileno(), descriptor)
+
+
+def _text(descriptor: int, undo: contextlib.ExitStack) -> TextIO:
+    return undo.enter_context(open(descriptor, "w", buffering=1, errors="backslashreplace"))
+
+
+def _tell_size(descriptor: int) -> None:
+    # With descriptors 0 to 2 away from the terminal, programs that ask for its width look here.
+    if os.isatty(descriptor):
+        size = os.get_terminal_size(descriptor)
+        if size.columns:
+            os.environ.setdefault("COLUMNS", str(size.columns))
+            os.environ.setdefault("LINES", str(size.lines))
+
+
+def tail(path: Path, size: int = 64 * 1024) -> str:
+    """The last `size` bytes of a log, from a line's beginning; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - size))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return text if end <= size else text.partition("\n")[2]

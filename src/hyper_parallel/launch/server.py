@@ -1,0 +1,173 @@
+"""The fork server: a process that has torch loaded once and forks the workers of a run.
+
+It is started by `forkserver.py` and speaks with it over one socket, in JSON:
+
+    ← {"do": "start", "places": [...], ...} and then the open files   → {"event": "started"}
+    ← {"do": "signal", "number": n}            all workers that are alive get signal n
+                                               → {"event": "ended", "rank": r, "status": s}
+
+It never computes (a child forked after OpenMP has run hangs) and never touches a device. It and the workers
+are a session of their own, so that a Ctrl-C at the terminal reaches the command only; they die with the
+command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+from hyper_parallel.launch.parent_death import die_with
+
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+    "hyper_parallel.compat",
+    "hyper_parallel.config",
+    "hyper_parallel.launch.worker",
+)
+
+
+@dataclass(frozen=True)
+class _Job:
+    message: dict[str, Any]
+    terminal: tuple[int, int]
+    reports: list[int]
+    listener: int | None
+
+    def close(self) -> None:
+        for descriptor in (
+            *self.terminal,
+            *self.reports,
+            *([] if self.listener is None else [self.listener]),
+        ):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def main(channel_descriptor: int, parent: int) -> None:
+    """Serve until the other end of the channel is closed, then end all workers."""
+    die_with(parent)
+    # Workers install their own handlers; until then they too must not be ended by a stray Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Connection(channel_descriptor)
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.freeze()  # the collector would touch, and so copy, the pages that workers share
+    woken, waker = socket.socketpair()
+    for end in (woken, waker):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+
+    workers: dict[int, int] = {}  # process id to rank
+    try:
+        while True:
+            ready = wait([channel, woken])
+            if woken in ready:
+                with contextlib.suppress(BlockingIOError):
+                    woken.recv(4096)
+                _reap(workers, channel)
+            if channel in ready:
+                message = json.loads(channel.recv_bytes())
+                if message["do"] == "start":
+                    _start(message, workers, channel)
+                else:
+                    for pid in workers:
+                        os.kill(pid, message["number"])
+    except (EOFError, ConnectionError):
+        pass  # the command has gone
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _reap(workers: dict[int, int], channel: Connection) -> None:
+    for pid, rank in list(workers.items()):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            del workers[pid]
+            code = os.waitstatus_to_exitcode(status)
+            channel.send_bytes(json.dumps({"event": "ended", "rank": rank, "status": code}).encode())
+
+
+def _start(message: dict[str, Any], workers: dict[int, int], channel: Connection) -> None:
+    places = message["places"]
+    job = _Job(
+        message,
+        (recv_handle(channel), recv_handle(channel)),
+        [recv_handle(channel) for _ in places],
+        recv_handle(channel) if message["listens"] else None,
+    )
+    for name in message["preload"]:
+        # What cannot be imported here fails in the worker too, which can say so.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    server = os.getpid()
+    for index, place in enumerate(places):
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(job, index, server, channel)
+        workers[pid] = place["rank"]
+    job.close()
+    channel.send_bytes(json.dumps({"event": "started", "pids": list(workers)}).encode())
+
+
+def _become_worker(job: _Job, index: int, server: int, channel: Connection) -> None:
+    """The child's side of the fork; never returns."""
+    code = 1
+    try:
+        die_with(server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        channel.close()
+        os.environ.clear()
+        os.environ.update(job.message["environ"])
+        os.chdir(job.message["folder"])
+        sys.path[:] = job.message["path"]
+        code = _work(job, index)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Threads of torch and of trackers may never end: leave without waiting for them.
+        os._exit(code)
+
+
+def _work(job: _Job, index: int) -> int:
+    import atexit
+
+    from hyper_parallel.config import RunConfig
+    from hyper_parallel.launch import logs, stop
+    from hyper_parallel.launch.failure import Failure
+    from hyper_parallel.launch.place import Place
+    from hyper_parallel.launch.worker import work
+
+    place = Place(**job.message["places"][index])
+    reports = Connection(os.dup(job.reports[index]), readable=False)
+    terminal = (os.dup(job.terminal[0]), os.dup(job.terminal[1])) if place.rank == 0 else None
+    listener = (
+        socket.socket(fileno=os.dup(job.listener)) if job.listener is not None and place.rank == 0 else None
+    )
+    job.close()
+
+    def report(failure: Failure, store: object) -> None:
+        with contextlib.suppress(OSError):
+            reports.send_bytes(failure.to_json())
+
+    config = RunConfig.model_validate_json(job.message["config"])
+    with stop.listening((signal.SIGINT,)), logs.recording(logs.path_of(config.out, place.rank), terminal):
+        code = work(place, config, job.message["target"], report, listener)
+        atexit._run_exitfuncs()  # trackers flush what they hold
+        return code

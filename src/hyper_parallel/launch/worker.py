@@ -1,0 +1,158 @@
+"""One worker: its place, device and process group, and the run of the target function in it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import LaunchError
+from hyper_parallel.launch import rendezvous
+from hyper_parallel.launch.failure import Failure
+from hyper_parallel.launch.place import Place
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from hyper_parallel.compat import Backend
+
+log = logging.getLogger(__name__)
+
+Target = Callable[[RunConfig, "Worker"], Any]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker is given: 0 ≤ rank < world, 0 ≤ local_rank < local_world, and its device.
+
+    The default process group of `torch.distributed` spans the world, also when that is 1: a device mesh
+    needs it.
+    """
+
+    rank: int
+    local_rank: int
+    world: int
+    local_world: int
+    device: torch.device
+    backend: Backend
+
+
+def find_target(name: str) -> Target:
+    """The function that ``package.module:function`` names. Raises LaunchError when there is none."""
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise LaunchError(f"a target is written package.module:function; got {name!r}")
+    function: Target | None = getattr(importlib.import_module(module_name), function_name, None)
+    if function is None:
+        raise LaunchError(f"the module {module_name!r} has no function {function_name!r}")
+    return function
+
+
+def work(
+    place: Place,
+    config: RunConfig,
+    target: str,
+    report: Callable[[Failure, Store | None], None],
+    listener: socket.socket | None = None,
+) -> int:
+    """Run the target as this worker; the exit code. `report` is called once when it fails.
+
+    The process computes with `launch.threads` threads (left out: this machine's cores divided by its
+    workers).
+    """
+    store: Store | None = None
+    try:
+        threads = config.launch.threads or max(1, _cores() // place.local_world)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the target starts; torch is loaded already
+        import torch
+        import torch.distributed as dist
+
+        from hyper_parallel import compat
+
+        if dist.is_initialized():
+            raise LaunchError(
+                "torch.distributed is initialised already; leave that to launch, or write your own loop "
+                "around parallelize"
+            )
+        torch.set_num_threads(threads)
+        backend = compat.backend(config.launch.device, workers=place.local_world)
+        device = backend.device(place.local_rank)
+        backend.set_device(device)
+        interface = rendezvous.interface(place)
+        for variable, value in backend.environment(interface).items() if interface else ():
+            os.environ.setdefault(variable, value)
+        log.info(
+            "rank %d of %d on %s, %d threads, %s at %s:%d",
+            place.rank,
+            place.world,
+            device,
+            threads,
+            place.launcher,
+            place.host,
+            place.port,
+        )
+        if backend.name == "cpu" and place.rank == 0 and config.launch.device == "auto":
+            _say_what_is_idle(place)
+        timeout = timedelta(seconds=config.launch.timeout)
+        store = rendezvous.open_store(place, timeout, listener)
+        dist.init_process_group(
+            backend.process_group, store=store, rank=place.rank, world_size=place.world, timeout=timeout
+        )
+        find_target(target)(
+            config,
+            Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend),
+        )
+        _leave_together(store, place, timeout)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        log.exception("failed", extra={"terminal": False})  # whoever watches shows it there, once
+        failure = Failure.of(place.rank, error)
+        report(failure, store)
+        return failure.exit_code
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _say_what_is_idle(place: Place) -> None:
+    from hyper_parallel import compat
+
+    for found in compat.accelerators():
+        log.warning(
+            "%d workers here but only %d %s devices: computing on the CPU; for the devices start at most as "
+            "many workers (launch.workers=1 is the one-device run)",
+            place.local_world,
+            found.device_count(),
+            found.name,
+        )
+
+
+def _leave_together(store: Store, place: Place, timeout: timedelta) -> None:
+    """Wait until every rank's target is done: a rank that leaves earlier takes its connections, and rank 0
+    the store, from those that still use them.
+    """
+    import torch.distributed as dist
+
+    # A peer that goes away now can no longer spoil anything.
+    with contextlib.suppress(RuntimeError):
+        ended = store.add("hyper_parallel/ended", 1)
+        deadline = time.monotonic() + timeout.total_seconds()
+        while ended < place.world and time.monotonic() < deadline:
+            time.sleep(0.01)
+            ended = store.add("hyper_parallel/ended", 0)
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
