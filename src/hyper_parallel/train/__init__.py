@@ -1,0 +1,49 @@
+"""The training loop and its parts: loss, schedule, optimizers, evaluation, progress, trackers, resume.
+
+`Trainer` runs a run file; `build_optimizer`, `causal_lm_loss` and `schedule` serve a loop of one's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.train.schedule import schedule
+
+if TYPE_CHECKING:
+    from hyper_parallel.train.loss import causal_lm_loss, valid_tokens
+    from hyper_parallel.train.optimizer import Optimizer, build_optimizer, register_optimizer
+    from hyper_parallel.train.summary import Summary
+    from hyper_parallel.train.trackers import register_tracker
+    from hyper_parallel.train.trainer import Trainer
+
+__all__ = [
+    "Optimizer",
+    "Summary",
+    "Trainer",
+    "build_optimizer",
+    "causal_lm_loss",
+    "register_optimizer",
+    "register_tracker",
+    "schedule",
+    "valid_tokens",
+]
+
+# Most of this needs torch; a script that only asks for a schedule or starts workers does not pay for it.
+_HOME = {
+    "Optimizer": "optimizer",
+    "Summary": "summary",
+    "Trainer": "trainer",
+    "build_optimizer": "optimizer",
+    "causal_lm_loss": "loss",
+    "register_optimizer": "optimizer",
+    "register_tracker": "trackers",
+    "valid_tokens": "loss",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

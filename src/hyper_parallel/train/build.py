@@ -1,0 +1,154 @@
+"""From a run file to what is trained: the model's config, the text, the sharded model with its values."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.config import ModelConfig, RunConfig
+from hyper_parallel.data import TextData, Tokenizer
+from hyper_parallel.errors import ConfigError, nearest
+from hyper_parallel.shard import init_weights, load_weights, parallelize
+from hyper_parallel.workload import Flops, flops_of_model
+
+# Names that Transformers reads from a config although `to_dict` of a default one does not show them.
+_LEGACY = frozenset(
+    {"rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "torch_dtype"}
+)
+
+
+@dataclass
+class Built:
+    """What a run trains and on what."""
+
+    model: nn.Module
+    """Parallelized."""
+    model_config: dict[str, Any] | None
+    """The Transformers config as a dict; None for a module of the user's that has none."""
+    text: TextData
+    flops: Flops
+    fresh: bool
+    """The values are still to be drawn or loaded: the model is on the meta device."""
+
+
+def build(config: RunConfig, model: nn.Module | None = None) -> Built:
+    """The text and the parallelized model. `model` replaces the one that the run file describes.
+
+    Raises ConfigError, StrategyError or DataError.
+    """
+    if model is None:
+        hf = transformers_config(config.model)
+        text = _text(config, hf)
+        _fit_vocabulary(hf, config.model, text.tokenizer)
+        model = _on_meta(hf, config)
+    else:
+        hf = getattr(model, "config", None)
+        text = _text(config, hf)
+    # Counted before the weights are split.
+    flops = flops_of_model(model)
+    as_dict = hf.to_dict() if hasattr(hf, "to_dict") else None
+    parallelize(model, config.effective_strategy)
+    fresh = any(parameter.is_meta for parameter in model.parameters())
+    return Built(model, as_dict, text, flops, fresh)
+
+
+def fill(built: Built, config: RunConfig, device: torch.device) -> None:
+    """Give a model on the meta device its values: those of the folder, or new ones of the run's seed."""
+    if not built.fresh:
+        return
+    if config.model.path is not None:
+        load_weights(built.model, config.model.path, device)
+    else:
+        init_weights(built.model, config.seed, device)
+
+
+def transformers_config(declared: ModelConfig) -> Any:
+    """The Transformers config object. Raises ConfigError for a family or a key that Transformers does not know."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if declared.path is not None:
+        if not (Path(declared.path) / "config.json").is_file():
+            raise ConfigError(
+                f"model.path: {declared.path} has no config.json; name a folder that save_pretrained wrote"
+            )
+        try:
+            return AutoConfig.from_pretrained(declared.path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model.path: {declared.path}/config.json: {_line(error)}") from error
+    assert declared.config is not None
+    settings = {key: value for key, value in declared.config.items() if key != "model_type"}
+    family = declared.config["model_type"]
+    if family not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.config.model_type: Transformers knows no {family!r}{nearest(family, CONFIG_MAPPING.keys())}"
+        )
+    default = CONFIG_MAPPING[family]
+    known = {*default().to_dict(), *default.attribute_map, *inspect.signature(default).parameters, *_LEGACY}
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"model.config: {family} has no {key!r}{nearest(key, known)}")
+    try:
+        return AutoConfig.for_model(family, **settings)
+    except Exception as error:  # its validation raises classes of huggingface_hub's own
+        raise ConfigError(f"model.config: {_line(error)}") from error
+
+
+def tokenizer_assets(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The tokenizer's files by name, for a checkpoint that can be exported."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+def _text(config: RunConfig, hf: Any) -> TextData:
+    positions = getattr(hf, "max_position_embeddings", None)
+    return TextData(config.data, seed=config.seed, positions=positions)
+
+
+def _fit_vocabulary(hf: Any, declared: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Fill in the vocabulary and the special tokens that the file leaves out; refuse a vocabulary that is too small."""
+    given = declared.config or {}
+    if declared.config is not None:
+        if "vocab_size" not in given:
+            hf.vocab_size = tokenizer.vocab_size
+        # The families' defaults are ids of their own tokenizers. Without a padding id no row of the embedding
+        # is kept from training: padding bears no loss and is not attended to.
+        bos = tokenizer.transformers.bos_token_id
+        own = {
+            "bos_token_id": tokenizer.eos if bos is None else int(bos),
+            "eos_token_id": tokenizer.eos,
+            "pad_token_id": None,
+        }
+        for key, value in own.items():
+            if key not in given:
+                setattr(hf, key, value)
+    if hf.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"the model's vocab_size is {hf.vocab_size}, but the tokenizer has ids up to {tokenizer.vocab_size - 1}; "
+            f"leave model.config.vocab_size out or make it at least {tokenizer.vocab_size}"
+        )
+
+
+def _on_meta(hf: Any, config: RunConfig) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, config.effective_strategy.precision.param)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                hf, attn_implementation=config.model.attention, dtype=dtype, trust_remote_code=False
+            )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"model: Transformers cannot build it: {_line(error)}") from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,15 @@
+"""What each worker of `hyper-parallel train` runs."""
+
+from __future__ import annotations
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.launch import Worker
+from hyper_parallel.train.trainer import Trainer
+
+TARGET = f"{__name__}:main"
+"""How `launch.run` is told of `main`."""
+
+
+def main(config: RunConfig, worker: Worker) -> None:
+    """Train what `config` declares, as one of its workers."""
+    Trainer(config).run(worker)

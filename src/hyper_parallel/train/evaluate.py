@@ -1,0 +1,58 @@
+"""Loss on held-out text: always the same rows, the same value on any number of workers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hyper_parallel.data import PackedText
+from hyper_parallel.shard import ShardedModel, sharded
+from hyper_parallel.train.batches import DATA_AXES, MicroBatch, load_rows, share_of
+from hyper_parallel.train.forward import inference, logits_of
+from hyper_parallel.train.loss import IGNORED, causal_lm_loss, valid_tokens
+
+
+class Evaluation:
+    """The first `batches` · `batch` rows of the held-out text, or all of them if there are fewer.
+
+    They are loaded once and kept on the device. A rank whose share ran out computes rows without loss, so that
+    all ranks take part in each collective.
+    """
+
+    def __init__(
+        self,
+        text: PackedText,
+        batches: int,
+        batch: int,
+        micro_batch: int | None,
+        handle: ShardedModel,
+        device: torch.device,
+    ) -> None:
+        share = share_of(handle, batch)
+        micro = micro_batch or share.stop - share.start
+        total = min(len(text), batches * batch)
+        self._micro: list[MicroBatch] = []
+        for start in range(0, total, batch):
+            for at in range(share.start, share.stop, micro):
+                wanted = [start + at + i for i in range(micro)]
+                held = [row for row in wanted if row < total]
+                # Filled up with row 0, which then bears no loss here.
+                loaded = load_rows(text, held + [0] * (micro - len(held)), at, device)
+                loaded.labels[len(held) :] = IGNORED
+                self._micro.append(loaded)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self._micro)
+
+    def loss(self, model: nn.Module) -> float:
+        """Mean loss of a valid token; NaN if none of the rows has one. A collective."""
+        handle = sharded(model)
+        sums = torch.zeros(2, device=self._micro[0].labels.device)
+        with inference(model):
+            for micro in self._micro:
+                logits = logits_of(model, micro.input_ids, micro.position_ids)
+                sums[0] += causal_lm_loss(logits, micro.labels, 1.0)
+                sums[1] += valid_tokens(micro.labels)
+        loss, tokens = handle.all_reduce(sums, DATA_AXES).tolist()
+        return loss / tokens if tokens else float("nan")

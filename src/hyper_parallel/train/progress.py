@@ -1,0 +1,111 @@
+"""What rank 0 shows: a live line on a terminal, a line now and then elsewhere, a summary at the end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hyper_parallel.train.summary import Summary
+from hyper_parallel.units import format_bytes, format_count, format_seconds
+
+_LINES = 20
+"""About how many lines a whole run prints where there is no terminal."""
+_QUIET_S = 30.0
+"""Without a terminal, the longest time without a line."""
+_REFRESH_S = 0.1
+
+
+class Progress:
+    """The run as a person follows it. Nothing here is computed on ranks other than 0."""
+
+    def __init__(self, start: int, steps: int, console: Console | None = None) -> None:
+        self._console = (
+            console if console is not None else Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        )
+        self._steps = steps
+        self._every = max(1, steps // _LINES)
+        self._printed = self._drawn = time.monotonic()
+        self._first = start + 1
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False)
+
+    def step(self, step: int, record: Mapping[str, float], eta: float) -> None:
+        """The state after `step` updates; `eta` in seconds to the last one."""
+        now = time.monotonic()
+        last = step == self._steps
+        if self._live is not None:
+            if last or now - self._drawn >= _REFRESH_S:
+                self._drawn = now
+                self._live.update(Text(line(step, self._steps, record, eta), no_wrap=True), refresh=True)
+        elif last or step == self._first or step % self._every == 0 or now - self._printed >= _QUIET_S:
+            self._printed = now
+            self.note(line(step, self._steps, record, eta))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """The held-out loss after `step` updates."""
+        self.note(f"step {step}: held-out loss {loss:.4f}")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def summary(self, summary: Summary, trackers: list[str], file: str) -> None:
+        """The table at the end, the sample, and the commands to try next. `file` is the run file to go on with."""
+        self.close()
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for label, text in summary.rows():
+            table.add_row(Text(label, style="bold"), Text(text, overflow="fold"))
+        self._console.print()
+        self._console.print(table)
+        if summary.sample is not None:
+            self._console.print(Text("\nsample", style="bold"))
+            self.note(summary.sample)
+        self._console.print(Text("\nnext", style="bold"))
+        for command in _commands(summary, trackers, file):
+            self.note(f"  {command}")
+
+
+def line(step: int, steps: int, record: Mapping[str, float], eta: float) -> str:
+    """One step as text: what a record holds, in the order of interest."""
+    cells = [
+        f"step {step:{len(str(steps))}d}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"grad {record['grad_norm']:.3f}",
+        f"lr {record['lr']:.2e}",
+    ]
+    if "tokens_per_second" in record:
+        cells.append(f"{format_count(record['tokens_per_second'])} tok/s")
+    if "mfu" in record:
+        cells.append(f"MFU {record['mfu']:.1%}")
+    if record.get("memory"):
+        cells.append(format_bytes(record["memory"]))
+    if step < steps and math.isfinite(eta):
+        cells.append(f"ETA {format_seconds(eta)}")
+    return "  ".join(cells)
+
+
+def _commands(summary: Summary, trackers: list[str], file: str) -> list[str]:
+    more = "" if summary.stopped else f" train.steps={summary.steps * 2}"
+    commands = [f"hyper-parallel train {shlex.quote(file)}{more}"]
+    if summary.checkpoint is not None:
+        target = shlex.quote(f"{summary.out}/export")
+        commands.append(f"hyper-parallel export {shlex.quote(summary.checkpoint)} {target}")
+    if "tensorboard" in trackers:
+        commands.append(f"tensorboard --logdir {shlex.quote(f'{summary.out}/tensorboard')}")
+    return commands

@@ -1,0 +1,166 @@
+"""What a checkpoint of a run holds, and when a run may go on from one.
+
+Tensors: every parameter as ``model.<name>``, persistent buffers likewise, and what the optimizer declares. The
+rest is JSON: steps done, rows consumed, seed, the optimizer's own state, the run file, the model's config and
+the run's identity, with the tokenizer's files beside it, so that a checkpoint can be exported by itself.
+
+The identity is what may not change on resume: seed, model and data. Strategy, workers, batch, steps, schedule and
+learning rate may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.checkpoint import Piece, Writer, newest, read
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import CheckpointError, ConfigError
+from hyper_parallel.layout import Layout
+from hyper_parallel.shard import ShardedModel, sharded
+from hyper_parallel.train.build import Built, tokenizer_assets
+from hyper_parallel.train.optimizer import Optimizer
+
+FOLDER = "checkpoints"
+"""The folder of a run's checkpoints, in its own."""
+
+
+@dataclass
+class RunState:
+    """How far a run is. What a resumed one needs to continue, and to summarise the whole."""
+
+    step: int = 0
+    """Updates done."""
+    consumed: int = 0
+    """Rows of the data consumed."""
+    tokens: int = 0
+    """Positions computed."""
+    initial_loss: float | None = None
+    final_loss: float | None = None
+    eval_before: float | None = None
+
+
+class RunCheckpoints:
+    """The checkpoints of one run, as one rank sees them. Every rank calls the same methods in step."""
+
+    def __init__(self, config: RunConfig, built: Built, optimizer: Optimizer) -> None:
+        self._config, self._built, self._optimizer = config, built, optimizer
+        self._handle: ShardedModel = sharded(built.model)
+        self._folder = Path(config.out) / FOLDER
+        self._assets = tokenizer_assets(built.text.tokenizer) if self._handle.rank == 0 else {}
+        self._writer: Writer | None = None
+
+    def resume(self) -> tuple[RunState | None, list[str]]:
+        """Load the newest verified checkpoint; the state it holds, None when there is none, and what to say.
+
+        Raises ConfigError when the checkpoint is of another seed, model or data, or when there is one and
+        `checkpoint.resume` is false; CheckpointError when there are only damaged ones.
+        """
+        found = newest(self._folder, group=_group(self._handle))
+        if found is None:
+            return None, []
+        if not self._config.checkpoint.resume:
+            raise ConfigError(
+                f"{self._folder} holds the checkpoint of step {found.step} and checkpoint.resume is false; choose "
+                "another 'out', remove the folder, or set checkpoint.resume=true to go on"
+            )
+        notes = [f"passed over {path.name}: {reason}" for path, reason in found.skipped]
+        pieces = self._pieces()
+        # Before the tensors, whose names and shapes would speak of a change less clearly.
+        self._check(read_state(found.path), found.path)
+        state = read(found.path, pieces, rank=self._handle.rank)
+        self._optimizer.load_state(state["optimizer"])
+        notes.append(f"resumed from {found.path} at step {found.step}")
+        return RunState(**state["run"]), notes
+
+    def save(self, state: RunState) -> None:
+        """Save the values as they are now; writing goes on in the background where the run file says so."""
+        if self._writer is None:
+            settings = self._config.checkpoint
+            self._writer = Writer(
+                self._folder,
+                self._handle.mesh,
+                self._handle.rank,
+                keep=settings.keep,
+                background=settings.background,
+                group=_group(self._handle),
+            )
+        self._writer.save(
+            state.step,
+            self._pieces(),
+            {
+                "run": asdict(state),
+                "optimizer": self._optimizer.state(),
+                "identity": self._identity(),
+                "config": self._config.model_dump(mode="json"),
+                "model_config": self._built.model_config,
+            },
+            assets=self._assets,
+        )
+
+    def finish(self) -> Path | None:
+        """Wait for what is being written; the last checkpoint of this run."""
+        if self._writer is None:
+            return None
+        last = self._writer.wait()
+        self._writer.close()
+        return last
+
+    def _pieces(self) -> dict[str, Piece]:
+        pieces = {f"model.{p.name}": Piece(p.local, p.layout) for p in self._handle.parameters()}
+        for name, buffer in _persistent_buffers(self._built.model):
+            pieces[f"model.{name}"] = Piece(buffer, Layout.replicated(self._handle.mesh, tuple(buffer.shape)))
+        return {**pieces, **self._optimizer.pieces()}
+
+    def _identity(self) -> dict[str, Any]:
+        data = self._config.data.model_dump(mode="json")
+        data.pop("cache")
+        ours = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation"}
+        model = {k: v for k, v in (self._built.model_config or {}).items() if k not in ours}
+        text = self._built.text
+        return {
+            "seed": self._config.seed,
+            "train.optimizer.name": self._config.train.optimizer.name,
+            **{f"model.config.{key}": value for key, value in model.items()},
+            **{f"data.{key}": value for key, value in data.items()},
+            "the tokenizer's digest": text.tokenizer.digest,
+            "the number of training sequences": len(text.train),
+        }
+
+    def _check(self, state: dict[str, Any], path: Path) -> None:
+        then, now = state["identity"], self._identity()
+        differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+        if differ:
+            changes = "; ".join(f"{key} was {then.get(key)!r} and is {now.get(key)!r}" for key in differ[:4])
+            more = f"; and {len(differ) - 4} more" if len(differ) > 4 else ""
+            raise ConfigError(
+                f"{path} is of another run: {changes}{more}. Put them back to go on, or choose another 'out'"
+            )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON state of a run's checkpoint. Raises CheckpointError if it was not written by a run."""
+    from hyper_parallel.checkpoint.reader import Checkpoint
+
+    state = Checkpoint(path).state
+    if not {"run", "optimizer", "identity"} <= state.keys():
+        raise CheckpointError(f"{path} was not written by a training run; choose another 'out'")
+    return state
+
+
+def _persistent_buffers(model: nn.Module) -> list[tuple[str, Any]]:
+    found = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return found
+
+
+def _group(handle: ShardedModel) -> Any:
+    import torch.distributed as dist
+
+    return dist.group.WORLD if handle.mesh.world > 1 else None

@@ -1,0 +1,130 @@
+"""One training step: gradients of the whole batch, the checks, the update.
+
+Order of operations of step n (docs/training.md says why):
+
+1. forward and backward of each micro-batch; the loss is divided by the step's global number of valid tokens
+2. the global gradient norm                                   (its own reduction)
+3. the next step's batch is loaded, while the device computes
+4. one reduction of a small vector: loss, next step's valid tokens, stop flag, memory
+5. the host waits for the device, once; a loss or norm that is not finite ends the run here
+6. clipping, the optimizer's update
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.errors import DataError
+from hyper_parallel.launch import logs
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.train.batches import DATA_AXES, StepBatch
+from hyper_parallel.train.forward import logits_of
+from hyper_parallel.train.guard import non_finite, shorten
+from hyper_parallel.train.loss import causal_lm_loss
+from hyper_parallel.train.optimizer import Optimizer
+from hyper_parallel.train.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, equal on every rank."""
+
+    loss: float
+    grad_norm: float
+    """The global 2-norm before clipping."""
+    tokens: int
+    """Valid tokens: those that bear loss."""
+    stop: bool
+    """Some rank was asked to stop."""
+    memory: float
+    """Sum over the ranks of what each said that it holds, in bytes."""
+
+
+def accumulate(model: nn.Module, handle: ShardedModel, batch: StepBatch, tokens: Tensor, seed: int) -> Tensor:
+    """Add the gradients of a rank's micro-batches; its part of the step's loss, a detached zero-dim fp32 tensor.
+
+    `tokens` is the number of valid tokens of the step over all ranks.
+    """
+    total = torch.zeros((), device=tokens.device)
+    for index, micro in enumerate(batch.micro):
+        last = index == len(batch.micro) - 1
+        with (
+            logs.at(batch.step + 1, index),
+            handle.micro_batch(seed=seed, step=batch.step, rows=micro.rows, last=last),
+        ):
+            loss = causal_lm_loss(logits_of(model, micro.input_ids, micro.position_ids), micro.labels, tokens)
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+class Stepper:
+    """Runs steps one after the other; holds the batch that was loaded ahead."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        handle: ShardedModel,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        *,
+        seed: int,
+        clip: float | None,
+    ) -> None:
+        self._model, self._handle, self._optimizer, self._schedule = model, handle, optimizer, schedule
+        self._seed, self._clip = seed, clip
+        self._axes = handle.mesh.names
+        # Ranks along the other axes hold the same loss: one of them speaks for all.
+        others = [axis for axis in self._axes if axis not in DATA_AXES]
+        self._speaks = float(all(handle.coordinate.get(axis, 0) == 0 for axis in others))
+
+    def first(self, batch: StepBatch) -> tuple[StepBatch, Tensor]:
+        """The batch that a run begins with, and its global number of valid tokens."""
+        tokens = batch.tokens * self._speaks
+        return batch, self._handle.all_reduce(tokens, self._axes)
+
+    def run(
+        self,
+        batch: StepBatch,
+        tokens: Tensor,
+        *,
+        load_next: Callable[[], StepBatch] | None,
+        stop: bool,
+        memory: float,
+    ) -> tuple[StepResult, tuple[StepBatch, Tensor] | None]:
+        """One step on `batch`, of which `tokens` tokens over all ranks bear loss.
+
+        `load_next` loads the batch of the step after it, None if there is none; it is returned with its number
+        of valid tokens. `stop` and `memory` are what this rank has to say.
+
+        Raises DataError when no token of the batch bears loss, and NonFiniteError when the loss or the gradient
+        norm is not finite; parameters and optimizer are then as before the step. Every rank raises the same.
+        """
+        self._model.train()
+        loss = accumulate(self._model, self._handle, batch, tokens, self._seed)
+        norm = self._handle.grad_norm()
+        following = load_next() if load_next is not None else None
+        upcoming = following.tokens if following is not None else torch.zeros_like(loss)
+        said = torch.tensor([float(stop), memory], device=loss.device)
+        vector = torch.cat([torch.stack([loss, upcoming]) * self._speaks, said])
+        vector = self._handle.all_reduce(vector, self._axes)
+        values = torch.cat([vector, torch.stack([norm.to(vector.dtype), tokens])]).tolist()
+        total, _, stops, held, grad_norm, valid = values
+        if valid == 0:
+            raise DataError(
+                f"step {batch.step + 1}: no token of the batch bears loss (rows {shorten(batch.rows)}); "
+                "check that the data's answers are not empty or cut off, or raise train.batch"
+            )
+        if not (math.isfinite(total) and math.isfinite(grad_norm)):
+            raise non_finite(self._handle, batch.step, batch.rows, total, grad_norm)
+        if self._clip is not None and grad_norm > self._clip:
+            self._handle.clip(norm, self._clip)
+        self._optimizer.step(self._schedule(batch.step))
+        self._model.zero_grad(set_to_none=True)
+        result = StepResult(total, grad_norm, int(valid), stops > 0, held)
+        return result, None if following is None else (following, vector[1])

@@ -1,0 +1,247 @@
+"""The run: what is built, resumed, trained, evaluated, saved, shown and sampled, and in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hyper_parallel.config import RunConfig, dump
+from hyper_parallel.launch import Worker, stop_requested
+from hyper_parallel.shard import sharded
+from hyper_parallel.train.batches import Batches
+from hyper_parallel.train.build import Built, build, fill
+from hyper_parallel.train.evaluate import Evaluation
+from hyper_parallel.train.meter import Meter
+from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.train.progress import Progress
+from hyper_parallel.train.sample import sample
+from hyper_parallel.train.schedule import schedule
+from hyper_parallel.train.state import RunCheckpoints, RunState
+from hyper_parallel.train.step import Stepper, StepResult
+from hyper_parallel.train.summary import Summary
+from hyper_parallel.train.trackers import RunInfo, Trackers, build_trackers
+from hyper_parallel.train.workers import alone, run_on_workers
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.yaml"
+"""What a run does, with inheritance and overrides resolved, in the run's folder: a run file itself."""
+
+
+class Trainer:
+    """Trains what a run file declares, or a model of one's own with the rest of the file.
+
+    A model that is given has values, the same on every rank, or is on the meta device; it is changed in place.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
+        self.config = config
+        self._model = model
+
+    def run(self, worker: Worker | None = None) -> Summary:
+        """Train to the last step, or until asked to stop; the summary, equal on every rank.
+
+        Without a `worker`, a strategy of one rank runs in this process; one of several starts its local workers
+        (or joins those of torchrun) as the command does, for which the model must be the run file's.
+        """
+        if worker is None:
+            world = self.config.effective_strategy.axes.world
+            if world > 1:
+                return run_on_workers(self.config, self._model)
+            with alone(self.config) as worker:
+                return self._run(worker)
+        return self._run(worker)
+
+    def _run(self, worker: Worker) -> Summary:
+        out = Path(self.config.out)
+        if worker.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+        return _Run(self.config, self._model, worker).run()
+
+
+class _Run:
+    """One run on one rank."""
+
+    def __init__(self, config: RunConfig, model: nn.Module | None, worker: Worker) -> None:
+        self.config, self.worker = config, worker
+        self.leads = worker.rank == 0
+        self.built: Built = build(config, model)
+        fill(self.built, config, worker.device)
+        self.model = self.built.model
+        self.handle = sharded(self.model)
+        self.optimizer = build_optimizer(self.model, config.train.optimizer)
+        self.checkpoints = RunCheckpoints(config, self.built, self.optimizer)
+        resumed, notes = self.checkpoints.resume()
+        self.state = resumed or RunState()
+        self.start = self.state.step
+        self.progress = Progress(self.start, config.train.steps) if self.leads else None
+        self.trackers = self._open_files()
+        for note in notes:
+            self._note(note)
+        train = config.train
+        text, device = self.built.text, worker.device
+        self.batches = Batches(text.train, text.order, train.batch, train.micro_batch, self.handle, device)
+        self.evaluation = Evaluation(
+            text.eval, train.eval.batches, train.batch, train.micro_batch, self.handle, device
+        )
+        self.schedule = schedule(train.schedule, train.steps)
+        self.tokens_per_step = train.batch * config.data.sequence
+        compute = getattr(torch, config.effective_strategy.precision.compute)
+        self.meter = Meter(
+            self.tokens_per_step,
+            self.built.flops.per_token(config.data.sequence),
+            worker.world,
+            worker.backend.peak_flops(compute),
+        )
+        self.eval_after: float | None = None
+
+    def run(self) -> Summary:
+        try:
+            with contextlib.closing(self.trackers):
+                summary = self._train()
+        finally:
+            if self.progress is not None:
+                self.progress.close()
+        if self.progress is not None:
+            summary.write()
+            self.progress.summary(summary, list(self.config.trackers), str(Path(self.config.out) / RUN_FILE))
+        if dist.is_initialized():
+            dist.barrier()  # whoever returns finds the files of the run complete
+        return summary
+
+    def _train(self) -> Summary:
+        steps = self.config.train.steps
+        if self.start >= steps:
+            self._note(
+                f"nothing left to train: step {self.start} of {steps} is done; raise train.steps to go on"
+            )
+        if self.state.eval_before is None and self.start == 0:
+            self.state.eval_before = self._evaluate()
+        stopped = self._steps()
+        if not stopped and self.eval_after is None:
+            self.eval_after = self._evaluate()
+        text = None if stopped else self._sample()
+        checkpoint = self.checkpoints.finish()
+        return self._summary(stopped, checkpoint, text)
+
+    def _steps(self) -> bool:
+        """All the steps that are left; whether the run was asked to stop before the last."""
+        train, state = self.config.train, self.state
+        if state.step >= train.steps:
+            return False
+        stepper = Stepper(
+            self.model, self.handle, self.optimizer, self.schedule, seed=self.config.seed, clip=train.clip
+        )
+        upcoming = stepper.first(self.batches.load(state.step, state.consumed))
+        for step in range(state.step, train.steps):
+            done, last = step + 1, step + 1 == train.steps
+            due = last or done % train.log_every == 0
+            consumed = state.consumed + train.batch
+            self.meter.begin()
+            assert upcoming is not None
+            result, upcoming = stepper.run(
+                *upcoming,
+                load_next=None if last else (lambda done=done, at=consumed: self.batches.load(done, at)),
+                stop=stop_requested(),
+                memory=float(self.worker.backend.memory_allocated()) if due else 0.0,
+            )
+            self.meter.end()
+            state.step, state.consumed = done, consumed
+            state.tokens += self.tokens_per_step
+            state.final_loss = result.loss
+            if state.initial_loss is None:
+                state.initial_loss = result.loss
+            if due:
+                self._record(step, result)
+            stop = result.stop and not last
+            every = self.config.checkpoint.every
+            if last or stop or (every and done % every == 0):
+                self.checkpoints.save(state)
+            if stop:
+                self._note(f"stopped after step {done}, as asked; the same command goes on from there")
+                return True
+            if train.eval.every and done % train.eval.every == 0:
+                loss = self._evaluate()
+                self.eval_after = loss if last else None
+        return False
+
+    def _record(self, step: int, result: StepResult) -> None:
+        """What the trackers and the terminal are given after `step`, counted from 0."""
+        if not self.leads:
+            return
+        rates = self.meter.rates()
+        record = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": self.config.train.optimizer.lr * self.schedule(step),
+            "loss_tokens": float(result.tokens),
+            "tokens": float(self.state.tokens),
+            "memory": result.memory,
+            **rates,
+        }
+        self.trackers.log(step + 1, record)
+        assert self.progress is not None
+        left = self.config.train.steps - step - 1
+        self.progress.step(step + 1, record, left * rates.get("seconds", float("nan")))
+
+    def _evaluate(self) -> float | None:
+        """The held-out loss now, recorded; None when nothing is held out."""
+        if not self.evaluation:
+            return None
+        loss = self.evaluation.loss(self.model)
+        if self.progress is not None:
+            self.trackers.log(self.state.step, {"eval_loss": loss})
+            self.progress.evaluation(self.state.step, loss)
+        return loss
+
+    def _sample(self) -> str | None:
+        wanted = self.config.train.sample
+        if not wanted.tokens:
+            return None
+        tokenizer, sequence = self.built.text.tokenizer, self.config.data.sequence
+        text = sample(self.model, tokenizer, wanted.prompt, wanted.tokens, sequence, self.worker.device)
+        if self.leads:
+            self.trackers.text(self.state.step, "sample", text)
+        return text
+
+    def _open_files(self) -> Trackers:
+        if not self.leads:
+            return Trackers([])
+        out = Path(self.config.out)
+        (out / RUN_FILE).write_text(dump(self.config), encoding="utf-8")
+        info = RunInfo(out, self.config.model_dump(mode="json"), self.start)
+        return build_trackers(self.config.trackers, info)
+
+    def _note(self, text: str) -> None:
+        log.info("%s", text)
+        if self.progress is not None:
+            self.progress.note(text)
+
+    def _summary(self, stopped: bool, checkpoint: Path | None, text: str | None) -> Summary:
+        state, rates = self.state, self.meter.overall()
+        return Summary(
+            out=self.config.out,
+            steps=state.step,
+            stopped=stopped,
+            resumed_from=self.start or None,
+            vocabulary=self._vocabulary(),
+            parameters=sum(p.parameter.numel() for p in self.handle.parameters()),
+            initial_loss=state.initial_loss,
+            final_loss=state.final_loss,
+            eval_before=state.eval_before,
+            eval_after=self.eval_after,
+            tokens=state.tokens,
+            seconds=self.meter.seconds,
+            tokens_per_second=rates.get("tokens_per_second"),
+            mfu=rates.get("mfu"),
+            checkpoint=str(checkpoint) if checkpoint is not None else None,
+            sample=text,
+        )
+
+    def _vocabulary(self) -> int:
+        return int((self.built.model_config or {}).get("vocab_size") or self.built.text.tokenizer.vocab_size)

@@ -1,0 +1,132 @@
+"""The one FLOP convention: model FLOPs a token of training, and the share of the hardware's peak that they are.
+
+For a token of a sequence of S tokens, forward and backward,
+
+    flops = 6 · N + 12 · Σ_layers H · Q · K(S)          `Flops.per_token`
+    K(S)  = S / 2                  causal                `_keys`
+    K(S)  = W − W² / (2 S)         causal with a sliding window of W < S
+
+N counts the elements of every matrix that a token is multiplied with, the head included also when it is tied;
+an embedding lookup multiplies nothing and is not counted; nor are norms, activations and biases. H · Q is the
+number of query heads times their size. The factor 6 is 2 for a multiply and an add, times 3 for the forward
+pass and the two products of the backward pass; recomputation is not counted. This is the convention of PaLM
+(Chowdhery et al., arXiv 2204.02311, appendix B) and of Megatron-LM (Narayanan et al., arXiv 2104.04473,
+appendix), except that both of them count the whole S × S attention matrix: here only the part that the mask
+keeps, on average, is counted, once. Packed documents count as one sequence.
+
+    mfu = flops / (seconds · devices · peak)            `mfu`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What a model multiplies: enough to price a token at any sequence length."""
+
+    matmul_parameters: int
+    """Elements of the matrices that a token is multiplied with, the head included."""
+    heads_times_size: int
+    """Query heads times head size, in each attention layer."""
+    windows: tuple[int | None, ...]
+    """For each attention layer its sliding window in tokens, or None when it attends to the whole past."""
+
+    def per_token(self, sequence: int) -> float:
+        """Model FLOPs of training on one token of a sequence of `sequence` tokens."""
+        keys = sum(_keys(sequence, window) for window in self.windows)
+        return 6.0 * self.matmul_parameters + 12.0 * self.heads_times_size * keys
+
+
+def _keys(sequence: int, window: int | None) -> float:
+    """Keys that a query attends to, averaged over a causal sequence."""
+    if window is None or window >= sequence:
+        return sequence / 2
+    return window - window * window / (2 * sequence)
+
+
+def mfu(flops: float, seconds: float, devices: int, peak: float) -> float:
+    """Model FLOPs utilisation (arXiv 2204.02311, appendix B), 0 to 1.
+
+    `flops` were done in `seconds` on `devices` devices of `peak` FLOP/s each.
+    """
+    return flops / (seconds * devices * peak)
+
+
+def flops_of_config(config: Mapping[str, Any]) -> Flops:
+    """From a Transformers config of a dense decoder, as `config.to_dict()` gives it; needs no torch.
+
+    Raises ConfigError when the config lacks a field that the count needs.
+    """
+    hidden = _field(config, "hidden_size", "n_embd")
+    layers = _field(config, "num_hidden_layers", "n_layer")
+    heads = _field(config, "num_attention_heads", "n_head")
+    vocabulary = _field(config, "vocab_size")
+    size = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    # GPT-2 has an optional inner size of its own and no gate; the gated families all name intermediate_size.
+    gated = "n_embd" not in config
+    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    attention = hidden * size * (heads + 2 * kv_heads) + heads * size * hidden
+    mlp = (3 if gated else 2) * hidden * inner
+    return Flops(
+        matmul_parameters=layers * (attention + mlp) + hidden * vocabulary,
+        heads_times_size=heads * size,
+        windows=_windows(config, layers),
+    )
+
+
+def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Flops:
+    """From a whole (not yet sharded) module: every parameter of two dims, embeddings that are only looked up left out.
+
+    `config` is its Transformers config as a dict; without one (and without `model.config`) the attention
+    term, which no parameter shows, is 0. Works on the meta device.
+    """
+    from torch import nn
+
+    if config is None:
+        own = getattr(model, "config", None)
+        config = own.to_dict() if hasattr(own, "to_dict") else None
+    lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    multiplied: dict[tuple[int, str], int] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            # A tied head is an embedding's parameter held by a module that multiplies with it.
+            if parameter.ndim == 2 and (id(parameter) not in lookups or isinstance(module, nn.Linear)):
+                multiplied[id(parameter), name] = parameter.numel()
+    matrices = sum(multiplied.values())
+    if config is None:
+        return Flops(matrices, 0, ())
+    layers = _field(config, "num_hidden_layers", "n_layer")
+    heads = _field(config, "num_attention_heads", "n_head")
+    size = config.get("head_dim") or _field(config, "hidden_size", "n_embd") // heads
+    return Flops(matrices, heads * size, _windows(config, layers))
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window; `layer_types` says which layers have it, else all do."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types")
+    if window is None:
+        return (None,) * layers
+    if not kinds:
+        return (int(window),) * layers
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _field(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if config.get(name) is not None:
+            return int(config[name])
+    raise ConfigError(
+        f"cannot count FLOPs: the model's config ({config.get('model_type', 'no model_type')}) "
+        f"has no {' or '.join(names)}"
+    )
