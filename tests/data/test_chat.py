@@ -19,8 +19,8 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Llama 2's manner: no generation prompt, the answer trimmed behind a space of the template's, which is part of
-# the token where the vocabulary has the word with its space.
+# Llama 2's manner: no generation prompt, the answer trimmed behind a space of the template's, which is part
+# of the token where the vocabulary has the word with its space.
 INST = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content | trim }} {{ eos_token }}{% endif %}{% endfor %}"

@@ -103,9 +103,10 @@ def test_pieces_without_loss_are_left_out() -> None:
 def test_best_fit_fills_no_bin_beyond_its_capacity(lengths: list[int]) -> None:
     bins = _best_fit(np.array(lengths, np.int64), 32)
     filled = np.bincount(bins, weights=lengths, minlength=1) if lengths else np.zeros(1)
-    assert filled.max(initial=0) <= 32
-    # Best-fit decreasing needs at most 11/9 of the best packing and one bin (Johnson et al. 1974).
-    assert len(set(bins.tolist())) <= 11 / 9 * sum(lengths) / 32 * 2 + 1
+    assert filled.max() <= 32
+    # No two bins would fit into one, or the shorter lengths of one would have gone to the other.
+    fullness = sorted(filled[filled > 0].tolist())
+    assert len(fullness) < 2 or fullness[0] + fullness[1] > 32
 
 
 def test_a_large_corpus_is_planned_and_hardly_padded() -> None:
