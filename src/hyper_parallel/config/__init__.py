@@ -1,12 +1,12 @@
 """The run file: model, data, training, launch, checkpoints and trackers around a Strategy. No torch.
 
-`load` reads it (inheritance, overrides, strict keys); `RunConfig` is what it becomes.
+`load` reads it (inheritance, overrides, strict keys); `RunConfig` is what it becomes; `dump` writes it.
 """
 
 from hyper_parallel.config.checkpoint import CheckpointConfig
 from hyper_parallel.config.data import DataConfig
 from hyper_parallel.config.launch import LaunchConfig
-from hyper_parallel.config.load import load
+from hyper_parallel.config.load import dump, from_dict, load, load_strategy
 from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.config.run import RunConfig
 from hyper_parallel.config.train import TrainConfig
@@ -18,5 +18,8 @@ __all__ = [
     "ModelConfig",
     "RunConfig",
     "TrainConfig",
+    "dump",
+    "from_dict",
     "load",
+    "load_strategy",
 ]

@@ -33,7 +33,9 @@ class LaunchConfig(Section):
     def _nodes_fit(self) -> LaunchConfig:
         host, _, port = self.rendezvous.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"'rendezvous' is host:port, for example 10.0.0.1:29500; got {self.rendezvous!r}")
+            raise ValueError(
+                f"'rendezvous' is host:port, for example 10.0.0.1:29500; got {self.rendezvous!r}"
+            )
         if self.node_rank >= self.nodes:
             raise ValueError(f"'node_rank' ({self.node_rank}) must be below 'nodes' ({self.nodes})")
         if self.nodes > 1 and int(port) == 0:

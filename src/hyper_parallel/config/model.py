@@ -23,7 +23,10 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if (self.config is None) == (self.path is None):
-            raise ValueError("give either 'config' (a Transformers config, new weights) or 'path' (a folder)")
+            raise ValueError(
+                "give either 'config' (a Transformers config, new weights) or 'path' (a folder), and leave the other "
+                "out or null"
+            )
         if self.config is not None and "model_type" not in self.config:
             raise ValueError("'config' needs a 'model_type', for example llama")
         return self

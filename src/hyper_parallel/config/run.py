@@ -38,7 +38,7 @@ class RunConfig(Section):
     """On which workers."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the state is saved."""
-    trackers: list[Tracker] = Field(default_factory=lambda: ["tensorboard"])
+    trackers: list[Tracker] = Field(default_factory=lambda: list[Tracker](["tensorboard"]))
     """Where metrics go besides `metrics.jsonl`, which is always written."""
 
     @model_validator(mode="after")
@@ -54,6 +54,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"'train.batch' ({self.train.batch}) must be a multiple of replicate · shard "
                 f"({self.effective_strategy.axes.data}), so that every worker gets as many sequences"
+            )
+        tensor = self.effective_strategy.axes.tensor
+        if self.effective_strategy.sequence and self.data.sequence % tensor:
+            raise ValueError(
+                f"'strategy.sequence' splits each sequence over axes.tensor: 'data.sequence' ({self.data.sequence}) "
+                f"must be a multiple of {tensor}"
             )
         share = self.train.batch // self.effective_strategy.axes.data
         if self.train.micro_batch is not None and share % self.train.micro_batch:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hyper_parallel.strategy.section import Section
 
@@ -98,10 +99,18 @@ class TrainConfig(Section):
     log_every: PositiveInt = 1
     """Steps between records of metrics."""
 
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _optimizer_has_a_name(cls, given: Any) -> Any:
+        # A discriminated union has no default kind of its own: `optimizer: {lr: 1e-3}` means the default one.
+        return {"name": "adamw", **given} if isinstance(given, Mapping) else given
+
     @model_validator(mode="after")
     def _batches_divide(self) -> TrainConfig:
         if self.micro_batch is not None and self.batch % self.micro_batch:
             raise ValueError(f"'micro_batch' ({self.micro_batch}) must divide 'batch' ({self.batch})")
         if self.schedule.warmup > self.steps:
-            raise ValueError(f"'schedule.warmup' ({self.schedule.warmup}) is longer than 'steps' ({self.steps})")
+            raise ValueError(
+                f"'schedule.warmup' ({self.schedule.warmup}) is longer than 'steps' ({self.steps})"
+            )
         return self

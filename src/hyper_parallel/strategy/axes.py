@@ -58,7 +58,9 @@ class Axes(Section):
     @model_validator(mode="after")
     def _check_order(self) -> Axes:
         if sorted(self.order) != sorted(AXIS_NAMES):
-            raise ValueError(f"order must name each of {', '.join(AXIS_NAMES)} once; got {', '.join(self.order)}")
+            raise ValueError(
+                f"order must name each of {', '.join(AXIS_NAMES)} once; got {', '.join(self.order)}"
+            )
         return self
 
     @model_serializer

@@ -10,9 +10,9 @@ from hyper_parallel.strategy.section import Section
 class Memory(Section):
     """How the step's memory is held down."""
 
-    reserved: ClassVar = {
-        key: "memory budgets come with HyperOffload" for key in ("device", "host", "pool", "flash", "expert_load")
-    }
+    reserved: ClassVar = dict.fromkeys(
+        ("device", "host", "pool", "flash", "expert_load"), "memory budgets come with HyperOffload"
+    )
 
     recompute: Literal["none", "layer"] = "none"
     """`layer` keeps only each layer's input and computes the layer again in the backward pass."""

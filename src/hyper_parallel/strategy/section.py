@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hyper_parallel.errors import nearest
 
@@ -13,20 +14,54 @@ from hyper_parallel.errors import nearest
 class Section(BaseModel):
     """A part of a file. Keys of which no engine exists yet stand in ``reserved`` and are refused by name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     reserved: ClassVar[Mapping[str, str]] = {}
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_unknown_keys(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
+    def _refuse_unknown_keys(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Unknown keys are told beside what is wrong with the known ones, each with the nearest valid name."""
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        for key in given:
-            if key in cls.reserved:
-                raise ValueError(f"{key!r} is not built yet: {cls.reserved[key]}; remove it from the file")
-            if key not in known:
-                hint = nearest(str(key), known) or f"; the keys here are {', '.join(sorted(known))}"
-                raise ValueError(f"unknown key {key!r}{hint}")
-        return given
+        unknown = {
+            key: cls._hint(str(key), known)
+            for key in (given if isinstance(given, Mapping) else ())
+            if key not in known
+        }
+        if not unknown:
+            return handler(given)
+        problems: list[InitErrorDetails] = [
+            {
+                "type": PydanticCustomError("unknown_key", "{hint}", {"hint": hint}),
+                "loc": (str(key),),
+                "input": key,
+            }
+            for key, hint in unknown.items()
+        ]
+        try:
+            handler({key: value for key, value in given.items() if key in known})
+        except ValidationError as error:
+            for detail in error.errors():
+                # A key that is missing because it was misspelt is told once.
+                if detail["type"] == "missing" and any(
+                    repr(detail["loc"][-1]) in h for h in unknown.values()
+                ):
+                    continue
+                problems.append(
+                    {
+                        "type": PydanticCustomError(detail["type"], "{told}", _context(detail)),
+                        "loc": detail["loc"],
+                        "input": detail["input"],
+                    }
+                )
+        raise ValidationError.from_exception_data(cls.__name__, problems)
+
+    @classmethod
+    def _hint(cls, key: str, known: set[str]) -> str:
+        if key in cls.reserved:
+            return f"not built yet: {cls.reserved[key]}; remove it from the file"
+        return "unknown key" + (nearest(key, known) or f"; the keys here are {', '.join(sorted(known))}")
+
+
+def _context(detail: Any) -> dict[str, Any]:
+    return {**detail.get("ctx", {}), "told": detail["msg"]}

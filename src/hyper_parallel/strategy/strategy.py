@@ -11,14 +11,15 @@ from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.section import Section
 
-RuleName = Literal["colwise", "colwise_gather", "rowwise", "vocab", "replicate"]
+RuleName = Literal["colwise", "colwise_gather", "rowwise", "vocab", "shared", "replicate"]
 """What a rule may say of a module's weights under the `tensor` axis:
 
 - `colwise`: output features are split; the output stays split.
 - `colwise_gather`: output features are split; the output is gathered.
 - `rowwise`: input features are split; the output is summed over the axis.
 - `vocab`: an embedding's rows are split; the output is summed over the axis.
-- `replicate`: kept whole on each rank of the axis.
+- `shared`: kept whole, and applied to what `colwise` modules split (a norm of each head): gradients are summed.
+- `replicate`: kept whole on each rank of the axis, and applied to what is whole.
 """
 
 

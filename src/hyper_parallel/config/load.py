@@ -1,0 +1,159 @@
+"""Files and overrides become a RunConfig or a Strategy; either becomes a file again.
+
+A file may name another that it builds on (`extends: base.yaml`, relative to itself) and is laid on it: sections
+are merged key by key, a list or a scalar replaces, and a section of another kind (`train.optimizer.name`,
+`model.config.model_type`) replaces the base's. Overrides (`train.steps=100`) are laid on the result in the
+same way, all at once; of two that set the same key, the later holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from hyper_parallel.config import schema, yaml12
+from hyper_parallel.config.explain import Where, explain
+from hyper_parallel.config.merge import Kinds, merge, nest, present
+from hyper_parallel.config.run import RunConfig
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.strategy import Strategy
+
+VERSION = 1
+"""The version of the files' format that this release reads."""
+
+Model = TypeVar("Model", bound=BaseModel)
+Layer = tuple[str, Any]
+"""Where keys and values come from (a file, an override), and they themselves."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a file describes, with dotted overrides (``"train.steps=100"``) laid on it.
+
+    Raises ConfigError with one line for each problem: the file or override, the key, what it must be, what it is.
+    """
+    return _load(RunConfig, path, overrides)
+
+
+def load_strategy(path: str | Path, overrides: Sequence[str] = ()) -> Strategy:
+    """The Strategy of a file of its own (`version`, `axes`, …), with overrides such as ``"axes.tensor=4"``.
+
+    Raises ConfigError as `load` does.
+    """
+    return _load(Strategy, path, overrides)
+
+
+def from_dict(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> RunConfig:
+    """The run that plain data describes, as if it had been read from a file called `source`.
+
+    Raises ConfigError as `load` does.
+    """
+    return _build(RunConfig, [(source, dict(data))], overrides)
+
+
+def dump(config: RunConfig | Strategy) -> str:
+    """YAML with every key written out, that loads to an equal object."""
+    return yaml12.write(config.model_dump(mode="json"))
+
+
+def _load(model: type[Model], path: str | Path, overrides: Sequence[str]) -> Model:
+    return _build(model, _files(Path(path), ()), overrides)
+
+
+def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> Model:
+    """Lay files (base first) and overrides on each other, and check the whole."""
+    kinds, own = _kinds(model), files[-1][0]
+    layers = list(files)
+    data: Any = {}
+    for name, content in files:
+        if "version" in content:
+            _check_version(name, content["version"])
+        data = merge(data, content, kinds)
+    over: Any = {}
+    for text in overrides:
+        path, value = _override(model, text)
+        nested = nest(path, value)
+        layers.append((f"override {text}", nested))
+        over = merge(over, nested, {})
+    data = merge(data, over, kinds)
+    if "version" in over:
+        _check_version("override version", over["version"])
+    if "version" not in data:
+        raise ConfigError(
+            f"{own}: version: is missing; add the line 'version: {VERSION}', the format's version"
+        )
+
+    def source(where: Where) -> str:
+        # The layer that holds most of the place; of several, the last, for it is what counts.
+        if not where or not isinstance(data, Mapping):
+            return own
+        depth, _, name = max((present(content, where), at, name) for at, (name, content) in enumerate(layers))
+        return name if depth else own
+
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(error, model, data, kinds, source))) from None
+
+
+def _files(path: Path, within: tuple[Path, ...]) -> list[Layer]:
+    """A file's content and those of all that it builds on, base first."""
+    try:
+        here = path.resolve()
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_named_by(within)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); is this a YAML file?") from None
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read: {reason}{_named_by(within)}") from None
+    if here in within:
+        chain = " -> ".join(f.name for f in (*within[within.index(here) :], here))
+        raise ConfigError(f"{path}: 'extends' goes round in a circle: {chain}; remove one of them")
+    content = yaml12.parse(text, str(path))
+    if content is None:
+        raise ConfigError(f"{path}: the file is empty; start from examples/quickstart.yaml")
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path}: must be keys with values, as in 'version: 1'; got a {type(content).__name__}"
+        )
+    base = content.pop("extends", None)
+    if base is None:
+        return [(str(path), content)]
+    if not isinstance(base, str):
+        raise ConfigError(
+            f"{path}: extends: must be the name of one file, relative to this one (got {base!r})"
+        )
+    return [*_files(path.parent / base, (*within, here)), (str(path), content)]
+
+
+def _named_by(within: tuple[Path, ...]) -> str:
+    return f" ('extends' in {within[-1].name} names it)" if within else ""
+
+
+def _override(model: type[BaseModel], text: str) -> tuple[tuple[str, ...], Any]:
+    """The path and the value of ``train.steps=100``; the value is YAML."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key or not all(key.split(".")):
+        raise ConfigError(f"override {text}: write key=value, for example train.steps=100")
+    if key == "extends":
+        raise ConfigError(f"override {text}: 'extends' can stand in a file only")
+    return schema.split(model, key), yaml12.parse(value, f"override {text}", lines=False)
+
+
+def _check_version(source: str, version: Any) -> None:
+    if version != VERSION or isinstance(version, bool):
+        raise ConfigError(
+            f"{source}: version: must be {VERSION}, the format that this release reads (got {version!r}); "
+            "a file of a later format needs a later release of hyper-parallel"
+        )
+
+
+@cache
+def _kinds(model: type[BaseModel]) -> Kinds:
+    return schema.kinds(model)

@@ -1,0 +1,102 @@
+"""YAML read strictly: duplicate keys refused, scalars by YAML 1.2's core schema, errors with file and line.
+
+PyYAML resolves scalars by YAML 1.1, in which `1e-3` is a string, `no` a boolean and `2026-01-01` a date. Here
+they are by the core schema of YAML 1.2.2, section 10.3: `1e-3` is a float, and the other two are text. Underscores
+between digits (`1_000_000`) are read as digits, as in YAML 1.1.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from hyper_parallel.errors import ConfigError
+
+_INT = re.compile(r"^[-+]?[0-9][0-9_]*$|^0o[0-7]+$|^0x[0-9a-fA-F]+$")
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$"
+    r"|^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"
+    r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+)
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_MERGE = re.compile(r"^<<$")
+
+_RESOLVERS = (
+    ("tag:yaml.org,2002:bool", _BOOL, "tTfF"),
+    ("tag:yaml.org,2002:int", _INT, "-+0123456789"),
+    ("tag:yaml.org,2002:float", _FLOAT, "-+0123456789."),
+    ("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:merge", _MERGE, "<"),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the core schema's scalars and no duplicate keys."""
+
+    yaml_implicit_resolvers: Any = {}  # noqa: RUF012 - a fresh table, not the parent's
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        # While composing: later, merge keys have added their entries to the node and look like duplicates.
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.composer.ComposerError(None, None, "a key must be text", key.start_mark)
+            if key.value in seen:
+                problem = (
+                    f"the key {key.value!r} stands twice, on lines {seen[key.value]} and {line}; remove one"
+                )
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen[key.value] = line
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or 1.2 would read as something else; never writes an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _construct_int(loader: yaml.SafeLoader, node: Any) -> int:
+    text = loader.construct_scalar(node).replace("_", "")
+    return int(text, 8) if text.startswith("0o") else int(text, 16) if text.startswith("0x") else int(text)
+
+
+def _construct_float(loader: yaml.SafeLoader, node: Any) -> float:
+    text = loader.construct_scalar(node).replace("_", "").lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+for _tag, _pattern, _first in _RESOLVERS:
+    _Loader.add_implicit_resolver(_tag, _pattern, list(_first))
+    _Dumper.add_implicit_resolver(_tag, _pattern, list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+def parse(text: str, source: str, *, lines: bool = True) -> Any:
+    """What a YAML document says; `source` names it in errors, with the line where there are several.
+
+    Raises ConfigError for a syntax error, a duplicate key, or a tag that is not plain data, with its place.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}" if mark is not None and lines else source
+        context = f" ({error.context})" if error.context and error.problem else ""
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}{context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not valid YAML: nested too deeply") from None
+
+
+def write(data: Any) -> str:
+    """A YAML document that `parse` reads back as equal data, keys in their order."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
