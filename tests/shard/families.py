@@ -145,7 +145,9 @@ def step(model: torch.nn.Module, strategy: Strategy, micro_batches: int = 1) -> 
         for name, tensor in tensors.items():
             with one_device():
                 copies = list(each_rank(tensor).values())
-                assert all(torch.equal(copies[0], copy) for copy in copies), f"{kind} of {name} differ between ranks"
+                assert all(torch.equal(copies[0], copy) for copy in copies), (
+                    f"{kind} of {name} differ between ranks"
+                )
                 tensors[name] = copies[0].clone()
     return Step(float(on_rank(loss, 0)), float(on_rank(norm, 0)), values, gradients)
 

@@ -34,7 +34,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "name", "lowering", "micro_batches"), CASES)
-def test_workers_compute_what_one_device_computes(family: str, name: str, lowering: str, micro_batches: int) -> None:
+def test_workers_compute_what_one_device_computes(
+    family: str, name: str, lowering: str, micro_batches: int
+) -> None:
     world = Strategy(**STRATEGIES[name]).axes.world
     expected = one_device_step(family)
     for got in run_ranks(_rank, world, family, name, lowering, micro_batches):
@@ -43,4 +45,6 @@ def test_workers_compute_what_one_device_computes(family: str, name: str, loweri
         assert got.gradients.keys() == expected.gradients.keys()
         for key, gradient in expected.gradients.items():
             torch.testing.assert_close(got.values[key], expected.values[key], rtol=0, atol=0)
-            torch.testing.assert_close(got.gradients[key], gradient, rtol=0, atol=5e-7, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                got.gradients[key], gradient, rtol=0, atol=5e-7, msg=lambda m, k=key: f"{k}: {m}"
+            )

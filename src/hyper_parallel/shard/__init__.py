@@ -3,7 +3,6 @@
 `parallelize` returns the same module with the same parameter names; `sharded` gives its handle.
 """
 
-from hyper_parallel.shard.build import build_model, fill_model
 from hyper_parallel.shard.handle import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.parallelize import make_device_mesh, parallelize
 from hyper_parallel.shard.weights import init_weights, load_weights
@@ -11,8 +10,6 @@ from hyper_parallel.shard.weights import init_weights, load_weights
 __all__ = [
     "ShardedModel",
     "ShardedParameter",
-    "build_model",
-    "fill_model",
     "init_weights",
     "load_weights",
     "make_device_mesh",

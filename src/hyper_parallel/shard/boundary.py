@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
+from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Stretch
 from hyper_parallel.shard.plan import ModulePlan, Plan
-from hyper_parallel.shard.structure import Heads, dim_of_features
+from hyper_parallel.shard.structure import Heads, is_conv1d
 from hyper_parallel.shard.wrap import Forward, Wrapper, change_input, change_output, wrap
 
 SEQUENCE_DIM = 1
@@ -33,7 +34,8 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
         _module(module, module_plan, tensor)
         if module_plan.rule in ("colwise", "rowwise"):
             stretch = stretches[name.rpartition(".")[0]]
-            wrap(module, _entering(stretch) if module_plan.rule == "colwise" else _leaving(stretch))
+            colwise = module_plan.rule == "colwise"
+            wrap(module, _entering(stretch, module_plan.features) if colwise else _leaving(stretch))
     for name, region in plan.regions.items():
         module = model.get_submodule(name)
         enter = (lambda x: tensor.gather_sum(x, SEQUENCE_DIM)) if region.enters == "gather" else tensor.copy
@@ -44,15 +46,25 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
         assert plan.layers is not None
         layers = model.get_submodule(plan.layers)
         assert isinstance(layers, nn.ModuleList)
-        wrap(layers[0], change_input(lambda x: tensor.split(x, SEQUENCE_DIM)))
+        wrap(layers[0], change_input(lambda x: _split_sequence(x, tensor)))
         wrap(layers[-1], change_output(lambda x: tensor.gather(x, SEQUENCE_DIM)))
     return dict(stretches)
 
 
-def _entering(stretch: Stretch) -> Wrapper:
+def _split_sequence(x: torch.Tensor, tensor: Axis) -> torch.Tensor:
+    length = x.size(SEQUENCE_DIM)
+    if length % tensor.size:
+        raise StrategyError(
+            f"sequence: true splits {length} positions over axes.tensor = {tensor.size}, which does not divide them; "
+            "pad the sequence to a multiple of it"
+        )
+    return tensor.split(x, SEQUENCE_DIM)
+
+
+def _entering(stretch: Stretch, features: int) -> Wrapper:
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        stretch.split = True
+        stretch.split, stretch.features = True, features
         return output
 
     return wrapper
@@ -74,9 +86,10 @@ def _module(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
     if plan.rule == "rowwise":
         _rowwise(module, plan, tensor)
         return
-    if type(module).__name__ == "Conv1D":
-        features = int(module.weight.shape[1])
-        module.nf = per_rank_int(
+    if is_conv1d(module):
+        conv: Any = module
+        features = int(conv.weight.shape[1])
+        conv.nf = per_rank_int(
             lambda rank: tensor.interval(features, rank)[1] - tensor.interval(features, rank)[0]
         )
     if plan.enters == "copy":
@@ -89,7 +102,7 @@ def _rowwise(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
     """The partial products are summed first and the bias, which is whole, is added once after."""
     has_bias = module._parameters.get("bias") is not None
     # Conv1D's forward cannot do without a bias; nn.Linear's can.
-    needs_one = dim_of_features(module, output=True) == 1
+    needs_one = is_conv1d(module)
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         parameters, bias = module._parameters, None
@@ -149,7 +162,7 @@ class _LocalConfig:
         return _LocalConfig(copy.deepcopy(self._config, memo), **local)
 
 
-def _localise_heads(module: nn.Module, heads: Heads, size: int) -> None:
+def _localise_heads(module: Any, heads: Heads, size: int) -> None:
     """Tell an attention module how many heads it has here."""
     query, kv = heads.query // size, max(heads.kv // size, 1)
     local = {

@@ -93,6 +93,8 @@ class Stretch:
 
     def __init__(self) -> None:
         self.split = False
+        self.features = 0
+        """How many features there are on all ranks."""
 
 
 def apply_dropout(
@@ -117,7 +119,11 @@ def _dropout_wrapper(
             return x
         indices = {}
         if tensor.size > 1 and stretch.split:
-            indices[x.dim() - 1] = tensor.indices(x.size(-1) * tensor.size, x.device)
+            indices[x.dim() - 1] = tensor.indices(stretch.features, x.device)
+            if indices[x.dim() - 1].numel() != x.size(-1):
+                raise StrategyError(
+                    f"{name!r} drops activations of which the tensor axis cannot tell the features"
+                )
         elif tensor.size > 1 and split_sequence:
             indices[1] = tensor.indices(x.size(1) * tensor.size, x.device)
         return _dropout(x, module.p, name, indices)
@@ -155,9 +161,9 @@ def _attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if dropout == 0.0:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **kwargs
-        )  # type: ignore[return-value]
+        kernel: Any = sdpa_attention_forward
+        output, _ = kernel(module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **kwargs)
+        return output, None
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if unsupported:
         raise StrategyError(

@@ -85,8 +85,8 @@ def make_device_mesh(mesh: Mesh, device_type: str | None = None) -> DeviceMesh |
     if not dist.is_initialized():
         if mesh.world > 1:
             raise StrategyError(
-                f"the strategy's axes multiply to {mesh.world}, but this process is alone; start it with hyper-parallel "
-                "or torchrun, and call torch.distributed.init_process_group"
+                f"the strategy's axes multiply to {mesh.world}, but this process is alone; "
+                "start it with hyper-parallel or torchrun, and call torch.distributed.init_process_group"
             )
         return None
     if dist.get_world_size() != mesh.world:

@@ -20,6 +20,7 @@ from hyper_parallel.shard.structure import (
     dim_of_features,
     fused_parts,
     heads_of,
+    is_conv1d,
     layers_of,
     layers_or_refuse,
     text_config,
@@ -99,7 +100,8 @@ def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
         parameters = dict(plan.parameters)
     elif strategy.sequence:
         raise StrategyError(
-            "sequence: true splits activations over the tensor axis, which has degree 1; set axes.tensor or leave sequence out"
+            "sequence: true splits activations over the tensor axis, which has degree 1; "
+            "set axes.tensor or leave sequence out"
         )
     return replace(
         plan, parameters={name: replace(p, layout=_sharded(p.layout)) for name, p in parameters.items()}
@@ -218,7 +220,7 @@ class _TensorPlanner:
         if rule == "vocab":
             self._vocabulary(name, module)
             return
-        if not (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
+        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
             raise StrategyError(
                 f"{name!r} is a {type(module).__name__}; the rule {rule!r} splits nn.Linear and Conv1D only"
             )
@@ -231,7 +233,9 @@ class _TensorPlanner:
         parent = name.rpartition(".")[0]
         region = self.regions.get(parent)
         dim = dim_of_features(module, output=True)
-        features = module.weight.shape[dim]
+        weight = module._parameters["weight"]
+        assert weight is not None
+        features = int(weight.shape[dim])
         inside = region is not None and rule == "colwise"
         heads = region.heads if region is not None and inside else None
         parts = fused_parts(name, features, self.names[parent], heads) if inside else (features,)
@@ -301,7 +305,8 @@ class _TensorPlanner:
             )
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             raise StrategyError(
-                f"{name!r}: max_norm, sparse and scale_grad_by_freq need the whole embedding; give it the rule replicate"
+                f"{name!r}: max_norm, sparse and scale_grad_by_freq need the whole embedding; "
+                "give it the rule replicate"
             )
         self._set(name, module, "weight", split=(0, None))
         self.modules[name] = ModulePlan("vocab", leaves="reduce")

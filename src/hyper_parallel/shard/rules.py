@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import get_args
+from typing import Any, get_args
 
 from torch import nn
 
@@ -24,10 +24,13 @@ _FROM_TRANSFORMERS: Mapping[str, RuleName] = {
     "replicated_with_grad_allreduce": "shared",
 }
 
-_COLWISE = frozenset(
-    ["q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc", "fc1", "fc_in", "query", "key", "value"]
-)
-_ROWWISE = frozenset(["o_proj", "out_proj", "down_proj", "c_proj", "fc2", "fc_out"])
+# fmt: off
+_COLWISE = frozenset((
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "query", "key", "value", "c_attn",
+    "gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "fc_in",
+))
+# fmt: on
+_ROWWISE = frozenset(("o_proj", "out_proj", "down_proj", "c_proj", "fc2", "fc_out"))
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
@@ -116,7 +119,8 @@ def _ends(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, RuleN
     """The input embedding and the output head, which a tie makes one matrix: both split the vocabulary."""
     names = {id(module): name for name, module in modules.items()}
     rules: dict[str, RuleName] = {}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    transformer: Any = model
+    embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
         rules[names[id(embedding)]] = "vocab"
     if isinstance(head, nn.Linear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -28,8 +29,9 @@ def text_config(model: nn.Module) -> object | None:
     """The config of the language model; None for a module that is not Transformers'."""
     if not is_transformers(model):
         return None
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config  # type: ignore[no-any-return]
+    config: Any = model.config
+    text: object = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return text
 
 
 def heads_of(module: nn.Module, config: object | None) -> Heads | None:
@@ -81,7 +83,11 @@ def layers_or_refuse(model: nn.Module, why: str) -> tuple[str, nn.ModuleList]:
     return found
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether the module is Transformers' Conv1D: a linear map that keeps its weight as [in, out]."""
+    return type(module).__name__ == "Conv1D"
+
+
 def dim_of_features(module: nn.Module, output: bool) -> int:
     """The dim of a projection's weight that its output (or input) features lie on."""
-    transposed = type(module).__name__ == "Conv1D"
-    return int(output == transposed)
+    return int(output == is_conv1d(module))

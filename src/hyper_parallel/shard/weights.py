@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu"
     """Draw new values, the same under any strategy, into a model that was parallelized on the meta device."""
     handle = _emptied(model, device)
     for name, values in _initial_values(_skeleton(handle), seed):
-        _fill(handle, name, lambda slices, values=values: values[slices])
+        _fill(handle, name, values)
 
 
 def load_weights(model: nn.Module, folder: str | Path, device: torch.device | str = "cpu") -> None:
@@ -59,9 +59,9 @@ def load_weights(model: nn.Module, folder: str | Path, device: torch.device | st
                 raise CheckpointError(
                     f"{path}: {stored!r} has shape {list(piece.get_shape())}, the model needs {list(parameter.shape)}"
                 )
-            _fill(handle, name, lambda slices, piece=piece: piece[slices])
+            _fill(handle, name, piece)
     for name, values in _initial_buffers(skeleton):
-        _fill(handle, name, lambda slices, values=values: values[slices])
+        _fill(handle, name, values)
 
 
 def _skeleton(handle: ShardedModel) -> nn.Module:
@@ -84,24 +84,26 @@ def _emptied(model: nn.Module, device: torch.device | str) -> ShardedModel:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = per_rank(
-                    lambda rank, b=buffer: torch.empty(b.shape, dtype=b.dtype, device=device)
-                )  # type: ignore[misc]
+                module._buffers[name] = _empty(buffer, device)
     return handle
 
 
-def _fill(handle: ShardedModel, name: str, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
-    """Write one tensor's pieces from `read`, which takes slices of the whole one."""
+def _empty(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    return per_rank(lambda rank: torch.empty(like.shape, dtype=like.dtype, device=device))
+
+
+def _fill(handle: ShardedModel, name: str, source: Any) -> None:
+    """Write one tensor's pieces from `source`, of which slices are taken: a tensor, or a safetensors slice."""
     found = _parameters(handle).get(name)
     if found is None:
         buffer = handle.model.get_buffer(name)
         for local in each_rank(buffer).values():
-            local.copy_(read((slice(None),) * local.dim()))
+            local.copy_(source[(slice(None),) * local.dim()])
         return
     with one_device():
         for rank, local in each_rank(found.local).items():
             for box in found.layout.boxes(handle.mesh.coordinate(rank)):
-                local[box.local_slices].copy_(read(box.global_slices))
+                local[box.local_slices].copy_(source[box.global_slices])
 
 
 def _parameters(handle: ShardedModel) -> dict[str, ShardedParameter]:
@@ -152,8 +154,10 @@ def _drawn(
     parameters, held = dict(module._parameters), dict(module._buffers)
     try:
         for own in names:
+            empty = parameters[own]
+            assert empty is not None
             # NaN shows what the model's code does not initialise.
-            module._parameters[own] = nn.Parameter(torch.full_like(parameters[own], torch.nan, device="cpu"))
+            module._parameters[own] = nn.Parameter(torch.full_like(empty, torch.nan, device="cpu"))
         for own in buffers:
             buffer = held[own]
             assert buffer is not None
@@ -177,7 +181,7 @@ def _drawn(
 
 
 def _own(module: nn.Module, own: str) -> torch.Tensor:
-    tensor = module._parameters.get(own)
+    tensor: torch.Tensor | None = module._parameters.get(own)
     if tensor is None:
         tensor = module._buffers[own]
     assert tensor is not None
@@ -188,7 +192,7 @@ def _run_initialisers(skeleton: nn.Module, path: str, module: nn.Module) -> None
     """The module's own initialisation, then that of the modules around it, which may refine it (GPT-2 scales its
     output projections from the block). Tensors of other modules are on the meta device, where writing is free."""
     if not is_transformers(skeleton):
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is not None:
             reset()
         return
@@ -197,7 +201,7 @@ def _run_initialisers(skeleton: nn.Module, path: str, module: nn.Module) -> None
         around.append(around[-1].rpartition(".")[0])
     for name in around:
         outer: Any = skeleton.get_submodule(name)
-        owner = next((p for p in _owners(skeleton, name) if hasattr(p, "_init_weights")), skeleton)
+        owner: Any = next((p for p in _owners(skeleton, name) if hasattr(p, "_init_weights")), skeleton)
         owner._init_weights(outer)
 
 
@@ -237,7 +241,5 @@ def _stored_name(name: str, skeleton: Any, files: dict[str, Path]) -> str | None
     prefix = f"{getattr(skeleton, 'base_model_prefix', '')}."
     ties = getattr(skeleton, "_tied_weights_keys", None) or {}
     tied = [key for key, target in ties.items() if target == name] if isinstance(ties, dict) else []
-    for candidate in (name, *tied, name.removeprefix(prefix), prefix + name):
-        if candidate in files:
-            return candidate
-    return None
+    candidates: tuple[str, ...] = (name, *tied, name.removeprefix(prefix), prefix + name)
+    return next((candidate for candidate in candidates if candidate in files), None)

@@ -32,8 +32,13 @@ def is_wrapped(module: nn.Module) -> bool:
     return _ATTRIBUTE in module.__dict__
 
 
-@functools.cache
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _wrapped(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls in _classes:
+        return _classes[cls]
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Forward = functools.partial(cls.forward, self)
         for wrapper in self.__dict__[_ATTRIBUTE]:
@@ -41,9 +46,9 @@ def _wrapped(cls: type[nn.Module]) -> type[nn.Module]:
         return call(*args, **kwargs)
 
     functools.update_wrapper(forward, cls.forward)
-    return type(
-        cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    )
+    body = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    _classes[cls] = type(cls.__name__, (cls,), body)
+    return _classes[cls]
 
 
 def change_input(change: Callable[[Any], Any]) -> Wrapper:
