@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Built:
     model: nn.Module
     """Parallelized."""
     model_config: dict[str, Any] | None
-    """The Transformers config as a dict; None for a module of the user's that has none."""
+    """The Transformers config as JSON has it; None for a module of the user's that has none."""
     text: TextData
     flops: Flops
     fresh: bool
@@ -42,20 +43,24 @@ def build(config: RunConfig, model: nn.Module | None = None) -> Built:
 
     Raises ConfigError, StrategyError or DataError.
     """
-    if model is None:
-        hf = transformers_config(config.model)
-        text = _text(config, hf)
-        _fit_vocabulary(hf, config.model, text.tokenizer)
-        model = _on_meta(hf, config)
-    else:
-        hf = getattr(model, "config", None)
-        text = _text(config, hf)
+    plain, text = unsharded(config, model)
     # Counted before the weights are split.
-    flops = flops_of_model(model)
-    as_dict = hf.to_dict() if hasattr(hf, "to_dict") else None
-    parallelize(model, config.effective_strategy)
-    fresh = any(parameter.is_meta for parameter in model.parameters())
-    return Built(model, as_dict, text, flops, fresh)
+    flops = flops_of_model(plain)
+    hf: Any = getattr(plain, "config", None)
+    as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
+    parallelize(plain, config.effective_strategy)
+    fresh = any(parameter.is_meta for parameter in plain.parameters())
+    return Built(plain, as_dict, text, flops, fresh)
+
+
+def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Module, TextData]:
+    """The model as it is before any strategy, on the meta device unless it is the user's, and the text."""
+    if model is not None:
+        return model, _text(config, getattr(model, "config", None))
+    hf = transformers_config(config.model)
+    text = _text(config, hf)
+    _fit_vocabulary(hf, config.model, text.tokenizer)
+    return _on_meta(hf, config), text
 
 
 def fill(built: Built, config: RunConfig, device: torch.device) -> None:

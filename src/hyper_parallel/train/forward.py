@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ def logits_of(model: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tens
     and `use_cache=False`: only then does it keep packed documents apart. Any other module is given what its
     `forward` has parameters for, and returns the logits or an object that has them as `logits`.
     """
-    output = model(input_ids, **_extra(type(model), position_ids))
+    output = model(input_ids, **_extra(model, position_ids))
     return output if isinstance(output, Tensor) else output.logits  # type: ignore[no-any-return]
 
 
@@ -38,12 +38,12 @@ def inference(model: nn.Module) -> Iterator[None]:
         fsdp.free_gathered(model)
 
 
-def _extra(cls: type[nn.Module], position_ids: Tensor) -> dict[str, Any]:
+def _extra(model: nn.Module, position_ids: Tensor) -> dict[str, Any]:
     given = {"position_ids": position_ids, "use_cache": False}
-    taken = _taken(cls)
+    taken = _taken(type(model).forward)
     return {name: value for name, value in given.items() if name in taken}
 
 
 @functools.cache
-def _taken(cls: type[nn.Module]) -> frozenset[str]:
-    return frozenset(inspect.signature(cls.forward).parameters)
+def _taken(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)

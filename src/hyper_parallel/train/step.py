@@ -83,28 +83,21 @@ class Stepper:
         others = [axis for axis in self._axes if axis not in DATA_AXES]
         self._speaks = float(all(handle.coordinate.get(axis, 0) == 0 for axis in others))
 
-    def first(self, batch: StepBatch) -> tuple[StepBatch, Tensor]:
-        """The batch that a run begins with, and its global number of valid tokens."""
-        tokens = batch.tokens * self._speaks
-        return batch, self._handle.all_reduce(tokens, self._axes)
+    def begin(self, batch: StepBatch) -> None:
+        """Take the batch that the next `run` computes; a collective, needed before the first one only."""
+        self._batch = batch
+        self._tokens = self._handle.all_reduce(batch.tokens * self._speaks, self._axes)
 
-    def run(
-        self,
-        batch: StepBatch,
-        tokens: Tensor,
-        *,
-        load_next: Callable[[], StepBatch] | None,
-        stop: bool,
-        memory: float,
-    ) -> tuple[StepResult, tuple[StepBatch, Tensor] | None]:
-        """One step on `batch`, of which `tokens` tokens over all ranks bear loss.
+    def run(self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float) -> StepResult:
+        """One step on the batch at hand.
 
-        `load_next` loads the batch of the step after it, None if there is none; it is returned with its number
-        of valid tokens. `stop` and `memory` are what this rank has to say.
+        `load_next` loads the batch of the step after it, None if there is none. `stop` and `memory` are what this
+        rank has to say.
 
         Raises DataError when no token of the batch bears loss, and NonFiniteError when the loss or the gradient
         norm is not finite; parameters and optimizer are then as before the step. Every rank raises the same.
         """
+        batch, tokens = self._batch, self._tokens
         self._model.train()
         loss = accumulate(self._model, self._handle, batch, tokens, self._seed)
         norm = self._handle.grad_norm()
@@ -126,5 +119,6 @@ class Stepper:
             self._handle.clip(norm, self._clip)
         self._optimizer.step(self._schedule(batch.step))
         self._model.zero_grad(set_to_none=True)
-        result = StepResult(total, grad_norm, int(valid), stops > 0, held)
-        return result, None if following is None else (following, vector[1])
+        if following is not None:
+            self._batch, self._tokens = following, vector[1]
+        return StepResult(total, grad_norm, int(valid), stops > 0, held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from pathlib import Path
 
@@ -137,16 +138,14 @@ class _Run:
         stepper = Stepper(
             self.model, self.handle, self.optimizer, self.schedule, seed=self.config.seed, clip=train.clip
         )
-        upcoming = stepper.first(self.batches.load(state.step, state.consumed))
+        stepper.begin(self.batches.load(state.step, state.consumed))
         for step in range(state.step, train.steps):
             done, last = step + 1, step + 1 == train.steps
             due = last or done % train.log_every == 0
             consumed = state.consumed + train.batch
             self.meter.begin()
-            assert upcoming is not None
-            result, upcoming = stepper.run(
-                *upcoming,
-                load_next=None if last else (lambda done=done, at=consumed: self.batches.load(done, at)),
+            result = stepper.run(
+                load_next=None if last else functools.partial(self.batches.load, done, consumed),
                 stop=stop_requested(),
                 memory=float(self.worker.backend.memory_allocated()) if due else 0.0,
             )

@@ -93,7 +93,7 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
     from torch import nn
 
     if config is None:
-        own = getattr(model, "config", None)
+        own: Any = getattr(model, "config", None)
         config = own.to_dict() if hasattr(own, "to_dict") else None
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     multiplied: dict[tuple[int, str], int] = {}

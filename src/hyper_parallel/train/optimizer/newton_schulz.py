@@ -18,7 +18,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def orthogonalise(matrix_MN: Tensor, steps: int) -> Tensor:
     """About U Vᵀ of the singular value decomposition U Σ Vᵀ of [M, N]; fp32 of the same shape. A zero stays zero."""
     a, b, c = COEFFICIENTS
-    x = matrix_MN.float()
+    x: Tensor = matrix_MN.float()
     # The shorter side first: the products are then of the smaller Gram matrix.
     transposed = x.size(0) > x.size(1)
     if transposed:

@@ -1,0 +1,142 @@
+"""The loop on several real ranks: the same numbers as on one, and one decision on all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import LLAMA, Bigram, metrics, run, run_config
+
+from harness import run_ranks
+from hyper_parallel.errors import NonFiniteError
+from hyper_parallel.launch.stop import listening
+from hyper_parallel.train import register_optimizer
+from hyper_parallel.train.optimizer import AdamW
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "shard-tensor-sequence": {"axes": {"shard": 2, "tensor": 2}, "sequence": True},
+    "replicate-shard": {"axes": {"replicate": 2, "shard": 2}},
+    "tensor-outside": {"axes": {"tensor": 2, "shard": 2}},
+}
+TRAIN = {
+    "steps": 10,
+    "batch": 8,
+    "micro_batch": 2,
+    "optimizer": {"name": "adamw", "lr": 3e-3},
+    "sample": {"tokens": 3},
+}
+DROPPED = {**LLAMA, "attention_dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Any:
+    """Ten steps on one worker."""
+    config = run_config(folder, "alone", train=TRAIN)
+    return config, run(config)
+
+
+def _run(rank: int, world: int, folder: Path, name: str, sections: dict[str, Any]) -> Any:
+    return run(run_config(folder, name, **sections))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ten_steps_on_four_workers_are_those_on_one(name: str, folder: Path, alone: Any) -> None:
+    one, expected = alone
+    sections = {"train": TRAIN, "strategy": STRATEGIES[name]}
+    summaries = run_ranks(_run, 4, folder, name, sections)
+    config = run_config(folder, name, **sections)
+    for metric in ("loss", "grad_norm", "eval_loss", "lr", "loss_tokens", "tokens"):
+        assert metrics(config, metric) == pytest.approx(metrics(one, metric), abs=1e-5, rel=1e-5)
+    for summary in summaries:
+        assert (summary.final_loss, summary.eval_after) == (summaries[0].final_loss, summaries[0].eval_after)
+        assert summary.sample == expected.sample
+        assert summary.eval_after == pytest.approx(expected.eval_after, abs=1e-5)
+
+
+def test_four_workers_checkpoint_is_resumed_by_one(folder: Path, alone: Any) -> None:
+    sections = {"train": TRAIN, "strategy": STRATEGIES["shard-tensor-sequence"]}
+    run_ranks(_stopped, 4, folder, "handed-over", sections)
+    config = run_config(folder, "handed-over", train=TRAIN)
+    summary = run(config)
+    assert summary.resumed_from == 4
+    assert metrics(config) == pytest.approx(metrics(alone[0]), abs=1e-5)
+
+
+def _stopped(rank: int, world: int, folder: Path, name: str, sections: dict[str, Any]) -> Any:
+    """Rank 1 alone is asked to stop, while it updates in step 3."""
+
+    class Asked(AdamW):
+        def step(self, lr_scale: float) -> None:
+            super().step(lr_scale)
+            if rank == 1 and self.state()["step"] == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    register_optimizer("adamw", lambda model, parameters, config: Asked(parameters, config))
+    with listening((signal.SIGINT,)):
+        return run(run_config(folder, name, **sections))
+
+
+def test_ranks_agree_to_stop(folder: Path) -> None:
+    summaries = run_ranks(
+        _stopped, 2, folder, "stopped", {"train": TRAIN, "strategy": {"axes": {"shard": 2}}}
+    )
+    assert [(s.stopped, s.steps) for s in summaries] == [(True, 4)] * 2
+    assert all(s.checkpoint.endswith("step-00000004") for s in summaries[:1])
+
+
+def _not_finite(rank: int, world: int, folder: Path) -> str:
+    # One rank alone computes something infinite, in the second of its two micro-batches of step 2.
+    model = Bigram(broken_at=4 if rank == 1 else None)
+    sections = {"strategy": {"axes": {"shard": 2}}, "train": {**TRAIN, "micro_batch": 2}}
+    with pytest.raises(NonFiniteError) as caught:
+        run(run_config(folder, "not-finite", **sections), model)
+    finite = all(p.to_local().isfinite().all() for p in model.parameters())
+    return f"{finite} {caught.value}"
+
+
+def test_not_finite_on_one_rank_stops_all_with_the_same_words(folder: Path) -> None:
+    first, second = run_ranks(_not_finite, 2, folder)
+    assert first == second and first.startswith("True step 2: the loss is nan")
+
+
+def _drops(rank: int, world: int, folder: Path, name: str, sections: dict[str, Any]) -> dict[int, float]:
+    config = run_config(folder, name, **sections)
+    run(config)
+    return metrics(config) if rank == 0 else {}
+
+
+def test_dropout_does_not_depend_on_workers_or_micro_batches(folder: Path) -> None:
+    sections = {"model": {"config": DROPPED}, "train": {**TRAIN, "steps": 3}}
+    expected = _drops(
+        0, 1, folder, "dropout-1", {**sections, "train": {**sections["train"], "micro_batch": 8}}
+    )
+    found = run_ranks(_drops, 2, folder, "dropout-2", {**sections, "strategy": {"axes": {"shard": 2}}})[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+    undropped = _drops(0, 1, folder, "dropout-0", {"train": sections["train"]})
+    assert abs(undropped[1] - expected[1]) > 1e-4
+
+
+def _own_loop(rank: int, world: int) -> list[float]:
+    import importlib.util
+
+    path = Path(__file__).parents[2] / "examples" / "own_loop.py"
+    spec = importlib.util.spec_from_file_location("own_loop", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.train(8, world)
+
+
+def test_a_loop_of_ones_own_on_one_and_two_ranks() -> None:
+    one = _own_loop(0, 1)
+    assert one[-1] < one[0] - 0.1
+    for losses in run_ranks(_own_loop, 2):
+        torch.testing.assert_close(losses, one, atol=1e-5, rtol=0)
