@@ -7,6 +7,7 @@
 from hyper_parallel.compat.accelerator import TorchBackend
 from hyper_parallel.compat.backend import Backend, Event, Stream
 from hyper_parallel.compat.failures import is_lost_peer
+from hyper_parallel.compat.hardware import unused_accelerators
 from hyper_parallel.compat.registry import accelerators, backend, names, register
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "is_lost_peer",
     "names",
     "register",
+    "unused_accelerators",
 ]

@@ -14,6 +14,8 @@ from typing import Literal
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.launch.logs import path_of
 
+RESUME = "run the same command again: it continues from the last committed checkpoint"
+
 Kind = Literal["error", "crash", "lost", "died"]
 
 
@@ -81,8 +83,7 @@ class Failure:
                 f"({self.text}); see the logs in {log.parent}"
             )
         return (
-            f"error: worker {self.rank} {self.text}; the other workers were ended. Run the same command "
-            f"again: it continues from the last committed checkpoint. Its log: {log}"
+            f"error: worker {self.rank} {self.text}; the other workers were ended; {RESUME}; its log: {log}"
         )
 
 

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -127,9 +128,10 @@ class ForkServer:
         status = self._process.wait()
         assert self._process.stderr is not None
         said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
-        how = f"by signal {-status}" if status < 0 else f"with code {status}"
+        if status == -signal.SIGKILL:
+            return "the process that holds the workers was killed by SIGKILL (out of memory, or by hand)"
         return (
-            f"the process that loads PyTorch and starts the workers ended {how}"
+            f"the process that loads PyTorch and starts the workers ended with status {status}"
             f"{': ' + said[-1] if said else ''}; see whether python -c 'import torch, transformers' works"
         )
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch import rendezvous
-from hyper_parallel.launch.failure import Failure, cause
+from hyper_parallel.launch.failure import RESUME, Failure, cause
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
 from hyper_parallel.launch.logs import path_of
 from hyper_parallel.launch.place import Place, split_address
@@ -68,6 +68,7 @@ class _Watch:
         self.asked = 0  # how often Ctrl-C, SIGTERM or SIGHUP came
         self.told: signal.Signals | None = None  # the last signal that the workers were sent
         self.kill_at = float("inf")
+        self.started = False
         self.shown = False
 
     def run(self, places: Sequence[Place], target: str, listener: socket.socket | None) -> int:
@@ -77,17 +78,21 @@ class _Watch:
             try:
                 reports = server.start(places, self.config, target, _preload(self.config, target), listener)
                 self.alive = {place.rank: end for place, end in zip(places, reports, strict=True)}
-                started = False
                 while self.alive:
                     for event in server.events(timeout=0.1):
-                        started = started or event["event"] == "started"
+                        self.started = self.started or event["event"] == "started"
                         if event["event"] == "ended":
                             self._ended(event["rank"], event["status"])
                     for rank in list(self.alive):
                         self._hear(rank)
-                    if self.asked and not started:
+                    if self.asked and not self.started:
                         break  # nothing is there yet that could be saved
                     self._act(server)
+            except LaunchError as error:
+                if not self.started:
+                    raise
+                _say(f"error: {error}; {RESUME}")
+                return 1
             finally:
                 if self.alive:
                     server.close()  # and every worker with it

@@ -101,9 +101,9 @@ def _take_over_logging(file: TextIO, show: bool, undo: contextlib.ExitStack) -> 
     undo.callback(root.setLevel, before[1])
     # PyTorch and Transformers write to stderr through handlers of their own; here they go the common way.
     for logger in list(logging.root.manager.loggerDict.values()):
-        handlers = logger.handlers if isinstance(logger, logging.Logger) else []
-        if any(isinstance(handler, logging.StreamHandler) for handler in handlers):
-            assert isinstance(logger, logging.Logger)
+        if isinstance(logger, logging.Logger) and any(
+            isinstance(handler, logging.StreamHandler) for handler in logger.handlers
+        ):
             undo.callback(setattr, logger, "handlers", logger.handlers)
             undo.callback(setattr, logger, "propagate", logger.propagate)
             logger.handlers, logger.propagate = [], True

@@ -1,0 +1,23 @@
+"""A command that launches a target, for tests that send signals to it: `python -m harness.command FILE TARGET`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.launch import run
+from hyper_parallel.launch.place import detect
+
+if __name__ == "__main__":
+    _config = RunConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    try:
+        _code = run(_config, sys.argv[2])
+    except HyperParallelError as _error:
+        print(f"error: {_error}", file=sys.stderr)
+        _code = 2
+    if detect(os.environ, _config.launch.rendezvous) is None:
+        assert "torch" not in sys.modules, "the command imported torch"
+    sys.exit(_code)

@@ -1,0 +1,97 @@
+"""Launching a target of `harness.targets` from a command of its own, which signals can be sent to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.config import RunConfig
+
+
+def make_config(folder: Path, axes: Mapping[str, int], **launch: Any) -> RunConfig:
+    """A run file for launch tests: its data and model are never read."""
+    return RunConfig.model_validate(
+        {
+            "version": 1,
+            "out": str(folder / "run"),
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"train": "unread"},
+            "train": {"batch": 16},
+            "strategy": {"axes": dict(axes)},
+            "launch": {"device": "cpu", **launch},
+        }
+    )
+
+
+def noted(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank left with `targets.note`."""
+    return dict(json.loads((folder / "run" / f"rank-{rank}.json").read_text()))
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
+    """Poll until the condition holds; fails with `what` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true in {timeout:g} s"
+        time.sleep(0.02)
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes below `pid`, however deep."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(fields[1])
+    found = {pid}
+    while True:
+        more = {child for child, parent in parents.items() if parent in found} - found
+        if not more:
+            return found - {pid}
+        found |= more
+
+
+class Command:
+    """`python -m harness.command` in a session of its own, its output collected."""
+
+    def __init__(
+        self, config: RunConfig, target: str, *, name: str = "command", path: list[str] | None = None
+    ) -> None:
+        folder = Path(config.out).parent
+        file = folder / f"{name}.json"
+        file.write_text(config.model_dump_json())
+        self._errors = folder / f"{name}.err"
+        with self._errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "harness.command", str(file), f"harness.targets:{target}"],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([*(path or []), *sys.path])},
+                stdout=errors,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    @property
+    def errors(self) -> str:
+        """What it has written so far."""
+        return self._errors.read_text()
+
+    def end(self, timeout: float = 60.0) -> int:
+        """Its exit code."""
+        return self.process.wait(timeout)
