@@ -1,0 +1,52 @@
+"""``hyper-parallel doctor``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hyper_parallel.cli.arguments import as_json
+
+
+@click.command(short_help="Show versions, devices, links and ports; pack a bug report.")
+@click.option(
+    "--bundle",
+    type=click.Path(path_type=Path),
+    help="Also pack what a bug report needs into this .tar.gz or .zip file.",
+)
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    help="A run's 'out' folder, whose logs and settings go into the bundle.",
+)
+@as_json
+def doctor(bundle: Path | None, run: Path | None, as_json: bool) -> None:
+    """Show what this machine offers and what is wrong with it: versions, devices, links, memory, ports.
+
+    The bundle is one file to attach to a report: this table, the run's settings, the last lines of every rank's
+    log and of the metrics. It holds no text of the data, no weights, and no environment variables but those
+    of launchers and of the libraries named in the table.
+
+    \b
+    Examples:
+      hyper-parallel doctor
+      hyper-parallel doctor --bundle report.tar.gz --run runs/quickstart
+
+    \b
+    Exit codes:
+      0    shown; warnings stand in the table
+      2    the bundle cannot be written
+      130  interrupted
+    """
+    from hyper_parallel.errors import ConfigError
+    from hyper_parallel.launch.doctor import bundle as pack
+    from hyper_parallel.launch.doctor import collect, render
+
+    if run is not None and bundle is None:
+        raise ConfigError("--run goes with --bundle FILE, into which the run's logs are packed")
+    report = collect()
+    click.echo(json.dumps(report, indent=2) if as_json else render(report))
+    if bundle is not None:
+        click.echo(f"packed {pack(bundle, run)}", err=True)

@@ -1,0 +1,54 @@
+"""``hyper-parallel export``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hyper_parallel.errors import CheckpointError
+
+
+@click.command(short_help="Write a checkpoint as a folder that Transformers loads.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+def export(checkpoint: Path, out: Path) -> None:
+    """Write CHECKPOINT to the new folder OUT, as AutoModelForCausalLM.from_pretrained loads it.
+
+    CHECKPOINT is a run's folder (then the newest checkpoint in it that is whole is taken), its 'checkpoints'
+    folder, or the folder of one step. The strategy it was trained with does not matter. Every byte is verified,
+    and one tensor at a time is in memory.
+
+    \b
+    Examples:
+      hyper-parallel export runs/quickstart exported/quickstart
+      python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('exported/quickstart')"
+
+    \b
+    Exit codes:
+      0    written
+      2    no such checkpoint, it is damaged, or OUT exists and is not empty; told in one line
+      130  interrupted
+    """
+    # Only now, because this needs torch; and before it, what can be told at once.
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: no such folder; give a run's folder or that of one checkpoint")
+    from hyper_parallel.checkpoint import export as write
+
+    path = _find(checkpoint)
+    click.echo(f"{path} -> {write(path, out)}")
+
+
+def _find(folder: Path) -> Path:
+    """The checkpoint that a folder is, or the newest whole one that it holds."""
+    from hyper_parallel.checkpoint import newest
+
+    if folder.name.startswith("step-"):
+        return folder
+    within = folder / "checkpoints"
+    found = newest(within if within.is_dir() else folder)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; give a run's folder or that of one checkpoint")
+    for path, reason in found.skipped:
+        click.echo(f"hyper-parallel: passed over {path}: {reason}", err=True)
+    return found.path

@@ -1,0 +1,76 @@
+"""The entry point: subcommands, and how every failure ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from hyper_parallel._version import __version__
+from hyper_parallel.cli.doctor import doctor
+from hyper_parallel.cli.export import export
+from hyper_parallel.cli.schema import schema
+from hyper_parallel.cli.train import train
+from hyper_parallel.cli.verify import verify
+from hyper_parallel.errors import HyperParallelError
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+
+
+class _InOrder(click.Group):
+    """Lists the subcommands in the order in which a person meets them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(
+    cls=_InOrder,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 done; 1 a check failed or the run died; 2 a mistake in the input; 130 interrupted.",
+)
+@click.version_option(__version__, prog_name="hyper-parallel")
+def command() -> None:
+    """Train a model written for one device on many, as if they were one computer.
+
+    One YAML file says what is trained, on what, and how it is spread; the model's code does not change.
+
+    \b
+    Start here:
+      hyper-parallel train examples/quickstart.yaml
+      hyper-parallel verify examples/quickstart.yaml
+      hyper-parallel train examples/quickstart.yaml train.steps=20 strategy.axes.tensor=1
+
+    Every key of the file can be overridden as key=value. An editor completes and checks the file with the
+    schema (see 'hyper-parallel schema --help').
+    """
+
+
+for _subcommand in (train, verify, export, schema, doctor):
+    command.add_command(_subcommand)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code.
+
+    A HyperParallelError is the user's to mend: its text on standard error, no traceback, exit code 2. Any other
+    exception is a defect and shows its traceback; Python then exits with 1.
+    """
+    try:
+        command.main(args=arguments, prog_name="hyper-parallel", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except HyperParallelError as error:
+        for line in str(error).splitlines():
+            click.echo(f"hyper-parallel: error: {line}", err=True)
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("hyper-parallel: interrupted", err=True)
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

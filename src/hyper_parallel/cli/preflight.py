@@ -1,0 +1,104 @@
+"""Mistakes that cost nothing to find, found before any worker starts and before anything is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.data.sources import find
+from hyper_parallel.errors import ConfigError, DataError
+
+_POSITIONS = ("max_position_embeddings", "n_positions")
+"""What Transformers configs call the number of positions that a model has."""
+
+
+def check(config: RunConfig, *, writes: bool = True) -> None:
+    """Look whether what the file names is there, fits, and can be written to. `writes`: the run fills `out`.
+
+    Raises ConfigError, or DataError for the declared text.
+    """
+    _text(config)
+    _model(config)
+    _tokenizer(config)
+    _nodes(config)
+    if writes:
+        _trackers(config)
+        _out(Path(config.out).expanduser())
+
+
+def _text(config: RunConfig) -> None:
+    data = config.data
+    for key, declared in (("train", data.train), ("eval", data.eval)):
+        if declared is None:
+            continue
+        sources = find(declared, data.format, key)
+        if not any(source.size() for source in sources):
+            raise DataError(f"data.{key}: {declared!r} holds no text: every file of it is empty")
+        unreadable = next((f for s in sources for f in s.files() if not os.access(f, os.R_OK)), None)
+        if unreadable is not None:
+            raise DataError(f"data.{key}: {unreadable} cannot be read; check its permissions")
+        if any(source.kind == "datasets" for source in sources):
+            _installed("datasets", f"data.{key} names a datasets folder", "datasets")
+
+
+def _model(config: RunConfig) -> None:
+    model = config.model
+    fields: dict[str, Any] = model.config or {}
+    named = "model.config"
+    if model.path is not None:
+        file = Path(model.path).expanduser() / "config.json"
+        named = str(file)
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"model.path: {file} does not exist; give a folder as save_pretrained writes it"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from None
+    positions = next((fields[key] for key in _POSITIONS if isinstance(fields.get(key), int)), None)
+    if positions is not None and config.data.sequence > positions:
+        raise ConfigError(
+            f"data.sequence: {config.data.sequence} tokens are more than the {positions} positions of the model "
+            f"({named}); shorten the sequence or give the model more positions"
+        )
+
+
+def _tokenizer(config: RunConfig) -> None:
+    path = config.data.tokenizer.path
+    if path is not None and not (Path(path).expanduser() / "tokenizer.json").is_file():
+        raise ConfigError(f"data.tokenizer.path: {path} holds no tokenizer.json; give a folder that does")
+
+
+def _nodes(config: RunConfig) -> None:
+    workers = config.launch.workers or config.strategy.axes.world
+    if workers % config.launch.nodes:
+        raise ConfigError(
+            f"launch.nodes: the {workers} workers of the strategy do not divide by {config.launch.nodes} nodes; "
+            "change the axes or the nodes"
+        )
+
+
+def _trackers(config: RunConfig) -> None:
+    for tracker in config.trackers:
+        _installed(tracker, f"trackers names {tracker}", tracker)
+
+
+def _installed(module: str, reason: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{reason}, which is not installed; pip install 'hyper-parallel[{extra}]'")
+
+
+def _out(out: Path) -> None:
+    """Whether the run's folder can be made and written to; it is not made."""
+    there = out.absolute()
+    while not there.exists() and not there.is_symlink():
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"out: {there} is a file, not a folder; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"out: cannot write to {there}; name another folder or change its permissions")

@@ -1,0 +1,32 @@
+"""``hyper-parallel schema``"""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command(short_help="Print the JSON schema of the run file, for editors.")
+@click.option("--strategy", is_flag=True, help="The schema of a Strategy file instead of a run file.")
+def schema(strategy: bool) -> None:
+    """Print the JSON schema of the run file, so that an editor completes it and marks mistakes.
+
+    With the YAML extension of VS Code, or any editor that uses yaml-language-server, write the schema to a file
+    once and name it in the first line of your run file:
+
+    \b
+      hyper-parallel schema > hyper-parallel.schema.json
+      # yaml-language-server: $schema=hyper-parallel.schema.json
+
+    The schema lists every key with its meaning, type and default.
+
+    \b
+    Exit codes:
+      0    printed
+    """
+    from hyper_parallel.config.json_schema import json_schema
+    from hyper_parallel.config.run import RunConfig
+    from hyper_parallel.strategy import Strategy
+
+    click.echo(json.dumps(json_schema(Strategy if strategy else RunConfig), indent=2, ensure_ascii=False))

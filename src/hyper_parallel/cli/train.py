@@ -1,0 +1,45 @@
+"""``hyper-parallel train``"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from hyper_parallel.cli.arguments import run_file
+
+
+@click.command(short_help="Train what a run file describes.")
+@run_file
+def train(file: Path, overrides: tuple[str, ...]) -> None:
+    """Train what FILE describes.
+
+    The workers are started on this machine, as many as the strategy's axes multiply to. Under torchrun, Slurm or
+    MPI the command joins the workers that these have started. Metrics, logs and checkpoints go to the file's
+    'out' folder; a run that finds checkpoints there continues from the newest one that is whole.
+
+    OVERRIDES set single keys for this run; values are YAML.
+
+    \b
+    Examples:
+      hyper-parallel train examples/quickstart.yaml
+      hyper-parallel train run.yaml train.steps=100 strategy.axes.tensor=4 'data.train=[a.txt, b.txt]'
+      hyper-parallel train run.yaml launch.workers=1          the same run on one device
+      torchrun --nproc-per-node 4 -m hyper_parallel train run.yaml
+
+    Ctrl-C saves a checkpoint and ends the workers; a second one ends them at once.
+
+    \b
+    Exit codes:
+      0    trained to the last step
+      1    the run died: a worker ended, or a defect
+      2    a mistake in the file, the data or the machine's set-up, told in one line
+      130  interrupted
+    """
+    from hyper_parallel import config, launch
+    from hyper_parallel.cli.preflight import check
+
+    run = config.load(file, overrides)
+    check(run)
+    sys.exit(launch.run(run, "hyper_parallel.train.entry:main"))

@@ -1,0 +1,50 @@
+"""The JSON schema (draft 2020-12) of a run file or a Strategy file, as editors use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from hyper_parallel.config.run import RunConfig
+
+_TITLES = {"RunConfig": "HyperParallel run file", "Strategy": "HyperParallel Strategy file"}
+
+
+def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
+    """The schema of what may stand in a file: the sections' own, `extends`, and nothing that is derived.
+
+    A file that builds on another need not give what that one gives, so keys are required only without `extends`.
+    """
+    body = model.model_json_schema()
+    sections: dict[str, Any] = body.get("$defs", {})
+    for section in (body, *sections.values()):
+        properties = section.get("properties", {})
+        for key in [key for key, field in properties.items() if field.get("readOnly")]:
+            del properties[key]
+    properties = {
+        "extends": {
+            "type": "string",
+            "title": "Extends",
+            "description": "Another file, relative to this one, that this one is laid on.",
+        },
+        **body["properties"],
+    }
+    if "version" not in body.get("required", []):  # a Strategy within a run file may leave it out, a file not
+        body["required"] = ["version", *body.get("required", [])]
+    whole: dict[str, Any] = {"required": body.pop("required"), "properties": {}}
+    for key, field in properties.items():
+        name = field.get("$ref", "").rpartition("/")[2]
+        if name and "required" in sections[name]:
+            whole["properties"][key] = {"required": sections[name].pop("required")}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": _TITLES[model.__name__],
+        "description": body["description"],
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "if": {"not": {"required": ["extends"]}},
+        "then": whole,
+        "$defs": sections,
+    }
