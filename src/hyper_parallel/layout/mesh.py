@@ -46,7 +46,9 @@ class Mesh:
         return dict(self.axes).get(axis, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Axis name to index for one rank, 0 ≤ rank < world."""
+        """Axis name to index for one rank, 0 ≤ rank < world. On a mesh of one rank every process is that rank."""
+        if self.world == 1:
+            return dict.fromkeys(self.names, 0)
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         coordinate: dict[str, int] = {}
         for name, size in reversed(self.axes):

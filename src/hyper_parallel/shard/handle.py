@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.compat import collectives, fsdp
+from hyper_parallel.compat.kernels import scale_, sum_of_squares
 from hyper_parallel.compat.local_tensor import on_rank, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
@@ -69,8 +70,8 @@ class ShardedModel:
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 without a process group."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        """This process's rank; 0 when the strategy is that of one device."""
+        return dist.get_rank() if self.mesh.world > 1 else 0
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -80,8 +81,12 @@ class ShardedModel:
     @property
     def data_index(self) -> int:
         """Which share of the batch this rank computes, 0 ≤ index < replicate · shard."""
-        here = self.coordinate
-        return here["replicate"] * self.mesh.size("shard") + here["shard"]
+        return self.data_index_of(self.rank)
+
+    def data_index_of(self, rank: int) -> int:
+        """Which share of the batch a rank computes."""
+        there = self.mesh.coordinate(rank)
+        return there["replicate"] * self.mesh.size("shard") + there["shard"]
 
     def parameters(self) -> list[ShardedParameter]:
         """Every parameter once, in the model's order; tied ones under their first name."""
@@ -126,23 +131,19 @@ class ShardedModel:
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the whole gradient, the same on every rank; each element is counted once."""
         by_copies: dict[int, list[torch.Tensor]] = {}
+        total = torch.zeros(())
         for parameter in self.parameters():
             gradient = parameter.grad
             if gradient is not None:
                 by_copies.setdefault(parameter.layout.copies, []).append(gradient)
-        if not by_copies:
-            return torch.zeros(())
-        total = sum(
-            torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum() / copies
-            for copies, gradients in sorted(by_copies.items())
-        )
-        assert isinstance(total, torch.Tensor)
+        for copies, gradients in sorted(by_copies.items()):
+            total = total.to(gradients[0].device) + sum_of_squares(gradients) / copies
         return self.all_reduce(total, self.mesh.names).sqrt()
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale every gradient so that their norm, given as `norm`, is at most `max_norm`."""
         gradients = [g for g in (parameter.grad for parameter in self.parameters()) if g is not None]
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     @contextlib.contextmanager
     def micro_batch(

@@ -36,6 +36,7 @@ def parallelize(
     device_mesh: DeviceMesh | None = None,
     *,
     lowering: Lowering = "fsdp",
+    alone: bool = False,
 ) -> nn.Module:
     """Spread `model` as `strategy` declares. Returns the same object, with the same parameter names.
 
@@ -46,6 +47,8 @@ def parallelize(
     `lowering`: how the data axes are put into effect. "fsdp" uses PyTorch's FSDP2; "traceable" gathers parameters
     where they are used, which a graph can capture and simulated ranks can run. Both give the same values.
 
+    `alone`: the strategy is that of one device, and the process group that there may be has no part in it.
+
     Raises StrategyError when the strategy does not fit the model or the process group.
     """
     if hasattr(model, "_hyper_parallel"):
@@ -55,7 +58,11 @@ def parallelize(
     )
     plan = make_plan(model, strategy)
     mesh = plan.mesh
-    if device_mesh is None:
+    if alone and mesh.world > 1:
+        raise StrategyError(
+            f"alone=True computes on one device, but the strategy's axes multiply to {mesh.world}"
+        )
+    if device_mesh is None and not alone:
         device_mesh = make_device_mesh(mesh)
     axes = {name: Axis.of(name, mesh, device_mesh) for name in AXIS_NAMES}
     skeleton = copy.deepcopy(model) if any(p.is_meta for p in model.parameters()) else None

@@ -1,0 +1,126 @@
+"""The two sides of a verification, and the drivers that run the strategy's side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from hyper_parallel import launch
+from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import LaunchError, StrategyError
+from hyper_parallel.launch import Worker
+from hyper_parallel.shard import init_weights, load_weights, parallelize
+from hyper_parallel.shard.parallelize import Lowering
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.train.build import unsharded
+from hyper_parallel.verify.report import Report, compare
+from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
+
+Driver = Literal["local", "gloo"]
+
+RESULT = "verify.json"
+"""Where the workers leave their report, in the run's folder."""
+
+
+def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
+    """One step of what the file declares, on one device and on its strategy, compared.
+
+    `driver`: "local" runs all ranks in this process, with FSDP lowered to traceable gathers; "gloo" starts the
+    workers, which run what `train` runs. Raises what a run with this file would raise, and StrategyError when the
+    strategy is that of one device.
+    """
+    if config.strategy.axes.world == 1:
+        raise StrategyError(
+            "the strategy is that of one device: there is nothing to compare; set strategy.axes"
+        )
+    config = _reduced(config)
+    if driver == "local":
+        one, batch = _one_device(config)
+        with simulated_ranks(config.strategy.axes.world):
+            many = _side(config, config.strategy, batch, "traceable", one.gradients)
+        return _compared(config, one, many, "all ranks in one process")
+    code = launch.run(config, f"{__name__}:worker_main")
+    if code != 0:
+        raise LaunchError(
+            f"the workers ended with exit code {code}; {config.out}/logs has a log for each rank"
+        )
+    return Report.from_json(json.loads((Path(config.out) / RESULT).read_text()))
+
+
+def worker_main(config: RunConfig, worker: Worker) -> None:
+    """What each worker of the "gloo" driver runs; rank 0 leaves the report."""
+    one, batch = _one_device(config)
+    many = _side(config, config.strategy, batch, "fsdp", one.gradients, worker.device)
+    if worker.rank == 0:
+        report = _compared(config, one, many, f"{worker.world} workers over {worker.backend.collective}")
+        out = Path(config.out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / RESULT).write_text(json.dumps(report.to_json(), indent=1))
+
+
+def _reduced(config: RunConfig) -> RunConfig:
+    """The file with the smallest batch that does all that its own does: two micro-batches of one row where it
+    accumulates, else one; and with its workers, whatever `launch.workers` says."""
+    share = config.train.batch // config.strategy.axes.data
+    micro = 1 if config.train.micro_batch in (None, share) else 2
+    train = config.train.model_copy(update={"batch": micro * config.strategy.axes.data, "micro_batch": 1})
+    launched = config.launch.model_copy(update={"workers": None})
+    return config.model_copy(update={"launch": launched, "train": train})
+
+
+def _compared(config: RunConfig, one: StepOutcome, many: StepOutcome, driver: str) -> Report:
+    return compare(one, many, describe(config.strategy), driver, config.strategy.precision.compute)
+
+
+def describe(strategy: Strategy) -> str:
+    """A strategy in a few words: ``shard 2 · tensor 2 · sequence``."""
+    parts = [f"{axis} {size}" for axis in strategy.axes.order if (size := strategy.axes.degree(axis)) > 1]
+    return " · ".join((*parts, *(["sequence"] if strategy.sequence else [])))
+
+
+def alone(strategy: Strategy) -> Strategy:
+    """The strategy on one device: the same precision and memory, nothing spread."""
+    return Strategy(precision=strategy.precision, memory=strategy.memory)
+
+
+def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors]:
+    """The reference, which computes the whole batch at once, and the batch."""
+    model, text = unsharded(config)
+    batch = rows_to_verify(config, text)
+    whole = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": None})})
+    # The traceable lowering of nothing is the plain model, with or without a process group.
+    return _step_of(model, whole, alone(config.strategy), batch, "traceable", None), batch
+
+
+def _side(
+    config: RunConfig,
+    strategy: Strategy,
+    batch: Tensors,
+    lowering: Lowering,
+    update_from: Tensors,
+    device: torch.device | str = "cpu",
+) -> StepOutcome:
+    with one_device():
+        model, _ = unsharded(config)
+    return _step_of(model, config, strategy, batch, lowering, update_from, device)
+
+
+def _step_of(
+    model: torch.nn.Module,
+    config: RunConfig,
+    strategy: Strategy,
+    batch: Tensors,
+    lowering: Lowering,
+    update_from: Tensors | None,
+    device: torch.device | str = "cpu",
+) -> StepOutcome:
+    parallelize(model, strategy, lowering=lowering, alone=strategy.axes.world == 1)
+    if config.model.path is not None:
+        load_weights(model, config.model.path, device)
+    else:
+        init_weights(model, config.seed, device)
+    return run_step(model.train(), config, batch, update_from)

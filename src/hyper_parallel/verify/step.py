@@ -1,0 +1,113 @@
+"""One training step with its parts laid open: whole gradients and whole updated values, by parameter name.
+
+The same code runs on one device, on simulated ranks and on real workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank
+from hyper_parallel.config import RunConfig
+from hyper_parallel.data import TextData
+from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
+from hyper_parallel.shard.handle import cut
+from hyper_parallel.train.forward import logits_of
+from hyper_parallel.train.loss import causal_lm_loss, valid_tokens
+from hyper_parallel.train.optimizer import build_optimizer
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step came to. Tensors are whole, on the CPU."""
+
+    loss: float
+    grad_norm: float
+    gradients: Tensors
+    """Before clipping. A parameter that got none is left out."""
+    values: Tensors
+    """After clipping and the optimizer's update."""
+    layouts: dict[str, str]
+
+
+def rows_to_verify(config: RunConfig, text: TextData) -> Tensors:
+    """The first `train.batch` rows of the run's data order: int64 [B, S]."""
+    return text.train.batch(text.order.rows(0, config.train.batch))
+
+
+def run_step(
+    model: nn.Module, config: RunConfig, whole: Tensors, update_from: Tensors | None = None
+) -> StepOutcome:
+    """One step of a parallelized model with values on the rows `whole`.
+
+    `update_from`: whole gradients that the update is computed from, instead of the model's own. Where a gradient
+    is next to nothing the first step of Adam is its sign, which rounding decides; with the same gradients on both
+    sides an update that differs is a fault.
+    """
+    handle = sharded(model)
+    rows = whole["input_ids"].size(0)
+    with one_device():
+        tokens = float(valid_tokens(whole["labels"]))
+    count = config.train.micro_batch or rows // handle.strategy.axes.data
+    loss = torch.zeros(())
+    for micro in range(rows // handle.strategy.axes.data // count):
+        loss = loss + _micro_batch(model, handle, config, whole, tokens, micro, count)
+    loss = handle.all_reduce(loss, ("replicate", "shard"))
+    norm = handle.grad_norm()
+    parameters = handle.parameters()
+    gradients = {p.name: whole_of(handle.gather(p.grad, p.layout)) for p in parameters if p.grad is not None}
+    if update_from is not None:
+        for parameter in parameters:
+            _replace_gradient(parameter, update_from)
+    optimizer = build_optimizer(model, config.train.optimizer)
+    if config.train.clip is not None:
+        handle.clip(handle.grad_norm(), config.train.clip)
+    optimizer.step(1.0)
+    values = {p.name: whole_of(handle.gather(p.local, p.layout)) for p in parameters}
+    layouts = {p.name: str(p.layout) for p in parameters}
+    return StepOutcome(float(on_rank(loss, 0)), float(on_rank(norm, 0)), gradients, values, layouts)
+
+
+def _micro_batch(
+    model: nn.Module,
+    handle: ShardedModel,
+    config: RunConfig,
+    whole: Tensors,
+    tokens: float,
+    micro: int,
+    count: int,
+) -> torch.Tensor:
+    share = whole["input_ids"].size(0) // handle.strategy.axes.data
+
+    def rows(rank: int) -> torch.Tensor:
+        start = handle.data_index_of(rank) * share + micro * count
+        return torch.arange(start, start + count)
+
+    def mine(key: str) -> torch.Tensor:
+        return per_rank(lambda rank: whole[key][rows(rank)])
+
+    last = (micro + 1) * count == share
+    with handle.micro_batch(seed=config.seed, step=0, rows=per_rank(rows), last=last):
+        logits = logits_of(model, mine("input_ids"), mine("position_ids"))
+        loss = causal_lm_loss(logits, mine("labels"), tokens)
+        loss.backward()
+    return loss.detach()
+
+
+def _replace_gradient(parameter: ShardedParameter, whole: Tensors) -> None:
+    gradient = parameter.grad
+    if gradient is not None and parameter.name in whole:
+        gradient.copy_(per_rank(lambda rank: cut(whole[parameter.name], parameter.layout, rank)))
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """One rank's copy of a tensor that all ranks should hold alike; NaN where they do not."""
+    with one_device():
+        first, *others = each_rank(tensor).values()
+        same = all(torch.equal(first, other) for other in others)
+        return first.detach().cpu().clone() if same else torch.full_like(first, torch.nan)
