@@ -1,10 +1,11 @@
 """HyperParallel: a supernode as one computer.
 
-The names that a script needs. They are imported when they are used: importing the package is cheap and torch-free.
+The public names. They are imported when they are first used, so that `import hyper_parallel` costs nothing.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel._version import __version__
@@ -14,6 +15,19 @@ if TYPE_CHECKING:
     from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
     from hyper_parallel.strategy import Strategy
     from hyper_parallel.train import Trainer
+    from hyper_parallel.verify import verify_file
+
+_HOMES = {
+    "RunConfig": "config",
+    "Strategy": "strategy",
+    "Trainer": "train",
+    "init_weights": "shard",
+    "load": "config",
+    "load_weights": "shard",
+    "parallelize": "shard",
+    "sharded": "shard",
+    "verify_file": "verify",
+}
 
 __all__ = [
     "RunConfig",
@@ -25,23 +39,15 @@ __all__ = [
     "load_weights",
     "parallelize",
     "sharded",
+    "verify_file",
 ]
-
-_HOME = {
-    "RunConfig": "config",
-    "Strategy": "strategy",
-    "Trainer": "train",
-    "init_weights": "shard",
-    "load": "config",
-    "load_weights": "shard",
-    "parallelize": "shard",
-    "sharded": "shard",
-}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+def __dir__() -> list[str]:
+    return __all__
