@@ -196,6 +196,12 @@ def test_a_rewound_run_replaces_a_damaged_step_and_prunes_nothing_newer(tmp_path
     assert got.eq(2).all()
 
 
+def test_a_good_newer_step_never_takes_the_place_of_the_one_just_saved(tmp_path):
+    _write(tmp_path, 20, keep=1)
+    _write(tmp_path, 10, keep=1)
+    assert _names(tmp_path) == ["step-00000010", "step-00000020"]
+
+
 def test_names_of_any_width_are_ordered_by_number(tmp_path):
     for step in (99_999_999, 100_000_000):
         _write(tmp_path, step, keep=2)

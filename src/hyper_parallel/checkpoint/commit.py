@@ -16,7 +16,7 @@ import torch
 
 from hyper_parallel._version import __version__
 from hyper_parallel.checkpoint import names
-from hyper_parallel.checkpoint.durable import Written, discard, fsync_folder, publish, write_file
+from hyper_parallel.checkpoint.durable import Written, discard, explain, fsync_folder, publish, write_file
 from hyper_parallel.checkpoint.part import POLL_SECONDS
 from hyper_parallel.checkpoint.sealed import seal, unseal
 from hyper_parallel.checkpoint.verify import damage
@@ -124,10 +124,11 @@ def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:
     missing = set(range(what.mesh.world))
     while True:
         present = set(os.listdir(partial))
-        for rank in sorted(missing):
-            if names.failed_file(rank) in present:
-                reason = (partial / names.failed_file(rank)).read_text()
-                raise CheckpointError(f"step {what.step} was not saved: rank {rank}: {reason or 'failed'}")
+        for rank, code in names.failures(present).items():
+            reason: object = f"see the log of rank {rank}"
+            if code:
+                reason = explain(OSError(code, os.strerror(code)), partial)
+            raise CheckpointError(f"step {what.step} was not saved: rank {rank} failed: {reason}")
         missing = {rank for rank in missing if names.index_file(rank) not in present}
         if not missing:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ COMMIT = "commit.json"
 ASSETS = "assets"
 _COMMITTED = re.compile(r"step-([0-9]{8,})(?:-r([1-9][0-9]*))?")
 _STALE = re.compile(r"step-[0-9]{8,}(?:-r[1-9][0-9]*)?\.(?:partial|deleted)-[0-9a-f]+")
+_FAILED = re.compile(r"rank-([0-9]{5,})\.failed-([0-9]+)")
 
 
 @dataclass(frozen=True, order=True)
@@ -63,6 +65,15 @@ def index_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def failed_file(rank: int) -> str:
-    """Why a rank could not write its part; the commit is then given up."""
-    return f"rank-{rank:05d}.failed"
+def failed_file(rank: int, code: int) -> str:
+    """An empty file whose name says that a rank gave up, and by which errno (0: not the file system's).
+
+    A name appears whole or not at all, and needs no room on a disk that is full.
+    """
+    return f"rank-{rank:05d}.failed-{code}"
+
+
+def failures(entries: Iterable[str]) -> dict[int, int]:
+    """Rank to errno of each failed rank among the names in a partial folder."""
+    matches = filter(None, map(_FAILED.fullmatch, entries))
+    return {int(match[1]): int(match[2]) for match in matches}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.checkpoint import names, plan, stream
-from hyper_parallel.checkpoint.durable import Written, explain, fsync_folder, publish, write_file
+from hyper_parallel.checkpoint.durable import Written, fsync_folder, publish, write_file
 from hyper_parallel.checkpoint.sealed import seal
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Mesh
@@ -110,10 +110,8 @@ class Part:
         """Tell rank 0 why this rank gave up, after freeing what it wrote: the disk may be full."""
         with contextlib.suppress(OSError):
             (self.partial / names.data_file(self.rank)).unlink(missing_ok=True)
-            reason = explain(error, self.partial) if isinstance(error, OSError) else error
-            # On a disk that is full to the last block an empty file still says that the rank failed.
-            with contextlib.suppress(OSError):
-                (self.partial / names.failed_file(self.rank)).write_text(str(reason))
+            code = error.errno or 0 if isinstance(error, OSError) else 0
+            (self.partial / names.failed_file(self.rank, code)).touch()
             fsync_folder(self.partial)
 
     def _given_up(self) -> GivenUpError:

@@ -188,7 +188,8 @@ class Writer:
             agree(self._ranks, error)
         except CheckpointError:
             if made is not None:
-                discard(made)
+                with contextlib.suppress(OSError):
+                    discard(made)
             raise
         return partial, final
 
