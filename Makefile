@@ -1,0 +1,45 @@
+# make help says what there is. Everything runs in .venv, which tools/venv.sh makes and keeps up to date.
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := examples/quickstart.yaml
+SHELL := /bin/bash
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test matrix lint format lock clean
+
+help: ## Show this
+	@echo "usage: make TARGET"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Another interpreter (3.11 or newer): PYTHON=python3.12 make TARGET"
+
+venv: ## Make .venv and install the pinned dependencies, where they are not there yet
+	@tools/venv.sh $(VENV)
+
+train: venv ## Train the quickstart: make train [RUN=file.yaml] [ARGS="train.steps=20"]
+	@$(BIN)/hyper-parallel train $(RUN) $(ARGS)
+
+test: lint ## Linters, types, import directions, then the tests with a sample of the matrix
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "not matrix" --durations=15 $(ARGS)
+
+matrix: venv ## Every model family with every strategy
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m matrix --durations=15 $(ARGS)
+
+lint: venv ## Style, format, types, the direction of imports, device names in one place
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check --quiet || { echo "not formatted; run: make format"; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python tools/check_device_words.py
+
+format: venv ## Format the code and mend what the linter can
+	@$(BIN)/ruff check --fix --quiet || true
+	@$(BIN)/ruff format
+
+lock: venv ## Write requirements/lock.txt anew from what .venv holds
+	@$(BIN)/python tools/lock.py > requirements/lock.txt.new
+	@mv requirements/lock.txt.new requirements/lock.txt
+
+clean: ## Remove .venv and all caches; runs and checkpoints stay
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
