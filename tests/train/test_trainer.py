@@ -244,3 +244,28 @@ def test_metrics_that_are_not_numbers_do_not_break_the_files(tmp_path: Path) -> 
         "x", 1, False, None, 10, 10, float("nan"), None, None, None, 1, 0.0, None, None, None, None
     )
     assert json.loads(json.dumps(summary.to_json(), allow_nan=False))["initial_loss"] is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tolerance"),
+    [
+        ({"memory": {"recompute": "layer"}}, 0.0),
+        ({"precision": {"compute": "bfloat16"}}, 0.02),
+        (
+            {"precision": {"compute": "bfloat16", "modules": {"*norm*": "float32", "lm_head": "float32"}}},
+            0.02,
+        ),
+    ],
+    ids=["recompute", "bfloat16", "bfloat16-but-some"],
+)
+def test_recompute_changes_nothing_and_bfloat16_little(
+    strategy: dict,
+    tolerance: float,
+    folder: Path,
+    whole: tuple[RunConfig, Summary],
+    request: pytest.FixtureRequest,
+) -> None:
+    config = run_config(folder, request.node.callspec.id, strategy=strategy)
+    run(config)
+    assert metrics(config) == pytest.approx(metrics(whole[0]), abs=tolerance, rel=0)
+    assert (metrics(config) == metrics(whole[0])) == (tolerance == 0)

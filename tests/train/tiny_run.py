@@ -51,7 +51,7 @@ def run_config(folder: Path, name: str = "run", **sections: Any) -> RunConfig:
             "optimizer": {"name": "adamw", "lr": 3e-3},
             "schedule": {"name": "cosine", "warmup": 2},
             "eval": {"batches": 2},
-            "sample": {"tokens": 4},
+            "sample": {"tokens": 4, "temperature": 0},
         },
         "trackers": [],
     }

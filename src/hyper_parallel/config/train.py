@@ -75,6 +75,8 @@ class SampleConfig(Section):
     """What it continues."""
     tokens: Annotated[int, Field(ge=0)] = 48
     """How many tokens it adds; 0 writes none."""
+    temperature: NonNegative = 0.7
+    """0 takes the most likely token each time; above, tokens are drawn, the same ones for the same seed."""
 
 
 class TrainConfig(Section):

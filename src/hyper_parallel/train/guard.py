@@ -41,6 +41,6 @@ def _worst(handle: ShardedModel) -> str:
         return f"every gradient is finite, the largest is that of {parameters[largest].name!r}"
     affected = sum(bad > 0 for bad, *_ in table)
     return (
-        f"the worst gradient is that of {parameters[-index].name!r}, {100 * share:.3g}% of it not finite, and {affected} of "
-        f"{len(parameters)} parameters have such elements"
+        f"the worst gradient is that of {parameters[-index].name!r}, {100 * share:.3g}% of it not finite, and "
+        f"{affected} of {len(parameters)} parameters have such elements"
     )

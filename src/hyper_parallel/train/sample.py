@@ -1,13 +1,14 @@
-"""A sample of what the model writes, with every rank in step: the most likely token each time.
+"""A sample of what the model writes, with every rank in step.
 
 There is no cache: each token costs a forward pass over a window of fixed length, which any strategy that trains
-can do. Ranks never decide how many passes to make by what they computed, so they cannot lose each other.
+can do. Ranks never decide how many passes to make by what they computed, so they cannot lose each other. Every
+rank draws the same numbers, on the host in fp64, so that rounding in the logits hardly ever changes a token.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.train.forward import inference, logits_of
@@ -16,24 +17,42 @@ _STEP = 64
 
 
 def sample(
-    model: nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int, sequence: int, device: torch.device
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    *,
+    sequence: int,
+    device: torch.device,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> str:
-    """`prompt` and up to `tokens` more tokens, greedily; it ends early at the end-of-text token.
+    """`prompt` and up to `tokens` more tokens; it ends early at the end-of-text token.
 
-    `sequence` is the longest context in tokens; of a longer text the end is seen.
+    `sequence` is the longest context in tokens; of a longer text the end is seen. Temperature 0 takes the most
+    likely token; above it, token i is drawn with a number that is a function of (seed, i).
     """
+    draws = torch.rand(tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     ids = tokenizer.encode(prompt) or [tokenizer.eos]
     start = len(ids)
     # A causal model's logits do not depend on what stands after a position, so the window is filled up.
     length = min(sequence, -(-(start + tokens) // _STEP) * _STEP)
     positions = torch.arange(length, device=device).unsqueeze(0)
     with inference(model):
-        for _ in range(tokens):
+        for draw in draws:
             seen = ids[-length:]
             window = torch.tensor([seen + [tokenizer.pad] * (length - len(seen))], device=device)
             logits = logits_of(model, window, positions)
-            ids.append(int(logits[0, len(seen) - 1].float().argmax()))
+            ids.append(_choose(logits[0, len(seen) - 1], temperature, draw))
     added = ids[start:]
     if tokenizer.eos in added:
         added = added[: added.index(tokenizer.eos)]
     return tokenizer.decode(ids[:start] + added)
+
+
+def _choose(logits_V: Tensor, temperature: float, draw: Tensor) -> int:
+    if temperature == 0:
+        return int(logits_V.float().argmax())
+    shares = (logits_V.double().cpu() / temperature).softmax(-1).cumsum(-1)
+    # The last share may fall short of 1 by a rounding.
+    return min(int(torch.searchsorted(shares, draw)), len(shares) - 1)

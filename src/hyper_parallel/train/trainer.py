@@ -202,8 +202,16 @@ class _Run:
         wanted = self.config.train.sample
         if not wanted.tokens:
             return None
-        tokenizer, sequence = self.built.text.tokenizer, self.config.data.sequence
-        text = sample(self.model, tokenizer, wanted.prompt, wanted.tokens, sequence, self.worker.device)
+        text = sample(
+            self.model,
+            self.built.text.tokenizer,
+            wanted.prompt,
+            wanted.tokens,
+            sequence=self.config.data.sequence,
+            device=self.worker.device,
+            temperature=wanted.temperature,
+            seed=self.config.seed,
+        )
         if self.leads:
             self.trackers.text(self.state.step, "sample", text)
         return text
