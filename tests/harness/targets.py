@@ -47,6 +47,7 @@ def facts(config: RunConfig, worker: Worker) -> None:
         omp=os.environ["OMP_NUM_THREADS"],
         folder=os.getcwd(),
         listening=listening,
+        interface=os.environ.get("GLOO_SOCKET_IFNAME"),
     )
 
 
@@ -129,3 +130,10 @@ def _listening_addresses() -> list[str]:
             if fields[3] == "0A" and fields[9] in inodes:
                 found.append(fields[1].partition(":")[0])
     return found
+
+
+def one_is_late(config: RunConfig, worker: Worker) -> None:
+    """Rank 1 does not come to the collective while the others' time runs out."""
+    if worker.rank == 1:
+        time.sleep(600)
+    dist.barrier()

@@ -90,7 +90,7 @@ def test_devices_without_their_pytorch_are_told(tmp_path: Path) -> None:
 
 def _a_run(folder: Path) -> Path:
     (folder / "logs").mkdir(parents=True)
-    (folder / "config.yaml").write_text("version: 1\n")
+    (folder / "run.yaml").write_text("version: 1\n")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     (folder / "logs/rank-0.log").write_text("".join(f"line {number:07}\n" for number in range(50_000)))
     (folder / "weights.safetensors").write_text("not for a report")
@@ -111,7 +111,7 @@ def test_the_bundle_has_the_report_the_settings_and_the_tails_and_nothing_else(
     assert set(members) == {
         "doctor.json",
         "doctor.txt",
-        "run/config.yaml",
+        "run/run.yaml",
         "run/metrics.jsonl",
         "run/logs/rank-0.log",
     }

@@ -32,6 +32,7 @@ def test_workers_meet_are_given_their_place_and_listen_on_loopback_only(tmp_path
     assert len({fact["pid"] for fact in facts} | {os.getpid()}) == 5
     addresses = {address for fact in facts for address in fact["listening"]}
     assert addresses == {"0100007F"}, "127.0.0.1, as /proc/net/tcp writes it"
+    assert {fact["interface"] for fact in facts} == {"lo"}
 
 
 def test_the_cores_are_shared_out_when_no_number_of_threads_is_stated(tmp_path: Path) -> None:
@@ -93,6 +94,16 @@ def test_a_defect_shows_the_rank_and_the_traceback_and_not_what_follows_from_it(
     shown = capfd.readouterr().err
     assert shown.startswith("worker 1 failed") and shown.endswith("ValueError: the defect\n")
     assert shown.count("Traceback") == 1 and "gloo" not in shown
+
+
+def test_a_collective_that_takes_longer_than_the_timeout_ends_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, {"shard": 2}, timeout=1.5)
+    assert run(config, "harness.targets:one_is_late") == 1
+    shown = capfd.readouterr().err
+    assert shown.startswith("error: worker 0 lost the other workers") and "Timed out" in shown
+    assert shown.count("\n") == 1
 
 
 def test_a_worker_that_leaves_without_a_word_is_named(

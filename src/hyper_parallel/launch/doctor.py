@@ -63,7 +63,7 @@ _LOW_MEMORY = 2 * 2**30
 _LOW_DISK = 5 * 2**30
 _LOW_FILES = 1024
 _LOG_BYTES = 256 * 1024
-_RUN_FILES = ("config.yaml", "config.json", "summary.json")
+_RUN_FILES = ("run.yaml", "summary.json")
 
 
 def collect() -> dict[str, Any]:
