@@ -54,7 +54,7 @@ def test_auto_takes_an_accelerator_with_a_device_for_each_worker(accelerator: _A
 
 
 def test_fewer_devices_than_workers_is_refused_when_asked_for_by_name(accelerator: _Accelerator) -> None:
-    with pytest.raises(LaunchError, match="3 workers here need .* there are only 2"):
+    with pytest.raises(LaunchError, match=r"3 workers here need .* there are only 2"):
         backend("accelerator", workers=3)
     accelerator.count = 0
     with pytest.raises(LaunchError, match="PyTorch finds none here"):
