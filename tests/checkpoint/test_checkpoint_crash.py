@@ -275,7 +275,7 @@ def test_one_ranks_failure_is_named_and_ends_the_save_on_all(tmp_path, monkeypat
     monkeypatch.setattr("hyper_parallel.checkpoint.part.write_file", failing)
 
     def one(ranks: ThreadRanks) -> str:
-        with Writer(tmp_path, MESH, ranks.rank, group=ranks) as writer:
+        with Writer(tmp_path, MESH, ranks.rank, group=ranks, time_limit=10) as writer:
             writer.save(2, {"w": Piece(value(2)[:32], LAYOUT)}, {})
             with pytest.raises((CheckpointError, MemoryError)) as caught:
                 writer.wait()
