@@ -101,6 +101,7 @@ def test_a_beginning_token_and_a_truncation_of_the_folder_are_minded(tmp_path: P
     names = loaded.transformers.convert_ids_to_tokens(ids)
     assert names[0] == "<s>" and names[-1] == "</s>" and names.count("<s>") == 1
     assert loaded.transformers.decode(ids) == f"<s>{TEXTS[0]}</s>"
+    assert loaded.encode(TEXTS[0]) == ids[:-1]
     assert loaded.vocab_size == 1 + max(loaded.transformers.get_vocab().values())
 
 
