@@ -97,6 +97,19 @@ def test_the_first_update_is_the_formula() -> None:
     assert "optimizer.exp_avg.1.weight" not in optimizer.pieces()
 
 
+def test_a_fused_projection_is_orthogonalised_part_by_part() -> None:
+    model = parallelize(_model("phi3"), Strategy())
+    ids = torch.arange(16).unsqueeze(0)
+    model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+    weight = model.model.layers[0].self_attn.qkv_proj.weight
+    before, grads = weight.detach().clone(), weight.grad.split((32, 16, 16))
+    build_optimizer(model, CONFIG).step(1.0)
+    # No part has more outputs than inputs, so that none is scaled.
+    update = torch.cat([orthogonalise(grad, 5) for grad in grads])
+    expected = before * (1 - CONFIG.lr * 0.1) - CONFIG.lr * update
+    torch.testing.assert_close(weight.detach(), expected, atol=1e-5, rtol=0)
+
+
 def _train(rank: int, world: int, family: str, axes: dict[str, int]) -> dict[str, torch.Tensor]:
     model = parallelize(_model(family), Strategy(axes=axes))
     handle = sharded(model)

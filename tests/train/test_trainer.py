@@ -146,6 +146,7 @@ def test_a_finished_run_is_not_trained_again(
     assert "nothing left to train: step 6 of 6 is done" in capsys.readouterr().out
     assert again.eval_after == whole[1].eval_after and again.sample == whole[1].sample
     assert again.initial_loss == whole[1].initial_loss
+    assert again.checkpoint == str(Path(config.out) / "checkpoints" / "step-00000006")
     assert metrics(config) == metrics(whole[0])
 
 
@@ -185,7 +186,7 @@ def test_batch_and_steps_may_change_on_resume(folder: Path, whole: tuple[RunConf
 
 
 def test_not_finite_stops_before_the_optimizer(folder: Path) -> None:
-    config = run_config(folder, "broken", checkpoint={"every": 1, "background": False})
+    config = run_config(folder, "broken", checkpoint={"every": 1})
     model = Bigram(broken_at=3)
     with pytest.raises(NonFiniteError) as caught:
         run(config, model)

@@ -52,6 +52,7 @@ class RunCheckpoints:
         self._folder = Path(config.out) / FOLDER
         self._assets = tokenizer_assets(built.text.tokenizer) if self._handle.rank == 0 else {}
         self._writer: Writer | None = None
+        self._last: Path | None = None
 
     def resume(self) -> tuple[RunState | None, list[str]]:
         """Load the newest verified checkpoint; the state it holds, None when there is none, and what to say.
@@ -73,6 +74,7 @@ class RunCheckpoints:
         self._check(read_state(found.path), found.path)
         state = read(found.path, pieces, rank=self._handle.rank)
         self._optimizer.load_state(state["optimizer"])
+        self._last = found.path
         notes.append(f"resumed from {found.path} at step {found.step}")
         return RunState(**state["run"]), notes
 
@@ -102,12 +104,11 @@ class RunCheckpoints:
         )
 
     def finish(self) -> Path | None:
-        """Wait for what is being written; the last checkpoint of this run."""
-        if self._writer is None:
-            return None
-        last = self._writer.wait()
-        self._writer.close()
-        return last
+        """Wait for what is being written; the newest checkpoint, the one resumed from if none was written."""
+        if self._writer is not None:
+            self._last = self._writer.wait() or self._last
+            self._writer.close()
+        return self._last
 
     def _pieces(self) -> dict[str, Piece]:
         pieces = {f"model.{p.name}": Piece(p.local, p.layout) for p in self._handle.parameters()}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.config import RunConfig, dump
+from hyper_parallel.errors import CheckpointError, HyperParallelError
 from hyper_parallel.launch import Worker, stop_requested
 from hyper_parallel.shard import sharded
 from hyper_parallel.train.batches import Batches
@@ -105,6 +106,11 @@ class _Run:
         try:
             with contextlib.closing(self.trackers):
                 summary = self._train()
+        except HyperParallelError:
+            # Every rank raises it: what is being saved can be finished, so that a resume finds it.
+            with contextlib.suppress(CheckpointError):
+                self.checkpoints.finish()
+            raise
         finally:
             if self.progress is not None:
                 self.progress.close()
