@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from families import STRATEGIES, Step, build, one_device_step, step
-from harness import run_ranks
 
+from harness import run_ranks
 from hyper_parallel import shard
 from hyper_parallel.strategy import Strategy
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from families import build, one_device_step, simulated_step, step
-from harness import run_ranks
 from torch import nn
 
+from harness import run_ranks
 from hyper_parallel import shard
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.strategy import Strategy

@@ -53,10 +53,13 @@ class Block(nn.Module):
     ],
 )
 def test_llama(overrides: dict, strategy: dict, message: str) -> None:  # type: ignore[type-arg]
-    with pytest.raises(StrategyError) as caught:
+    def spread() -> None:
         model = build("llama", **overrides)
         make_plan(model, Strategy(**strategy))
         shard.parallelize(model, Strategy(**strategy))
+
+    with pytest.raises(StrategyError) as caught:
+        spread()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, build
-from harness import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness import run_ranks
 from hyper_parallel import shard
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.strategy import Strategy

@@ -14,17 +14,22 @@ _ops = torch.ops._c10d_functional
 
 def all_reduce(x: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
     """The sum (or `max`) of `x` over the group, on every rank."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group))
+    return _waited(_ops.all_reduce(x.contiguous(), op, group))
 
 
 def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """[d0, ...] of each rank to [size · d0, ...], in rank order. All ranks give the same shape."""
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group))
+    return _waited(_ops.all_gather_into_tensor(x.contiguous(), size, group))
 
 
 def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """[size · d0, ...] to [d0, ...]: the sum over the group, of which each rank gets its chunk of dim 0."""
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+    return _waited(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    done: torch.Tensor = _ops.wait_tensor(x)
+    return done
 
 
 def device_type() -> str:

@@ -1,0 +1,66 @@
+"""What every benchmark shares: the machine's description, paired statistics, and the result file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Enough to know what a figure was measured on."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "accelerator": None
+        if accelerator is None
+        else torch.get_device_module(accelerator).get_device_name(0),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+    }
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> dict[str, float]:
+    """The median of the paired ratios ours / theirs, with a 95% bootstrap interval of that median."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
+    return {
+        "ratio": statistics.median(ratios),
+        "low": medians[int(0.025 * len(medians))],
+        "high": medians[int(0.975 * len(medians))],
+        "ours_s": statistics.median(ours),
+        "theirs_s": statistics.median(theirs),
+        "pairs": float(len(ratios)),
+    }
+
+
+def write(name: str, result: dict[str, Any]) -> Path:
+    """Keep a result under ``benchmarks/results`` with the machine described."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    stamped = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), **result}
+    path.write_text(json.dumps(stamped, indent=1) + "\n")
+    return path
