@@ -17,7 +17,7 @@ venv: ## Make .venv and install the pinned dependencies, where they are not ther
 	@tools/venv.sh $(VENV)
 
 train: venv ## Train the quickstart: make train [RUN=file.yaml] [ARGS="train.steps=20"]
-	@$(BIN)/hyper-parallel train $(RUN) $(ARGS)
+	@$(BIN)/hyper-parallel train $(RUN) $$($(BIN)/python tools/fit_devices.py $(RUN)) $(ARGS)
 
 test: lint ## Linters, types, import directions, then the tests with a sample of the matrix
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "not matrix" --durations=15 $(ARGS)

@@ -34,6 +34,14 @@ class LaunchError(HyperParallelError):
     """Workers that could not be started or that died; names the rank."""
 
 
+class WorkersFailedError(LaunchError):
+    """Workers that were started here ended with `code`; what went wrong has been shown by then."""
+
+    def __init__(self, code: int, out: str) -> None:
+        super().__init__(f"the workers ended with exit code {code}; {out}/logs has a log for each rank")
+        self.code = code
+
+
 class NonFiniteError(HyperParallelError):
     """A loss or gradient that is not finite, found before the optimizer touched anything."""
 

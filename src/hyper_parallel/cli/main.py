@@ -13,7 +13,7 @@ from hyper_parallel.cli.export import export
 from hyper_parallel.cli.schema import schema
 from hyper_parallel.cli.train import train
 from hyper_parallel.cli.verify import verify
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import HyperParallelError, WorkersFailedError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except WorkersFailedError as error:
+        sys.exit(error.code)
     except HyperParallelError as error:
         for line in str(error).splitlines():
             click.echo(f"hyper-parallel: error: {line}", err=True)

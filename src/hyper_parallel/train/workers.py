@@ -11,7 +11,7 @@ from torch import nn
 
 from hyper_parallel import compat
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import LaunchError
+from hyper_parallel.errors import LaunchError, WorkersFailedError
 from hyper_parallel.launch import Worker, run
 from hyper_parallel.launch.place import detect
 from hyper_parallel.launch.stop import listening
@@ -45,7 +45,7 @@ def run_on_workers(config: RunConfig, model: nn.Module | None) -> Summary:
     _given[:] = [] if model is None else [model]
     code = run(config, f"{__name__}:main")
     if code != 0:
-        raise LaunchError(f"the run ended with exit code {code}; {config.out}/logs has a log for each rank")
+        raise WorkersFailedError(code, config.out)
     return Summary.read(config.out)
 
 

@@ -11,7 +11,7 @@ import torch
 from hyper_parallel import launch
 from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import LaunchError, StrategyError
+from hyper_parallel.errors import StrategyError, WorkersFailedError
 from hyper_parallel.launch import Worker
 from hyper_parallel.shard import init_weights, load_weights, parallelize
 from hyper_parallel.shard.parallelize import Lowering
@@ -45,9 +45,7 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
         return _compared(config, one, many, "all ranks in one process")
     code = launch.run(config, f"{__name__}:worker_main")
     if code != 0:
-        raise LaunchError(
-            f"the workers ended with exit code {code}; {config.out}/logs has a log for each rank"
-        )
+        raise WorkersFailedError(code, config.out)
     return Report.from_json(json.loads((Path(config.out) / RESULT).read_text()))
 
 

@@ -50,11 +50,14 @@ def run_step(
     sides an update that differs is a fault.
     """
     handle = sharded(model)
+    with one_device():
+        device = next(iter(each_rank(handle.parameters()[0].local).values())).device
+        whole = {key: tensor.to(device) for key, tensor in whole.items()}
     rows = whole["input_ids"].size(0)
     with one_device():
         tokens = float(valid_tokens(whole["labels"]))
     count = config.train.micro_batch or rows // handle.strategy.axes.data
-    loss = torch.zeros(())
+    loss = torch.zeros((), device=device)
     for micro in range(rows // handle.strategy.axes.data // count):
         loss = loss + _micro_batch(model, handle, config, whole, tokens, micro, count)
     loss = handle.all_reduce(loss, ("replicate", "shard"))

@@ -1,0 +1,320 @@
+"""Everything that only an accelerator can show, in one call: python benchmarks/gpu.py
+
+First correctness, each against the CPU or against one device: families and strategies, streams and events, copies
+through pinned memory, a checkpoint written while the step goes on. Then measurements: our one-device step beside a
+plain eager loop on a wider Llama in bf16, its MFU and memory, the bandwidth of copies. A failed check ends with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import paired_ratio, write
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hyper_parallel import checkpoint, compat, shard
+from hyper_parallel.checkpoint import Piece, Writer
+from hyper_parallel.compat import Backend
+from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
+from hyper_parallel.config.load import from_dict
+from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.train.batches import MicroBatch, StepBatch
+from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.train.schedule import schedule
+from hyper_parallel.train.step import Stepper
+from hyper_parallel.verify.report import compare
+from hyper_parallel.verify.step import StepOutcome, run_step
+from hyper_parallel.workload import flops_of_model, mfu
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 515,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SMALL},
+    "qwen3, tied": {"model_type": "qwen3", **SMALL, "head_dim": 16, "tie_word_embeddings": True},
+    "gemma3": {"model_type": "gemma3_text", **SMALL, "head_dim": 16, "sliding_window": 32},
+    "phi3, fused": {"model_type": "phi3", **SMALL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt2, dropout": {
+        "model_type": "gpt2",
+        "vocab_size": 515,
+        "n_embd": 128,
+        "n_layer": 2,
+        "n_head": 8,
+        "n_positions": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+STRATEGIES = [
+    {"axes": {"tensor": 2}},
+    {"axes": {"tensor": 4}, "sequence": True},
+    {"axes": {"shard": 2, "tensor": 2}},
+    {"axes": {"replicate": 2, "shard": 2}},
+]
+# What the step is timed on: 1.1 billion parameters, which fit every current data-centre accelerator with AdamW.
+WIDE = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+Check = tuple[str, bool, str]
+
+
+def build(fields: dict[str, Any], meta: bool = True) -> nn.Module:
+    fields = dict(fields)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with one_device(), torch.device("meta" if meta else "cpu"):
+        return AutoModelForCausalLM.from_config(config).train()
+
+
+def outcome(
+    fields: dict[str, Any],
+    strategy: Strategy,
+    device: torch.device | str,
+    update_from: dict[str, Tensor] | None = None,
+) -> StepOutcome:
+    config = from_dict(
+        {
+            "version": 1,
+            "out": "unused",
+            "model": {"config": fields},
+            "data": {"train": "python-stdlib", "sequence": 64},
+            "train": {"batch": 4},
+            "strategy": strategy.model_dump(),
+        }
+    )
+    model = build(fields)
+    shard.parallelize(model, strategy, lowering="traceable", alone=strategy.axes.world == 1)
+    shard.init_weights(model, 0, device)
+    with one_device():
+        draw = torch.Generator().manual_seed(1)
+        ids = torch.randint(515, (4, 65), generator=draw)
+        positions = torch.cat([torch.arange(20), torch.arange(44)]).repeat(4, 1)
+        whole = {
+            "input_ids": ids[:, :-1].contiguous(),
+            "labels": ids[:, 1:].contiguous(),
+            "position_ids": positions,
+        }
+    return run_step(model, config, whole, update_from)
+
+
+def check_equivalence(device: torch.device) -> list[Check]:
+    checks = []
+    for family, fields in FAMILIES.items():
+        reference = outcome(fields, Strategy(), "cpu")
+        alone = outcome(fields, Strategy(), device, reference.gradients)
+        report = compare(reference, alone, "one device", device.type, "float32")
+        checks.append((f"{family}: {device.type} against cpu", report.ok, worst(report)))
+        for declared in STRATEGIES:
+            strategy = Strategy(**declared)
+            with simulated_ranks(strategy.axes.world):
+                many = outcome(fields, strategy, device, reference.gradients)
+            report = compare(reference, many, "", "", "float32")
+            name = " · ".join(f"{axis} {size}" for axis, size in declared["axes"].items())
+            checks.append((f"{family}: {name}, ranks simulated on {device.type}", report.ok, worst(report)))
+    return checks
+
+
+def worst(report: Any) -> str:
+    first = report.parameters[0]
+    return f"{first.gradient:.1e} in {first.name}"
+
+
+def check_streams(backend: Backend, device: torch.device) -> list[Check]:
+    stream, done = backend.Stream(), backend.Event()
+    big = torch.ones(4096, 4096, device=device)
+    seen: list[Tensor] = []
+
+    def work() -> None:
+        x = big
+        for _ in range(20):
+            x = x @ big / 4096
+        seen.append(x)
+
+    backend.synchronize()
+    stream.run(work)
+    done.record(stream)
+    early = not done.query()
+    done.wait()
+    total = float(seen[0].sum())
+    backend.synchronize()
+    right = total == 4096.0 * 4096
+    return [
+        ("an event is not reached before its work is done", early, "asked at once"),
+        ("a stream that waits for an event sees the work", right and done.query(), f"sum {total:.0f}"),
+    ]
+
+
+def check_copies(backend: Backend, device: torch.device) -> tuple[list[Check], dict[str, float]]:
+    size = 2**28
+    host = backend.host_buffer((size,), torch.uint8)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    back = torch.empty_like(source)
+    rates = {}
+    for name, copy in (
+        ("device to host", lambda: host.copy_(source, non_blocking=True)),
+        ("host to device", lambda: back.copy_(host, non_blocking=True)),
+    ):
+        seconds = []
+        for _ in range(5):
+            backend.synchronize()
+            start = time.perf_counter()
+            copy()
+            backend.synchronize()
+            seconds.append(time.perf_counter() - start)
+        rates[f"{name}, GB/s"] = size / statistics.median(seconds) / 1e9
+    pinned = bool(host.is_pinned())
+    same = bool(torch.equal(source, back))
+    return [
+        ("host buffers are pinned", pinned, ""),
+        ("bytes come back as they went", same, f"{size} bytes"),
+    ], rates
+
+
+def check_checkpoint(device: torch.device) -> list[Check]:
+    model = build(FAMILIES["llama"])
+    shard.parallelize(model, Strategy())
+    shard.init_weights(model, 0, device)
+    handle = shard.sharded(model)
+    expected = {p.name: p.local.clone() for p in handle.parameters()}
+    with tempfile.TemporaryDirectory() as folder:
+        with Writer(Path(folder), handle.mesh, 0) as writer:
+            writer.save(1, {p.name: Piece(p.local, p.layout) for p in handle.parameters()}, {})
+            for p in handle.parameters():
+                p.local.zero_()  # what is saved is what was there at the call
+        found = checkpoint.newest(Path(folder))
+        assert found is not None
+        checkpoint.read(found.path, {p.name: Piece(p.local, p.layout) for p in handle.parameters()})
+    same = all(torch.equal(p.local, expected[p.name]) for p in handle.parameters())
+    return [("a checkpoint holds the values at the call", same, "")]
+
+
+def timed_step(backend: Backend, step: Callable[[], object]) -> float:
+    backend.synchronize()
+    start = time.perf_counter()
+    step()
+    backend.synchronize()
+    return time.perf_counter() - start
+
+
+def measure_step(
+    backend: Backend, device: torch.device, pairs: int, batch: int, sequence: int
+) -> dict[str, Any]:
+    """Our step in bf16 mixed precision beside a plain loop under autocast-free bf16 weights with fp32 masters."""
+    ids = torch.randint(32000, (batch, sequence + 1), generator=torch.Generator().manual_seed(0)).to(device)
+    positions = torch.arange(sequence, device=device).expand(batch, -1)
+
+    ours_model = build(WIDE)
+    flops = flops_of_model(ours_model).per_token(sequence) * batch * sequence
+    strategy = Strategy(precision={"compute": "bfloat16"})
+    shard.parallelize(ours_model, strategy)
+    shard.init_weights(ours_model, 0, device)
+    stepper = Stepper(
+        ours_model,
+        shard.sharded(ours_model),
+        build_optimizer(ours_model, AdamWConfig()),
+        schedule(ScheduleConfig(name="constant"), 10**6),
+        seed=0,
+        clip=1.0,
+    )
+    rows = torch.arange(batch, device=device)
+    micro = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, rows)
+    given = StepBatch(0, list(range(batch)), [micro], torch.tensor(float(batch * sequence), device=device))
+    stepper.begin(given)
+
+    def ours() -> None:
+        stepper.run(load_next=lambda: given, stop=False, memory=0.0)
+
+    torch.manual_seed(0)
+    plain = build(WIDE, meta=False).to(device)
+    optimizer = torch.optim.AdamW(
+        plain.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+
+    def by_hand() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = plain(input_ids=micro.input_ids, position_ids=positions, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), micro.labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        float(loss.detach())
+
+    for _ in range(3):
+        ours()
+        by_hand()
+    a, b = [], []
+    for pair in range(pairs):
+        for side in (0, 1) if pair % 2 else (1, 0):
+            (a if side == 0 else b).append(timed_step(backend, ours if side == 0 else by_hand))
+    peak = backend.peak_flops(torch.bfloat16)
+    result: dict[str, Any] = {**paired_ratio(a, b), "batch": batch, "sequence": sequence}
+    result["mfu"] = mfu(flops, statistics.median(a), 1, peak) if peak else None
+    backend.reset_memory_peak()
+    ours()
+    result["memory_peak_gib_both_models_resident"] = backend.memory_peak() / 2**30
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=2048)
+    options = parser.parse_args()
+    found = compat.accelerators()
+    if not found:
+        print("no accelerator here; this benchmark measures what only one can show", file=sys.stderr)
+        return 2
+    backend = found[0]
+    device = backend.device(0)
+    backend.set_device(device)
+    torch.backends.fp32_precision = "ieee"
+
+    checks = check_equivalence(device) + check_streams(backend, device) + check_checkpoint(device)
+    copied, rates = check_copies(backend, device)
+    checks += copied
+    console = Console(width=120)
+    table = Table("check", "", "worst")
+    for name, passed, note in checks:
+        table.add_row(name, "right" if passed else "WRONG", note)
+    console.print(table)
+    result: dict[str, Any] = {
+        "checks": [{"name": n, "right": ok, "note": note} for n, ok, note in checks],
+        **rates,
+    }
+    if all(ok for _, ok, _ in checks):
+        step = measure_step(backend, device, options.pairs, options.batch, options.sequence)
+        result["step"] = step
+        console.print(step)
+    console.print(rates)
+    console.print(write(f"gpu-{backend.device_name(0).replace(' ', '-').lower()}", result))
+    return 0 if all(ok for _, ok, _ in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""`verify` says right when a strategy is right, and wrong when any part of it is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hyper_parallel.cli.main import main
+from hyper_parallel.config import RunConfig
+from hyper_parallel.config.load import from_dict
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.handle import ShardedModel
+from hyper_parallel.train.optimizer.adamw import AdamW
+from hyper_parallel.verify import Report, verify_file
+
+STRATEGY = {"axes": {"shard": 2, "tensor": 2}, "sequence": True}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "text.txt").write_text(
+        "".join(f"line {n}: the quick brown fox, again and again.\n" for n in range(400))
+    )
+    llama = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return {
+        "version": 1,
+        "out": str(tmp_path / "out"),
+        "model": {"config": {**llama, **heads}},
+        "data": {
+            "train": str(tmp_path / "text.txt"),
+            "sequence": 32,
+            "tokenizer": {"vocab_size": 300},
+            "cache": str(tmp_path / "cache"),
+        },
+        "train": {"batch": 4, "micro_batch": 1},
+        "strategy": STRATEGY,
+    }
+
+
+def config_of(run_file: dict[str, Any], **changes: Any) -> RunConfig:
+    return from_dict({**run_file, **changes})
+
+
+def test_a_right_strategy_is_right(run_file: dict[str, Any]) -> None:
+    report = verify_file(config_of(run_file))
+    assert report.ok, report.failures
+    assert len(report.parameters) == 21
+    assert "right: 21 parameters" in report.table()
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_in_bfloat16_with_either_optimizer(run_file: dict[str, Any], optimizer: str) -> None:
+    strategy = {**STRATEGY, "precision": {"compute": "bfloat16"}}
+    report = verify_file(
+        config_of(run_file, strategy=strategy, train={"batch": 4, "optimizer": {"name": optimizer}})
+    )
+    assert report.ok, report.failures
+
+
+def _no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Axis, "copy", lambda self, x: x)
+
+
+def _no_reduction_over_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Axis._reduce_scatter
+    half = lambda self, x, dim: whole(self, x * (0.5 if self.name == "shard" else 1), dim)  # noqa: E731
+    monkeypatch.setattr(Axis, "_reduce_scatter", half)
+
+
+def _copies_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = ShardedModel.grad_norm
+    monkeypatch.setattr(
+        ShardedModel, "grad_norm", lambda self: norm(self) * (2 if self.mesh.world > 1 else 1)
+    )
+
+
+def _update_of_the_first_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = AdamW.step
+
+    def sharded_is_skipped(self: AdamW, lr_scale: float) -> None:
+        step(self, lr_scale if type(self._groups[0].locals[0]) is torch.Tensor else 0.5 * lr_scale)
+
+    monkeypatch.setattr(AdamW, "step", sharded_is_skipped)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (_no_copy, "gradient of model."),
+        (_no_reduction_over_data, "gradient of"),
+        (_copies_counted_twice, "gradient norm"),
+        (_update_of_the_first_rank_only, "updated value of"),
+    ],
+)
+def test_a_broken_part_is_found(
+    run_file: dict[str, Any], monkeypatch: pytest.MonkeyPatch, broken: Any, said: str
+) -> None:
+    broken(monkeypatch)
+    report = verify_file(config_of(run_file))
+    assert not report.ok
+    assert any(failure.startswith(said) for failure in report.failures), report.failures
+    assert "WRONG" in report.table()
+
+
+def test_one_device_has_nothing_to_compare(run_file: dict[str, Any]) -> None:
+    with pytest.raises(StrategyError, match="nothing to compare"):
+        verify_file(config_of(run_file, strategy={}))
+
+
+def test_real_workers_from_the_command_line(
+    run_file: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({**run_file, "strategy": {"axes": {"shard": 2}}}))
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(file), "--driver", "gloo", "--json"])
+    assert ended.value.code == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert report["driver"] == "2 workers over gloo"
