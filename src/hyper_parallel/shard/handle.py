@@ -100,7 +100,7 @@ class ShardedModel:
 
     def cut(self, full: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's piece of a whole tensor that every rank has."""
-        return per_rank(lambda rank: cut(full, layout, rank))
+        return per_rank(lambda rank: cut(on_rank(full, rank), layout, rank))
 
     def gather(self, local: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The whole tensor, on every rank, from each one's piece. Uneven and fused layouts included."""

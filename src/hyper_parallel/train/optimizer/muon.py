@@ -12,7 +12,7 @@ orthogonalised part by part, also where nothing is split, so that the update doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,10 @@ class HiddenMatrix:
     """Lengths of the fused parts of that dim; one when nothing is fused."""
 
 
-def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
+def hidden_matrices(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, HiddenMatrix]:
     """Parameter name to how it is orthogonalised, for every hidden matrix of a model.
+
+    `shapes`: parameter name to the shape of the whole parameter, of which the model may hold a piece.
 
     The output head is `get_output_embeddings()`, or in a module without that, any linear layer with as many
     outputs as an embedding has rows.
@@ -53,17 +55,18 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
     else:
         rows = {m.num_embeddings for m in embeddings}
         ends |= {
-            id(m.weight) for m in modules.values() if isinstance(m, nn.Linear) and m.weight.shape[0] in rows
+            id(m.weight) for m in modules.values() if isinstance(m, nn.Linear) and m.out_features in rows
         }
     config = text_config(model)
     found: dict[str, HiddenMatrix] = {}
     for name, parameter in model.named_parameters():
-        if parameter.ndim != 2 or id(parameter) in ends:
+        if len(shapes[name]) != 2 or id(parameter) in ends:
             continue
         owner = name.rpartition(".")[0]
         module, parent = modules[owner], modules[owner.rpartition(".")[0]]
         output = dim_of_features(module, output=True)
-        parts = fused_parts(owner, parameter.shape[output], parent, heads_of(parent, config))
+        features = shapes[name][output]
+        parts = fused_parts(owner, features, parent, heads_of(parent, config))
         found[name] = HiddenMatrix(output, parts)
     return found
 
@@ -88,7 +91,9 @@ class Muon:
     @classmethod
     def of(cls, model: nn.Module, parameters: list[ShardedParameter], config: MuonConfig) -> Muon:
         """Muon for a parallelized model."""
-        return cls(parameters, config, sharded(model), hidden_matrices(model))
+        handle = sharded(model)
+        shapes = {name: layout.shape for name, layout in handle.plan.layouts().items()}
+        return cls(parameters, config, handle, hidden_matrices(model, shapes))
 
     @torch.no_grad()
     def step(self, lr_scale: float) -> None:
