@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+PREFIX = "hyper-parallel: error: "
+"""Begins each line on standard error that says what went wrong, whichever process writes it."""
+
 
 class HyperParallelError(Exception):
     """The one base class: whatever a user's input, machine or file can cause derives from it.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import PREFIX, HyperParallelError
 from hyper_parallel.launch import run
 from hyper_parallel.launch.place import detect
 
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     try:
         _code = run(_config, sys.argv[2])
     except HyperParallelError as _error:
-        print(f"error: {_error}", file=sys.stderr)
+        print(f"{PREFIX}{_error}", file=sys.stderr)
         _code = 2
     if detect(os.environ, _config.launch.rendezvous) is None:
         assert "torch" not in sys.modules, "the command imported torch"

@@ -32,7 +32,9 @@ def test_a_killed_worker_ends_the_run_names_the_rank_and_leaves_nothing(tmp_path
     family = descendants(command.process.pid)
     os.kill(noted(tmp_path, 2)["pid"], signal.SIGKILL)
     assert command.end(timeout=15) == 1
-    assert command.errors.startswith("error: worker 2 was killed by SIGKILL (out of memory, or by hand)")
+    assert command.errors.startswith(
+        "hyper-parallel: error: worker 2 was killed by SIGKILL (out of memory, or by hand)"
+    )
     assert "continues from the last committed checkpoint" in command.errors
     assert command.errors.count("\n") == 1
     wait_until(lambda: not any(map(running, family)), "no process is left", timeout=10)

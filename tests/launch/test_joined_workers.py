@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from harness.commands import descendants, make_config, noted, running, wait_until
 from hyper_parallel.config import RunConfig
 
@@ -79,9 +81,9 @@ def test_under_torchrun_the_process_is_the_worker(tmp_path: Path) -> None:
 def test_another_number_of_workers_than_the_strategys_is_said_once(tmp_path: Path) -> None:
     process = _torchrun(make_config(tmp_path, {"shard": 2, "tensor": 2}), "facts", 2)
     _, errors = process.communicate(timeout=60)
-    said = [line for line in errors.splitlines() if line.startswith("error: ")]
+    said = [line for line in errors.splitlines() if line.startswith("hyper-parallel: error: ")]
     assert said == [
-        "error: torchrun started 2 workers, but the strategy's axes multiply to 4 "
+        "hyper-parallel: error: torchrun started 2 workers, but the strategy's axes multiply to 4 "
         "(replicate 1 · shard 2 · tensor 2); start 4, or change the axes"
     ]
     assert "exitcode  : 2" in errors
@@ -104,7 +106,7 @@ def test_under_slurm_a_users_error_is_said_once_and_every_task_ends_with_2(tmp_p
     ends = _by_hand(make_config(tmp_path, {"shard": 2}), "wrong_data", _slurm(2))
     assert [code for code, _, _ in ends] == [2, 2]
     said = "".join(errors for _, _, errors in ends)
-    assert said == "error: corpus.txt is empty; give a file with text\n"
+    assert said == "hyper-parallel: error: corpus.txt is empty; give a file with text\n"
 
 
 def test_under_slurm_the_cause_is_shown_and_not_what_follows_from_it(tmp_path: Path) -> None:
@@ -128,3 +130,21 @@ def test_under_mpi_the_stated_rendezvous_serves(tmp_path: Path) -> None:
     ends = _by_hand(config, "facts", list(environments))
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert [noted(tmp_path, rank)["total"] for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", ["train.stpes=3", "launch.device=npu"])
+def test_under_torchrun_what_every_worker_finds_is_said_once(tmp_path: Path, wrong: str) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(make_config(tmp_path, {"shard": 2}, device="auto").model_dump_json())
+    (tmp_path / "unread").write_text("some text")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "hyper_parallel", "train", str(file), wrong],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("hyper-parallel: ")]
+    assert len(said) == 1, done.stderr
+    assert "exitcode  : 2" in done.stderr

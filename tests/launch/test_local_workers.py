@@ -84,7 +84,7 @@ def test_rank_zero_shows_and_the_rest_goes_to_the_logs(
 
 def test_a_users_error_is_one_line_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(make_config(tmp_path, {"shard": 2}), "harness.targets:wrong_data") == 2
-    assert capfd.readouterr().err == "error: corpus.txt is empty; give a file with text\n"
+    assert capfd.readouterr().err == "hyper-parallel: error: corpus.txt is empty; give a file with text\n"
 
 
 def test_a_defect_shows_the_rank_and_the_traceback_and_not_what_follows_from_it(
@@ -102,7 +102,7 @@ def test_a_collective_that_takes_longer_than_the_timeout_ends_the_run(
     config = make_config(tmp_path, {"shard": 2}, timeout=1.5)
     assert run(config, "harness.targets:one_is_late") == 1
     shown = capfd.readouterr().err
-    assert shown.startswith("error: worker 0 lost the other workers") and "Timed out" in shown
+    assert shown.startswith("hyper-parallel: error: worker 0 lost the other workers") and "Timed out" in shown
     assert shown.count("\n") == 1
 
 

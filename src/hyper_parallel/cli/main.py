@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from hyper_parallel.cli.export import export
 from hyper_parallel.cli.schema import schema
 from hyper_parallel.cli.train import train
 from hyper_parallel.cli.verify import verify
-from hyper_parallel.errors import HyperParallelError, WorkersFailedError
+from hyper_parallel.errors import PREFIX, HyperParallelError, WorkersFailedError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
@@ -55,23 +56,36 @@ for _subcommand in (train, verify, export, schema, doctor):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code.
 
-    A HyperParallelError is the user's to mend: its text on standard error, no traceback, exit code 2. Any other
-    exception is a defect and shows its traceback; Python then exits with 1.
+    A HyperParallelError is the user's to mend: its text on standard error, no traceback, exit code 2; of several
+    workers that a launcher started on this machine the first one says it. Any other exception is a defect and
+    shows its traceback; Python then exits with 1.
     """
     try:
         command.main(args=arguments, prog_name="hyper-parallel", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        if _speaks():
+            error.show()
         sys.exit(error.exit_code)
     except WorkersFailedError as error:
         sys.exit(error.code)
     except HyperParallelError as error:
-        for line in str(error).splitlines():
-            click.echo(f"hyper-parallel: error: {line}", err=True)
+        if _speaks():
+            for line in str(error).splitlines():
+                click.echo(f"{PREFIX}{line}", err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("hyper-parallel: interrupted", err=True)
         sys.exit(INTERRUPTED)
+
+
+def _speaks() -> bool:
+    """Whether it is for this process to say what is wrong; waits where it is for another worker of a launcher."""
+    from hyper_parallel.launch.speaker import let_speak, speaks
+
+    if speaks(os.environ):
+        return True
+    let_speak()
+    return False
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import PREFIX, HyperParallelError
 from hyper_parallel.launch.logs import path_of
 
 RESUME = "run the same command again: it continues from the last committed checkpoint"
@@ -74,16 +74,16 @@ class Failure:
         """What the terminal shows, without a newline at the end: one line, but for a crash's traceback."""
         log = path_of(out, self.rank)
         if self.kind == "error":
-            return f"error: {self.text}"
+            return f"{PREFIX}{self.text}"
         if self.kind == "crash":
             return f"worker {self.rank} failed (its log: {log}):\n{self.text}"
         if self.kind == "lost":
             return (
-                f"error: worker {self.rank} lost the other workers, and none on this machine says why "
+                f"{PREFIX}worker {self.rank} lost the other workers, and none on this machine says why "
                 f"({self.text}); see the logs in {log.parent}"
             )
         return (
-            f"error: worker {self.rank} {self.text}; the other workers were ended; {RESUME}; its log: {log}"
+            f"{PREFIX}worker {self.rank} {self.text}; the other workers were ended; {RESUME}; its log: {log}"
         )
 
 

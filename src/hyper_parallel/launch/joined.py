@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
 from typing import TYPE_CHECKING
 
 from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import PREFIX
 from hyper_parallel.launch import logs, stop
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.place import Place
+from hyper_parallel.launch.speaker import SETTLE_S, let_speak, speaks
 from hyper_parallel.launch.worker import work
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
-
-SETTLE_S = 3.0
-"""How long a rank that lost its peers lets one of them say why."""
 
 _SHOWN = "hyper_parallel/shown"
 
@@ -29,18 +29,25 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
     """
     world = config.effective_strategy.axes.world
     if place.world != world:
-        if place.rank == 0:
+        if not speaks(os.environ):
+            let_speak()
+        elif place.rank == 0:
             axes = config.effective_strategy.axes
             degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in axes.order)
             _say(
-                f"error: {place.launcher} started {place.world} workers, but the strategy's axes multiply to "
+                f"{PREFIX}{place.launcher} started {place.world} workers, but the strategy's axes multiply to "
                 f"{world} ({degrees}); start {world}, or change the axes"
             )
         return 2
 
     def report(failure: Failure, store: Store | None) -> None:
         # Every rank is its own process here: the first to claim the key in the store shows its failure.
-        if failure.kind == "lost" and store is not None:
+        if store is None and not speaks(os.environ):
+            # Nothing to agree through yet. Asked to end meanwhile: the machine's first worker had the same to say.
+            let_speak()
+            if stop.stop_requested():
+                return
+        if failure.kind == "lost":
             time.sleep(SETTLE_S)
         with contextlib.suppress(RuntimeError):
             if store is not None and store.add(_SHOWN, 1) > 1:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import LaunchError
+from hyper_parallel.errors import PREFIX, LaunchError
 from hyper_parallel.launch import rendezvous
 from hyper_parallel.launch.failure import RESUME, Failure, cause
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
@@ -91,7 +91,7 @@ class _Watch:
             except LaunchError as error:
                 if not self.started:
                     raise
-                _say(f"error: {error}; {RESUME}")
+                _say(f"{PREFIX}{error}; {RESUME}")
                 return 1
             finally:
                 if self.alive:
