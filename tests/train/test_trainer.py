@@ -93,6 +93,7 @@ def test_what_is_shown_has_the_losses_and_what_to_do_next(
     assert "step 1/2  loss" in shown and "tok/s" in shown
     assert f"held-out loss     {summary.eval_before:.4f} → {summary.eval_after:.4f}" in shown
     assert "ln 300 = 5.7038" in shown
+    # The test runs with or without the environment on the search path; the command is shown as it can be typed.
     assert f"hyper-parallel export {summary.checkpoint}" in shown
     assert f"hyper-parallel train {folder}/shown/run.yaml train.steps=4" in shown
 

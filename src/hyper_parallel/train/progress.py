@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -100,12 +102,27 @@ def line(step: int, steps: int, record: Mapping[str, float], eta: float) -> str:
     return "  ".join(cells)
 
 
+def program(name: str) -> str:
+    """`name` as a person can type it here: by its path where its environment is not the one on the search path."""
+    mine = Path(sys.prefix) / "bin" / name
+    found = shutil.which(name)
+    if not mine.exists() or (found is not None and Path(found).resolve() == mine.resolve()):
+        return name
+    return shlex.quote(str(shown(mine)))
+
+
+def shown(path: Path) -> Path:
+    """A path relative to where the command was run, if it lies below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def _commands(summary: Summary, trackers: list[str], file: str) -> list[str]:
     more = "" if summary.stopped else f" train.steps={summary.steps * 2}"
-    commands = [f"hyper-parallel train {shlex.quote(file)}{more}"]
+    commands = [f"{program('hyper-parallel')} train {shlex.quote(file)}{more}"]
     if summary.checkpoint is not None:
         target = shlex.quote(f"{summary.out}/export")
-        commands.append(f"hyper-parallel export {shlex.quote(summary.checkpoint)} {target}")
+        commands.append(f"{program('hyper-parallel')} export {shlex.quote(summary.checkpoint)} {target}")
     if "tensorboard" in trackers:
-        commands.append(f"tensorboard --logdir {shlex.quote(f'{summary.out}/tensorboard')}")
+        commands.append(f"{program('tensorboard')} --logdir {shlex.quote(f'{summary.out}/tensorboard')}")
     return commands

@@ -57,9 +57,19 @@ class RunCheckpoints:
     def resume(self) -> tuple[RunState | None, list[str]]:
         """Load the newest verified checkpoint; the state it holds, None when there is none, and what to say.
 
-        Raises ConfigError when the checkpoint is of another seed, model or data, or when there is one and
+        From here to `finish` no other run can write into the folder. Raises CheckpointError when one does, or when
+        the folder cannot be written, before a step is lost to that; ConfigError when the checkpoint is of another seed, model or data, or when there is one and
         `checkpoint.resume` is false; CheckpointError when there are only damaged ones.
         """
+        settings = self._config.checkpoint
+        self._writer = Writer(
+            self._folder,
+            self._handle.mesh,
+            self._handle.rank,
+            keep=settings.keep,
+            background=settings.background,
+            group=_group(self._handle),
+        )
         found = newest(self._folder, group=_group(self._handle))
         if found is None:
             return None, []
@@ -80,16 +90,7 @@ class RunCheckpoints:
 
     def save(self, state: RunState) -> None:
         """Save the values as they are now; writing goes on in the background where the run file says so."""
-        if self._writer is None:
-            settings = self._config.checkpoint
-            self._writer = Writer(
-                self._folder,
-                self._handle.mesh,
-                self._handle.rank,
-                keep=settings.keep,
-                background=settings.background,
-                group=_group(self._handle),
-            )
+        assert self._writer is not None, "resume comes first"
         self._writer.save(
             state.step,
             self._pieces(),

@@ -20,7 +20,7 @@ from hyper_parallel.train.build import Built, build, fill
 from hyper_parallel.train.evaluate import Evaluation
 from hyper_parallel.train.meter import Meter
 from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.progress import Progress
+from hyper_parallel.train.progress import Progress, shown
 from hyper_parallel.train.sample import sample
 from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.state import RunCheckpoints, RunState
@@ -252,7 +252,7 @@ class _Run:
             seconds=self.meter.seconds,
             tokens_per_second=rates.get("tokens_per_second"),
             mfu=rates.get("mfu"),
-            checkpoint=str(checkpoint) if checkpoint is not None else None,
+            checkpoint=str(shown(checkpoint)) if checkpoint is not None else None,
             sample=text,
         )
 

@@ -83,7 +83,7 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=f"one device against {self.strategy} ({self.driver})", title_justify="left")
+        table = Table()
         for column, justify in (
             ("", "left"),
             ("one device", "right"),
@@ -93,14 +93,19 @@ class Report:
             table.add_column(column, justify=justify)  # type: ignore[arg-type]
         for what, (one, many) in (("loss", self.loss), ("gradient norm", self.grad_norm)):
             table.add_row(what, f"{one:.8g}", f"{many:.8g}", f"{abs(one - many) / max(abs(one), 1e-30):.1e}")
-        details = Table(title=f"the worst of {len(self.parameters)} parameters", title_justify="left")
+        details = Table()
         for column in ("parameter", "layout", "gradient error", "update error"):
             details.add_column(column, overflow="fold")
         for p in self.parameters[:worst]:
             details.add_row(p.name, p.layout.replace("[", r"\["), f"{p.gradient:.1e}", f"{p.value:.1e}")
         out = io.StringIO()
         console = Console(file=out, width=110)
-        console.print(table, details, sep="\n")
+        console.print(f"one device against {self.strategy}, {self.driver}", markup=False)
+        console.print(table)
+        console.print(
+            f"the worst of {len(self.parameters)} parameters, errors relative to the largest element"
+        )
+        console.print(details)
         if self.ok:
             limits = f"{TOLERANCE[self.dtype]:.0e} of each gradient, {UPDATE_TOLERANCE[self.dtype]:.0e} of each update"
             console.print(f"right: {len(self.parameters)} parameters within {limits}")

@@ -1,0 +1,52 @@
+"""What the README shows is what there is: its commands parse, its loop runs, its figures are the measured ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel.config import load
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = sorted(set(re.findall(r"hyper-parallel (?:train|verify) (examples/[^\n#`]*)", README)))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_one_that_the_file_takes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    file, *overrides = [word for word in shlex.split(command) if not word.startswith("--") and word != "gloo"]
+    load(file, overrides)
+
+
+def test_the_loop_is_the_example_that_the_tests_run() -> None:
+    [shown] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert textwrap.indent(shown.strip(), "    ") in (ROOT / "examples/own_loop.py").read_text()
+
+
+def test_the_shown_strategy_is_the_quickstarts() -> None:
+    config = load(ROOT / "examples/quickstart.yaml")
+    assert "axes: {shard: 2, tensor: 2}" in README
+    assert (config.strategy.axes.shard, config.strategy.axes.tensor, config.strategy.sequence) == (2, 2, True)
+    for key, value in (("steps", config.train.steps), ("batch", config.train.batch)):
+        assert f"  {key}: {value}\n" in README
+    assert f"sequence: {config.data.sequence}}}" in README
+
+
+def test_the_speed_figures_are_the_measured_ones() -> None:
+    cases = json.loads((ROOT / "benchmarks/results/overhead.json").read_text())["cases"]
+    for name, case in cases.items():
+        row = next(line for line in README.splitlines() if line.startswith(f"| {name}, "))
+        assert f"| {case['ratio']:.3f} | {case['low']:.3f} to {case['high']:.3f} |" in row
+        assert case["high"] <= 1.02
+
+
+def test_every_linked_page_is_there() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
