@@ -13,9 +13,10 @@ import pytest
 import torch
 from tiny_run import LLAMA, Bigram, metrics, run, run_config
 
+from hyper_parallel.checkpoint.lock import open_folder
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import ConfigError, LaunchError, NonFiniteError
+from hyper_parallel.errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
 from hyper_parallel.train import Summary, Trainer, register_tracker
 from hyper_parallel.train.trackers import RunInfo
 
@@ -61,6 +62,10 @@ def _interrupted(config: RunConfig, step: int) -> Summary:
 def _tensors(checkpoint: str | Path) -> dict[str, bytes]:
     """What a checkpoint's data files hold, as bytes."""
     return {path.name: path.read_bytes() for path in Path(checkpoint).glob("*.safetensors")}
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_run_trains_and_leaves_what_it_promises(whole: tuple[RunConfig, Summary]) -> None:
@@ -121,6 +126,34 @@ def test_an_interrupted_run_saves_and_goes_on_bit_for_bit(
     assert _tensors(second.checkpoint) == _tensors(expected.checkpoint)
     assert (second.initial_loss, second.eval_before) == (expected.initial_loss, expected.eval_before)
     assert second.eval_after == expected.eval_after
+
+
+def test_a_run_into_the_folder_of_one_that_is_live_is_refused_before_it_touches_anything(
+    folder: Path, whole: tuple[RunConfig, Summary]
+) -> None:
+    config = run_config(folder, "live", seed=8)
+    shutil.copytree(whole[0].out, config.out)
+    before = _contents(Path(config.out))
+    lock = open_folder(Path(config.out) / "checkpoints")
+    with pytest.raises(CheckpointError, match="another run is writing checkpoints into"):
+        run(config)
+    os.close(lock)
+    with pytest.raises(ConfigError, match="of another run: seed was 7 and is 8"):
+        run(config)
+    assert _contents(Path(config.out)) == before
+    # Neither refusal holds the folder: the next run in this process has it.
+    assert run(config.model_copy(update={"seed": 7})).steps == 6
+
+
+@pytest.mark.parametrize("file", ["run.yaml", "metrics.jsonl.partial", "checkpoints"])
+def test_a_file_system_that_refuses_is_one_line(file: str, folder: Path) -> None:
+    config = run_config(folder, f"refused-{file}")
+    blocked = Path(config.out) / file
+    blocked.parent.mkdir()
+    blocked.symlink_to("/proc/version/none")
+    with pytest.raises(CheckpointError, match=r"cannot (read|write) .*; (move it|change its)") as caught:
+        run(config)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(

@@ -14,6 +14,11 @@ from pathlib import Path
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.units import format_bytes
 
+REFUSALS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+)
+"""What a file system says that a person can mend; any other error of the system is a defect until shown otherwise."""
+
 
 @dataclass(frozen=True)
 class Written:

@@ -57,9 +57,9 @@ class RunCheckpoints:
     def resume(self) -> tuple[RunState | None, list[str]]:
         """Load the newest verified checkpoint; the state it holds, None when there is none, and what to say.
 
-        From here to `finish` no other run can write into the folder. Raises CheckpointError when one does, or when
-        the folder cannot be written, before a step is lost to that; ConfigError when the checkpoint is of another seed, model or data, or when there is one and
-        `checkpoint.resume` is false; CheckpointError when there are only damaged ones.
+        From here to `finish` no other run can write into the folder. Raises CheckpointError when one does, when
+        the folder cannot be written, and when there are only damaged checkpoints; ConfigError when the checkpoint
+        is of another seed, model or data, or when there is one and `checkpoint.resume` is false.
         """
         settings = self._config.checkpoint
         self._writer = Writer(
@@ -105,10 +105,14 @@ class RunCheckpoints:
         )
 
     def finish(self) -> Path | None:
-        """Wait for what is being written; the newest checkpoint, the one resumed from if none was written."""
+        """Wait for what is being written and let other runs write; the newest checkpoint, the one resumed from if
+        none was written.
+        """
         if self._writer is not None:
-            self._last = self._writer.wait() or self._last
-            self._writer.close()
+            try:
+                self._last = self._writer.wait() or self._last
+            finally:
+                self._writer.close()
         return self._last
 
     def _pieces(self) -> dict[str, Piece]:

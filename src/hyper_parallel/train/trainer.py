@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hyper_parallel.checkpoint.durable import REFUSALS, explain
 from hyper_parallel.config import RunConfig, dump
 from hyper_parallel.errors import CheckpointError, HyperParallelError
 from hyper_parallel.launch import Worker, stop_requested
@@ -61,9 +62,14 @@ class Trainer:
 
     def _run(self, worker: Worker) -> Summary:
         out = Path(self.config.out)
-        if worker.rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
-        return _Run(self.config, self._model, worker).run()
+        try:
+            if worker.rank == 0:
+                out.mkdir(parents=True, exist_ok=True)
+            return _Run(self.config, self._model, worker).run()
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            raise explain(error, Path(error.filename or out)) from error
 
 
 class _Run:
@@ -78,13 +84,9 @@ class _Run:
         self.handle = sharded(self.model)
         self.optimizer = build_optimizer(self.model, config.train.optimizer)
         self.checkpoints = RunCheckpoints(config, self.built, self.optimizer)
-        resumed, notes = self.checkpoints.resume()
-        self.state = resumed or RunState()
-        self.start = self.state.step
-        self.progress = Progress(self.start, config.train.steps) if self.leads else None
-        self.trackers = self._open_files()
-        for note in notes:
-            self._note(note)
+        self.state, self.start = RunState(), 0
+        self.progress: Progress | None = None
+        self.trackers = Trackers([])
         train = config.train
         text, device = self.built.text, worker.device
         self.batches = Batches(text.train, text.order, train.batch, train.micro_batch, self.handle, device)
@@ -104,12 +106,15 @@ class _Run:
 
     def run(self) -> Summary:
         try:
+            self._resume()
             with contextlib.closing(self.trackers):
                 summary = self._train()
-        except HyperParallelError:
-            # Every rank raises it: what is being saved can be finished, so that a resume finds it.
-            with contextlib.suppress(CheckpointError):
-                self.checkpoints.finish()
+        except BaseException as error:
+            # What is being saved can be finished, so that a resume finds it, where no rank waits for a dead one:
+            # every rank raises a HyperParallelError.
+            if isinstance(error, HyperParallelError) or self.worker.world == 1:
+                with contextlib.suppress(CheckpointError):
+                    self.checkpoints.finish()
             raise
         finally:
             if self.progress is not None:
@@ -120,6 +125,17 @@ class _Run:
         if dist.is_initialized():
             dist.barrier()  # whoever returns finds the files of the run complete
         return summary
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, and only then touch the files of the run that wrote it."""
+        resumed, notes = self.checkpoints.resume()
+        self.state = resumed or self.state
+        self.start = self.state.step
+        if self.leads:
+            self.progress = Progress(self.start, self.config.train.steps)
+            self.trackers = self._open_files()
+        for note in notes:
+            self._note(note)
 
     def _train(self) -> Summary:
         steps = self.config.train.steps
@@ -223,8 +239,6 @@ class _Run:
         return text
 
     def _open_files(self) -> Trackers:
-        if not self.leads:
-            return Trackers([])
         out = Path(self.config.out)
         (out / RUN_FILE).write_text(dump(self.config), encoding="utf-8")
         info = RunInfo(out, self.config.model_dump(mode="json"), self.start)
