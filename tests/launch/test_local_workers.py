@@ -85,6 +85,19 @@ def test_rank_zero_shows_and_the_rest_goes_to_the_logs(
 def test_a_users_error_is_one_line_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(make_config(tmp_path, {"shard": 2}), "harness.targets:wrong_data") == 2
     assert capfd.readouterr().err == "hyper-parallel: error: corpus.txt is empty; give a file with text\n"
+    assert not (tmp_path / "run").exists(), "a refused run leaves no folder"
+
+
+def test_a_refused_run_leaves_what_was_there(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "new" / "deep", {})
+    assert run(config, "harness.targets:wrong_data") == 2
+    assert list(tmp_path.iterdir()) == []
+    log = tmp_path / "new" / "deep" / "run" / "logs" / "rank-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("of an earlier run\n")
+    assert run(config, "harness.targets:wrong_data") == 2
+    assert log.read_text().startswith("of an earlier run\n")
+    assert run(config, "harness.targets:exits") == 1 and "corpus.txt" in log.read_text()
 
 
 def test_a_defect_shows_the_rank_and_the_traceback_and_not_what_follows_from_it(

@@ -14,8 +14,8 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import PREFIX, LaunchError
 from hyper_parallel.launch import rendezvous
 from hyper_parallel.launch.failure import RESUME, Failure, cause
+from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
-from hyper_parallel.launch.logs import path_of
 from hyper_parallel.launch.place import Place, split_address
 from hyper_parallel.launch.stop import handling
 
@@ -42,11 +42,6 @@ def run_local(config: RunConfig, target: str) -> int:
     share = world // launch.nodes
     host, port = split_address(launch.rendezvous)
     first = launch.node_rank == 0
-    log = path_of(config.out, 0).parent
-    try:
-        log.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"cannot write to the run's folder {log}: {error.strerror}; set 'out'") from error
     # Bound before anything is started, so that a taken port costs no time and a free one cannot be taken.
     with rendezvous.listen(host, port) if first and world > 1 else contextlib.nullcontext() as listener:
         if listener is not None:
@@ -55,7 +50,15 @@ def run_local(config: RunConfig, target: str) -> int:
             Place("local", launch.node_rank * share + index, world, index, share, host, port)
             for index in range(share)
         ]
-        return _Watch(config).run(places, target, listener)
+        folder = RunFolder(config.out)
+        folder.make()
+        code = 2
+        try:
+            code = _Watch(config).run(places, target, listener)
+        finally:
+            if code == 2:
+                folder.forget()
+        return code
 
 
 class _Watch:
