@@ -109,8 +109,9 @@ def test_only_the_standard_librarys_own_files_may_be_undecodable(tmp_path: Path)
         (
             "cut.jsonl",
             '{"text": "a"}\n{"text": "b\n',
-            ["cut.jsonl, line 2: broken JSON, invalid control character at column 12"],
+            ["cut.jsonl, line 2: broken JSON, unterminated string starting at column 10"],
         ),
+        ("open.jsonl", '{"text": "a"\r\n', ["line 1: broken JSON, expecting ',' delimiter at column 13"]),
         ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', ["line 2 is not UTF-8", "0xe9 at offset 24"]),
         ("list.jsonl", "[1]\n", ["line 1: a list stands here", "one JSON object a line"]),
         ("key.jsonl", '{"txet": "a", "n": 1}\n', ["line 1", "'txet', 'n'", "did you mean 'text'?"]),

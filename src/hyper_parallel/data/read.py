@@ -71,7 +71,8 @@ def _jsonl(source: Source) -> Iterator[Document]:
 
 def _parse(line: bytes, where: str, offset: int) -> Any:
     try:
-        return json.loads(line.decode())
+        # Without its end, behind which an error would be in column 1.
+        return json.loads(line.rstrip(b"\r\n").decode())
     except UnicodeDecodeError as error:
         raise DataError(_not_utf8(where, line, error.start, offset)) from None
     except json.JSONDecodeError as error:

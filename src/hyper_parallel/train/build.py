@@ -100,8 +100,8 @@ def transformers_config(declared: ModelConfig) -> Any:
             raise ConfigError(f"model.config: {family} has no {key!r}{nearest(key, known)}")
     try:
         return AutoConfig.for_model(family, **settings)
-    except Exception as error:  # its validation raises classes of huggingface_hub's own
-        raise ConfigError(f"model.config: {_line(error)}") from error
+    except Exception as error:  # its validation raises classes of huggingface_hub's own around the reason
+        raise ConfigError(f"model.config: {_line(error.__cause__ or error)}") from error
 
 
 def tokenizer_assets(tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -155,5 +155,5 @@ def _on_meta(hf: Any, config: RunConfig) -> nn.Module:
     return model
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
