@@ -37,10 +37,12 @@ RULES = {"embed": "vocab", "up*": "colwise", "down*": "rowwise", "head": "colwis
 IDS = torch.arange(24).reshape(4, 6) % 13
 
 
-def _gradients(strategy: Strategy, lowering: str) -> tuple[float, dict[str, torch.Tensor]]:
+def _gradients(
+    strategy: Strategy, lowering: str, made: type[nn.Module] = Residual
+) -> tuple[float, dict[str, torch.Tensor]]:
     with one_device():
         torch.manual_seed(0)
-        model = Residual()
+        model = made()
     shard.parallelize(model, strategy, lowering=lowering)  # type: ignore[arg-type]
     handle = shard.sharded(model)
     data = strategy.axes.data
@@ -83,6 +85,43 @@ def test_a_plain_module_under_the_user_s_rules(axes: dict[str, int]) -> None:
     answers += run_ranks(_rank, strategy.axes.world, strategy)
     for loss, gradients in answers:
         assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5)
+
+
+class Peeking(nn.Module):
+    """Computes with the weight of a module below it, as Mamba's mixer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.linear(x, self.inner.weight, self.inner.bias).tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.layers = nn.ModuleList([Peeking(), Peeking()])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _stack(rank: int, world: int, axes: dict[str, int]) -> dict[str, torch.Tensor]:
+    return _gradients(Strategy(axes=axes), "fsdp", Stack)[1]
+
+
+def test_a_module_may_compute_with_the_weights_of_those_below_it() -> None:
+    _, expected = _gradients(Strategy(), "fsdp", Stack)
+    with simulated_ranks(4):
+        answers = [_gradients(Strategy(axes={"shard": 4}), "traceable", Stack)[1]]
+    for gradients in answers + run_ranks(_stack, 4, {"shard": 4}):
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5)
 

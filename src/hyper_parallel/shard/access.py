@@ -1,7 +1,8 @@
 """From the stored parameter to the tensor that is computed with.
 
-A module's parameters are exchanged for what `Access` makes of them while its forward runs, and put back after
-it: the model's code sees plain local tensors, everybody else sees the parameters.
+A layer's parameters are exchanged for what `Access` makes of them while the layer's forward runs, and put back after
+it: the model's code sees plain local tensors, everybody else sees the parameters. A whole layer at once, because some
+modules compute with the weights of those below them (Mamba's mixer with its convolution's).
 
 In the traceable lowering the chain is: cast to the compute dtype, gather over `shard` (gradient: sum and
 scatter), over `replicate` (gradient: sum), over `tensor` where ranks contribute different terms (gradient: sum),
@@ -83,17 +84,22 @@ class Access:
         return _Moved.apply(x, forward, backward)  # type: ignore[no-any-return]
 
 
-def apply_access(module: nn.Module, accesses: Mapping[str, Access]) -> None:
-    """Exchange the module's own parameters named in `accesses` while its forward runs."""
+Accesses = list[tuple[nn.Module, str, Access]]
+"""(owner, the parameter's name in it, what is made of it)."""
+
+
+def apply_access(module: nn.Module, accesses: Accesses) -> None:
+    """Exchange the parameters named in `accesses`, of the module or of any below it, while its forward runs."""
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        parameters = module._parameters
-        stored = {own: parameters[own] for own in accesses}
+        stored = [owner._parameters[own] for owner, own, _ in accesses]
         try:
-            for own, access in accesses.items():
-                parameters[own] = access(stored[own])  # type: ignore[arg-type,assignment]
+            for (owner, own, access), parameter in zip(accesses, stored, strict=True):
+                assert parameter is not None
+                owner._parameters[own] = access(parameter)  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:
-            parameters.update(stored)
+            for (owner, own, _), parameter in zip(accesses, stored, strict=True):
+                owner._parameters[own] = parameter
 
     wrap(module, wrapper)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
             wrap(module, _entering(stretch, module_plan.features) if colwise else _leaving(stretch))
     for name, region in plan.regions.items():
         module = model.get_submodule(name)
-        enter = (lambda x: tensor.gather_sum(x, SEQUENCE_DIM)) if region.enters == "gather" else tensor.copy
+        enter = _gather_sequence(name, tensor) if region.enters == "gather" else tensor.copy
         wrap(module, change_input(enter))
         if region.heads is not None:
             _localise_heads(module, region.heads, tensor.size)
@@ -49,6 +50,17 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
         wrap(layers[0], change_input(lambda x: _split_sequence(x, tensor)))
         wrap(layers[-1], change_output(lambda x: tensor.gather(x, SEQUENCE_DIM)))
     return dict(stretches)
+
+
+def _gather_sequence(name: str, tensor: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 3:
+            raise StrategyError(
+                f"sequence: true expects activations [batch, sequence, features] at {name!r}; they have {x.dim()} dims"
+            )
+        return tensor.gather_sum(x, SEQUENCE_DIM)
+
+    return gather
 
 
 def _split_sequence(x: torch.Tensor, tensor: Axis) -> torch.Tensor:

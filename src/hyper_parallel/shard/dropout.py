@@ -25,6 +25,8 @@ from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.wrap import Forward, wrap
 
 _MASK = 0xFFFFFFFF
+_OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_ATTENTION_RATES = frozenset({"dropout", "attention_dropout", "attn_dropout"})
 ATTENTION = "hyper_parallel_sdpa"
 """The name under which attention with a reproducible dropout is registered with Transformers."""
 
@@ -107,8 +109,28 @@ def apply_dropout(
             stretch = stretches[max(parents, key=len)] if parents else Stretch()
             in_layers = sequence and layers is not None and name.startswith(f"{layers}.")
             wrap(module, _dropout_wrapper(name, module, tensor, stretch, in_layers))
+    _refuse_functional_dropout(model)
     if is_transformers(model):
         _apply_attention_dropout(model, tensor)
+
+
+def _refuse_functional_dropout(model: nn.Module) -> None:
+    """Refuse what draws masks in other ways: modules that call ``torch.nn.functional.dropout`` keep its rate as a
+    number, and there is nothing there to put a wrapper around."""
+    for name, module in model.named_modules():
+        if isinstance(module, _OTHER_DROPOUTS) and module.p > 0:
+            raise StrategyError(
+                f"{name!r} is a {type(module).__name__}; only nn.Dropout is the same under every strategy"
+            )
+        # What an attention hands to its kernel goes through `_attention`.
+        handled = _ATTENTION_RATES if hasattr(module, "head_dim") else frozenset()
+        for attribute, rate in vars(module).items():
+            random = "drop" in attribute or "jitter" in attribute
+            if random and attribute not in handled and isinstance(rate, float) and rate > 0:
+                raise StrategyError(
+                    f"{name + '.' if name else ''}{attribute} is {rate}: this model draws random numbers in a way that "
+                    "cannot be made the same under every strategy; set it to 0 in model.config"
+                )
 
 
 def _dropout_wrapper(

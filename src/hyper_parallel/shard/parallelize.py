@@ -16,7 +16,7 @@ from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
-from hyper_parallel.shard.access import Access, Dtypes, apply_access
+from hyper_parallel.shard.access import Access, Accesses, Dtypes, apply_access
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.boundary import apply_boundaries
 from hyper_parallel.shard.dropout import apply_dropout
@@ -116,14 +116,27 @@ def _apply_accesses(
 ) -> None:
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     alone = plan.mesh.world == 1
+    by_group: dict[str, Accesses] = {}
     for name, module in model.named_modules():
-        accesses = {
-            own: Access(plan.parameters[known[id(parameter)]], axes, Dtypes(dtypes[name], reduce), gathers)
-            for own, parameter in module._parameters.items()
-            if parameter is not None and not (alone and parameter.dtype == dtypes[name])
-        }
-        if accesses:
-            apply_access(module, accesses)
+        group = _group_of(name, plan, dtypes)
+        for own, parameter in module._parameters.items():
+            if parameter is not None and not (alone and parameter.dtype == dtypes[name]):
+                dtype_pair = Dtypes(dtypes[name], reduce)
+                access = Access(plan.parameters[known[id(parameter)]], axes, dtype_pair, gathers)
+                by_group.setdefault(group, []).append((module, own, access))
+    for name, accesses in by_group.items():
+        apply_access(model.get_submodule(name), accesses)
+
+
+def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype]) -> str:
+    """The module whose forward a module's parameters are made ready for: its layer, or itself outside of layers.
+
+    One that computes in a dtype of its own is gathered by itself, so it is its own group too.
+    """
+    if plan.layers is None or not name.startswith(f"{plan.layers}.") or dtypes[name] != dtypes[""]:
+        return name
+    index = name[len(plan.layers) + 1 :].partition(".")[0]
+    return f"{plan.layers}.{index}"
 
 
 def _store(

@@ -322,8 +322,13 @@ class _TensorPlanner:
                 raise StrategyError(
                     f"sequence: true needs every attention split over the tensor axis, and {name!r} is not"
                 )
+            rule, norm = self.rules.get(name), "norm" in type(module).__name__.lower()
+            if rule is None and not norm and any(p is not None for p in module._parameters.values()):
+                raise StrategyError(
+                    f"sequence: true needs every module of a layer to be a split projection or a norm, which see one "
+                    f"position at a time; {name!r} ({type(module).__name__}) may mix positions"
+                )
             for own in module._parameters:
-                rule = self.rules.get(name)
                 whole = rule not in ("colwise", "colwise_gather", "vocab", "shared") and not (
                     rule == "rowwise" and own == "weight"
                 )
