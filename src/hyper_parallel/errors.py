@@ -33,6 +33,10 @@ class CheckpointError(HyperParallelError):
     """A checkpoint that cannot be written, or that is damaged and must not be loaded."""
 
 
+class FollowsError(HyperParallelError):
+    """What another rank's failure led to on this one: that rank says why, and this is shown only if none does."""
+
+
 class LaunchError(HyperParallelError):
     """Workers that could not be started or that died; names the rank."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tarfile
@@ -25,7 +26,9 @@ strategy: {axes: {tensor: 2}}
 """
 
 
-def hyper_parallel(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def hyper_parallel(
+    folder: Path, *arguments: str, largest_file: int = resource.RLIM_INFINITY
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hyper_parallel", *arguments],
         cwd=folder,
@@ -33,6 +36,7 @@ def hyper_parallel(folder: Path, *arguments: str) -> subprocess.CompletedProcess
         text=True,
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)),
     )
 
 
@@ -75,3 +79,14 @@ def test_doctor_shows_and_packs(folder: Path) -> None:
     assert "torch" in json.dumps(json.loads(done.stdout))
     with tarfile.open(folder / "report.tar.gz") as archive:
         assert any("rank-0" in name for name in archive.getnames())
+
+
+def test_a_disk_that_takes_no_checkpoint_is_one_line_and_leaves_no_half_of_one(folder: Path) -> None:
+    settings = ["out=runs/full", "checkpoint.every=1", "train.sample.tokens=0"]
+    done = hyper_parallel(folder, "train", "run.yaml", *settings, largest_file=60_000)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("hyper-parallel: error: cannot write ")
+    assert "larger than a file may be here" in done.stderr
+    assert [path.name for path in (folder / "runs/full/checkpoints").iterdir()] == [".writer.lock"]
+    assert hyper_parallel(folder, "train", "run.yaml", *settings).returncode == 0

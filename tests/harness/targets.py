@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import DataError
+from hyper_parallel.errors import DataError, FollowsError
 from hyper_parallel.launch import Worker, logs, stop_requested
 
 log = logging.getLogger("hyper_parallel.test")
@@ -65,6 +67,32 @@ def talk(config: RunConfig, worker: Worker) -> None:
 def wrong_data(config: RunConfig, worker: Worker) -> None:
     """A user's error, the same on every rank."""
     raise DataError("corpus.txt is empty;\ngive a file with text")
+
+
+def one_follows(config: RunConfig, worker: Worker) -> None:
+    """Rank 1 says first that another rank failed; rank 0 says a second later how."""
+    if worker.rank == 1:
+        raise FollowsError("another rank failed")
+    time.sleep(1)
+    raise DataError("the cause")
+
+
+def cannot_log(config: RunConfig, worker: Worker) -> None:
+    """The log can take nothing more, and neither can the file of a library's thread."""
+    log.info("the last record")
+    size = logs.path_of(config.out, worker.rank).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    log.info("one too many")
+    thread = threading.Thread(target=log_path_grows, args=(logs.path_of(config.out, worker.rank),))
+    thread.start()
+    thread.join()
+    raise DataError("the disk is full")
+
+
+def log_path_grows(path: Path) -> None:
+    """Raises OSError where files may not grow."""
+    with path.open("a", buffering=1) as file:
+        file.write("more\n")
 
 
 def one_raises(config: RunConfig, worker: Worker) -> None:

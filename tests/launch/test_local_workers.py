@@ -88,6 +88,20 @@ def test_a_users_error_is_one_line_said_once(tmp_path: Path, capfd: pytest.Captu
     assert not (tmp_path / "run").exists(), "a refused run leaves no folder"
 
 
+def test_what_follows_from_another_ranks_failure_is_not_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(make_config(tmp_path, {"shard": 2}), "harness.targets:one_follows") == 2
+    assert capfd.readouterr().err == "hyper-parallel: error: the cause\n"
+
+
+def test_a_log_that_takes_nothing_more_does_not_reach_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(make_config(tmp_path, {}), "harness.targets:cannot_log") == 2
+    assert capfd.readouterr().err == "hyper-parallel: error: the disk is full\n"
+
+
 def test_a_refused_run_leaves_what_was_there(tmp_path: Path) -> None:
     config = make_config(tmp_path / "new" / "deep", {})
     assert run(config, "harness.targets:wrong_data") == 2

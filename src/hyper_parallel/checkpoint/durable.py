@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -15,7 +16,8 @@ from hyper_parallel.errors import CheckpointError
 from hyper_parallel.units import format_bytes
 
 REFUSALS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+    | {errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 )
 """What a file system says that a person can mend; any other error of the system is a defect until shown otherwise."""
 
@@ -58,10 +60,17 @@ def fsync_folder(folder: Path) -> None:
 
 
 def publish(path: Path, data: bytes) -> Written:
-    """Write a file under another name first, so that `path` appears whole and durable or not at all."""
+    """Write a file under another name first, so that `path` appears, or is replaced, whole and durable or not at
+    all. Raises OSError, and leaves nothing then.
+    """
     hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    written = write_file(hidden, [data])
-    os.rename(hidden, path)
+    try:
+        written = write_file(hidden, [data])
+        os.rename(hidden, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            hidden.unlink(missing_ok=True)
+        raise
     fsync_folder(path.parent)
     return written
 
@@ -91,6 +100,8 @@ def explain(error: OSError, path: Path, action: str = "write") -> CheckpointErro
             why += "change its permissions or put 'out' elsewhere"
         case errno.ENOTDIR | errno.EEXIST:
             why = "a file is in the way where a folder is needed; move it or put 'out' elsewhere"
+        case errno.EISDIR:
+            why = "a folder is in the way where a file is needed; move it or put 'out' elsewhere"
         case errno.ENOENT:
             why = "it does not exist"
         case _:

@@ -15,7 +15,7 @@ import torch
 from hyper_parallel.checkpoint import names, plan, stream
 from hyper_parallel.checkpoint.durable import Written, fsync_folder, publish, write_file
 from hyper_parallel.checkpoint.sealed import seal
-from hyper_parallel.errors import CheckpointError
+from hyper_parallel.errors import CheckpointError, FollowsError
 from hyper_parallel.layout import Mesh
 
 POLL_SECONDS = 0.02
@@ -120,5 +120,5 @@ class Part:
         )
 
 
-class GivenUpError(CheckpointError):
+class GivenUpError(CheckpointError, FollowsError):
     """Rank 0 has removed the folder that was being written."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from hyper_parallel.errors import PREFIX, HyperParallelError
+from hyper_parallel.errors import PREFIX, FollowsError, HyperParallelError
 from hyper_parallel.launch.logs import path_of
 
 RESUME = "run the same command again: it continues from the last committed checkpoint"
@@ -38,9 +38,9 @@ class Failure:
         """The failure that an exception is. Called where it was caught."""
         from hyper_parallel.compat import is_lost_peer
 
-        if isinstance(error, HyperParallelError):
+        if isinstance(error, HyperParallelError) and not isinstance(error, FollowsError):
             return cls(rank, "error", one_line(str(error)), time.monotonic())
-        if is_lost_peer(error):
+        if isinstance(error, FollowsError) or is_lost_peer(error):
             return cls(rank, "lost", one_line(f"{type(error).__name__}: {error}"), time.monotonic())
         text = "".join(traceback.format_exception(error)).rstrip()
         return cls(rank, "crash", text, time.monotonic())

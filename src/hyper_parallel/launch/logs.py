@@ -12,11 +12,13 @@ import faulthandler
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TextIO
 
+_log = logging.getLogger(__name__)
 _position: ContextVar[str] = ContextVar("position", default="")
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(position)s%(name)s: %(message)s"
@@ -62,6 +64,14 @@ def recording(path: Path, terminal: tuple[int, int] | None) -> Iterator[None]:
         yield
 
 
+class _File(logging.StreamHandler[TextIO]):
+    """Writes to the log. A disk that is full ends the run elsewhere, in one line, and not here a line each time."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 class _Terminal(logging.Handler):
     """Writes to whatever `sys.stderr` is at the moment: a live display replaces it while it draws."""
 
@@ -83,8 +93,15 @@ def _add_position(record: logging.LogRecord) -> bool:
     return True
 
 
+def _log_thread(failed: threading.ExceptHookArgs) -> None:
+    """The end of a thread of a library's: what waits for the thread says what follows from it."""
+    name = failed.thread.name if failed.thread is not None else "unknown"
+    error = failed.exc_value or failed.exc_type()
+    _log.error("the thread %s ended", name, exc_info=error, extra={"terminal": False})
+
+
 def _take_over_logging(file: TextIO, show: bool, undo: contextlib.ExitStack) -> None:
-    to_file = logging.StreamHandler(file)
+    to_file = _File(file)
     to_file.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
     to_file.addFilter(_add_position)
     handlers: list[logging.Handler] = [to_file]
@@ -107,6 +124,8 @@ def _take_over_logging(file: TextIO, show: bool, undo: contextlib.ExitStack) -> 
             undo.callback(setattr, logger, "handlers", logger.handlers)
             undo.callback(setattr, logger, "propagate", logger.propagate)
             logger.handlers, logger.propagate = [], True
+    undo.callback(setattr, threading, "excepthook", threading.excepthook)
+    threading.excepthook = _log_thread
     logging.captureWarnings(True)
     undo.callback(logging.captureWarnings, False)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.checkpoint.durable import publish
 from hyper_parallel.units import format_count, format_seconds
 
 
@@ -54,8 +55,8 @@ class Summary:
 
     def write(self) -> None:
         """Write `<out>/summary.json`."""
-        path = Path(self.out) / "summary.json"
-        path.write_text(json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n"
+        publish(Path(self.out) / "summary.json", text.encode())
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line that is shown."""

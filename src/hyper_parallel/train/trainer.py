@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.checkpoint.durable import REFUSALS, explain
+from hyper_parallel.checkpoint.durable import REFUSALS, explain, publish
 from hyper_parallel.config import RunConfig, dump
 from hyper_parallel.errors import CheckpointError, HyperParallelError
 from hyper_parallel.launch import Worker, stop_requested
@@ -240,7 +240,7 @@ class _Run:
 
     def _open_files(self) -> Trackers:
         out = Path(self.config.out)
-        (out / RUN_FILE).write_text(dump(self.config), encoding="utf-8")
+        publish(out / RUN_FILE, dump(self.config).encode())
         info = RunInfo(out, self.config.model_dump(mode="json"), self.start)
         return build_trackers(self.config.trackers, info)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
+from hyper_parallel.checkpoint.durable import publish
 from hyper_parallel.train.trackers.tracker import Record, RunInfo
 
 
@@ -16,10 +16,8 @@ class MetricsFile:
     def __init__(self, run: RunInfo) -> None:
         self.path = run.out / "metrics.jsonl"
         kept = _lines_up_to(self.path, run.start)
-        # Rewritten beside and renamed, so that a crash here loses nothing.
-        partial = self.path.with_suffix(".jsonl.partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        # Replaced whole, so that a crash here loses nothing.
+        publish(self.path, "".join(kept).encode())
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, record: Record) -> None:
