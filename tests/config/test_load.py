@@ -272,3 +272,12 @@ def test_a_strategy_has_files_of_its_own(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", "axes: {tensor: 2}\n")
     with pytest.raises(ConfigError, match="version: is missing"):
         load_strategy(path)
+
+
+def test_an_override_with_a_mapping_is_all_that_its_key_is(tmp_path: Path) -> None:
+    path = tmp_path / "axes.yaml"
+    path.write_text("version: 1\naxes: {shard: 2, tensor: 2}\nsequence: true\n")
+    strategy = load_strategy(path, ["axes={replicate: 2}", "sequence=false"])
+    assert strategy.axes.model_dump() == {"shard": 1, "tensor": 1, "replicate": 2}
+    assert load_strategy(path, ["axes={replicate: 2}", "axes.tensor=3", "sequence=false"]).axes.world == 6
+    assert load_strategy(path, ["axes.replicate=2"]).axes.world == 8

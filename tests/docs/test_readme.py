@@ -21,7 +21,7 @@ COMMANDS = sorted(set(re.findall(r"hyper-parallel (?:train|verify) (examples/[^\
 def test_every_command_is_one_that_the_file_takes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     file, *overrides = [word for word in shlex.split(command) if not word.startswith("--") and word != "gloo"]
-    load(file, overrides)
+    assert load(file, overrides).effective_strategy.axes.world in (1, 4)
 
 
 def test_the_loop_is_the_example_that_the_tests_run() -> None:

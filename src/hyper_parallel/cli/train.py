@@ -19,7 +19,7 @@ def train(file: Path, overrides: tuple[str, ...]) -> None:
     MPI the command joins the workers that these have started. Metrics, logs and checkpoints go to the file's
     'out' folder; a run that finds checkpoints there continues from the newest one that is whole.
 
-    OVERRIDES set single keys for this run; values are YAML.
+    OVERRIDES set single keys for this run; values are YAML, and {...} replaces a whole section.
 
     \b
     Examples:

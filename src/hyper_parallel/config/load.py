@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from hyper_parallel.config import schema, yaml12
 from hyper_parallel.config.explain import Where, explain
-from hyper_parallel.config.merge import Kinds, merge, nest, present
+from hyper_parallel.config.merge import Kinds, merge, nest, present, without
 from hyper_parallel.config.run import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Strategy
@@ -75,6 +75,9 @@ def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> 
     over: Any = {}
     for text in overrides:
         path, value = _override(model, text)
+        if isinstance(value, Mapping):
+            # {replicate: 2} means that and nothing else; a single key of a section has a path of its own.
+            data, over = without(data, path), without(over, path)
         nested = nest(path, value)
         layers.append((f"override {text}", nested))
         over = merge(over, nested, {})

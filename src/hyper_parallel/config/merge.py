@@ -42,6 +42,16 @@ def nest(path: Path, value: Any) -> Any:
     return value
 
 
+def without(data: Any, path: Path) -> Any:
+    """The data with nothing at a path; the data itself where there is nothing."""
+    key, *rest = path
+    if not isinstance(data, Mapping) or key not in data:
+        return data
+    if rest:
+        return {k: without(v, tuple(rest)) if k == key else v for k, v in data.items()}
+    return {k: v for k, v in data.items() if k != key}
+
+
 def present(data: Any, path: tuple[str | int, ...]) -> int:
     """How many leading elements of a path exist in the data."""
     for depth, key in enumerate(path):
