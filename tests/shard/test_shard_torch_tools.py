@@ -1,12 +1,12 @@
-"""PyTorch's own optimizer and clipping, as a loop that knows nothing of HyperParallel uses them, see the right thing."""
+"""PyTorch's own optimizer and clipping, in a loop that knows nothing of HyperParallel, see the right thing."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from families import STRATEGIES, batch, build, loss_of
-from harness import run_ranks
 
+from harness import run_ranks
 from hyper_parallel import shard
 from hyper_parallel.strategy import Strategy
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import TextIO
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import PREFIX, LaunchError
@@ -61,6 +63,10 @@ def run_local(config: RunConfig, target: str) -> int:
         return code
 
 
+_BEGIN_LINE = "\r\x1b[2K"
+"""To the first column, and the line erased (ECMA-48: CR, EL)."""
+
+
 class _Watch:
     """The state of one run: who is alive, who failed, and how often the user asked to stop."""
 
@@ -99,6 +105,8 @@ class _Watch:
             finally:
                 if self.alive:
                     server.close()  # and every worker with it
+                if self.asked or self.failures:
+                    _give_back_terminal()
         if self.asked and (self.failures == [] or not self.shown):
             return 130
         return self._verdict()
@@ -163,5 +171,17 @@ def _preload(config: RunConfig, target: str) -> list[str]:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    # Where rank 0 draws a line in place, what is said stands in its stead and not behind it.
+    sys.stderr.write((_BEGIN_LINE if _draws(sys.stderr) else "") + text + "\n")
     sys.stderr.flush()
+
+
+def _give_back_terminal() -> None:
+    """Remove the line that a rank 0 which was killed has left half drawn, and show the cursor that it has hidden."""
+    if _draws(sys.stdout):
+        sys.stdout.write(_BEGIN_LINE + "\x1b[?25h")
+        sys.stdout.flush()
+
+
+def _draws(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
