@@ -69,27 +69,38 @@ def descendants(pid: int) -> set[int]:
 
 
 class Command:
-    """`python -m harness.command` in a session of its own, its output collected."""
+    """`python -m harness.command` in a session of its own, its output collected from a file or a terminal."""
 
     def __init__(
-        self, config: RunConfig, target: str, *, name: str = "command", path: list[str] | None = None
+        self,
+        config: RunConfig,
+        target: str,
+        *,
+        name: str = "command",
+        path: list[str] | None = None,
+        terminal: bool = False,
     ) -> None:
         folder = Path(config.out).parent
         file = folder / f"{name}.json"
         file.write_text(config.model_dump_json())
         self._errors = folder / f"{name}.err"
-        with self._errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "harness.command", str(file), f"harness.targets:{target}"],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([*(path or []), *sys.path])},
-                stdout=errors,
-                stderr=errors,
-                start_new_session=True,
-            )
+        self._screen, output = (
+            os.openpty() if terminal else (None, os.open(self._errors, os.O_WRONLY | os.O_CREAT))
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "harness.command", str(file), f"harness.targets:{target}"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*(path or []), *sys.path])},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        os.close(output)
 
     @property
     def errors(self) -> str:
-        """What it has written so far."""
+        """What it has written so far; once it has ended, where it writes to a terminal."""
+        if self._screen is not None:
+            return os.read(self._screen, 1 << 16).decode().replace("\r\n", "\n")
         return self._errors.read_text()
 
     def end(self, timeout: float = 60.0) -> int:

@@ -128,6 +128,13 @@ def loops(config: RunConfig, worker: Worker) -> None:
         time.sleep(0.02)
 
 
+def draws(config: RunConfig, worker: Worker) -> None:
+    """Rank 0 has hidden the cursor and left a line unfinished; then nothing."""
+    print("\x1b[?25lstep 1/2", end="", flush=True)
+    note(config, worker.rank)
+    time.sleep(600)
+
+
 def ignores_stop(config: RunConfig, worker: Worker) -> None:
     """Never looks at the request to stop."""
     note(config, worker.rank)

@@ -13,8 +13,8 @@ from harness.commands import Command, descendants, make_config, noted, running, 
 from hyper_parallel.config import RunConfig
 
 
-def _started(folder: Path, config: RunConfig, target: str) -> Command:
-    command = Command(config, target)
+def _started(folder: Path, config: RunConfig, target: str, terminal: bool = False) -> Command:
+    command = Command(config, target, terminal=terminal)
     world = config.effective_strategy.axes.world
     wait_until(
         lambda: (
@@ -98,3 +98,17 @@ def test_when_the_fork_server_is_killed_the_run_ends_and_no_process_is_left(tmp_
     assert command.end(timeout=15) == 1
     assert "the process that holds the workers was killed by SIGKILL" in command.errors
     wait_until(lambda: not any(map(running, family)), "no process is left", timeout=10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_leaves_the_terminal_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    command = _started(tmp_path, make_config(tmp_path, {"shard": 2}), "draws", terminal=True)
+    os.kill(noted(tmp_path, rank)["pid"], signal.SIGKILL)
+    assert command.end(timeout=15) == 1
+    drawn, _, said = command.errors.partition("\r\x1b[2Khyper-parallel: error: ")
+    assert drawn == "\x1b[?25lstep 1/2"
+    assert said.startswith(f"worker {rank} was killed by SIGKILL")
+    assert said.endswith("\n\r\x1b[2K\x1b[?25h")

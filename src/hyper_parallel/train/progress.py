@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -52,10 +53,19 @@ class Progress:
         if self._live is not None:
             if last or now - self._drawn >= _REFRESH_S:
                 self._drawn = now
-                self._live.update(Text(line(step, self._steps, record, eta), no_wrap=True), refresh=True)
+                self._console.width = self._width()
+                shown = line(step, self._steps, record, eta, self._console.width)
+                self._live.update(Text(shown, no_wrap=True), refresh=True)
         elif last or step == self._first or step % self._every == 0 or now - self._printed >= _QUIET_S:
             self._printed = now
             self.note(line(step, self._steps, record, eta))
+
+    def _width(self) -> int:
+        # Asked each time: workers hear of no change of the terminal's size.
+        try:
+            return os.get_terminal_size(self._console.file.fileno()).columns or self._console.width
+        except (OSError, ValueError):
+            return self._console.width
 
     def evaluation(self, step: int, loss: float) -> None:
         """The held-out loss after `step` updates."""
@@ -83,23 +93,27 @@ class Progress:
             self.note(f"  {command}")
 
 
-def line(step: int, steps: int, record: Mapping[str, float], eta: float) -> str:
-    """One step as text: what a record holds, in the order of interest."""
-    cells = [
-        f"step {step:{len(str(steps))}d}/{steps}",
-        f"loss {record['loss']:.4f}",
-        f"grad {record['grad_norm']:.3f}",
-        f"lr {record['lr']:.2e}",
-    ]
+def line(step: int, steps: int, record: Mapping[str, float], eta: float, width: int | None = None) -> str:
+    """One step as text: what a record holds, in the order of interest; with `width` only what fits into it."""
+    cells = {
+        "step": f"step {step:{len(str(steps))}d}/{steps}",
+        "loss": f"loss {record['loss']:.4f}",
+        "grad": f"grad {record['grad_norm']:.3f}",
+        "lr": f"lr {record['lr']:.2e}",
+    }
     if "tokens_per_second" in record:
-        cells.append(f"{format_count(record['tokens_per_second'])} tok/s")
+        cells["rate"] = f"{format_count(record['tokens_per_second'])} tok/s"
     if "mfu" in record:
-        cells.append(f"MFU {record['mfu']:.1%}")
+        cells["mfu"] = f"MFU {record['mfu']:.1%}"
     if record.get("memory"):
-        cells.append(format_bytes(record["memory"]))
+        cells["memory"] = format_bytes(record["memory"])
     if step < steps and math.isfinite(eta):
-        cells.append(f"ETA {format_seconds(eta)}")
-    return "  ".join(cells)
+        cells["eta"] = f"ETA {format_seconds(eta)}"
+    for cell in ("memory", "lr", "mfu", "grad", "rate", "eta"):
+        if width is None or len("  ".join(cells.values())) <= width:
+            break
+        cells.pop(cell, None)
+    return "  ".join(cells.values())
 
 
 def program(name: str) -> str:
