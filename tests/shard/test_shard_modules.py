@@ -130,7 +130,7 @@ BF16: dict[str, Any] = {"compute": "bfloat16", "modules": {"*norm*": "float32"}}
 
 
 def _bf16(rank: int, world: int, axes: dict[str, int]) -> Any:
-    strategy = Strategy(axes=axes, precision=BF16)
+    strategy = Strategy(axes=axes, precision=BF16, memory={"recompute": "layer"} if world > 2 else {})
     model = shard.parallelize(build("llama"), strategy)
     shard.init_weights(model, seed=1)
     seen: dict[str, torch.dtype] = {}

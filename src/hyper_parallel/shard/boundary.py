@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
+from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Stretch
@@ -141,10 +141,10 @@ def _vocabulary(module: nn.Embedding, tensor: Axis) -> None:
     padding = module.padding_idx
     # nn.Embedding would look for its padding row among the local ones; it is kept from gradients here.
     module.padding_idx = None
-    bounds = per_rank(lambda rank: torch.tensor(tensor.interval(rows, rank)))
+    start = per_rank_int(lambda rank: tensor.interval(rows, rank)[0])
+    stop = per_rank_int(lambda rank: tensor.interval(rows, rank)[1])
 
     def wrapper(forward: Forward, ids: torch.Tensor) -> Any:
-        start, stop = bounds.to(ids.device).unbind()
         elsewhere = (ids < start) | (ids >= stop)
         output = forward((ids - start).masked_fill(elsewhere, 0))
         if padding is not None:

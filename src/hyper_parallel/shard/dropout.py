@@ -109,14 +109,15 @@ def apply_dropout(
             stretch = stretches[max(parents, key=len)] if parents else Stretch()
             in_layers = sequence and layers is not None and name.startswith(f"{layers}.")
             wrap(module, _dropout_wrapper(name, module, tensor, stretch, in_layers))
-    _refuse_functional_dropout(model)
     if is_transformers(model):
         _apply_attention_dropout(model, tensor)
 
 
-def _refuse_functional_dropout(model: nn.Module) -> None:
-    """Refuse what draws masks in other ways: modules that call ``torch.nn.functional.dropout`` keep its rate as a
-    number, and there is nothing there to put a wrapper around."""
+def refuse_other_draws(model: nn.Module) -> None:
+    """Refuse what draws random numbers in other ways.
+
+    Modules that call ``torch.nn.functional.dropout`` keep its rate as a number: there is nothing to wrap.
+    """
     for name, module in model.named_modules():
         if isinstance(module, _OTHER_DROPOUTS) and module.p > 0:
             raise StrategyError(

@@ -19,7 +19,7 @@ from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.access import Access, Accesses, Dtypes, apply_access
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.boundary import apply_boundaries
-from hyper_parallel.shard.dropout import apply_dropout
+from hyper_parallel.shard.dropout import apply_dropout, refuse_other_draws
 from hyper_parallel.shard.handle import ShardedModel, attach, cut
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
@@ -67,14 +67,22 @@ def parallelize(
     axes = {name: Axis.of(name, mesh, device_mesh) for name in AXIS_NAMES}
     skeleton = copy.deepcopy(model) if any(p.is_meta for p in model.parameters()) else None
 
+    # Everything that may be refused is, before the model is touched.
     dtypes = compute_dtypes(model, strategy.precision)
+    refuse_other_draws(model)
+    recomputed = (
+        layers_or_refuse(model, "memory.recompute: layer")[1]
+        if strategy.memory.recompute == "layer"
+        else None
+    )
+
     stretches = apply_boundaries(model, plan, axes["tensor"])
     apply_dropout(model, axes["tensor"], stretches, plan.layers, plan.sequence)
     gathers = lowering == "traceable"
     _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)
     apply_casts(model, dtypes)
-    if strategy.memory.recompute == "layer":
-        apply_recompute(layers_or_refuse(model, "memory.recompute: layer")[1])
+    if recomputed is not None:
+        apply_recompute(recomputed)
 
     _store(model, plan, device_mesh, dtype(strategy.precision.param), whole_over_shard=not gathers)
     if not gathers and mesh.size("shard") * mesh.size("replicate") > 1:
@@ -150,10 +158,6 @@ def _store(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def make(old: nn.Parameter) -> nn.Parameter:
-        if not old.is_floating_point():
-            raise StrategyError(
-                f"the parameter {names[id(old)]!r} is {old.dtype}; only floating-point ones can be trained"
-            )
         layout = plan.parameters[names[id(old)]].layout
         if whole_over_shard and "shard" in layout.split_axes:
             layout = layout.without("shard")
@@ -183,11 +187,6 @@ def _fully_shard(
     """FSDP2 over the data axes: a group for each layer, one for the rest, so that tied weights stay together."""
     mesh = device_mesh["replicate", "shard"] if plan.mesh.size("replicate") > 1 else device_mesh["shard"]
     stored, reduce = dtype(strategy.precision.param), dtype(strategy.precision.reduce)
-    scalars = [p for p in model.parameters() if p.dim() == 0]
-    if scalars:
-        raise StrategyError(
-            "a model with parameters of no dims cannot be spread over the data axes; give them one dim"
-        )
 
     def shard(module: nn.Module, compute: torch.dtype, reshard: bool) -> None:
         fsdp.shard_module(

@@ -91,6 +91,15 @@ def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
     layers = found[0] if found else None
     plan = Plan(mesh, {}, layers=layers)
     rules, given = resolve(model, strategy.rules)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise StrategyError(
+                f"the parameter {name!r} is {parameter.dtype}; only floating-point ones can be trained"
+            )
+        if parameter.dim() == 0 and strategy.axes.data > 1:
+            raise StrategyError(
+                f"the parameter {name!r} has no dims and cannot be spread over the data axes; give it one"
+            )
     parameters = {
         name: ParameterPlan(name, Layout.replicated(mesh, tuple(p.shape)))
         for name, p in model.named_parameters()
