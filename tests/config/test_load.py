@@ -176,6 +176,15 @@ class TestMistakes:
             ("train.optimizer.lr=.inf", "train.optimizer.lr: must be a finite number (got Infinity)"),
             ("train.stpes=5", "train.stpes: unknown key; did you mean 'steps'?"),
             ("trian.steps=5", "trian: unknown key; did you mean 'train'?"),
+            (
+                "strategy.axes.exprt=2",
+                "strategy.axes.exprt: unknown key; did you mean 'expert'? It is not built yet: expert parallelism "
+                "comes with HyperShard's full set of axes",
+            ),
+            (
+                "strategy.axes.zzz=2",
+                "strategy.axes.zzz: unknown key; the keys here are replicate, shard, tensor",
+            ),
             ("train.optimizer.name=muo", "train.optimizer.name: must be one of 'adamw', 'muon' (got 'muo'; "
              "did you mean 'muon'?)"),
             ("train.schedule.name=cosin", "train.schedule.name: must be one of 'cosine', 'linear', 'constant' or "

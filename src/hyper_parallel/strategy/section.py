@@ -60,7 +60,15 @@ class Section(BaseModel):
     def _hint(cls, key: str, known: set[str]) -> str:
         if key in cls.reserved:
             return f"not built yet: {cls.reserved[key]}; remove it from the file"
-        return "unknown key" + (nearest(key, known) or f"; the keys here are {', '.join(sorted(known))}")
+        written = [
+            name for name in known if name not in cls.model_fields or not cls.model_fields[name].exclude
+        ]
+        hint = nearest(key, [*written, *cls.reserved])
+        later = next(
+            (f" It is not built yet: {cls.reserved[name]}" for name in cls.reserved if repr(name) in hint),
+            "",
+        )
+        return "unknown key" + (hint + later or f"; the keys here are {', '.join(sorted(written))}")
 
 
 def _context(detail: Any) -> dict[str, Any]:
