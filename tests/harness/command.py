@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from hyper_parallel.launch import run
 from hyper_parallel.launch.place import detect
 
 if __name__ == "__main__":
+    # As a shell starts it, also where the tests themselves were started by nohup, which ignores SIGHUP.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _config = RunConfig.model_validate_json(Path(sys.argv[1]).read_text())
     try:
         _code = run(_config, sys.argv[2])
