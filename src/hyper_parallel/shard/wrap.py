@@ -27,11 +27,6 @@ def wrap(module: nn.Module, wrapper: Wrapper) -> None:
     wrappers.append(wrapper)
 
 
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether anything was put around this module's forward."""
-    return _ATTRIBUTE in module.__dict__
-
-
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
