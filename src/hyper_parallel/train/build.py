@@ -65,12 +65,16 @@ def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Mod
 
 def fill(built: Built, config: RunConfig, device: torch.device) -> None:
     """Give a model on the meta device its values: those of the folder, or new ones of the run's seed."""
-    if not built.fresh:
-        return
+    if built.fresh:
+        fill_model(built.model, config, device)
+
+
+def fill_model(model: nn.Module, config: RunConfig, device: torch.device | str) -> None:
+    """Give a parallelized model on the meta device its values."""
     if config.model.path is not None:
-        load_weights(built.model, config.model.path, device)
+        load_weights(model, config.model.path, device)
     else:
-        init_weights(built.model, config.seed, device)
+        init_weights(model, config.seed, device)
 
 
 def transformers_config(declared: ModelConfig) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Literal
@@ -9,14 +10,14 @@ from typing import Literal
 import torch
 
 from hyper_parallel import launch
-from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
+from hyper_parallel.compat.local_tensor import simulated_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import StrategyError, WorkersFailedError
 from hyper_parallel.launch import Worker
-from hyper_parallel.shard import init_weights, load_weights, parallelize
+from hyper_parallel.shard import parallelize
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.build import unsharded
+from hyper_parallel.train.build import fill_model, unsharded
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
 
@@ -39,9 +40,9 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
         )
     config = _reduced(config)
     if driver == "local":
-        one, batch = _one_device(config)
+        one, batch, model = _one_device(config)
         with simulated_ranks(config.strategy.axes.world):
-            many = _side(config, config.strategy, batch, "traceable", one.gradients)
+            many = _step_of(model, config, config.strategy, batch, "traceable", one.gradients)
         return _compared(config, one, many, "all ranks in one process")
     code = launch.run(config, f"{__name__}:worker_main")
     if code != 0:
@@ -51,8 +52,8 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
 
 def worker_main(config: RunConfig, worker: Worker) -> None:
     """What each worker of the "gloo" driver runs; rank 0 leaves the report."""
-    one, batch = _one_device(config)
-    many = _side(config, config.strategy, batch, "fsdp", one.gradients, worker.device)
+    one, batch, model = _one_device(config)
+    many = _step_of(model, config, config.strategy, batch, "fsdp", one.gradients, worker.device)
     if worker.rank == 0:
         report = _compared(config, one, many, f"{worker.world} workers over {worker.backend.collective}")
         out = Path(config.out)
@@ -85,26 +86,14 @@ def alone(strategy: Strategy) -> Strategy:
     return Strategy(precision=strategy.precision, memory=strategy.memory)
 
 
-def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors]:
-    """The reference, which computes the whole batch at once, and the batch."""
+def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors, torch.nn.Module]:
+    """The reference, which computes the whole batch at once; the batch; and the model again, as it was before."""
     model, text = unsharded(config)
+    untouched = copy.deepcopy(model)
     batch = rows_to_verify(config, text)
     whole = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": None})})
     # The traceable lowering of nothing is the plain model, with or without a process group.
-    return _step_of(model, whole, alone(config.strategy), batch, "traceable", None), batch
-
-
-def _side(
-    config: RunConfig,
-    strategy: Strategy,
-    batch: Tensors,
-    lowering: Lowering,
-    update_from: Tensors,
-    device: torch.device | str = "cpu",
-) -> StepOutcome:
-    with one_device():
-        model, _ = unsharded(config)
-    return _step_of(model, config, strategy, batch, lowering, update_from, device)
+    return _step_of(model, whole, alone(config.strategy), batch, "traceable", None), batch, untouched
 
 
 def _step_of(
@@ -117,8 +106,5 @@ def _step_of(
     device: torch.device | str = "cpu",
 ) -> StepOutcome:
     parallelize(model, strategy, lowering=lowering, alone=strategy.axes.world == 1)
-    if config.model.path is not None:
-        load_weights(model, config.model.path, device)
-    else:
-        init_weights(model, config.seed, device)
+    fill_model(model, config, device)
     return run_step(model.train(), config, batch, update_from)
