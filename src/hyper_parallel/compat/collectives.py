@@ -27,6 +27,11 @@ def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     return _waited(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 
+def all_to_all(x: torch.Tensor, send: list[int], receive: list[int], group: str) -> torch.Tensor:
+    """[sum(send), ...] to [sum(receive), ...]: `send[i]` rows of each rank, in order, to rank i of the group."""
+    return _waited(_ops.all_to_all_single(x.contiguous(), receive, send, group))
+
+
 def _waited(x: torch.Tensor) -> torch.Tensor:
     done: torch.Tensor = _ops.wait_tensor(x)
     return done
