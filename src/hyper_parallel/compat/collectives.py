@@ -1,13 +1,25 @@
 """Collectives as operators: what a graph shows and what a real group runs are the same calls.
 
 The functional collectives of PyTorch, called at the operator level: no wrapper tensor, waited for at once.
-Tensors are made contiguous, which the operators need.
+Tensors are made contiguous, which the operators need. `counting` lists those that a block of code calls.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
+from hyper_parallel.compat.counting import Collective, counting
+
+__all__ = [
+    "Collective",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "counting",
+    "device_type",
+    "reduce_scatter",
+]
 
 _ops = torch.ops._c10d_functional
 
