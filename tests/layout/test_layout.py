@@ -13,20 +13,20 @@ from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, p
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.layout.layout import chunk
 from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.groups import Groups
 from hyper_parallel.shard.handle import cut
-from hyper_parallel.shard.parallelize import make_device_mesh
 from hyper_parallel.strategy import AXIS_NAMES, Strategy
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     """Up to three dims, uneven and empty chunks, several axes on one dim, fused parts, partial axes."""
-    order = draw(st.permutations(AXIS_NAMES))
+    order = draw(st.permutations(AXIS_NAMES))[:3]
     mesh = Mesh(*((axis, draw(st.integers(1, 3))) for axis in order))
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     layout = Layout.replicated(mesh, shape)
     partial = set()
-    for axis in draw(st.permutations(AXIS_NAMES)):
+    for axis in draw(st.permutations(order)):
         place = draw(st.integers(-2, len(shape) - 1))
         if place == -2:
             partial.add(axis)
@@ -90,7 +90,7 @@ def test_chunks_are_torchs(length: int, count: int) -> None:
     assert [list(c) for c in ours if len(c)] == [c.tolist() for c in theirs]
 
 
-@given(st.permutations(AXIS_NAMES), st.tuples(*[st.integers(1, 4)] * 3))
+@given(st.permutations(AXIS_NAMES), st.tuples(*[st.integers(1, 3)] * len(AXIS_NAMES)))
 def test_ranks_and_coordinates_are_one_to_one(order: list[str], sizes: tuple[int, ...]) -> None:
     mesh = Mesh(*zip(order, sizes, strict=True))
     assert [mesh.rank(mesh.coordinate(rank)) for rank in range(mesh.world)] == list(range(mesh.world))
@@ -113,13 +113,13 @@ def test_moves_along_an_axis_are_each_others_inverse_and_transpose(order: tuple[
     mesh = Mesh.of(strategy)
     for length in (4, 5, 1):
         with simulated_ranks(4):
-            axis = Axis.of("tensor", mesh, make_device_mesh(mesh))
+            axis = Axis.of("tensor_x", mesh, Groups(mesh))
             whole = per_rank(lambda rank, n=length: torch.arange(3.0 * n).reshape(3, n) + 100 * rank)
             part = axis.split(whole, 1)
             for rank, tensor in each_rank(axis.gather(part, 1, length)).items():
-                first, second = (on_rank(whole, peer) for peer in mesh.peers(rank, ("tensor",)))
+                first, second = (on_rank(whole, peer) for peer in mesh.peers(rank, ("tensor_x",)))
                 with one_device():
-                    a, b = axis.interval(length, next(iter(mesh.peers(rank, ("tensor",)))))
+                    a, b = axis.interval(length, next(iter(mesh.peers(rank, ("tensor_x",)))))
                     assert torch.equal(tensor[:, a:b], first[:, a:b])
                     assert torch.equal(tensor[:, b:], second[:, b:])
             for name, source in (

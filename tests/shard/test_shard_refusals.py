@@ -143,6 +143,6 @@ def test_every_family_has_a_plan_that_splits_most_of_it() -> None:
         split = sum(
             torch.Size(p.layout.shape).numel()
             for p in plan.parameters.values()
-            if "tensor" in p.layout.split_axes
+            if "tensor_x" in p.layout.split_axes
         )
         assert split / sum(torch.Size(p.layout.shape).numel() for p in plan.parameters.values()) > 0.9, family

@@ -71,10 +71,7 @@ def blocks(pieces: Mapping[str, Piece], rank: int) -> list[Block]:
     for name, piece in pieces.items():
         layout, itemsize = piece.layout, piece.local.dtype.itemsize
         coordinate = layout.mesh.coordinate(rank)
-        copy = 0
-        for axis, size in layout.mesh.axes:
-            if axis not in layout.split_axes:
-                copy = copy * size + coordinate[axis]
+        copy = layout.copy_index(coordinate)
         turn = zlib.crc32(name.encode())
         for box in layout.boxes(coordinate):
             share = -(-math.prod(box.size) * itemsize // layout.copies)

@@ -45,7 +45,9 @@ class RunConfig(Section):
     def _workers_fit(self) -> RunConfig:
         axes, workers = self.strategy.axes, self.launch.workers
         if workers is not None and workers not in (1, axes.world):
-            degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in axes.order)
+            degrees = " · ".join(
+                f"{axis} {axes.degree(axis)}" for axis in axes.order if axes.degree(axis) > 1
+            )
             raise ValueError(
                 f"the strategy's axes multiply to {axes.world} ({degrees}), but 'launch.workers' is {workers}; "
                 "make them equal, leave 'launch.workers' out, or set it to 1 for the one-device run"

@@ -1,6 +1,6 @@
 """Layout: a mesh with named axes and, for each dim of a tensor, the axes that split it."""
 
 from hyper_parallel.layout.layout import Box, Layout
-from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.layout.mesh import Fold, Mesh
 
-__all__ = ["Box", "Layout", "Mesh"]
+__all__ = ["Box", "Fold", "Layout", "Mesh"]

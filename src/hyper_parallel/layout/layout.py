@@ -1,9 +1,9 @@
 """Where each element of a tensor lies on a mesh.
 
-A Layout names, for each dim of a tensor, the axes that split it, outer to inner. An axis of size n splits a
-dim of length L into chunks of ceil(L / n), the last ones shorter or empty (the convention of
-``torch.chunk`` and of DTensor's ``Shard``); the next axis splits what the first left. An axis that splits no
-dim holds copies, unless it is named in ``partial``: then the tensor is the sum over that axis.
+A Layout names, for each dim of a tensor, the axes (or joints or folds of axes) that split it, outer to inner.
+An axis of size n splits a dim of length L into chunks of ceil(L / n), the last ones shorter or empty (the
+convention of ``torch.chunk`` and of DTensor's ``Shard``); the next axis splits what the first left. An axis that
+splits no dim holds copies, unless it is named in ``partial``: then the tensor is the sum over that axis.
 
 A fused projection (query, key and value in one matrix) has ``parts`` on the fused dim: the first axis splits
 every part on its own and a rank holds its chunks of all parts, one after the other. A rank's local tensor is
@@ -13,15 +13,15 @@ then more than one box of the global one, which is why everything that moves ten
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.layout.mesh import Coordinate, Mesh
 
-Coordinate = Mapping[str, int]
 Interval = tuple[int, int]
 
 
@@ -104,13 +104,22 @@ class Layout:
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """All axes that split some dim."""
+        """All axes, joints and folds that split some dim."""
         return tuple(axis for axes in self.dims for axis in axes)
+
+    @property
+    def split_atoms(self) -> frozenset[str]:
+        """The axes of the mesh that have a part in splitting some dim."""
+        return frozenset(atom for axis in self.split_axes for atom in self.mesh.atoms(axis))
 
     @property
     def copies(self) -> int:
         """How many ranks hold each element."""
         return self.mesh.world // math.prod(self.mesh.size(axis) for axis in self.split_axes)
+
+    def copy_index(self, coordinate: Coordinate) -> int:
+        """Which of the copies of its elements the rank at `coordinate` holds: 0 ≤ index < copies."""
+        return _copy_indices(self.mesh, self.split_axes)[self.mesh.rank(coordinate)]
 
     def split(self, dim: int, axis: str, parts: tuple[int, ...] | None = None) -> Layout:
         """This layout with `dim` split once more, by `axis`, inside the axes that already split it."""
@@ -141,12 +150,12 @@ class Layout:
         if dim in self.parts:
             ends = list(itertools.accumulate(self.parts[dim]))
             held = list(zip([0, *ends[:-1]], ends, strict=True))
-            n, i = self.mesh.size(axes[0]), coordinate.get(axes[0], 0)
+            n, i = self.mesh.size(axes[0]), self.mesh.index(axes[0], coordinate)
             held = [(a + c, a + d) for a, b in held for c, d in [chunk(b - a, n, i)]]
             axes = axes[1:]
         for axis in axes:
             length = sum(b - a for a, b in held)
-            start, stop = chunk(length, self.mesh.size(axis), coordinate.get(axis, 0))
+            start, stop = chunk(length, self.mesh.size(axis), self.mesh.index(axis, coordinate))
             held = list(_clip(held, start, stop))
         return [(a, b) for a, b in held if a < b]
 
@@ -180,7 +189,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str, mesh: Mesh) -> Layout:
         """The inverse of ``str``: ``Layout.parse(str(layout), layout.mesh) == layout``."""
-        match = re.fullmatch(r"\[(.*)\]((?:\+\w+)*)", text.strip())
+        match = re.fullmatch(r"\[(.*)\]((?:\+[\w*]+)*)", text.strip())
         if match is None:
             raise ValueError(f"not a layout: {text!r}; write for example [4096/tensor/shard, 1024]")
         shape, dims, parts = [], [], {}
@@ -192,6 +201,19 @@ class Layout:
             shape.append(sum(lengths))
             dims.append(tuple(axes))
         return cls(mesh, tuple(shape), tuple(dims), parts, frozenset(filter(None, match[2].split("+"))))
+
+
+@functools.lru_cache(maxsize=64)
+def _copy_indices(mesh: Mesh, split: tuple[str, ...]) -> tuple[int, ...]:
+    """By rank: how many ranks before it have the same index along every axis of `split`."""
+    seen: dict[tuple[int, ...], int] = {}
+    indices = []
+    for rank in range(mesh.world):
+        here = mesh.coordinate(rank)
+        key = tuple(mesh.index(axis, here) for axis in split)
+        indices.append(seen.get(key, 0))
+        seen[key] = indices[-1] + 1
+    return tuple(indices)
 
 
 def _clip(held: list[Interval], start: int, stop: int) -> Iterator[Interval]:

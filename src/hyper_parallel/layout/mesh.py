@@ -1,13 +1,34 @@
-"""A mesh of ranks with named axes: arithmetic only, no process group and no torch."""
+"""A mesh of ranks with named axes: arithmetic only, no process group and no torch.
+
+Wherever an axis is named, two other kinds of name may stand: a **joint** ``"tensor_y*tensor_x"`` is several axes
+taken as one, the first outermost; a **fold** is a part of a joint, given to the mesh by name.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy import EXPERT_SPANS, Strategy
+
+Coordinate = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A part of the joint of the axes `over`: of index ``(joint index // stride) % size``.
+
+    >>> Mesh(("shard", 4), ("tensor", 2), folds={"expert": Fold(("shard", "tensor"), 4)}).index("expert", {"shard": 3})
+    2
+    """
+
+    over: tuple[str, ...]
+    size: int
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -20,16 +41,40 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
+    folds: tuple[tuple[str, Fold], ...] = ()
+    if TYPE_CHECKING:
+        _fold: ClassVar[dict[str, Fold]]
+        _size: ClassVar[dict[str, int]]
 
-    def __init__(self, *axes: tuple[str, int]) -> None:
+    def __init__(self, *axes: tuple[str, int], folds: Mapping[str, Fold] | None = None) -> None:
         names = [name for name, _ in axes]
         assert len(set(names)) == len(names), f"an axis stands twice in {names}"
         object.__setattr__(self, "axes", tuple((str(name), int(size)) for name, size in axes))
+        object.__setattr__(self, "folds", tuple((folds or {}).items()))
+        # Looked up far more often than a mesh is made; no part of its equality.
+        object.__setattr__(self, "_fold", dict(self.folds))
+        object.__setattr__(self, "_size", dict(self.axes) | {name: fold.size for name, fold in self.folds})
+        for name, fold in self.folds:
+            assert name not in names, f"the fold {name} has an axis's name"
+            assert set(fold.over) <= set(names), f"the fold {name} over {fold.over}"
+            whole = math.prod(self.size(axis) for axis in fold.over)
+            assert whole % (fold.size * fold.stride) == 0, f"the fold {name}: {fold} of {whole}"
 
     @classmethod
     def of(cls, strategy: Strategy) -> Mesh:
-        """The mesh that a Strategy declares, in its declared order; axes of degree 1 are kept."""
-        return cls(*((axis, strategy.axes.degree(axis)) for axis in strategy.axes.order))
+        """The mesh that a Strategy declares, in its declared order; axes of degree 1 are kept.
+
+        `expert` is the innermost part of shard · context · tensor, `expert_shard` the rest of it.
+        """
+        axes = strategy.axes
+        over = tuple(axis for axis in axes.order if axis in EXPERT_SPANS)
+        rest = math.prod(axes.degree(axis) for axis in over) // axes.expert
+        folds = {"expert": Fold(over, axes.expert), "expert_shard": Fold(over, rest, axes.expert)}
+        return cls(*((axis, axes.degree(axis)) for axis in axes.order), folds=folds)
+
+    def folded(self, **folds: Fold) -> Mesh:
+        """This mesh with more folds, or with others under the same names."""
+        return Mesh(*self.axes, folds={**dict(self.folds), **folds})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,9 +86,53 @@ class Mesh:
         """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
-    def size(self, axis: str) -> int:
-        """The degree of an axis; 1 for an axis that the mesh does not have."""
-        return dict(self.axes).get(axis, 1)
+    # Axes, joints and folds.
+
+    def joint(self, *names: str) -> str:
+        """The name of several axes taken as one, the first outermost; those of degree 1 are left out.
+
+        >>> Mesh(("shard", 2), ("context", 2), ("tensor", 1)).joint("shard", "context", "tensor")
+        'shard*context'
+        """
+        return "*".join(name for name in names if self.size(name) > 1) or names[-1]
+
+    @property
+    def storage(self) -> str:
+        """The axes over which the storage of parameters is split, as one: shard and context, in rank order."""
+        return self.joint(*(name for name in self.names if name in ("shard", "context")))
+
+    @property
+    def tensor(self) -> str:
+        """The tensor axes as one, y outermost."""
+        return self.joint("tensor_y", "tensor_x")
+
+    def size(self, name: str) -> int:
+        """The degree of an axis, joint or fold; 1 for an axis that the mesh does not have."""
+        return self._size.get(name, 1) if "*" not in name else math.prod(map(self.size, name.split("*")))
+
+    def index(self, name: str, coordinate: Coordinate) -> int:
+        """The index along an axis, joint or fold at a coordinate, whose missing axes count as 0."""
+        if "*" in name:
+            return self._mixed(name.split("*"), coordinate)
+        fold = self._fold.get(name)
+        if fold is None:
+            return coordinate.get(name, 0)
+        return self._mixed(fold.over, coordinate) // fold.stride % fold.size
+
+    def _mixed(self, names: tuple[str, ...] | list[str], coordinate: Coordinate) -> int:
+        index = 0
+        for name in names:
+            index = index * self.size(name) + self.index(name, coordinate)
+        return index
+
+    def atoms(self, name: str) -> tuple[str, ...]:
+        """The axes of the mesh that an axis, joint or fold is made of."""
+        if "*" in name:
+            return tuple(atom for part in name.split("*") for atom in self.atoms(part))
+        fold = self._fold.get(name)
+        return fold.over if fold else (name,)
+
+    # Ranks.
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Axis name to index for one rank, 0 ≤ rank < world. On a mesh of one rank every process is that rank."""
@@ -55,7 +144,7 @@ class Mesh:
             rank, coordinate[name] = divmod(rank, size)
         return dict(reversed(coordinate.items()))
 
-    def rank(self, coordinate: Mapping[str, int]) -> int:
+    def rank(self, coordinate: Coordinate) -> int:
         """The rank at a coordinate; axes that it leaves out count as 0."""
         rank = 0
         for name, size in self.axes:
@@ -67,3 +156,49 @@ class Mesh:
         here = self.coordinate(rank)
         for indices in itertools.product(*(range(self.size(axis)) for axis in axes)):
             yield self.rank({**here, **dict(zip(axes, indices, strict=True))})
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that an axis, joint or fold makes, each in ascending order of rank.
+
+        >>> Mesh(("shard", 2), ("tensor", 2)).groups("shard")
+        ((0, 2), (1, 3))
+        """
+        return _groups(self, name)
+
+    def __hash__(self) -> int:
+        return hash((self.axes, self.folds))
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
+    """Ranks that agree in everything but the index along `name` form a group."""
+    atoms = mesh.atoms(name)
+    fold = mesh._fold.get(name)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world):
+        here = mesh.coordinate(rank)
+        key = [index for axis, index in here.items() if axis not in atoms]
+        if fold is not None:
+            joint = mesh._mixed(fold.over, here)
+            key += [joint % fold.stride, joint // (fold.stride * fold.size)]
+        elif "*" in name:
+            # The parts of a joint may be folds of the same axes: what they leave of these tells groups apart.
+            key += _left(mesh, name, here)
+        groups.setdefault(tuple(key), []).append(rank)
+    return tuple(tuple(ranks) for ranks in sorted(groups.values()))
+
+
+def _left(mesh: Mesh, name: str, here: Coordinate) -> list[int]:
+    left: list[int] = []
+    by_over: dict[tuple[str, ...], list[Fold]] = {}
+    for part in name.split("*"):
+        fold = mesh._fold.get(part)
+        if fold is not None:
+            by_over.setdefault(fold.over, []).append(fold)
+    for over, folds in by_over.items():
+        joint, at = mesh._mixed(over, here), 1
+        for fold in sorted(folds, key=lambda fold: fold.stride):
+            left.append(joint // at % (fold.stride // at))
+            at = fold.stride * fold.size
+        left.append(joint // at)
+    return left

@@ -4,7 +4,7 @@
 """
 
 from hyper_parallel.shard.handle import ShardedModel, ShardedParameter, sharded
-from hyper_parallel.shard.parallelize import make_device_mesh, parallelize
+from hyper_parallel.shard.parallelize import parallelize
 from hyper_parallel.shard.weights import init_weights, load_weights
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "ShardedParameter",
     "init_weights",
     "load_weights",
-    "make_device_mesh",
     "parallelize",
     "sharded",
 ]

@@ -4,9 +4,9 @@ A layer's parameters are exchanged for what `Access` makes of them while the lay
 it: the model's code sees plain local tensors, everybody else sees the parameters. A whole layer at once, because some
 modules compute with the weights of those below them (Mamba's mixer with its convolution's).
 
-In the traceable lowering the chain is: cast to the compute dtype, gather over `shard` (gradient: sum and
-scatter), over `replicate` (gradient: sum), over `tensor` where ranks contribute different terms (gradient: sum),
-and the choice of the rows that this rank's heads need. FSDP2 does the first two itself.
+In the traceable lowering the chain is: cast to the compute dtype, gather over the storage axes (gradient: sum and
+scatter), over `replicate` (gradient: sum), over axes whose ranks contribute different terms (gradient: sum), and the
+choice of the rows that this rank's heads need. FSDP2 does the first two itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
 from hyper_parallel.shard.axis import Axis, _Moved
-from hyper_parallel.shard.plan import ParameterPlan
+from hyper_parallel.shard.plan.nouns import ParameterPlan
 from hyper_parallel.shard.wrap import Forward, wrap
 
 
@@ -41,21 +41,20 @@ class Access:
     axes: Mapping[str, Axis]
     dtypes: Dtypes
     gathers: bool
-    """The traceable lowering: gather over `shard` and sum gradients over the data axes here."""
+    """The traceable lowering: gather over the storage axes and sum gradients over the data axes here."""
 
     def __call__(self, stored: torch.Tensor) -> torch.Tensor:
         x = stored.to_local() if isinstance(stored, DTensor) else stored
         x = self._over_data(x) if self.gathers else x.to(self.dtypes.compute)
-        tensor = self.axes["tensor"]
-        if self.plan.summed:
-            x = tensor.copy(x)
+        for axis in self.plan.summed:
+            x = self.axes[axis].copy(x)
         if self.plan.chosen is not None:
             dim, intervals = self.plan.chosen
             x = torch.index_select(x, dim, self._rows(x.device, intervals))
         return x
 
     def _rows(self, device: torch.device, intervals: tuple[tuple[tuple[int, int], ...], ...]) -> torch.Tensor:
-        tensor = self.axes["tensor"]
+        tensor = self.axes[self.plan.layout.mesh.tensor]
         return per_rank(
             lambda rank: torch.cat(
                 [torch.arange(a, b, device=device) for a, b in intervals[tensor.index(rank)]]
@@ -63,20 +62,21 @@ class Access:
         )
 
     def _over_data(self, x: torch.Tensor) -> torch.Tensor:
-        shard, replicate, stored = self.axes["shard"], self.axes["replicate"], x.dtype
-        layout = self.plan.layout
-        splits = "shard" in layout.split_axes and shard.size > 1
-        whole = layout.without("shard") if splits else layout
-        length = per_rank_int(lambda rank: whole.local_shape(whole.mesh.coordinate(rank))[0]) if splits else 0
+        storage, replicate, stored = self.axes[self.plan.storage], self.axes["replicate"], x.dtype
+        whole, found = self.plan.computed, self.plan.storage_dim
+        splits, dim = found is not None and storage.size > 1, found or 0
+        length = (
+            per_rank_int(lambda rank: whole.local_shape(whole.mesh.coordinate(rank))[dim]) if splits else 0
+        )
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             x = x.to(self.dtypes.compute)
-            return shard._gather(x, 0, length) if splits else x.view_as(x)
+            return storage._gather(x, dim, length) if splits else x.view_as(x)
 
         def backward(gradient: torch.Tensor) -> torch.Tensor:
             gradient = gradient.to(self.dtypes.reduce)
-            if shard.size > 1:
-                gradient = shard._reduce_scatter(gradient, 0) if splits else shard._reduce(gradient)
+            if storage.size > 1:
+                gradient = storage._reduce_scatter(gradient, dim) if splits else storage._reduce(gradient)
             if replicate.size > 1:
                 gradient = replicate._reduce(gradient)
             return gradient.to(stored)
@@ -89,14 +89,20 @@ Accesses = list[tuple[nn.Module, str, Access]]
 
 
 def apply_access(module: nn.Module, accesses: Accesses) -> None:
-    """Exchange the parameters named in `accesses`, of the module or of any below it, while its forward runs."""
+    """Exchange the parameters named in `accesses`, of the module or of any below it, while its forward runs.
+
+    One that several modules share is made ready once.
+    """
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         stored = [owner._parameters[own] for owner, own, _ in accesses]
         try:
+            made: dict[int, torch.Tensor] = {}
             for (owner, own, access), parameter in zip(accesses, stored, strict=True):
                 assert parameter is not None
-                owner._parameters[own] = access(parameter)  # type: ignore[assignment]
+                if id(parameter) not in made:
+                    made[id(parameter)] = access(parameter)
+                owner._parameters[own] = made[id(parameter)]  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:
             for (owner, own, _), parameter in zip(accesses, stored, strict=True):

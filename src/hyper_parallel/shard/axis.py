@@ -1,7 +1,7 @@
 """One axis of the device mesh as the shard engine sees it: its size, this rank's index, its collectives.
 
 Activations move between three states along an axis — whole, split on a dim, and partial (a sum not yet
-taken) — by five functions, each with the backward pass that the chain rule asks for (Megatron-LM,
+taken) — by these functions, each with the backward pass that the chain rule asks for (Megatron-LM,
 arXiv 1909.08053, section 3; with sequence sharding arXiv 2205.05198, section 4.2.2):
 
 | function | forward | backward |
@@ -12,6 +12,8 @@ arXiv 1909.08053, section 3; with sequence sharding arXiv 2205.05198, section 4.
 | `gather` | all-gather | this rank's chunk |
 | `gather_sum` | all-gather | reduce-scatter |
 | `reduce_split` | reduce-scatter | all-gather |
+| `swap` | all-to-all | all-to-all back |
+| `exchange` | uneven all-to-all of rows | back |
 
 A dim that the axis does not divide is split like ``torch.chunk`` does: chunks of ceil(L / n), the last
 shorter or empty. They are padded on the way, and only there.
@@ -19,32 +21,36 @@ shorter or empty. They are padded on the way, and only there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import int_on_rank, per_rank, per_rank_int
 from hyper_parallel.layout.layout import chunk
 from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.groups import Groups
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis with its process group. `mesh` says which rank has which index."""
+    """An axis, a joint or a fold of axes, with its process group. `mesh` says which rank has which index."""
 
     name: str
     mesh: Mesh
     group: str
+    order: tuple[int, ...] | None = None
+    """The index of each rank of the group, in order of rank; None when they are 0, 1, 2, …"""
 
     @classmethod
-    def of(cls, name: str, mesh: Mesh, device_mesh: DeviceMesh | None) -> Axis:
-        """The axis `name`; without a device mesh only an axis of degree 1 makes sense."""
-        assert device_mesh is not None or mesh.size(name) == 1, f"axis {name} needs a device mesh"
-        group = "" if device_mesh is None or mesh.size(name) == 1 else device_mesh.get_group(name).group_name
-        return cls(name, mesh, group)
+    def of(cls, name: str, mesh: Mesh, groups: Groups | None) -> Axis:
+        """The axis `name`; without groups only an axis of degree 1 makes sense."""
+        if mesh.size(name) == 1:
+            return cls(name, mesh, "")
+        assert groups is not None, f"axis {name} needs process groups"
+        order = tuple(mesh.index(name, mesh.coordinate(rank)) for rank in mesh.groups(name)[0])
+        return cls(name, mesh, groups.name(name), None if order == tuple(range(len(order))) else order)
 
     @property
     def size(self) -> int:
@@ -53,7 +59,7 @@ class Axis:
 
     def index(self, rank: int) -> int:
         """The index along the axis of a global rank."""
-        return self.mesh.coordinate(rank)[self.name]
+        return self.mesh.index(self.name, self.mesh.coordinate(rank))
 
     def interval(self, length: int, rank: int) -> tuple[int, int]:
         """The half-open interval of a dim of `length` that a global rank holds."""
@@ -75,22 +81,49 @@ class Axis:
         return x.narrow(dim, start, count).contiguous()
 
     def _gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        dim %= x.dim()
         x = _pad(x, dim, -(-length // self.size))
-        whole = collectives.all_gather(x, self.group, self.size)
-        if dim != 0:
-            whole = torch.cat(whole.chunk(self.size, 0), dim)
+        before = x.shape[:dim]
+        leading = _all_ones(before)
+        whole = collectives.all_gather(x.reshape(x.shape[dim:]) if leading else x, self.group, self.size)
+        if self.order is not None or not leading:
+            chunks = whole.chunk(self.size, 0)
+            whole = torch.cat([chunks[at] for at in self._by_index()], 0 if leading else dim)
+        if leading:
+            whole = whole.reshape(*before, *whole.shape)
         return whole.narrow(dim, 0, length) if whole.size(dim) != length else whole
 
     def _reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        dim %= x.dim()
         length, size = x.size(dim), -(-x.size(dim) // self.size)
         x = _pad(x, dim, size * self.size)
-        if dim != 0:
-            x = torch.cat(x.chunk(self.size, dim), 0)
+        before = x.shape[:dim]
+        leading = _all_ones(before)
+        if leading:
+            x = x.reshape(x.shape[dim:])
+        if self.order is not None or not leading:
+            chunks = x.chunk(self.size, 0 if leading else dim)
+            x = torch.cat([chunks[index] for index in self.order or range(self.size)], 0)
         part = collectives.reduce_scatter(x, self.group, self.size)
+        if leading:
+            part = part.reshape(*before, *part.shape)
         if length % self.size:
             count = per_rank_int(lambda rank: self.interval(length, rank)[1] - self.interval(length, rank)[0])
             part = part.narrow(dim, 0, count).contiguous()
         return part
+
+    def _swap(self, x: torch.Tensor, split_dim: int, gather_dim: int) -> torch.Tensor:
+        chunks = x.chunk(self.size, split_dim)
+        rows = torch.stack([chunks[index] for index in self.order or range(self.size)])
+        even = [1] * self.size
+        received = collectives.all_to_all(rows, even, even, self.group).unbind(0)
+        return torch.cat([received[at] for at in self._by_index()], gather_dim)
+
+    def _by_index(self) -> Sequence[int]:
+        """Where in the group the rank of each index stands."""
+        if self.order is None:
+            return range(self.size)
+        return [self.order.index(index) for index in range(self.size)]
 
     # With autograd.
 
@@ -128,12 +161,61 @@ class Axis:
         length = x.size(dim)
         return self._move(lambda x: self._reduce_scatter(x, dim), lambda g: self._gather(g, dim, length), x)
 
+    def swap(self, x: torch.Tensor, split_dim: int, gather_dim: int) -> torch.Tensor:
+        """This rank's chunk of `split_dim` of what all ranks have, their chunks of `gather_dim` put together.
+
+        [.., S, .., d] to [.., S / n, .., d · n]. The axis must divide `split_dim`, and chunks be equal.
+        """
+        assert x.size(split_dim) % self.size == 0, f"{x.size(split_dim)} over {self.name} of {self.size}"
+        return self._move(
+            lambda x: self._swap(x, split_dim, gather_dim), lambda g: self._swap(g, gather_dim, split_dim), x
+        )
+
+    def exchange(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Rows to the ranks of the axis: `send[i]` of `x`, in order, to index i; `receive[i]` rows come from it.
+
+        [sum(send), ...] to [sum(receive), ...]. Counts may differ between ranks.
+        """
+        assert self.order is None, (
+            f"rows cannot be exchanged over {self.name}, whose indices are not in rank order"
+        )
+        return self._move(
+            lambda x: collectives.all_to_all(x, send, receive, self.group),
+            lambda g: collectives.all_to_all(g, receive, send, self.group),
+            x,
+        )
+
+
+class MeshAxes(Mapping[str, Axis]):
+    """The axes of a mesh by name, joints and folds too. Looking one up the first time makes its process group, which
+    every rank must do in the same order: the engine does so while it parallelizes, never in a forward pass."""
+
+    def __init__(self, mesh: Mesh, groups: Groups | None) -> None:
+        self.mesh, self.groups = mesh, groups
+        self._made: dict[str, Axis] = {}
+
+    def __getitem__(self, name: str) -> Axis:
+        if name not in self._made:
+            self._made[name] = Axis.of(name, self.mesh, self.groups)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.mesh.names)
+
+    def __len__(self) -> int:
+        return len(self.mesh.names)
+
 
 _Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x.view_as(x)
+
+
+def _all_ones(lengths: torch.Size) -> bool:
+    """Whether chunks of the dim after these lie one after the other in memory."""
+    return all(isinstance(length, int) and length == 1 for length in lengths)
 
 
 def _pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:

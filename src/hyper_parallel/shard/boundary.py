@@ -17,7 +17,7 @@ from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Stretch
-from hyper_parallel.shard.plan import ModulePlan, Plan
+from hyper_parallel.shard.plan.nouns import ModulePlan, Plan
 from hyper_parallel.shard.structure import Heads, is_conv1d
 from hyper_parallel.shard.wrap import Forward, Wrapper, change_input, change_output, wrap
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.compat import collectives, fsdp
@@ -21,10 +21,15 @@ from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Draw, drawing
-from hyper_parallel.shard.plan import Plan
+from hyper_parallel.shard.plan.nouns import Plan
 from hyper_parallel.strategy import Strategy
 
 _ATTRIBUTE = "_hyper_parallel"
+
+ROW_AXES = ("replicate", "shard")
+"""The axes along which ranks see different rows."""
+LOSS_AXES = (*ROW_AXES, "context")
+"""The axes over which the ranks' parts of a loss are summed; ranks along the others hold the same part."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class ShardedModel:
     model: nn.Module
     strategy: Strategy
     plan: Plan
-    device_mesh: DeviceMesh | None
     axes: Mapping[str, Axis]
+    """Every axis, joint or fold by name."""
     skeleton: nn.Module | None
     """The model as it was, without values; weights are initialised and loaded by its structure."""
 
@@ -120,7 +125,7 @@ class ShardedModel:
     def all_reduce(self, tensor: torch.Tensor, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
         """The sum (or ``max``) of `tensor` over `axes`, on every rank of them; its own over axes of degree 1."""
         live = [axis for axis in axes if self.mesh.size(axis) > 1]
-        if live and len(live) == sum(size > 1 for _, size in self.mesh.axes):
+        if live and math.prod(self.mesh.size(axis) for axis in live) == self.mesh.world:
             return collectives.all_reduce(tensor, dist.group.WORLD.group_name, op)  # type: ignore[union-attr]
         for axis in live:
             tensor = collectives.all_reduce(tensor, self.axes[axis].group, op)

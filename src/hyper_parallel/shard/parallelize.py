@@ -6,26 +6,26 @@ import copy
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hyper_parallel.compat import collectives, fsdp
+from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
-from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.access import Access, Accesses, Dtypes, apply_access
-from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.axis import MeshAxes
 from hyper_parallel.shard.boundary import apply_boundaries
 from hyper_parallel.shard.dropout import apply_dropout, refuse_other_draws
+from hyper_parallel.shard.groups import Groups
 from hyper_parallel.shard.handle import ShardedModel, attach, cut
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
 from hyper_parallel.shard.recompute import apply_recompute
+from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.structure import layers_or_refuse
-from hyper_parallel.strategy import AXIS_NAMES, Strategy
+from hyper_parallel.strategy import Strategy
 
 Lowering = Literal["fsdp", "traceable"]
 
@@ -33,7 +33,6 @@ Lowering = Literal["fsdp", "traceable"]
 def parallelize(
     model: nn.Module,
     strategy: Strategy,
-    device_mesh: DeviceMesh | None = None,
     *,
     lowering: Lowering = "fsdp",
     alone: bool = False,
@@ -41,8 +40,7 @@ def parallelize(
     """Spread `model` as `strategy` declares. Returns the same object, with the same parameter names.
 
     The model may be on the meta device; `init_weights` or `load_weights` then fill each rank's pieces. With values,
-    every rank must give the same ones. `device_mesh` is made from the strategy when it is left out; a process group
-    of strategy.axes.world ranks must exist, unless that is 1.
+    every rank must give the same ones. A process group of strategy.axes.world ranks must exist, unless that is 1.
 
     `lowering`: how the data axes are put into effect. "fsdp" uses PyTorch's FSDP2; "traceable" gathers parameters
     where they are used, which a graph can capture and simulated ranks can run. Both give the same values.
@@ -62,9 +60,8 @@ def parallelize(
         raise StrategyError(
             f"alone=True computes on one device, but the strategy's axes multiply to {mesh.world}"
         )
-    if device_mesh is None and not alone:
-        device_mesh = make_device_mesh(mesh)
-    axes = {name: Axis.of(name, mesh, device_mesh) for name in AXIS_NAMES}
+    groups = None if alone else Groups.of(mesh)
+    axes = MeshAxes(mesh, groups)
     skeleton = copy.deepcopy(model) if any(p.is_meta for p in model.parameters()) else None
 
     # Everything that may be refused is, before the model is touched.
@@ -76,48 +73,29 @@ def parallelize(
         else None
     )
 
-    stretches = apply_boundaries(model, plan, axes["tensor"])
-    apply_dropout(model, axes["tensor"], stretches, plan.layers, plan.sequence)
+    stretches = apply_boundaries(model, plan, axes[mesh.tensor])
+    apply_dropout(model, axes[mesh.tensor], stretches, plan.layers, plan.sequence)
     gathers = lowering == "traceable"
     _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)
     apply_casts(model, dtypes)
     if recomputed is not None:
         apply_recompute(recomputed)
 
-    _store(model, plan, device_mesh, dtype(strategy.precision.param), whole_over_shard=not gathers)
-    if not gathers and mesh.size("shard") * mesh.size("replicate") > 1:
-        assert device_mesh is not None
-        _fully_shard(model, plan, strategy, device_mesh, dtypes)
-    attach(ShardedModel(model, strategy, plan, device_mesh, axes, skeleton))
+    _store(model, plan, dtype(strategy.precision.param), None if gathers else groups)
+    if not gathers and groups is not None:
+        _fully_shard(model, plan, strategy, groups, dtypes)
+    for name in mesh.names:
+        axes[
+            name
+        ]  # every rank makes the same groups now, not when a forward pass or a metric first needs one
+    attach(ShardedModel(model, strategy, plan, axes, skeleton))
     return model
-
-
-def make_device_mesh(mesh: Mesh, device_type: str | None = None) -> DeviceMesh | None:
-    """The device mesh whose dims are `AXIS_NAMES`, with ranks placed in the order that the file declares.
-
-    None when the mesh has one rank and there is no process group.
-    """
-    if not dist.is_initialized():
-        if mesh.world > 1:
-            raise StrategyError(
-                f"the strategy's axes multiply to {mesh.world}, but this process is alone; "
-                "start it with hyper-parallel or torchrun, and call torch.distributed.init_process_group"
-            )
-        return None
-    if dist.get_world_size() != mesh.world:
-        degrees = " · ".join(f"{axis} {size}" for axis, size in mesh.axes)
-        raise StrategyError(
-            f"the strategy's axes multiply to {mesh.world} ({degrees}), but there are {dist.get_world_size()} workers"
-        )
-    ranks = torch.arange(mesh.world).reshape([size for _, size in mesh.axes])
-    ranks = ranks.permute([mesh.names.index(axis) for axis in AXIS_NAMES])
-    return DeviceMesh(device_type or collectives.device_type(), ranks, mesh_dim_names=AXIS_NAMES)
 
 
 def _apply_accesses(
     model: nn.Module,
     plan: Plan,
-    axes: dict[str, Axis],
+    axes: MeshAxes,
     dtypes: dict[str, torch.dtype],
     reduce: torch.dtype,
     gathers: bool,
@@ -126,7 +104,7 @@ def _apply_accesses(
     alone = plan.mesh.world == 1
     by_group: dict[str, Accesses] = {}
     for name, module in model.named_modules():
-        group = _group_of(name, plan, dtypes)
+        group = _group_of(name, plan, dtypes, root=is_transformers(model))
         for own, parameter in module._parameters.items():
             if parameter is not None and not (alone and parameter.dtype == dtypes[name]):
                 dtype_pair = Dtypes(dtypes[name], reduce)
@@ -136,44 +114,43 @@ def _apply_accesses(
         apply_access(model.get_submodule(name), accesses)
 
 
-def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype]) -> str:
-    """The module whose forward a module's parameters are made ready for: its layer, or itself outside of layers.
+def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype], root: bool) -> str:
+    """The module whose forward a module's parameters are made ready for: its layer, or outside of layers the `root`
+    of a Transformers model, which always runs whole, and the module itself in others.
 
     One that computes in a dtype of its own is gathered by itself, so it is its own group too.
     """
-    if plan.layers is None or not name.startswith(f"{plan.layers}.") or dtypes[name] != dtypes[""]:
+    if dtypes[name] != dtypes[""]:
         return name
+    if plan.layers is None or not name.startswith(f"{plan.layers}."):
+        return "" if root else name
     index = name[len(plan.layers) + 1 :].partition(".")[0]
     return f"{plan.layers}.{index}"
 
 
-def _store(
-    model: nn.Module, plan: Plan, device_mesh: DeviceMesh | None, stored: torch.dtype, whole_over_shard: bool
-) -> None:
+def _store(model: nn.Module, plan: Plan, stored: torch.dtype, fsdp2: Groups | None) -> None:
     """Exchange every parameter for this rank's piece of it.
 
-    With FSDP2 the shard axis is left to it: a piece is then that of the tensor axis, carried by a DTensor so that
-    it tells what it is to everything that reads parameters.
+    With FSDP2 the storage axes are left to it. Where there is one tensor axis its piece is carried by a DTensor, so
+    that it tells what it is to everything that reads parameters, torch's own clipping for one.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def make(old: nn.Parameter) -> nn.Parameter:
-        layout = plan.parameters[names[id(old)]].layout
-        if whole_over_shard and "shard" in layout.split_axes:
-            layout = layout.without("shard")
+        parameter = plan.parameters[names[id(old)]]
+        layout = parameter.layout if fsdp2 is None else parameter.computed
         if plan.mesh.world == 1:
             return old if old.dtype == stored else nn.Parameter(old.detach().to(stored), old.requires_grad)
         local = per_rank(lambda rank: cut(old.detach().to(stored), layout, rank))
-        if whole_over_shard and plan.mesh.size("tensor") > 1:
-            assert device_mesh is not None
-            local = _as_dtensor(local, layout, device_mesh["tensor"])
+        if fsdp2 is not None and fsdp2.carries_tensor and set(layout.split_axes) <= {"tensor_x"}:
+            local = _as_dtensor(local, layout, fsdp2.whole["tensor_x"])
         return nn.Parameter(local, old.requires_grad)
 
     fsdp.replace_parameters(model, make)
 
 
 def _as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    dims = [dim for dim, split in enumerate(layout.dims) if "tensor" in split]
+    dims = [dim for dim, split in enumerate(layout.dims) if split]
     placement = Shard(dims[0]) if dims else Replicate()
     stride = torch.empty(layout.shape, device="meta").stride()
     return DTensor.from_local(
@@ -182,27 +159,38 @@ def _as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTenso
 
 
 def _fully_shard(
-    model: nn.Module, plan: Plan, strategy: Strategy, device_mesh: DeviceMesh, dtypes: dict[str, torch.dtype]
+    model: nn.Module, plan: Plan, strategy: Strategy, groups: Groups, dtypes: dict[str, torch.dtype]
 ) -> None:
-    """FSDP2 over the data axes: a group for each layer, one for the rest, so that tied weights stay together."""
-    mesh = device_mesh["replicate", "shard"] if plan.mesh.size("replicate") > 1 else device_mesh["shard"]
-    stored, reduce = dtype(strategy.precision.param), dtype(strategy.precision.reduce)
+    """FSDP2 over the data axes: a group for each layer, one for the rest, so that tied weights stay together.
 
-    def shard(module: nn.Module, compute: torch.dtype, reshard: bool) -> None:
+    A module whose weights are stored over other axes, or that computes in a dtype of its own, is a group by itself.
+    """
+    mesh = plan.mesh
+    stored, reduce = dtype(strategy.precision.param), dtype(strategy.precision.reduce)
+    plans = {id(p): plan.parameters[name] for name, p in model.named_parameters()}
+
+    def shard(module: nn.Module, storage: str, compute: torch.dtype, reshard: bool) -> None:
+        if mesh.size(storage) * mesh.size("replicate") == 1:
+            return
+        axes = ("replicate", storage) if mesh.size("replicate") > 1 else (storage,)
         fsdp.shard_module(
             module,
-            mesh,
+            groups.device_mesh(*axes),
             compute=compute if compute != stored else None,
             reduce=reduce if reduce != compute else None,
             reshard_after_forward=reshard,
         )
 
     reshard = strategy.memory.reshard_after_forward
-    for name, module in model.named_modules():
-        owns = any(parameter is not None for parameter in module._parameters.values())
-        if name and owns and dtypes[name] != dtypes[""]:
-            shard(module, dtypes[name], reshard)
+    by_module = [
+        (name, module, {plans[id(p)].storage for p in module._parameters.values() if p is not None})
+        for name, module in model.named_modules()
+    ]
+    for name, module, storages in by_module:
+        if name and storages and (dtypes[name] != dtypes[""] or storages != {mesh.storage}):
+            assert len(storages) == 1, f"{name} has weights stored over {storages}"
+            shard(module, storages.pop(), dtypes[name], reshard)
     if plan.layers is not None:
         for layer in model.get_submodule(plan.layers).children():
-            shard(layer, dtypes[""], reshard)
-    shard(model, dtypes[""], False)
+            shard(layer, mesh.storage, dtypes[""], reshard)
+    shard(model, mesh.storage, dtypes[""], False)

@@ -3,9 +3,9 @@
 Each section is read by its own engine; a section that no engine reads yet is refused by name.
 """
 
-from hyper_parallel.strategy.axes import AXIS_NAMES, Axes
+from hyper_parallel.strategy.axes import AXIS_NAMES, EXPERT_SPANS, Axes
 from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.strategy import Strategy
 
-__all__ = ["AXIS_NAMES", "Axes", "Memory", "Precision", "Strategy"]
+__all__ = ["AXIS_NAMES", "EXPERT_SPANS", "Axes", "Memory", "Precision", "Strategy"]

@@ -1,7 +1,8 @@
 """The axes of the device mesh and their degrees.
 
-World = replicate · shard · tensor. The order in which a file names them is outer to inner: the last one
-lies on neighbouring ranks. Axes that are not named have degree 1.
+World = replicate · shard · context · tensor_y · tensor_x. The order in which a file names them is outer to inner: the
+last one lies on neighbouring ranks. Axes that are not named have degree 1. `expert` is no axis of its own: it folds
+over shard, context and tensor, whose product it divides.
 """
 
 from __future__ import annotations
@@ -9,38 +10,42 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_serializer, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_serializer, model_validator
 
 from hyper_parallel.strategy.section import Section
 
 Degree = Annotated[int, Field(ge=1, strict=True)]
 
-AXIS_NAMES = ("replicate", "shard", "tensor")
-"""The axes that are built, in the canonical order of the device mesh."""
+AXIS_NAMES = ("replicate", "shard", "context", "tensor_y", "tensor_x")
+"""The axes whose degrees multiply to the number of ranks, in their canonical order."""
+
+EXPERT_SPANS = ("shard", "context", "tensor_y", "tensor_x")
+"""The axes that `expert` folds over."""
 
 
 class Axes(Section):
     """Degrees of the mesh axes; their product is the number of workers."""
 
-    reserved: ClassVar = {
-        "context": "context parallelism comes with HyperShard's full set of axes",
-        "tensor_x": "2D tensor parallelism comes with HyperShard's full set of axes; write 'tensor' for 1D",
-        "tensor_y": "2D tensor parallelism comes with HyperShard's full set of axes; write 'tensor' for 1D",
-        "expert": "expert parallelism comes with HyperShard's full set of axes",
-        "pipeline": "pipeline parallelism comes with HyperMPMD",
-    }
+    reserved: ClassVar = {"pipeline": "pipeline parallelism comes with HyperMPMD"}
 
     replicate: Degree = 1
     """Copies of the parameters; each copy sees other data (data parallelism)."""
     shard: Degree = 1
     """Ranks that share one copy of parameters, gradients and optimizer state, and see other data
     (fully sharded data parallelism). With `replicate` above 1 this is hybrid sharding (HSDP)."""
-    tensor: Degree = 1
-    """Ranks that split each layer's matrices and see the same data (tensor parallelism)."""
+    context: Degree = 1
+    """Ranks that split each sequence's positions (context parallelism), and share parameters as `shard` does."""
+    tensor_x: Degree = Field(default=1, validation_alias=AliasChoices("tensor_x", "tensor"))
+    """Ranks that split each layer's matrices and see the same data (tensor parallelism). `tensor` is the same."""
+    tensor_y: Degree = 1
+    """The second side of 2D tensor parallelism: matrices and activations are split over tensor_x · tensor_y."""
+    expert: Degree = 1
+    """Ranks over which the experts of a mixture-of-experts layer are spread. Not multiplied into the number of
+    workers: it folds over shard · context · tensor_y · tensor_x and divides their product."""
     order: tuple[str, ...] = Field(default=AXIS_NAMES, exclude=True, json_schema_extra={"readOnly": True})
     """The axes outer to inner, read off the order of the keys; not written by hand."""
 
-    @field_validator("replicate", "shard", "tensor", mode="before")
+    @field_validator(*AXIS_NAMES, "expert", mode="before")
     @classmethod
     def _no_auto(cls, degree: Any) -> Any:
         if degree == "auto":
@@ -50,22 +55,33 @@ class Axes(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_order(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "order" not in given:
-            named = [axis for axis in given if axis in AXIS_NAMES]
+        if not isinstance(given, dict):
+            return given
+        if {"tensor", "tensor_x"} <= given.keys():
+            raise ValueError("tensor and tensor_x are the same axis; write one of them")
+        if "order" not in given:
+            written = ["tensor_x" if axis == "tensor" else axis for axis in given]
+            named = [axis for axis in written if axis in AXIS_NAMES]
             given = {**given, "order": (*(axis for axis in AXIS_NAMES if axis not in named), *named)}
         return given
 
     @model_validator(mode="after")
-    def _check_order(self) -> Axes:
+    def _check(self) -> Axes:
         if sorted(self.order) != sorted(AXIS_NAMES):
             raise ValueError(
                 f"order must name each of {', '.join(AXIS_NAMES)} once; got {', '.join(self.order)}"
+            )
+        spanned = math.prod(self.degree(axis) for axis in EXPERT_SPANS)
+        if spanned % self.expert:
+            raise ValueError(
+                f"expert is {self.expert}, which does not divide shard · context · tensor = {spanned}; "
+                "experts are spread over the ranks of these axes"
             )
         return self
 
     @model_serializer
     def _write_in_order(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in self.order}
+        return {axis: self.degree(axis) for axis in (*self.order, "expert")}
 
     @property
     def world(self) -> int:
@@ -74,8 +90,13 @@ class Axes(Section):
 
     @property
     def data(self) -> int:
-        """The number of ranks that see different data: replicate · shard."""
+        """The number of ranks that see different rows: replicate · shard."""
         return self.replicate * self.shard
+
+    @property
+    def tensor(self) -> int:
+        """The number of ranks that split each matrix: tensor_x · tensor_y."""
+        return self.tensor_x * self.tensor_y
 
     def degree(self, axis: str) -> int:
         """The degree of one axis by name."""

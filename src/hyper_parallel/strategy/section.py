@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hyper_parallel.errors import nearest
@@ -22,7 +30,7 @@ class Section(BaseModel):
     @classmethod
     def _refuse_unknown_keys(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Unknown keys are told beside what is wrong with the known ones, each with the nearest valid name."""
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {key for name, field in cls.model_fields.items() for key in _keys_of(name, field)}
         unknown = {
             key: cls._hint(str(key), known)
             for key in (given if isinstance(given, Mapping) else ())
@@ -69,6 +77,13 @@ class Section(BaseModel):
             "",
         )
         return "unknown key" + (hint + later or f"; the keys here are {', '.join(sorted(written))}")
+
+
+def _keys_of(name: str, field: FieldInfo) -> list[str]:
+    """The keys that a file may write a field under."""
+    if isinstance(field.validation_alias, AliasChoices):
+        return [str(choice) for choice in field.validation_alias.choices]
+    return [field.alias or name]
 
 
 def _context(detail: Any) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""Process groups by axis name: of axes, joints and folds alike, each made once and in the same order on all ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.compat import collectives
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout.mesh import Mesh
+
+
+class Groups:
+    """The process groups of a mesh. Making one is a collective: every rank asks for the same names in order."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Raises StrategyError when the default process group is not one of `mesh.world` ranks."""
+        if dist.get_world_size() != mesh.world:
+            degrees = " · ".join(f"{axis} {size}" for axis, size in mesh.axes if size > 1)
+            raise StrategyError(
+                f"the strategy's axes multiply to {mesh.world} ({degrees or 'one rank'}), "
+                f"but there are {dist.get_world_size()} workers"
+            )
+        self.mesh = mesh
+        self.device = collectives.device_type()
+        self._made: dict[str, dist.ProcessGroup] = {}
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Groups | None:
+        """The groups of a mesh; None for a mesh of one rank without a process group."""
+        if dist.is_initialized():
+            return cls(mesh)
+        if mesh.world > 1:
+            raise StrategyError(
+                f"the strategy's axes multiply to {mesh.world}, but this process is alone; "
+                "start it with hyper-parallel or torchrun, and call torch.distributed.init_process_group"
+            )
+        return None
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """This rank's process group of an axis, joint or fold. Its ranks stand in ascending order."""
+        if axis not in self._made:
+            mine = dist.get_rank()
+            for ranks in self.mesh.groups(axis):
+                made = dist.new_group(list(ranks))
+                if mine in ranks:
+                    self._made[axis] = made
+        return self._made[axis]
+
+    def name(self, axis: str) -> str:
+        """The name of the process group of an axis, joint or fold."""
+        return str(self.group(axis).group_name)
+
+    @property
+    def carries_tensor(self) -> bool:
+        """Whether tensor-split parameters can be DTensors: one tensor axis, a mesh dim beside those of FSDP2."""
+        return self.mesh.size("tensor_x") > 1 and self.mesh.size("tensor_y") == 1
+
+    @functools.cached_property
+    def whole(self) -> DeviceMesh:
+        """The device mesh of all ranks: replicate, storage, tensor_x. FSDP2 wants its mesh and that of the DTensors
+        it is given to be parts of one."""
+        names = ("replicate", self.mesh.storage, "tensor_x")
+        ranks = torch.empty([self.mesh.size(name) for name in names], dtype=torch.int64)
+        for rank in range(self.mesh.world):
+            there = self.mesh.coordinate(rank)
+            ranks[tuple(self.mesh.index(name, there) for name in names)] = rank
+        return DeviceMesh(self.device, ranks, mesh_dim_names=names)
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """This rank's device mesh of one or two axes, joints or folds, as FSDP2 takes it."""
+        if self.carries_tensor and set(axes) <= set(self.whole.mesh_dim_names or ()):
+            return self.whole[axes if len(axes) > 1 else axes[0]]
+        here = self.mesh.coordinate(dist.get_rank())
+        joint = next(ranks for ranks in self.mesh.groups("*".join(axes)) if dist.get_rank() in ranks)
+        members = torch.empty([self.mesh.size(axis) for axis in axes], dtype=torch.int64)
+        for rank in joint:
+            there = self.mesh.coordinate(rank)
+            members[tuple(self.mesh.index(axis, there) for axis in axes)] = rank
+        assert members[tuple(self.mesh.index(axis, here) for axis in axes)] == dist.get_rank()
+        groups = [self.group(axis) for axis in axes]
+        return DeviceMesh.from_group(
+            groups if len(axes) > 1 else groups[0], self.device, members, mesh_dim_names=axes
+        )

@@ -1,0 +1,84 @@
+"""A plan being made: what the planners of the axes add to, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout.layout import Layout
+from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.plan.nouns import Intervals, ModulePlan, ParameterPlan, Plan, Region
+from hyper_parallel.shard.rules import resolve
+from hyper_parallel.shard.structure import text_config
+from hyper_parallel.strategy import Strategy
+
+Split = tuple[int, str, tuple[int, ...] | None]
+"""(dim, axis, lengths of the fused parts that the axis splits one by one)."""
+
+
+class Draft:
+    """The model with its names and rules, and what has been decided so far."""
+
+    def __init__(self, model: nn.Module, strategy: Strategy, mesh: Mesh, layers: str | None) -> None:
+        self.model, self.strategy, self.mesh, self.layers = model, strategy, mesh, layers
+        self.rules, self.given = resolve(model, strategy.rules)
+        self.config = text_config(model)
+        self.names = dict(model.named_modules())
+        # A tied parameter has one name in named_parameters; every owner's plan must agree on it.
+        self.known = {id(p): name for name, p in model.named_parameters()}
+        self.parameters = {
+            name: ParameterPlan(name, Layout.replicated(mesh, tuple(p.shape)), mesh.storage)
+            for name, p in model.named_parameters()
+        }
+        self.modules: dict[str, ModulePlan] = {}
+        self.regions: dict[str, Region] = {}
+        self.sequence = False
+        self._set_by: dict[str, str] = {}
+        self._storage_dims: dict[str, int] = {}
+
+    def set(
+        self,
+        module_name: str,
+        own: str,
+        *,
+        split: Iterable[Split] = (),
+        summed: tuple[str, ...] = (),
+        chosen: tuple[int, tuple[Intervals, ...]] | None = None,
+        storage: str | None = None,
+        storage_dim: int = 0,
+    ) -> None:
+        """Decide on one parameter of a module. Raises StrategyError when a module that shares it decided otherwise."""
+        parameter = self.names[module_name]._parameters[own]
+        if parameter is None:
+            return
+        name = self.known[id(parameter)]
+        layout = Layout.replicated(self.mesh, tuple(parameter.shape))
+        for dim, axis, parts in split:
+            layout = layout.split(dim, axis, parts)
+        made = ParameterPlan(name, layout, storage or self.mesh.storage, summed, chosen)
+        if name in self._set_by and made != self.parameters[name]:
+            raise StrategyError(
+                f"{module_name!r} and {self._set_by[name]!r} share the weight {name!r}, but their rules differ "
+                f"({made.layout} and {self.parameters[name].layout}); give both the same split in strategy.rules"
+            )
+        self.parameters[name] = made
+        self._set_by[name] = module_name
+        self._storage_dims[name] = storage_dim
+
+    def finished(self) -> Plan:
+        """The plan, with the storage of every parameter split inside what already splits it; scalars stay whole."""
+        parameters = {
+            name: ParameterPlan(
+                name,
+                plan.layout.split(self._storage_dims.get(name, 0), plan.storage)
+                if plan.layout.shape
+                else plan.layout,
+                plan.storage,
+                plan.summed,
+                plan.chosen,
+            )
+            for name, plan in self.parameters.items()
+        }
+        return Plan(self.mesh, parameters, self.modules, self.regions, self.layers, self.sequence)

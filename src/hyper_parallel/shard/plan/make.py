@@ -1,0 +1,50 @@
+"""The plan of a strategy for a model.
+
+A pure function of the model's structure and the Strategy: no process group, no values; the model may be on the
+meta device. What cannot be right is refused here, with the reason, before anything is computed.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.plan.draft import Draft
+from hyper_parallel.shard.plan.nouns import Plan
+from hyper_parallel.shard.plan.tensor import plan_tensor
+from hyper_parallel.shard.structure import layers_of
+from hyper_parallel.strategy import Strategy
+
+
+def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
+    """The plan of a strategy for a model. Raises StrategyError with the reason when there is no right one."""
+    mesh = Mesh.of(strategy)
+    _check_parameters(model, mesh)
+    found = layers_of(model)
+    draft = Draft(model, strategy, mesh, layers=found[0] if found else None)
+    if mesh.size("context") > 1:
+        raise StrategyError("axes.context is not built yet")
+    if mesh.size("expert") > 1:
+        raise StrategyError("axes.expert is not built yet")
+    if mesh.size(mesh.tensor) > 1:
+        plan_tensor(draft)
+    elif strategy.sequence:
+        raise StrategyError(
+            "sequence: true splits activations over the tensor axis, which has degree 1; "
+            "set axes.tensor or leave sequence out"
+        )
+    return draft.finished()
+
+
+def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
+    data = mesh.size("replicate") * mesh.size(mesh.storage)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise StrategyError(
+                f"the parameter {name!r} is {parameter.dtype}; only floating-point ones can be trained"
+            )
+        if parameter.dim() == 0 and data > 1:
+            raise StrategyError(
+                f"the parameter {name!r} has no dims and cannot be spread over the data axes; give it one"
+            )

@@ -1,0 +1,78 @@
+"""What a plan is made of: for every module and parameter of a model, what each axis does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hyper_parallel.layout.layout import Layout
+from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.structure import Heads
+from hyper_parallel.strategy.strategy import RuleName
+
+Intervals = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """One parameter: where it lies and what happens between the stored and the computed tensor."""
+
+    name: str
+    layout: Layout
+    """How it is stored, the split of its storage included."""
+    storage: str
+    """The axis, joint or fold over which its storage is split: innermost of its dim, gathered before use."""
+    summed: tuple[str, ...] = ()
+    """Axes whose ranks contribute different terms to its gradient, which are summed."""
+    chosen: tuple[int, tuple[Intervals, ...]] | None = None
+    """(dim, intervals by tensor index): computed with only these rows of a tensor that is stored whole, because
+    there are fewer heads than ranks."""
+
+    @property
+    def storage_dim(self) -> int | None:
+        """The dim of which the storage is split; None when every rank stores the whole."""
+        return next((dim for dim, axes in enumerate(self.layout.dims) if self.storage in axes), None)
+
+    @property
+    def computed(self) -> Layout:
+        """The layout of what is gathered over the storage axis."""
+        return self.layout if self.storage_dim is None else self.layout.without(self.storage)
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """One module that the tensor axis touches: how its input arrives and its output leaves."""
+
+    rule: RuleName
+    enters: str = "as it is"
+    """`copy`, `gather` (from a split sequence) or `as it is`."""
+    leaves: str = "as it is"
+    """`reduce`, `reduce_split` (to a split sequence), `gather` or `as it is`."""
+    features: int = 0
+    """Length of the dim that `leaves: gather` gathers."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """An attention or MLP whose projections are split: activations enter once, at the module's own input."""
+
+    heads: Heads | None
+    enters: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done to a model. Names are those of ``named_modules`` and ``named_parameters``."""
+
+    mesh: Mesh
+    parameters: Mapping[str, ParameterPlan]
+    modules: Mapping[str, ModulePlan] = field(default_factory=dict)
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    layers: str | None = None
+    """The name of the list of decoder layers."""
+    sequence: bool = False
+    """Activations between the layers' regions are split along the sequence."""
+
+    def layouts(self) -> dict[str, Layout]:
+        """Parameter name to Layout."""
+        return {name: plan.layout for name, plan in self.parameters.items()}
