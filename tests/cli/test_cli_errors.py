@@ -95,8 +95,8 @@ def test_a_wrong_command_line_is_2(arguments: tuple[str, ...], capsys: pytest.Ca
         (["strategy.axes.shard=3", "train.batch=3", "launch.nodes=2", "launch.rendezvous=h:1"], "launch.nodes: the 3 "
          "workers of the strategy do not divide by 2 nodes; change the axes or the nodes"),
         (["train.stpes=3"], "override train.stpes=3: train.stpes: unknown key; did you mean 'steps'?"),
-        (["strategy.axes.tensor=2", "launch.workers=3"], "run.yaml: the strategy's axes multiply to 2 (replicate 1 · "
-         "shard 1 · tensor 2), but 'launch.workers' is 3; make them equal, leave 'launch.workers' out, or set it to 1 "
+        (["strategy.axes.tensor=2", "launch.workers=3"], "run.yaml: the strategy's axes multiply to 2 (tensor_x 2), "
+         "but 'launch.workers' is 3; make them equal, leave 'launch.workers' out, or set it to 1 "
          "for the one-device run"),
     ],
 )  # fmt: skip

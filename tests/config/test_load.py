@@ -9,6 +9,7 @@ import pytest
 from hyper_parallel.config import RunConfig, from_dict, load, load_strategy
 from hyper_parallel.config.train import AdamWConfig, MuonConfig
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.strategy import Strategy
 
 MINIMAL = """\
 version: 1
@@ -21,6 +22,11 @@ data: {train: text.txt}
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     return write(tmp_path / "run.yaml", MINIMAL)
+
+
+def order(strategy: Strategy) -> tuple[str, ...]:
+    """The data and tensor axes, outer to inner."""
+    return tuple(axis for axis in strategy.axes.order if axis in ("replicate", "shard", "tensor_x"))
 
 
 def write(path: Path, text: str) -> Path:
@@ -94,12 +100,8 @@ class TestOverrides:
 
     def test_a_degree_keeps_the_order_of_the_axes(self, tmp_path: Path) -> None:
         path = write(tmp_path / "run.yaml", MINIMAL + "strategy: {axes: {tensor: 2, shard: 2}}\n")
-        assert load(path, ["strategy.axes.tensor=4"]).strategy.axes.order == ("replicate", "tensor", "shard")
-        assert load(path, ["strategy.axes.replicate=2"]).strategy.axes.order == (
-            "tensor",
-            "shard",
-            "replicate",
-        )
+        assert order(load(path, ["strategy.axes.tensor=4"]).strategy) == ("replicate", "tensor_x", "shard")
+        assert order(load(path, ["strategy.axes.replicate=2"]).strategy) == ("tensor_x", "shard", "replicate")
 
     def test_another_optimizer_replaces_the_section_whatever_the_order(self, tmp_path: Path) -> None:
         path = write(tmp_path / "run.yaml", MINIMAL + "train: {optimizer: {lr: 1, betas: [0.9, 0.99]}}\n")
@@ -146,7 +148,7 @@ class TestInheritance:
         child = write(
             tmp_path / "child.yaml", "extends: base.yaml\nstrategy: {axes: {tensor: 4, shard: 1}}\n"
         )
-        assert load(child).strategy.axes.order == ("tensor", "replicate", "shard")
+        assert order(load(child).strategy) == ("tensor_x", "replicate", "shard")
 
     def test_a_circle_is_refused(self, tmp_path: Path) -> None:
         write(tmp_path / "a.yaml", "extends: b.yaml\n")
@@ -178,12 +180,12 @@ class TestMistakes:
             ("trian.steps=5", "trian: unknown key; did you mean 'train'?"),
             (
                 "strategy.axes.exprt=2",
-                "strategy.axes.exprt: unknown key; did you mean 'expert'? It is not built yet: expert parallelism "
-                "comes with HyperShard's full set of axes",
+                "strategy.axes.exprt: unknown key; did you mean 'expert'?",
             ),
             (
                 "strategy.axes.zzz=2",
-                "strategy.axes.zzz: unknown key; the keys here are replicate, shard, tensor",
+                "strategy.axes.zzz: unknown key; the keys here are context, expert, replicate, shard, tensor, "
+                "tensor_x, tensor_y",
             ),
             ("train.optimizer.name=muo", "train.optimizer.name: must be one of 'adamw', 'muon' (got 'muo'; "
              "did you mean 'muon'?)"),
@@ -194,8 +196,12 @@ class TestMistakes:
             ("train=", "train: must be a section with keys (got null, an empty section; give it keys or remove it)"),
             ("data.train=3", "data.train: must be text or a list (got 3)"),
             ("data.train=[a, 3]", "data.train.1: must be text (got 3; put it in quotes)"),
-            ("strategy.axes.context=2", "strategy.axes.context: not built yet: context parallelism comes with "
-             "HyperShard's full set of axes; remove it from the file"),
+            ("strategy.axes.pipeline=2", "strategy.axes.pipeline: not built yet: pipeline parallelism comes with "
+             "HyperMPMD; remove it from the file"),
+            ("strategy.axes={tensor: 2, tensor_x: 2}", "strategy.axes: tensor and tensor_x are the same axis; write one "
+             "of them"),
+            ("strategy.axes.expert=3", "strategy.axes: expert is 3, which does not divide shard · context · tensor = 1; "
+             "experts are spread over the ranks of these axes"),
             ("strategy.axes.tensor=auto", "strategy.axes.tensor: 'auto' needs the planner, which is not built yet; "
              "write a number"),
             ("strategy=auto", "strategy: must be a section with keys (got 'auto'; 'auto' needs the planner, which "
@@ -276,7 +282,7 @@ def test_a_strategy_has_files_of_its_own(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", "version: 1\naxes: {tensor: 2, shard: 4}\n")
     path = write(tmp_path / "strategy.yaml", "extends: base.yaml\nsequence: true\n")
     strategy = load_strategy(path, ["axes.shard=2", "rules.model.norm=replicate"])
-    assert strategy.axes.order == ("replicate", "tensor", "shard")
+    assert order(strategy) == ("replicate", "tensor_x", "shard")
     assert (strategy.axes.world, strategy.sequence, strategy.rules) == (4, True, {"model.norm": "replicate"})
     write(tmp_path / "base.yaml", "axes: {tensor: 2}\n")
     with pytest.raises(ConfigError, match="version: is missing"):
@@ -287,6 +293,6 @@ def test_an_override_with_a_mapping_is_all_that_its_key_is(tmp_path: Path) -> No
     path = tmp_path / "axes.yaml"
     path.write_text("version: 1\naxes: {shard: 2, tensor: 2}\nsequence: true\n")
     strategy = load_strategy(path, ["axes={replicate: 2}", "sequence=false"])
-    assert strategy.axes.model_dump() == {"shard": 1, "tensor": 1, "replicate": 2}
+    assert {axis: n for axis, n in strategy.axes.model_dump().items() if n > 1} == {"replicate": 2}
     assert load_strategy(path, ["axes={replicate: 2}", "axes.tensor=3", "sequence=false"]).axes.world == 6
     assert load_strategy(path, ["axes.replicate=2"]).axes.world == 8
