@@ -198,10 +198,10 @@ class TestMistakes:
             ("data.train=[a, 3]", "data.train.1: must be text (got 3; put it in quotes)"),
             ("strategy.axes.pipeline=2", "strategy.axes.pipeline: not built yet: pipeline parallelism comes with "
              "HyperMPMD; remove it from the file"),
-            ("strategy.axes={tensor: 2, tensor_x: 2}", "strategy.axes: tensor and tensor_x are the same axis; write one "
-             "of them"),
-            ("strategy.axes.expert=3", "strategy.axes: expert is 3, which does not divide shard · context · tensor = 1; "
-             "experts are spread over the ranks of these axes"),
+            ("strategy.axes={tensor: 2, tensor_x: 2}", "strategy.axes: tensor and tensor_x are the same axis; write "
+             "one of them"),
+            ("strategy.axes.expert=3", "strategy.axes: expert is 3, which does not divide shard · context · tensor "
+             "= 1; experts are spread over the ranks of these axes"),
             ("strategy.axes.tensor=auto", "strategy.axes.tensor: 'auto' needs the planner, which is not built yet; "
              "write a number"),
             ("strategy=auto", "strategy: must be a section with keys (got 'auto'; 'auto' needs the planner, which "
