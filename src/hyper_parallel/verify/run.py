@@ -42,7 +42,7 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
     if driver == "local":
         one, batch, model = _one_device(config)
         with simulated_ranks(config.strategy.axes.world):
-            many = _step_of(model, config, config.strategy, batch, "traceable", one.gradients)
+            many = step_of(model, config, config.strategy, batch, "traceable", one.gradients)
         return _compared(config, one, many, "all ranks in one process")
     code = launch.run(config, f"{__name__}:worker_main")
     if code != 0:
@@ -53,7 +53,7 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
 def worker_main(config: RunConfig, worker: Worker) -> None:
     """What each worker of the "gloo" driver runs; rank 0 leaves the report."""
     one, batch, model = _one_device(config)
-    many = _step_of(model, config, config.strategy, batch, "fsdp", one.gradients, worker.device)
+    many = step_of(model, config, config.strategy, batch, "fsdp", one.gradients, worker.device)
     if worker.rank == 0:
         report = _compared(config, one, many, f"{worker.world} workers over {worker.backend.collective}")
         out = Path(config.out)
@@ -76,9 +76,14 @@ def _compared(config: RunConfig, one: StepOutcome, many: StepOutcome, driver: st
 
 
 def describe(strategy: Strategy) -> str:
-    """A strategy in a few words: ``shard 2 · tensor 2 · sequence``."""
-    parts = [f"{axis} {size}" for axis in strategy.axes.order if (size := strategy.axes.degree(axis)) > 1]
-    return " · ".join((*parts, *(["sequence"] if strategy.sequence else [])))
+    """A strategy in a few words: ``shard 2 · tensor_x 2 · sequence``."""
+    names = (*strategy.axes.order, "expert")
+    parts = [f"{axis} {size}" for axis in names if (size := strategy.axes.degree(axis)) > 1]
+    if strategy.sequence:
+        parts.append("sequence")
+    if strategy.memory.recompute != "none":
+        parts.append("recompute")
+    return " · ".join(parts)
 
 
 def alone(strategy: Strategy) -> Strategy:
@@ -93,10 +98,10 @@ def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors, torch.nn.Modul
     batch = rows_to_verify(config, text)
     whole = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": None})})
     # The traceable lowering of nothing is the plain model, with or without a process group.
-    return _step_of(model, whole, alone(config.strategy), batch, "traceable", None), batch, untouched
+    return step_of(model, whole, alone(config.strategy), batch, "traceable", None), batch, untouched
 
 
-def _step_of(
+def step_of(
     model: torch.nn.Module,
     config: RunConfig,
     strategy: Strategy,
@@ -105,6 +110,7 @@ def _step_of(
     update_from: Tensors | None,
     device: torch.device | str = "cpu",
 ) -> StepOutcome:
+    """One step of a model on the meta device under a strategy, with the values of the run's seed or folder."""
     parallelize(model, strategy, lowering=lowering, alone=strategy.axes.world == 1)
     fill_model(model, config, device)
     return run_step(model.train(), config, batch, update_from)

@@ -1,0 +1,177 @@
+"""The matrix: every family under every strategy, each cell one step against one device, all ranks in this process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hyper_parallel.compat.local_tensor import simulated_ranks
+from hyper_parallel.config import RunConfig, from_dict
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.verify.report import Report, compare
+from hyper_parallel.verify.run import alone, describe, step_of
+from hyper_parallel.verify.step import StepOutcome, Tensors
+
+ROWS, LENGTH = 8, 32
+"""The batch of a cell: rows that every data degree up to 8 divides, positions for rings of 4 with halves."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One family under one strategy."""
+
+    family: str
+    strategy: str
+    status: Literal["right", "wrong", "refused"]
+    error: float
+    """The worst gradient's error over its largest element; 0 where the cell was refused."""
+    update: float
+    """The worst updated value's error, likewise."""
+    detail: str = ""
+    """Why it was refused, or what is wrong."""
+
+
+def family_config(family: Mapping[str, Any], strategy: Mapping[str, Any], **train: Any) -> RunConfig:
+    """The run file of a cell. The text it names is never read: the batch is drawn."""
+    return from_dict(
+        {
+            "version": 1,
+            "out": "unused",
+            "model": {"config": dict(family)},
+            "data": {"train": ["unused"], "sequence": LENGTH},
+            "train": {"batch": ROWS, "clip": 1.0, **train},
+            "strategy": {"version": 1, **strategy},
+        }
+    )
+
+
+def build_model(family: Mapping[str, Any], attention: str = "sdpa") -> nn.Module:
+    """An unmodified Transformers model on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    settings = dict(family)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    vision = getattr(config, "vision_config", None) is not None
+    kind: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    with torch.device("meta"):
+        model: nn.Module = kind.from_config(config, attn_implementation=attention)
+    return model.train()
+
+
+def draw_batch(vocabulary: int, rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Tensors:
+    """int64 [rows, length] ids, shifted labels and positions of packed documents, cut at other places in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    labels = ids.roll(-1, 1)
+    positions = torch.arange(length).repeat(rows, 1)
+    for row in range(rows):
+        at = int(torch.randint(1, length, (1,), generator=generator))
+        positions[row, at:] -= at
+        labels[row, [at - 1, length - 1]] = -100
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def one_device(family: Mapping[str, Any], strategy: Mapping[str, Any], batch: Tensors) -> StepOutcome:
+    """The reference of a row of the matrix: the same precision and memory, nothing spread."""
+    config = family_config(family, {k: v for k, v in strategy.items() if k in ("precision",)})
+    return step_of(build_model(family), config, alone(config.strategy), batch, "traceable", None)
+
+
+def run_cell(
+    family: Mapping[str, Any], strategy: Mapping[str, Any], batch: Tensors, one: StepOutcome
+) -> Report:
+    """One step under the strategy, against `one`. Raises what a run with this file would raise."""
+    config = family_config(family, strategy)
+    model = build_model(family)
+    with simulated_ranks(config.strategy.axes.world):
+        many = step_of(model, config, config.strategy, batch, "traceable", one.gradients)
+    return compare(
+        one,
+        many,
+        describe(config.strategy),
+        "all ranks in one process",
+        config.strategy.precision.compute,
+    )
+
+
+def judged(family: str, strategy: str, run: Callable[[], Report]) -> Cell:
+    """The cell that `run` comes to. What is no refusal of ours is wrong, a crash included."""
+    try:
+        report = run()
+    except HyperParallelError as refusal:
+        return Cell(family, strategy, "refused", 0.0, 0.0, str(refusal))
+    except Exception as crash:
+        return Cell(family, strategy, "wrong", float("inf"), float("inf"), f"{type(crash).__name__}: {crash}")
+    error = max(p.gradient for p in report.parameters)
+    update = max(p.value for p in report.parameters)
+    return Cell(
+        family, strategy, "right" if report.ok else "wrong", error, update, "; ".join(report.failures[:3])
+    )
+
+
+def run_matrix(
+    families: Mapping[str, Mapping[str, Any]],
+    strategies: Mapping[str, Mapping[str, Any]],
+    told: Callable[[Cell], None] = lambda cell: None,
+) -> list[Cell]:
+    """Every cell, family by family; `told` hears of each when it is done."""
+    cells = []
+    for family, settings in families.items():
+        batch = draw_batch(vocabulary_of(settings))
+        one = one_device(settings, {}, batch)
+        for name, strategy in strategies.items():
+            cell = judged(
+                family,
+                name,
+                lambda settings=settings, s=strategy: run_cell(settings, s, copy.copy(batch), one),
+            )
+            cells.append(cell)
+            told(cell)
+    return cells
+
+
+def vocabulary_of(settings: Mapping[str, Any]) -> int:
+    """The vocabulary of a family's config, that of its language model where it has several parts."""
+    return int(settings.get("vocab_size") or settings["text_config"]["vocab_size"])
+
+
+def markdown(cells: Iterable[Cell], command: str) -> str:
+    """The page ``docs/equivalence.md``: the table, and every refusal with its reason."""
+    cells = list(cells)
+    families = list(dict.fromkeys(cell.family for cell in cells))
+    strategies = list(dict.fromkeys(cell.strategy for cell in cells))
+    at = {(cell.family, cell.strategy): cell for cell in cells}
+    count = {status: sum(c.status == status for c in cells) for status in ("right", "refused", "wrong")}
+    lines = [
+        "# Equivalence",
+        "",
+        "Each cell is one training step of an unmodified Transformers model under a strategy, all ranks in one "
+        "process, against one device: the loss, the gradient norm, every gradient and every updated value. A number "
+        "is the worst gradient's error over that gradient's largest element; a cell is right within 1e-5, and its "
+        "updates within 2e-6. Models are tiny and uneven on purpose (131 tokens, odd widths, two key-value heads), "
+        "rows hold packed documents.",
+        "",
+        f"Made by `{command}`: {count['right']} right, {count['refused']} refused, {count['wrong']} wrong, "
+        f"of {len(cells)}.",
+        "",
+        "| | " + " | ".join(strategies) + " |",
+        "|---" * (len(strategies) + 1) + "|",
+    ]
+    for family in families:
+        row = [_shown(at[family, strategy]) if (family, strategy) in at else "" for strategy in strategies]
+        lines.append(f"| {family} | " + " | ".join(row) + " |")
+    for status, title in (("refused", "Refused, and why"), ("wrong", "Wrong")):
+        told = [cell for cell in cells if cell.status == status]
+        if told:
+            lines += ["", f"## {title}", ""]
+            lines += [f"- **{cell.family}** under {cell.strategy}: {cell.detail}" for cell in told]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(cell: Cell) -> str:
+    return f"{cell.error:.0e}" if cell.status == "right" else cell.status
