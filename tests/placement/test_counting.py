@@ -93,8 +93,9 @@ def test_calls_of_torch_distributed_are_counted_too() -> None:
         ("all_to_all", 4, 16, 16, 12),
         ("reduce", 4, 16, 16, 12),
     ]
-    assert _figures(counted[0]) == [*common, ("send", 4, 16, 0, 0)]
-    assert _figures(counted[1]) == [*common, ("recv", 4, 0, 16, 16)]
+    assert _figures(counted[0]) == [*common, ("send", 2, 16, 0, 0)]
+    assert counted[0][-1].ranks == counted[1][-1].ranks == (0, 1)
+    assert _figures(counted[1]) == [*common, ("recv", 2, 0, 16, 16)]
     assert _figures(counted[2]) == common
 
 

@@ -43,7 +43,7 @@ class Collective:
     group: str
     """The name of the process group."""
     ranks: tuple[int, ...]
-    """The global ranks of the group."""
+    """The global ranks of the group; of `send` and `recv` the sender's and the receiver's."""
     bytes_in: int
     """Bytes of the tensors that the rank gave."""
     bytes_out: int
@@ -137,7 +137,7 @@ class _Counter(TorchDispatchMode):
         kept = None
         if kind == "all_to_all":
             kept = _own_rows(args[2], args[at], args[0])
-        self._note(kind, args[at], given, got, kept)
+        self._note(kind, args[at], given, got, kept, args[1] if kind in ("send", "recv") else None)
 
     def _in_place(self, name: str, args: Sequence[Any]) -> None:
         if name not in _IN_PLACE:
@@ -151,11 +151,14 @@ class _Counter(TorchDispatchMode):
             kept = _own_rows(args[4], group, args[1])
         elif name == "alltoall_":
             kept = _bytes(args[1][_place(group)])
-        self._note(kind, group, given, got, kept)
+        peer = args[2] if name in ("send", "recv_") else None
+        self._note(kind, group, given, got, kept, peer)
 
-    def _note(self, kind: str, group: Any, given: int, got: int, kept: int | None) -> None:
+    def _note(self, kind: str, group: Any, given: int, got: int, kept: int | None, peer: int | None) -> None:
         process_group = _group(group)
         ranks = tuple(dist.get_process_group_ranks(process_group))
+        if peer is not None:
+            ranks = (dist.get_rank(), ranks[peer])[:: 1 if kind == "send" else -1]
         received = _received(kind, given, got, len(ranks), kept)
         self.counted.append(Collective(kind, str(process_group.group_name), ranks, given, got, received))
 

@@ -5,7 +5,18 @@ Each section is read by its own engine; a section that no engine reads yet is re
 
 from hyper_parallel.strategy.axes import AXIS_NAMES, EXPERT_SPANS, Axes
 from hyper_parallel.strategy.memory import Memory
+from hyper_parallel.strategy.placement import LEVELS, Devices, Placement
 from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.strategy import Strategy
 
-__all__ = ["AXIS_NAMES", "EXPERT_SPANS", "Axes", "Memory", "Precision", "Strategy"]
+__all__ = [
+    "AXIS_NAMES",
+    "EXPERT_SPANS",
+    "LEVELS",
+    "Axes",
+    "Devices",
+    "Memory",
+    "Placement",
+    "Precision",
+    "Strategy",
+]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hyper_parallel.strategy.axes import Axes
 from hyper_parallel.strategy.memory import Memory
+from hyper_parallel.strategy.placement import Placement
 from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.section import Section
 
@@ -31,7 +32,6 @@ class Strategy(Section):
     """
 
     reserved: ClassVar = {
-        "placement": "placing axes on link levels comes with HyperShard's full set of axes",
         "context": "context parallelism comes with HyperShard's full set of axes",
         "pipeline": "pipeline parallelism comes with HyperMPMD",
         "submodels": "running submodels side by side comes with HyperMPMD",
@@ -42,6 +42,8 @@ class Strategy(Section):
     """The version of the file's format."""
     axes: Axes = Axes()
     """The degrees of the mesh axes, outer to inner."""
+    placement: Placement = Placement()
+    """On which link level each axis lies. Where given it decides the order of the ranks, level by level."""
     sequence: bool = False
     """Shard activations between blocks along the sequence, over the tensor axis."""
     rules: dict[str, RuleName] = Field(default_factory=dict)
@@ -51,3 +53,11 @@ class Strategy(Section):
     """Dtypes of parameters, arithmetic and gradient reduction."""
     memory: Memory = Memory()
     """What is recomputed rather than kept."""
+
+    @model_validator(mode="after")
+    def _placed_axes_in_order(self) -> Strategy:
+        order = self.placement.order(self.axes)
+        if order != self.axes.order:
+            # Frozen for everybody else: the order of the axes is settled while the Strategy is made.
+            object.__setattr__(self, "axes", self.axes.model_copy(update={"order": order}))
+        return self

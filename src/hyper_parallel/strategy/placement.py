@@ -1,0 +1,121 @@
+"""On which link level each axis lies, and how many devices a level joins.
+
+Levels from the inside out: a `node`'s devices share the fastest links, a `supernode` joins nodes by links nearly as
+fast, the `network` joins what is left. The axes of an inner level are the inner ones in rank order, so neighbouring
+ranks are those with the fastest links.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from hyper_parallel.errors import nearest
+from hyper_parallel.strategy.axes import AXIS_NAMES, Axes
+from hyper_parallel.strategy.section import Section
+
+LEVELS = ("node", "supernode", "network")
+"""The link levels, innermost first."""
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+
+
+class Devices(Section):
+    """How many devices a link level joins, where it is not what the axes placed on it multiply to."""
+
+    node: Count | None = None
+    """Devices in a node. Left out: what the launcher says, else the product of the axes on `node`."""
+    supernode: Count | None = None
+    """Devices in a supernode, a multiple of those in a node. Left out: the product of the axes on `node` and
+    `supernode`."""
+
+    @model_validator(mode="after")
+    def _whole_nodes(self) -> Devices:
+        if self.node and self.supernode and self.supernode % self.node:
+            raise ValueError(
+                f"a supernode of {self.supernode} devices is not made of whole nodes of {self.node}; "
+                "give a multiple"
+            )
+        return self
+
+
+class Placement(Section):
+    """Which axes lie on which link level. The order within a level is that of `axes`.
+
+    >>> Placement(node=("tensor",), network=("replicate", "shard")).order(Axes(tensor=8, shard=2, replicate=4))
+    ('tensor_y', 'context', 'shard', 'replicate', 'tensor_x')
+    """
+
+    reserved: ClassVar = {"pipeline": "pipeline parallelism comes with HyperMPMD"}
+
+    node: tuple[str, ...] = ()
+    """Axes whose ranks are neighbours within a node."""
+    supernode: tuple[str, ...] = ()
+    """Axes across the nodes of a supernode."""
+    network: tuple[str, ...] = ()
+    """Axes across supernodes, or across nodes where there is no supernode."""
+    devices: Devices = Devices()
+    """How many devices a level joins. An axis may be larger than its level: then it spans levels."""
+    collectives: Literal["levels", "flat"] = "levels"
+    """How collectives run over an axis that spans levels: `levels` one level after the other, so that little crosses
+    the slow one; `flat` in one call, which leaves it to the collective library."""
+
+    @field_validator(*LEVELS, mode="before")
+    @classmethod
+    def _read_axes(cls, given: Any) -> Any:
+        if not isinstance(given, list | tuple):
+            return given
+        names = tuple("tensor_x" if name == "tensor" else name for name in given)
+        for name in names:
+            if name in ("expert", "expert_shard"):
+                raise ValueError(
+                    "expert is not placed: it folds over shard, context and tensor and lies where they do"
+                )
+            if name not in AXIS_NAMES:
+                hint = nearest(str(name), AXIS_NAMES)
+                raise ValueError(
+                    f"no axis is named {name!r}{hint or '; the axes are ' + ', '.join(AXIS_NAMES)}"
+                )
+        return names
+
+    @model_validator(mode="after")
+    def _once_each(self) -> Placement:
+        for axis in self.placed:
+            levels = [level for level in LEVELS for name in getattr(self, level) if name == axis]
+            if len(levels) > 1:
+                raise ValueError(f"axis {axis} is placed twice, on {' and '.join(levels)}; keep one")
+        return self
+
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """The axes that some level names, innermost level first."""
+        return (*self.node, *self.supernode, *self.network)
+
+    @property
+    def given(self) -> bool:
+        """Whether the file says anything about levels."""
+        return bool(self.placed or self.devices.node or self.devices.supernode)
+
+    def order(self, axes: Axes) -> tuple[str, ...]:
+        """The axes outer to inner: by level, and within a level as `axes` orders them.
+
+        The order of `axes` itself where no axis is placed. Raises ValueError where some of degree above 1 are and
+        others are not.
+        """
+        if not self.placed:
+            return axes.order
+        missing = [axis for axis in axes.order if axes.degree(axis) > 1 and axis not in self.placed]
+        if missing:
+            raise ValueError(
+                f"placement leaves out {', '.join(missing)}; name every axis of degree above 1 on one of "
+                f"{', '.join(LEVELS)}"
+            )
+        level = {axis: depth for depth, name in enumerate(LEVELS) for axis in getattr(self, name)}
+        return tuple(sorted(axes.order, key=lambda axis: -level.get(axis, len(LEVELS))))
+
+    def joined(self, axes: Axes, level: str) -> int:
+        """How many ranks the axes placed on `level` and on those inside it multiply to."""
+        inside = LEVELS[: LEVELS.index(level) + 1]
+        return math.prod(axes.degree(axis) for name in inside for axis in getattr(self, name))
