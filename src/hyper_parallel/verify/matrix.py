@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +16,9 @@ from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.run import alone, describe, step_of
 from hyper_parallel.verify.step import StepOutcome, Tensors
+
+Settings = Mapping[str, Any]
+"""A section of a file, as data."""
 
 ROWS, LENGTH = 8, 32
 """The batch of a cell: rows that every data degree up to 8 divides, positions for rings of 4 with halves."""
@@ -36,21 +39,23 @@ class Cell:
     """Why it was refused, or what is wrong."""
 
 
-def family_config(family: Mapping[str, Any], strategy: Mapping[str, Any], **train: Any) -> RunConfig:
+def family_config(
+    family: Settings, strategy: Settings, train: Settings | None = None, length: int = LENGTH
+) -> RunConfig:
     """The run file of a cell. The text it names is never read: the batch is drawn."""
     return from_dict(
         {
             "version": 1,
             "out": "unused",
             "model": {"config": dict(family)},
-            "data": {"train": ["unused"], "sequence": LENGTH},
-            "train": {"batch": ROWS, "clip": 1.0, **train},
+            "data": {"train": ["unused"], "sequence": length},
+            "train": {"batch": ROWS, "clip": 1.0, **(train or {})},
             "strategy": {"version": 1, **strategy},
         }
     )
 
 
-def build_model(family: Mapping[str, Any], attention: str = "sdpa") -> nn.Module:
+def build_model(family: Settings) -> nn.Module:
     """An unmodified Transformers model on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -59,7 +64,7 @@ def build_model(family: Mapping[str, Any], attention: str = "sdpa") -> nn.Module
     vision = getattr(config, "vision_config", None) is not None
     kind: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     with torch.device("meta"):
-        model: nn.Module = kind.from_config(config, attn_implementation=attention)
+        model: nn.Module = kind.from_config(config)
     return model.train()
 
 
@@ -76,27 +81,31 @@ def draw_batch(vocabulary: int, rows: int = ROWS, length: int = LENGTH, seed: in
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def one_device(family: Mapping[str, Any], strategy: Mapping[str, Any], batch: Tensors) -> StepOutcome:
-    """The reference of a row of the matrix: the same precision and memory, nothing spread."""
-    config = family_config(family, {k: v for k, v in strategy.items() if k in ("precision",)})
+def one_device(
+    family: Settings,
+    strategy: Settings,
+    batch: Tensors,
+    train: Settings | None = None,
+    length: int = LENGTH,
+) -> StepOutcome:
+    """The reference: the same precision, nothing spread, the whole batch at once."""
+    precision = {key: value for key, value in strategy.items() if key == "precision"}
+    config = family_config(family, precision, {**(train or {}), "micro_batch": None}, length)
     return step_of(build_model(family), config, alone(config.strategy), batch, "traceable", None)
 
 
-def run_cell(
-    family: Mapping[str, Any], strategy: Mapping[str, Any], batch: Tensors, one: StepOutcome
-) -> Report:
-    """One step under the strategy, against `one`. Raises what a run with this file would raise."""
-    config = family_config(family, strategy)
-    model = build_model(family)
-    with simulated_ranks(config.strategy.axes.world):
-        many = step_of(model, config, config.strategy, batch, "traceable", one.gradients)
-    return compare(
-        one,
-        many,
-        describe(config.strategy),
-        "all ranks in one process",
-        config.strategy.precision.compute,
-    )
+def run_cell(config: RunConfig, model: nn.Module, batch: Tensors, one: StepOutcome) -> Report:
+    """One step of a model on the meta device under the file's strategy, against `one`.
+
+    Raises what a run with this file would raise.
+    """
+    strategy = config.strategy
+    if strategy.axes.world == 1:
+        many = step_of(model, config, strategy, batch, "traceable", one.gradients)
+    else:
+        with simulated_ranks(strategy.axes.world):
+            many = step_of(model, config, strategy, batch, "traceable", one.gradients)
+    return compare(one, many, describe(strategy), "all ranks in one process", strategy.precision.compute)
 
 
 def judged(family: str, strategy: str, run: Callable[[], Report]) -> Cell:
@@ -115,8 +124,8 @@ def judged(family: str, strategy: str, run: Callable[[], Report]) -> Cell:
 
 
 def run_matrix(
-    families: Mapping[str, Mapping[str, Any]],
-    strategies: Mapping[str, Mapping[str, Any]],
+    families: Mapping[str, Settings],
+    strategies: Mapping[str, Settings],
     told: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
     """Every cell, family by family; `told` hears of each when it is done."""
@@ -125,17 +134,17 @@ def run_matrix(
         batch = draw_batch(vocabulary_of(settings))
         one = one_device(settings, {}, batch)
         for name, strategy in strategies.items():
-            cell = judged(
-                family,
-                name,
-                lambda settings=settings, s=strategy: run_cell(settings, s, copy.copy(batch), one),
-            )
+            cell = judged(family, name, functools.partial(_cell, settings, strategy, batch, one))
             cells.append(cell)
             told(cell)
     return cells
 
 
-def vocabulary_of(settings: Mapping[str, Any]) -> int:
+def _cell(family: Settings, strategy: Settings, batch: Tensors, one: StepOutcome) -> Report:
+    return run_cell(family_config(family, strategy), build_model(family), batch, one)
+
+
+def vocabulary_of(settings: Settings) -> int:
     """The vocabulary of a family's config, that of its language model where it has several parts."""
     return int(settings.get("vocab_size") or settings["text_config"]["vocab_size"])
 

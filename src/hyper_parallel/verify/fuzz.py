@@ -1,0 +1,203 @@
+"""Random strategies on random small models: each is right, or refused with a reason; anything else is a fault.
+
+A case is a pure function of its number, so that one that fails can be run again by itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.strategy import AXIS_NAMES
+from hyper_parallel.verify.matrix import (
+    Cell,
+    Settings,
+    build_model,
+    draw_batch,
+    family_config,
+    judged,
+    one_device,
+    run_cell,
+)
+
+Draw = random.Random
+
+
+@dataclass(frozen=True)
+class Case:
+    """One drawn model and strategy."""
+
+    number: int
+    family: Settings
+    strategy: Settings
+    train: Settings
+    length: int
+
+    def run(self) -> Cell:
+        """One step under the strategy against one device. Never raises."""
+
+        def report() -> Any:
+            config = family_config(self.family, self.strategy, self.train, self.length)
+            batch = draw_batch(self.family["vocab_size"], config.train.batch, self.length, self.number)
+            one = one_device(self.family, self.strategy, batch, self.train, self.length)
+            return run_cell(config, build_model(self.family), batch, one)
+
+        return judged(str(self.family["model_type"]), str(self.strategy), report)
+
+
+def draw_case(number: int) -> Case:
+    """Case `number`: a model of one or two layers, and axes that multiply to at most 16 ranks."""
+    draw = random.Random(number)
+    family = dict(draw.choice(list(_FAMILIES.values()))(draw))
+    counts = ("n_routed_experts", "num_local_experts", "num_experts")
+    strategy = _strategy(draw, experts=any(family.get(key) for key in counts))
+    axes = strategy["axes"]
+    data = axes.get("replicate", 1) * axes.get("shard", 1)
+    share = draw.choice([1, 1, 2])
+    train: dict[str, Any] = {"batch": data * share, "clip": draw.choice([None, 1.0])}
+    if share == 2 and draw.random() < 0.5:
+        train["micro_batch"] = 1
+    return Case(number, family, strategy, train, draw.choice([16, 24, 32]))
+
+
+# Models.
+
+
+def _dense(draw: Draw, family: str, **more: Any) -> dict[str, Any]:
+    heads = draw.choice([2, 4, 4, 8, 8])
+    size = draw.choice([4, 8])
+    return {
+        "model_type": family,
+        "vocab_size": draw.randint(60, 140),
+        "hidden_size": heads * size,
+        "intermediate_size": draw.randint(20, 60),
+        "num_hidden_layers": draw.choice([1, 1, 2]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([n for n in (1, 2, 4, 8) if heads % n == 0]),
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": draw.random() < 0.4,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **more,
+    }
+
+
+def _head(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the head size said, for families whose default is that of a large model."""
+    return {**settings, "head_dim": settings["hidden_size"] // settings["num_attention_heads"]}
+
+
+def _windows(draw: Draw, settings: dict[str, Any]) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"]
+    layers = [draw.choice(kinds) for _ in range(settings["num_hidden_layers"])]
+    return {**settings, "sliding_window": draw.choice([3, 6, 10]), "layer_types": layers}
+
+
+def _experts(draw: Draw) -> dict[str, Any]:
+    count = draw.choice([4, 8, 8])
+    return {"num_local_experts": count, "num_experts_per_tok": draw.choice([1, 2, 3])}
+
+
+def _qwen3_moe(draw: Draw) -> dict[str, Any]:
+    experts = _experts(draw)
+    return {
+        **_head(_dense(draw, "qwen3_moe")),
+        "num_experts": experts["num_local_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "moe_intermediate_size": draw.choice([8, 12, 16]),
+        "mlp_only_layers": [0] if draw.random() < 0.2 else [],
+    }
+
+
+def _deepseek(draw: Draw) -> dict[str, Any]:
+    settings = _dense(draw, "deepseek_v3")
+    return {
+        **settings,
+        "num_key_value_heads": settings["num_attention_heads"],
+        "q_lora_rank": draw.choice([None, 12]),
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": draw.choice([6, 8]),
+        "n_routed_experts": draw.choice([4, 8]),
+        "n_shared_experts": draw.choice([1, 2]),
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": draw.choice([1, 2]),
+        "moe_intermediate_size": draw.choice([8, 12]),
+        "first_k_dense_replace": draw.choice([0, 1]),
+    }
+
+
+def _gpt2(draw: Draw) -> dict[str, Any]:
+    heads = draw.choice([2, 4, 8])
+    return {
+        "model_type": "gpt2",
+        "vocab_size": draw.randint(60, 140),
+        "n_embd": heads * draw.choice([4, 8]),
+        "n_layer": draw.choice([1, 2]),
+        "n_head": heads,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        **({"resid_pdrop": 0.1} if draw.random() < 0.3 else {}),
+    }
+
+
+_FAMILIES: dict[str, Callable[[Draw], dict[str, Any]]] = {
+    "llama": lambda d: _dense(d, "llama", attention_bias=d.random() < 0.5, mlp_bias=d.random() < 0.5),
+    "mistral": lambda d: _dense(d, "mistral", sliding_window=d.choice([None, 3, 8])),
+    "qwen2": lambda d: _dense(d, "qwen2"),
+    "qwen3": lambda d: _head(_dense(d, "qwen3")),
+    "gemma2": lambda d: _windows(
+        d, {**_head(_dense(d, "gemma2")), "final_logit_softcapping": d.choice([None, 5.0])}
+    ),
+    "gemma3": lambda d: _windows(d, _head(_dense(d, "gemma3_text"))),
+    "phi3": lambda d: _dense(d, "phi3", resid_pdrop=d.choice([0.0, 0.1])),
+    "gpt2": _gpt2,
+    "mixtral": lambda d: {**_dense(d, "mixtral"), **_experts(d)},
+    "qwen3_moe": _qwen3_moe,
+    "gpt_oss": lambda d: {**_windows(d, _head(_dense(d, "gpt_oss"))), **_experts(d)},
+    "deepseek_v3": _deepseek,
+}
+
+
+# Strategies.
+
+
+def _strategy(draw: Draw, experts: bool) -> dict[str, Any]:
+    degrees = dict.fromkeys(AXIS_NAMES, 1)
+    ranks = draw.choice([2, 2, 4, 4, 4, 8, 8, 16])
+    while ranks > 1:
+        axis = draw.choice(AXIS_NAMES)
+        degrees[axis] *= 2
+        ranks //= 2
+    if draw.random() < 0.1:
+        axis = draw.choice(AXIS_NAMES)
+        degrees[axis] = 3 if degrees[axis] == 1 else degrees[axis]
+    order = [axis for axis in AXIS_NAMES if degrees[axis] > 1]
+    draw.shuffle(order)
+    axes = {axis: degrees[axis] for axis in order}
+    tensor = degrees["tensor_x"] * degrees["tensor_y"]
+    spanned = tensor * degrees["shard"] * degrees["context"]
+    if experts and draw.random() < 0.7:
+        axes["expert"] = draw.choice([n for n in (1, 2, 3, 4, 8) if spanned % n == 0])
+    strategy: dict[str, Any] = {"axes": axes}
+    if tensor > 1 and draw.random() < 0.6:
+        strategy["sequence"] = True
+    memory: dict[str, Any] = {}
+    if draw.random() < 0.3:
+        memory["recompute"] = "layer"
+    if tensor > 1 and draw.random() < 0.3:
+        memory["gathered"] = "again"
+    if memory:
+        strategy["memory"] = memory
+    if degrees["context"] > 1 and draw.random() < 0.7:
+        strategy["context"] = {"method": draw.choice(["ring", "ulysses", "hybrid"])}
+    if draw.random() < 0.05:
+        strategy["rules"] = {"model.layers.*.mlp*": "replicate"}
+    return strategy
