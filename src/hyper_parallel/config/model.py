@@ -17,8 +17,8 @@ class ModelConfig(Section):
     `vocab_size` is filled in from the tokenizer when it is left out."""
     path: str | None = None
     """A folder with `config.json` and safetensors weights, as `save_pretrained` writes it."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """The attention implementation that Transformers is asked for."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """The attention implementation that Transformers is asked for; `auto` is its own choice for the family."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -148,10 +148,11 @@ def _on_meta(hf: Any, config: RunConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, config.effective_strategy.precision.param)
+    attention = None if config.model.attention == "auto" else config.model.attention
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                hf, attn_implementation=config.model.attention, dtype=dtype, trust_remote_code=False
+                hf, attn_implementation=attention, dtype=dtype, trust_remote_code=False
             )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"model: Transformers cannot build it: {_line(error)}") from error
