@@ -20,6 +20,7 @@ from hyper_parallel.shard.boundary import apply_boundaries
 from hyper_parallel.shard.dropout import apply_dropout, refuse_other_draws
 from hyper_parallel.shard.groups import Groups
 from hyper_parallel.shard.handle import ShardedModel, attach, cut
+from hyper_parallel.shard.placed import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
 from hyper_parallel.shard.recompute import apply_recompute
@@ -60,7 +61,7 @@ def parallelize(
         raise StrategyError(
             f"alone=True computes on one device, but the strategy's axes multiply to {mesh.world}"
         )
-    groups = None if alone else Groups.of(mesh)
+    groups = None if alone else Groups.of(mesh, placed_on(strategy))
     axes = MeshAxes(mesh, groups)
     skeleton = copy.deepcopy(model) if any(p.is_meta for p in model.parameters()) else None
 
@@ -173,12 +174,15 @@ def _fully_shard(
         if mesh.size(storage) * mesh.size("replicate") == 1:
             return
         axes = ("replicate", storage) if mesh.size("replicate") > 1 else (storage,)
+        levels = groups.levels(storage) if mesh.size(storage) > 1 else None
         fsdp.shard_module(
             module,
             groups.device_mesh(*axes),
             compute=compute if compute != stored else None,
             reduce=reduce if reduce != compute else None,
             reshard_after_forward=reshard,
+            gather=levels.all_gather if levels else None,
+            scatter=levels.reduce_scatter if levels else None,
         )
 
     reshard = strategy.memory.reshard_after_forward
