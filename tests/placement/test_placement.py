@@ -1,4 +1,4 @@
-"""Where axes lie: placement decides the order of ranks, what is wrong with it is said, what does not fit is reported."""
+"""Where axes lie: placement orders the ranks, what is wrong with it is said, what does not fit is reported."""
 
 from __future__ import annotations
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 def shard_module(
@@ -18,10 +23,16 @@ def shard_module(
     reduce: torch.dtype | None,
     reshard_after_forward: bool,
     ignored: Iterable[nn.Parameter] = (),
+    dims: Mapping[nn.Parameter, int] | None = None,
+    gather: Move | None = None,
+    scatter: Move | None = None,
 ) -> None:
     """Shard the module's parameters that no inner call has taken; gradients are summed, not averaged.
 
-    `mesh` is [shard], or [replicate, shard]. A dtype of None leaves what is stored.
+    `dims`: the dim of which a parameter is sharded, 0 for those that it leaves out; others than 0 must be divided.
+
+    `mesh` is [shard], or [replicate, shard]. A dtype of None leaves what is stored. `gather` and `scatter` stand in
+    for the all-gather ([d] to [n · d]) and the summing reduce-scatter ([n · d] to [d]) over shard.
     """
     fully_shard(
         module,
@@ -29,18 +40,31 @@ def shard_module(
         reshard_after_forward=reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
         ignored_params=set(ignored) or None,
+        shard_placement_fn=lambda parameter: Shard((dims or {}).get(parameter, 0)),
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     # Without this a factor of 1 becomes a scaled sum, which only one of the collective libraries has.
     module.set_force_sum_reduction_for_comms(True)
+    if gather is not None:
+        module.set_custom_all_gather(_Gather(gather))
+    if scatter is not None:
+        module.set_custom_reduce_scatter(_Scatter(scatter))
 
 
-def set_gradient_sync(module: nn.Module, last: bool) -> None:
-    """Reduce gradients in the next backward pass only if it is the step's `last`."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last)
-        module.set_is_last_backward(last)
+def begin_micro_batch(module: nn.Module, *, last: bool, keep_parameters: bool, keep_gradients: bool) -> None:
+    """What the next backward pass leaves behind; `last` is the one before the optimizer's update.
+
+    `keep_parameters`: gathered parameters stay until the last. `keep_gradients`: gradients stay whole until the last,
+    and are reduced then only. Else each backward pass scatters its gradients over the shards; over the copies of a
+    shard (HSDP) they are summed in the last.
+    """
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.set_requires_gradient_sync(last or not keep_gradients, recurse=False)
+            inner.set_requires_all_reduce(last, recurse=False)
+            inner.set_reshard_after_backward(last or not keep_parameters, recurse=False)
+            inner.set_is_last_backward(last)
 
 
 def free_gathered(module: nn.Module) -> None:
@@ -73,3 +97,47 @@ def _groups(module: FSDPModule) -> list:  # type: ignore[type-arg]
     if groups is None:
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+class _Gather(AllGather):
+    """FSDP2's all-gather by a function. It has run when the call returns, on the stream that FSDP2 calls it on."""
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(self.move(input_tensor))
+
+
+class _Scatter(ReduceScatter):
+    """FSDP2's reduce-scatter by a function that sums."""
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, f"gradients are summed, not reduced by {op}"
+        output_tensor.copy_(self.move(input_tensor))

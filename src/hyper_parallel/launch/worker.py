@@ -73,6 +73,7 @@ def work(
     try:
         threads = config.launch.threads or max(1, _cores() // place.local_world)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the target starts; torch is loaded already
+        os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world)  # as torchrun says it: what lies on a node
         import torch
         import torch.distributed as dist
 

@@ -31,6 +31,7 @@ from hyper_parallel.compat.local_tensor import int_on_rank, per_rank, per_rank_i
 from hyper_parallel.layout.layout import chunk
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.groups import Groups
+from hyper_parallel.shard.levels import Levels
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Axis:
     group: str
     order: tuple[int, ...] | None = None
     """The index of each rank of the group, in order of rank; None when they are 0, 1, 2, …"""
+    levels: Levels | None = None
+    """How to run collectives level by level, where the axis spans link levels and the placement wants it."""
 
     @classmethod
     def of(cls, name: str, mesh: Mesh, groups: Groups | None) -> Axis:
@@ -50,7 +53,8 @@ class Axis:
             return cls(name, mesh, "")
         assert groups is not None, f"axis {name} needs process groups"
         order = tuple(mesh.index(name, mesh.coordinate(rank)) for rank in mesh.groups(name)[0])
-        return cls(name, mesh, groups.name(name), None if order == tuple(range(len(order))) else order)
+        in_order = order == tuple(range(len(order)))
+        return cls(name, mesh, groups.name(name), None if in_order else order, groups.levels(name))
 
     @property
     def size(self) -> int:
@@ -72,7 +76,21 @@ class Axis:
     # Tensor moves without autograd; the functions below give them their backward.
 
     def _reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return collectives.all_reduce(x, self.group)
+        return self.levels.all_reduce(x) if self.levels else collectives.all_reduce(x, self.group)
+
+    def _gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return self.levels.all_gather(x) if self.levels else collectives.all_gather(x, self.group, self.size)
+
+    def _reduce_scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self.levels:
+            return self.levels.reduce_scatter(x)
+        return collectives.reduce_scatter(x, self.group, self.size)
+
+    def _all_to_all_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self.levels:
+            return self.levels.all_to_all(x)
+        even = [1] * self.size
+        return collectives.all_to_all(x, even, even, self.group)
 
     def _chunk(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         length = x.size(dim)
@@ -85,7 +103,7 @@ class Axis:
         x = _pad(x, dim, -(-length // self.size))
         before = x.shape[:dim]
         leading = _all_ones(before)
-        whole = collectives.all_gather(x.reshape(x.shape[dim:]) if leading else x, self.group, self.size)
+        whole = self._gather_rows(x.reshape(x.shape[dim:]) if leading else x)
         if self.order is not None or not leading:
             chunks = whole.chunk(self.size, 0)
             whole = torch.cat([chunks[at] for at in self._by_index()], 0 if leading else dim)
@@ -104,7 +122,7 @@ class Axis:
         if self.order is not None or not leading:
             chunks = x.chunk(self.size, 0 if leading else dim)
             x = torch.cat([chunks[index] for index in self.order or range(self.size)], 0)
-        part = collectives.reduce_scatter(x, self.group, self.size)
+        part = self._reduce_scatter_rows(x)
         if leading:
             part = part.reshape(*before, *part.shape)
         if length % self.size:
@@ -115,8 +133,7 @@ class Axis:
     def _swap(self, x: torch.Tensor, split_dim: int, gather_dim: int) -> torch.Tensor:
         chunks = x.chunk(self.size, split_dim)
         rows = torch.stack([chunks[index] for index in self.order or range(self.size)])
-        even = [1] * self.size
-        received = collectives.all_to_all(rows, even, even, self.group).unbind(0)
+        received = self._all_to_all_rows(rows).unbind(0)
         return torch.cat([received[at] for at in self._by_index()], gather_dim)
 
     def _by_index(self) -> Sequence[int]:

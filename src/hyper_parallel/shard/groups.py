@@ -8,16 +8,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import collectives
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.levels import Levels, Part
 
 
 class Groups:
     """The process groups of a mesh. Making one is a collective: every rank asks for the same names in order."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        """Raises StrategyError when the default process group is not one of `mesh.world` ranks."""
+    def __init__(self, mesh: Mesh, cluster: Cluster | None = None) -> None:
+        """With a `cluster`, collectives over groups that span its levels run level by level.
+
+        Raises StrategyError when the default process group is not one of `mesh.world` ranks.
+        """
         if dist.get_world_size() != mesh.world:
             degrees = " · ".join(f"{axis} {size}" for axis, size in mesh.axes if size > 1)
             raise StrategyError(
@@ -25,14 +30,16 @@ class Groups:
                 f"but there are {dist.get_world_size()} workers"
             )
         self.mesh = mesh
+        self.cluster = cluster
         self.device = collectives.device_type()
         self._made: dict[str, dist.ProcessGroup] = {}
+        self._levels: dict[str, Levels | None] = {}
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Groups | None:
+    def of(cls, mesh: Mesh, cluster: Cluster | None = None) -> Groups | None:
         """The groups of a mesh; None for a mesh of one rank without a process group."""
         if dist.is_initialized():
-            return cls(mesh)
+            return cls(mesh, cluster)
         if mesh.world > 1:
             raise StrategyError(
                 f"the strategy's axes multiply to {mesh.world}, but this process is alone; "
@@ -43,16 +50,38 @@ class Groups:
     def group(self, axis: str) -> dist.ProcessGroup:
         """This rank's process group of an axis, joint or fold. Its ranks stand in ascending order."""
         if axis not in self._made:
-            mine = dist.get_rank()
-            for ranks in self.mesh.groups(axis):
-                made = dist.new_group(list(ranks))
-                if mine in ranks:
-                    self._made[axis] = made
+            self._made[axis] = _mine_of(self.mesh.groups(axis))
         return self._made[axis]
 
     def name(self, axis: str) -> str:
         """The name of the process group of an axis, joint or fold."""
         return str(self.group(axis).group_name)
+
+    def levels(self, axis: str) -> Levels | None:
+        """The groups of an axis, joint or fold level by level; None where it lies on one level, or unevenly."""
+        if axis not in self._levels:
+            self._levels[axis] = self._make_levels(axis)
+        return self._levels[axis]
+
+    def _make_levels(self, axis: str) -> Levels | None:
+        groups = self.mesh.groups(axis)
+        ways = {self.cluster.radices(ranks) for ranks in groups} if self.cluster else {None}
+        radices = ways.pop()
+        # Where groups lie on levels differently, no one way serves all ranks.
+        if ways or radices is None or len(radices) < 2:
+            return None
+        parts, outer = [], 1
+        for level, size in radices:
+            inner = len(groups[0]) // (outer * size)
+            split = tuple(
+                tuple(ranks[(high * size + at) * inner + low] for at in range(size))
+                for ranks in groups
+                for high in range(outer)
+                for low in range(inner)
+            )
+            parts.append(Part(level, size, str(_mine_of(split).group_name)))
+            outer *= size
+        return Levels(tuple(parts), self.name(axis))
 
     @property
     def carries_tensor(self) -> bool:
@@ -85,3 +114,10 @@ class Groups:
         return DeviceMesh.from_group(
             groups if len(axes) > 1 else groups[0], self.device, members, mesh_dim_names=axes
         )
+
+
+def _mine_of(groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+    """The process group of this rank, of groups that all ranks make together."""
+    mine = dist.get_rank()
+    made = [dist.new_group(list(ranks)) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if mine in ranks)
