@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -23,13 +22,10 @@ def shard_module(
     reduce: torch.dtype | None,
     reshard_after_forward: bool,
     ignored: Iterable[nn.Parameter] = (),
-    dims: Mapping[nn.Parameter, int] | None = None,
     gather: Move | None = None,
     scatter: Move | None = None,
 ) -> None:
     """Shard the module's parameters that no inner call has taken; gradients are summed, not averaged.
-
-    `dims`: the dim of which a parameter is sharded, 0 for those that it leaves out; others than 0 must be divided.
 
     `mesh` is [shard], or [replicate, shard]. A dtype of None leaves what is stored. `gather` and `scatter` stand in
     for the all-gather ([d] to [n · d]) and the summing reduce-scatter ([n · d] to [d]) over shard.
@@ -40,7 +36,6 @@ def shard_module(
         reshard_after_forward=reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
         ignored_params=set(ignored) or None,
-        shard_placement_fn=lambda parameter: Shard((dims or {}).get(parameter, 0)),
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
@@ -52,19 +47,11 @@ def shard_module(
         module.set_custom_reduce_scatter(_Scatter(scatter))
 
 
-def begin_micro_batch(module: nn.Module, *, last: bool, keep_parameters: bool, keep_gradients: bool) -> None:
-    """What the next backward pass leaves behind; `last` is the one before the optimizer's update.
-
-    `keep_parameters`: gathered parameters stay until the last. `keep_gradients`: gradients stay whole until the last,
-    and are reduced then only. Else each backward pass scatters its gradients over the shards; over the copies of a
-    shard (HSDP) they are summed in the last.
-    """
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.set_requires_gradient_sync(last or not keep_gradients, recurse=False)
-            inner.set_requires_all_reduce(last, recurse=False)
-            inner.set_reshard_after_backward(last or not keep_parameters, recurse=False)
-            inner.set_is_last_backward(last)
+def set_gradient_sync(module: nn.Module, last: bool) -> None:
+    """Reduce gradients in the next backward pass only if it is the step's `last`."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+        module.set_is_last_backward(last)
 
 
 def free_gathered(module: nn.Module) -> None:
