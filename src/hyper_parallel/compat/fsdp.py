@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -22,10 +23,13 @@ def shard_module(
     reduce: torch.dtype | None,
     reshard_after_forward: bool,
     ignored: Iterable[nn.Parameter] = (),
+    dims: Mapping[nn.Parameter, int] | None = None,
     gather: Move | None = None,
     scatter: Move | None = None,
 ) -> None:
     """Shard the module's parameters that no inner call has taken; gradients are summed, not averaged.
+
+    `dims`: the dim of which a parameter is sharded, 0 for those that it leaves out; others than 0 must be divided.
 
     `mesh` is [shard], or [replicate, shard]. A dtype of None leaves what is stored. `gather` and `scatter` stand in
     for the all-gather ([d] to [n · d]) and the summing reduce-scatter ([n · d] to [d]) over shard.
@@ -36,6 +40,7 @@ def shard_module(
         reshard_after_forward=reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
         ignored_params=set(ignored) or None,
+        shard_placement_fn=lambda parameter: Shard((dims or {}).get(parameter, 0)),
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)

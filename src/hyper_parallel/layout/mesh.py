@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from hyper_parallel.errors import StrategyError
 from hyper_parallel.strategy import EXPERT_SPANS, Strategy
 
 Coordinate = Mapping[str, int]
@@ -64,11 +65,20 @@ class Mesh:
     def of(cls, strategy: Strategy) -> Mesh:
         """The mesh that a Strategy declares, in its declared order; axes of degree 1 are kept.
 
-        `expert` is the innermost part of shard · context · tensor, `expert_shard` the rest of it.
+        `expert` is the innermost part of shard · context · tensor, `expert_shard` the rest of it; of shard · context
+        where a rule splits the experts' features over tensor. Raises StrategyError when it does not divide that.
         """
         axes = strategy.axes
-        over = tuple(axis for axis in axes.order if axis in EXPERT_SPANS)
-        rest = math.prod(axes.degree(axis) for axis in over) // axes.expert
+        by_features = axes.expert > 1 and "expert_tensor" in strategy.rules.values()
+        spans = ("shard", "context") if by_features else EXPERT_SPANS
+        over = tuple(axis for axis in axes.order if axis in spans)
+        whole = math.prod(axes.degree(axis) for axis in over)
+        if whole % axes.expert:
+            raise StrategyError(
+                f"axes.expert is {axes.expert}, which does not divide shard · context = {whole}; with the rule "
+                "expert_tensor the tensor axes split features, and experts are spread over the other two"
+            )
+        rest = whole // axes.expert
         folds = {"expert": Fold(over, axes.expert), "expert_shard": Fold(over, rest, axes.expert)}
         return cls(*((axis, axes.degree(axis)) for axis in axes.order), folds=folds)
 

@@ -17,11 +17,13 @@ from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Stretch
-from hyper_parallel.shard.plan.nouns import ModulePlan, Plan
+from hyper_parallel.shard.plan.nouns import ModulePlan, Plan, Region
 from hyper_parallel.shard.structure import Heads, is_conv1d
 from hyper_parallel.shard.wrap import Forward, Wrapper, change_input, change_output, wrap
 
 SEQUENCE_DIM = 1
+POSITIONS = -2
+"""The dim of positions of what a region is given, [batch, sequence, features] or [positions, features]."""
 
 
 def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, Stretch]:
@@ -39,7 +41,7 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
             wrap(module, _entering(stretch, module_plan.features) if colwise else _leaving(stretch))
     for name, region in plan.regions.items():
         module = model.get_submodule(name)
-        enter = _gather_sequence(name, tensor) if region.enters == "gather" else tensor.copy
+        enter = _gather_sequence(name, region, tensor) if region.enters == "gather" else tensor.copy
         wrap(module, change_input(enter))
         if region.heads is not None:
             _localise_heads(module, region.heads, tensor.size)
@@ -52,13 +54,14 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
     return dict(stretches)
 
 
-def _gather_sequence(name: str, tensor: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+def _gather_sequence(name: str, region: Region, tensor: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
     def gather(x: torch.Tensor) -> torch.Tensor:
-        if x.dim() != 3:
+        # An MLP may be given its positions without a batch dim: a shared expert is, in some families.
+        if x.dim() != 3 and (region.heads is not None or x.dim() != 2):
             raise StrategyError(
                 f"sequence: true expects activations [batch, sequence, features] at {name!r}; they have {x.dim()} dims"
             )
-        return tensor.gather_sum(x, SEQUENCE_DIM)
+        return tensor.gather_sum(x, POSITIONS)
 
     return gather
 
@@ -128,7 +131,7 @@ def _rowwise(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
             if has_bias:
                 parameters["bias"] = bias
         output = (
-            tensor.reduce(output) if plan.leaves == "reduce" else tensor.reduce_split(output, SEQUENCE_DIM)
+            tensor.reduce(output) if plan.leaves == "reduce" else tensor.reduce_split(output, POSITIONS)
         )
         return output if bias is None else output + bias
 

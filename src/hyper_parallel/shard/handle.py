@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Draw, drawing
 from hyper_parallel.shard.plan.nouns import Plan
 from hyper_parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from hyper_parallel.shard.experts.routing import Routing
 
 _ATTRIBUTE = "_hyper_parallel"
 
@@ -67,6 +70,8 @@ class ShardedModel:
     """Every axis, joint or fold by name."""
     skeleton: nn.Module | None
     """The model as it was, without values; weights are initialised and loaded by its structure."""
+    routing: Routing | None = None
+    """What is seen of its routers; None when it has no experts."""
 
     @property
     def mesh(self) -> Mesh:

@@ -18,6 +18,7 @@ from hyper_parallel.shard.access import Access, Accesses, Dtypes, apply_access
 from hyper_parallel.shard.axis import MeshAxes
 from hyper_parallel.shard.boundary import apply_boundaries
 from hyper_parallel.shard.dropout import apply_dropout, refuse_other_draws
+from hyper_parallel.shard.experts.boundary import apply_experts_plan
 from hyper_parallel.shard.groups import Groups
 from hyper_parallel.shard.handle import ShardedModel, attach, cut
 from hyper_parallel.shard.placed import placed_on
@@ -74,6 +75,7 @@ def parallelize(
         else None
     )
 
+    routing = apply_experts_plan(model, plan, axes)
     stretches = apply_boundaries(model, plan, axes[mesh.tensor])
     apply_dropout(model, axes[mesh.tensor], stretches, plan.layers, plan.sequence)
     gathers = lowering == "traceable"
@@ -89,7 +91,7 @@ def parallelize(
         axes[
             name
         ]  # every rank makes the same groups now, not when a forward pass or a metric first needs one
-    attach(ShardedModel(model, strategy, plan, axes, skeleton))
+    attach(ShardedModel(model, strategy, plan, axes, skeleton, routing))
     return model
 
 
@@ -119,9 +121,9 @@ def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype], root: bool)
     """The module whose forward a module's parameters are made ready for: its layer, or outside of layers the `root`
     of a Transformers model, which always runs whole, and the module itself in others.
 
-    One that computes in a dtype of its own is gathered by itself, so it is its own group too.
+    One that computes in a dtype of its own is gathered by itself, so it is its own group too, and so are experts.
     """
-    if dtypes[name] != dtypes[""]:
+    if dtypes[name] != dtypes[""] or name in plan.experts:
         return name
     if plan.layers is None or not name.startswith(f"{plan.layers}."):
         return "" if root else name
@@ -181,6 +183,8 @@ def _fully_shard(
             compute=compute if compute != stored else None,
             reduce=reduce if reduce != compute else None,
             reshard_after_forward=reshard,
+            ignored=[p for p in module.parameters() if plans[id(p)].storage != storage],
+            dims={p: plans[id(p)].storage_dim or 0 for p in module.parameters()},
             gather=levels.all_gather if levels else None,
             scatter=levels.reduce_scatter if levels else None,
         )

@@ -22,6 +22,7 @@ _FROM_TRANSFORMERS: Mapping[str, RuleName] = {
     "colwise_gather_output": "colwise",
     "rowwise_split_input": "rowwise",
     "replicated_with_grad_allreduce": "shared",
+    "moe_tp_experts": "expert_tensor",
 }
 
 # fmt: off
@@ -58,12 +59,12 @@ def is_transformers(model: nn.Module) -> bool:
     )
 
 
-def resolve(model: nn.Module, user: Mapping[str, RuleName]) -> tuple[dict[str, RuleName], frozenset[str]]:
-    """Module name to rule, and the names whose rule came from the user."""
+def resolve(model: nn.Module, user: Mapping[str, RuleName], tensor: int) -> tuple[dict[str, RuleName], frozenset[str]]:
+    """Module name to rule, and the names whose rule came from the user; `tensor` is the degree of the tensor axes."""
     modules = dict(model.named_modules())
     rules: dict[str, RuleName] = {}
     if is_transformers(model):
-        rules.update(_plan_of_transformers(model, modules) or _plan_from_names(modules))
+        rules.update(_plan_of_transformers(model, modules, tensor) or _plan_from_names(modules))
         rules.update(_ends(model, modules))
     given: set[str] = set()
     for pattern, rule in user.items():
@@ -83,7 +84,7 @@ def resolve(model: nn.Module, user: Mapping[str, RuleName]) -> tuple[dict[str, R
     return rules, frozenset(given)
 
 
-def _plan_of_transformers(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, RuleName]:
+def _plan_of_transformers(model: nn.Module, modules: Mapping[str, nn.Module], tensor: int) -> dict[str, RuleName]:
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and hasattr(model, base) else ""
@@ -91,7 +92,7 @@ def _plan_of_transformers(model: nn.Module, modules: Mapping[str, nn.Module]) ->
     for pattern, theirs in plan.items():
         rule = _FROM_TRANSFORMERS.get(theirs)
         found = matching(prefix + pattern, modules)
-        if rule is None and found:
+        if rule is None and found and tensor > 1:
             raise StrategyError(
                 f"this family's tensor plan asks for {theirs!r} on {pattern!r}, which the tensor axis cannot do yet; "
                 "use tensor: 1, or give strategy.rules for these modules"

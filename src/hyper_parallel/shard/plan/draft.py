@@ -9,7 +9,7 @@ from torch import nn
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
-from hyper_parallel.shard.plan.nouns import Intervals, ModulePlan, ParameterPlan, Plan, Region
+from hyper_parallel.shard.plan.nouns import ExpertsPlan, Intervals, ModulePlan, ParameterPlan, Plan, Region
 from hyper_parallel.shard.rules import resolve
 from hyper_parallel.shard.structure import text_config
 from hyper_parallel.strategy import Strategy
@@ -23,7 +23,7 @@ class Draft:
 
     def __init__(self, model: nn.Module, strategy: Strategy, mesh: Mesh, layers: str | None) -> None:
         self.model, self.strategy, self.mesh, self.layers = model, strategy, mesh, layers
-        self.rules, self.given = resolve(model, strategy.rules)
+        self.rules, self.given = resolve(model, strategy.rules, tensor=mesh.size(mesh.tensor))
         self.config = text_config(model)
         self.names = dict(model.named_modules())
         # A tied parameter has one name in named_parameters; every owner's plan must agree on it.
@@ -34,6 +34,9 @@ class Draft:
         }
         self.modules: dict[str, ModulePlan] = {}
         self.regions: dict[str, Region] = {}
+        self.experts: dict[str, ExpertsPlan] = {}
+        self.pointwise: set[str] = set()
+        """Modules without a rule that are known to see one position at a time."""
         self.sequence = False
         self._set_by: dict[str, str] = {}
         self._storage_dims: dict[str, int] = {}
@@ -81,4 +84,4 @@ class Draft:
             )
             for name, plan in self.parameters.items()
         }
-        return Plan(self.mesh, parameters, self.modules, self.regions, self.layers, self.sequence)
+        return Plan(self.mesh, parameters, self.modules, self.regions, self.layers, self.experts, self.sequence)

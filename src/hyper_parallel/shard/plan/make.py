@@ -10,6 +10,7 @@ from torch import nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.experts.plan import plan_experts
 from hyper_parallel.shard.plan.draft import Draft
 from hyper_parallel.shard.plan.nouns import Plan
 from hyper_parallel.shard.plan.tensor import plan_tensor
@@ -25,8 +26,7 @@ def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
     draft = Draft(model, strategy, mesh, layers=found[0] if found else None)
     if mesh.size("context") > 1:
         raise StrategyError("axes.context is not built yet")
-    if mesh.size("expert") > 1:
-        raise StrategyError("axes.expert is not built yet")
+    plan_experts(draft)
     if mesh.size(mesh.tensor) > 1:
         plan_tensor(draft)
     elif strategy.sequence:

@@ -61,6 +61,23 @@ class Region:
 
 
 @dataclass(frozen=True)
+class ExpertsPlan:
+    """The experts of one layer: where they compute, and how tokens get there."""
+
+    rule: RuleName
+    count: int
+    """The number of experts, over all ranks."""
+    taken_over: bool
+    """Computed by this package; on one device the model's own code does."""
+    features: bool
+    """Each expert's features are split over the tensor axes."""
+    own_tokens: bool
+    """Ranks of the tensor axes come with different tokens, not with the same ones."""
+    replicas: tuple[int, ...] = ()
+    """Experts whose weights every rank of the expert axis gets, and whose tokens stay."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is done to a model. Names are those of ``named_modules`` and ``named_parameters``."""
 
@@ -70,6 +87,7 @@ class Plan:
     regions: Mapping[str, Region] = field(default_factory=dict)
     layers: str | None = None
     """The name of the list of decoder layers."""
+    experts: Mapping[str, ExpertsPlan] = field(default_factory=dict)
     sequence: bool = False
     """Activations between the layers' regions are split along the sequence."""
 

@@ -64,7 +64,7 @@ class _TensorPlanner:
         """Every module that owns a split weight must know that it is split."""
         for name, module in self.names.items():
             for own, parameter in module._parameters.items():
-                if parameter is None or name in self.draft.modules:
+                if parameter is None or name in self.draft.modules or name in self.draft.experts:
                     continue
                 tied = self.draft.parameters[self.draft.known[id(parameter)]]
                 if self.axis in tied.layout.split_axes:
@@ -226,8 +226,11 @@ class _TensorPlanner:
                 raise StrategyError(
                     f"sequence: true needs every attention split over the tensor axis, and {name!r} is not"
                 )
+            if name in self.draft.experts:
+                continue
             rule, norm = self.rules.get(name), "norm" in type(module).__name__.lower()
-            if rule is None and not norm and any(p is not None for p in module._parameters.values()):
+            known = norm or name in self.draft.pointwise
+            if rule is None and not known and any(p is not None for p in module._parameters.values()):
                 raise StrategyError(
                     f"sequence: true needs every module of a layer to be a split projection or a norm, which see one "
                     f"position at a time; {name!r} ({type(module).__name__}) may mix positions"

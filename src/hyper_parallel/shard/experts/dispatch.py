@@ -1,0 +1,151 @@
+"""Tokens on their way to the experts and back, nothing dropped.
+
+Each rank has T tokens, k experts chosen for each, and the weights of E/n of the E experts; n is the degree of the
+expert axis:
+
+1. the T · k rows are sorted by expert, and so by owner;
+2. the owners learn how many rows of each expert come from whom (an even all-to-all of E counts), and the host
+   learns the counts that the next exchange needs: the one time that it waits for the device;
+3. the rows travel (an uneven all-to-all) and are grouped by local expert;
+4. the experts compute, and rows travel back and into their places.
+
+This is the exchange of GShard (arXiv 2006.16668) without its capacity, as in MegaBlocks (arXiv 2211.15841).
+
+A hot expert can have replicas: its weights are summed to every rank of the axis, where only the owner contributes,
+and its rows are computed where they are (dynamic shadowing of FasterMoE, PPoPP'22, section 4.2). The gradient of the
+replicas is summed to the owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from hyper_parallel.compat import collectives
+from hyper_parallel.compat.local_tensor import per_rank
+from hyper_parallel.shard.axis import Axis, _Moved
+from hyper_parallel.shard.experts.grouped import apply_experts
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def compute(
+    module: nn.Module,
+    weights: Weights,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    expert: Axis,
+    experts: int,
+    replicas: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """[T, h] and int64[T, k] to [T, k, h]: what each chosen expert makes of each token.
+
+    `weights` hold this rank's experts, `experts` / `expert.size` of them, by parameter name.
+    """
+    keys = ids.flatten()
+    if replicas:
+        keys = _table(experts, replicas, keys.device)[keys]
+    order = torch.argsort(keys, stable=True)
+    back = _inverse(order)
+    rows = _to_rows(x, order, back, ids.size(1))
+    counts = count(keys, experts + len(replicas))
+    if expert.size == 1:
+        computed = apply_experts(module, weights, rows, counts.tolist())
+    else:
+        computed = _elsewhere(module, weights, rows, counts, expert, experts, replicas)
+    return _permute(computed, back, order).unflatten(0, (-1, ids.size(1)))
+
+
+def count(keys: torch.Tensor, bins: int) -> torch.Tensor:
+    """int64[bins]: how often each number occurs. Unlike ``bincount`` it does not wait for the device."""
+    zeros = torch.zeros(bins, dtype=torch.int64, device=keys.device)
+    return zeros.scatter_add(0, keys, torch.ones_like(keys))
+
+
+def _elsewhere(
+    module: nn.Module,
+    weights: Weights,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    expert: Axis,
+    experts: int,
+    replicas: tuple[int, ...],
+) -> torch.Tensor:
+    """[R, h] to [R, h]: rows sorted by expert, those of replicas last, through the experts of all ranks."""
+    n, local = expert.size, experts // expert.size
+    leaving = counts[:experts].view(n, local)
+    arriving = collectives.all_to_all(leaving, [1] * n, [1] * n, expert.group)
+    told = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[experts:]]).tolist()
+    send, receive, groups, hot = told[:n], told[n : 2 * n], told[2 * n : 2 * n + local], told[2 * n + local :]
+    away = rows.narrow(0, 0, sum(send)) if replicas else rows
+
+    arrived = expert.exchange(away, send, receive)
+    labels = torch.arange(local, device=rows.device).repeat(n)
+    labels = labels.repeat_interleave(arriving.flatten(), output_size=sum(receive))
+    order = torch.argsort(labels, stable=True)
+    back = _inverse(order)
+    computed = apply_experts(module, weights, _permute(arrived, order, back), groups)
+    returned = expert.exchange(_permute(computed, back, order), receive, send)
+    if not replicas:
+        return returned
+    here = apply_experts(
+        module,
+        {name: _replicated(weight, replicas, expert) for name, weight in weights.items()},
+        rows.narrow(0, sum(send), sum(hot)),
+        hot,
+    )
+    return torch.cat([returned, here])
+
+
+# Replicas.
+
+
+def _table(experts: int, replicas: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64[E]: the sorting key of each expert; those that have replicas come after all others."""
+    table = torch.arange(experts, device=device)
+    for place, expert in enumerate(replicas):
+        table[expert] = experts + place
+    return table
+
+
+def _replicated(weight: torch.Tensor, replicas: tuple[int, ...], expert: Axis) -> torch.Tensor:
+    """[E / n, ...] to [replicas, ...]: the weights of the experts that have replicas, from their owners."""
+    local = weight.size(0)
+
+    def places(rank: int) -> torch.Tensor:
+        index = [e - expert.index(rank) * local for e in replicas]
+        return torch.tensor(index, device=weight.device)
+
+    index = per_rank(places)
+    owned = (index >= 0) & (index < local)
+    mine = weight.index_select(0, index.clamp(0, local - 1))
+    mine = mine.masked_fill(~owned.view(-1, *[1] * (weight.dim() - 1)), 0)
+    # Every rank uses the sum for rows of its own, so the gradient is a sum over the ranks too.
+    return expert.copy(expert.reduce(mine))
+
+
+# Rows in another order, with backward passes that add nothing up in an order of chance.
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(order.size(0), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, positions)
+
+
+def _permute(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    return _moved(x, lambda x: x[order], lambda g: g[back])
+
+
+def _to_rows(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor, k: int) -> torch.Tensor:
+    """[T, h] to [T · k, h]: each token once for each of its experts, in `order`."""
+    return _moved(x, lambda x: x[order // k], lambda g: g[back].unflatten(0, (-1, k)).sum(1))
+
+
+def _moved(
+    x: torch.Tensor,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    return _Moved.apply(x, forward, backward)  # type: ignore[no-any-return]
