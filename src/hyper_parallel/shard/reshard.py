@@ -1,0 +1,60 @@
+"""A tensor from one Layout to another: one uneven all-to-all among all ranks, by intersecting boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.compat import collectives
+from hyper_parallel.compat.local_tensor import on_rank, per_rank, per_rank_int
+from hyper_parallel.layout.layout import Layout
+from hyper_parallel.layout.transfer import Transfer, transfers
+
+
+def reshard(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+    """This rank's piece of `target`, of a tensor of which it holds `local`, its piece of `source`.
+
+    Uneven, fused, joint, folded and partial layouts are all taken; partial sums are added up in order of rank, so that
+    all copies of the result are bitwise equal. Every rank of the default process group calls it. No gradient flows.
+
+    Raises StrategyError when the layouts are of different shapes or numbers of ranks.
+    """
+    world = source.mesh.world
+    outgoing: list[list[Transfer]] = [[] for _ in range(world)]
+    incoming: list[list[Transfer]] = [[] for _ in range(world)]
+    for transfer in transfers(source, target):
+        outgoing[transfer.sender].append(transfer)
+        incoming[transfer.receiver].append(transfer)
+    local = local.detach()
+
+    def pack(rank: int) -> torch.Tensor:
+        mine = on_rank(local, rank)
+        return torch.cat([mine.new_empty(0), *(mine[one.give].reshape(-1) for one in outgoing[rank])])
+
+    def unpack(rank: int) -> torch.Tensor:
+        came = on_rank(rows, rank)
+        piece = came.new_zeros(target.local_shape(target.mesh.coordinate(rank)))
+        sizes = [math.prod(one.shape) for one in incoming[rank]]
+        for one, elements in zip(incoming[rank], came.split(sizes), strict=True):
+            piece[one.take] += elements.view(one.shape)
+        return piece
+
+    rows = per_rank(pack)
+    if world > 1:
+        group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        send = [
+            per_rank_int(lambda rank, to=to: _count(outgoing[rank], to, "receiver")) for to in range(world)
+        ]
+        receive = [
+            per_rank_int(lambda rank, of=of: _count(incoming[rank], of, "sender")) for of in range(world)
+        ]
+        rows = collectives.all_to_all(rows, send, receive, group)
+    return per_rank(unpack)
+
+
+def _count(moved: Sequence[Transfer], peer: int, side: str) -> int:
+    """How many elements go to or come from a peer."""
+    return sum(math.prod(one.shape) for one in moved if getattr(one, side) == peer)

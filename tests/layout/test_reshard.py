@@ -1,0 +1,230 @@
+"""Layouts in motion: any becomes any other, and where DTensor can say the same it puts the same elements there."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from harness import run_ranks
+from hyper_parallel.compat import collectives
+from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout import Fold, Layout, Mesh
+from hyper_parallel.layout.transfer import transfers
+from hyper_parallel.shard.handle import cut
+from hyper_parallel.shard.placements import layout_to_placements, placements_to_layout
+from hyper_parallel.shard.reshard import reshard
+
+WORLD = 8
+MESHES = [
+    Mesh(("a", 2), ("b", 2), ("c", 2)),
+    Mesh(("a", 4), ("b", 2), folds={"f": Fold(("a", "b"), 4), "g": Fold(("a", "b"), 2, 4)}),
+    Mesh(("a", 2), ("b", 4), folds={"f": Fold(("a", "b"), 2), "g": Fold(("a", "b"), 4, 2)}),
+    Mesh(
+        ("a", 8),
+    ),
+]
+fast = settings(max_examples=60, deadline=None)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh | None = None) -> Layout:
+    """A layout on 8 ranks. On a mesh that is given it has no folds, joints or fused parts: DTensor can say most."""
+    plain = mesh is not None
+    mesh = mesh or draw(st.sampled_from(MESHES))
+    names = list(mesh.names)
+    if not plain and mesh.folds and draw(st.booleans()):
+        names = ["f", "g"]
+    if not plain and len(names) > 1 and draw(st.booleans()):
+        names = (
+            [f"{names[1]}*{names[0]}", *names[2:]]
+            if draw(st.booleans())
+            else ["*".join(names[:2]), *names[2:]]
+        )
+    layout, partial = Layout.replicated(mesh, shape), set()
+    for name in draw(st.permutations(names)):
+        place = draw(st.integers(-2, len(shape) - 1))
+        if place == -2:
+            partial.add(name)
+        elif place >= 0:
+            parts = None
+            if not plain and not layout.dims[place] and shape[place] > 1 and draw(st.booleans()):
+                at = draw(st.integers(1, shape[place] - 1))
+                parts = (at, shape[place] - at)
+            layout = layout.split(place, name, parts)
+    return Layout(mesh, shape, layout.dims, layout.parts, frozenset(partial))
+
+
+shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
+
+
+def _pieces(layout: Layout, whole: torch.Tensor) -> torch.Tensor:
+    """Each rank's piece of a tensor; of a partial one, parts that add up to it."""
+
+    axes = sorted(layout.partial)
+    count = math.prod(layout.mesh.size(axis) for axis in axes)
+
+    def make(rank: int) -> torch.Tensor:
+        coordinate, part = layout.mesh.coordinate(rank), 0
+        for axis in axes:
+            part = part * layout.mesh.size(axis) + layout.mesh.index(axis, coordinate)
+        piece = cut(whole, layout, rank)
+        return piece - sum(range(count)) if part == 0 else torch.full_like(piece, part)
+
+    return per_rank(make)
+
+
+def _value(layout: Layout, local: torch.Tensor) -> torch.Tensor:
+    """The whole tensor that all ranks' pieces mean, by adding up every copy and dividing by their number."""
+    total = torch.zeros(layout.shape, dtype=torch.float64)
+    for rank, piece in each_rank(local).items():
+        with one_device():
+            for box in layout.boxes(layout.mesh.coordinate(rank)):
+                total[box.global_slices] += piece[box.local_slices]
+    return total / (layout.copies / math.prod(layout.mesh.size(axis) for axis in layout.partial))
+
+
+@fast
+@given(st.data())
+def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    source, target = data.draw(layouts(shape)), data.draw(layouts(shape))
+    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    with simulated_ranks(WORLD):
+        local = _pieces(source, whole)
+        moved = reshard(local, source, target)
+        for rank, piece in each_rank(moved).items():
+            with one_device():
+                coordinate = target.mesh.coordinate(rank)
+                expected = cut(whole, target, rank)
+                if any(target.mesh.index(axis, coordinate) for axis in target.partial):
+                    expected = torch.zeros_like(expected)
+                assert torch.equal(piece, expected)
+        # And back: the value is the same, wherever the parts of a partial source lie.
+        assert torch.equal(_value(source, reshard(moved, target, source)), whole)
+
+
+@given(st.data())
+def test_each_element_comes_once_and_from_the_rank_itself_if_it_has_it(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    source, target = data.draw(layouts(shape)), data.draw(layouts(shape))
+    parts = math.prod(source.mesh.size(axis) for axis in source.partial)
+    taken = [torch.zeros(target.local_shape(target.mesh.coordinate(rank))) for rank in range(WORLD)]
+    for one in transfers(source, target):
+        taken[one.receiver][one.take] += 1
+    for rank, counts in enumerate(taken):
+        at_zero = not any(target.mesh.index(a, target.mesh.coordinate(rank)) for a in target.partial)
+        assert bool((counts == (parts if at_zero else 0)).all())
+    if source == target and not source.partial:
+        assert all(one.sender == one.receiver for one in transfers(source, target))
+
+
+def _moves(rank: int, world: int) -> torch.Tensor:
+    source = Layout(MESHES[0], (7, 5), (("b", "a"), ()), partial=frozenset({"c"}))
+    target = Layout(MESHES[1], (7, 5), ((), ("f",)))
+    whole = torch.arange(35.0, dtype=torch.float64).reshape(7, 5)
+    moved = reshard(_pieces(source, whole), source, target)
+    assert torch.equal(moved, cut(whole, target, rank))
+    return moved
+
+
+def test_real_ranks_move_what_simulated_ones_do() -> None:
+    assert len(run_ranks(_moves, WORLD)) == WORLD
+
+
+def test_only_what_is_missing_travels() -> None:
+    mesh = MESHES[0]
+    split = Layout(mesh, (8, 4), (("a", "b", "c"), ()))
+    with simulated_ranks(WORLD):
+        local = _pieces(split, torch.zeros(8, 4))
+        with collectives.counting() as counted:
+            reshard(local, split, split.without("c"))
+    (call,) = counted
+    assert call.bytes_received == 4 * 4  # one row of float32 from the neighbour
+    with pytest.raises(StrategyError, match="one shape over the same ranks"):
+        transfers(split, Layout.replicated(mesh, (8, 5)))
+
+
+# DTensor says the same.
+
+
+@given(st.data())
+def test_placements_say_the_layout_both_ways(data: st.DataObject) -> None:
+    shape = data.draw(shapes.filter(len))
+    mesh = data.draw(st.sampled_from(MESHES))
+    choices = [
+        st.sampled_from([Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))]) for _ in mesh.names
+    ]
+    placements = data.draw(st.tuples(*choices))
+    layout = placements_to_layout(placements, mesh, shape)
+    assert layout_to_placements(layout) == placements
+    assert placements_to_layout(layout_to_placements(layout), mesh, shape) == layout
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_dtensor_puts_the_same_elements_on_the_same_ranks(data: st.DataObject) -> None:
+    """Made of pieces or distributed, redistributed and gathered by torch, beside cut and reshard."""
+    shape, layout_mesh = data.draw(shapes.filter(len)), data.draw(st.sampled_from(MESHES))
+    source, target = (data.draw(layouts(shape, layout_mesh).filter(_placeable)) for _ in range(2))
+    # DTensor makes no partial sums of what is none.
+    target = Layout(layout_mesh, shape, target.dims)
+    before, after = layout_to_placements(source), layout_to_placements(target)
+    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    with simulated_ranks(WORLD):
+        mesh = init_device_mesh("cpu", [n for _, n in layout_mesh.axes], mesh_dim_names=layout_mesh.names)
+        ours = _pieces(source, whole)
+        theirs = DTensor.from_local(
+            ours, mesh, before, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        if not source.partial:
+            dealt = distribute_tensor(per_rank(lambda rank: whole), mesh, before, src_data_rank=None)
+            _same(dealt.to_local(), ours)
+        _same(theirs.redistribute(placements=after).to_local(), reshard(ours, source, target))
+        _same(theirs.full_tensor(), reshard(ours, source, Layout.replicated(layout_mesh, shape)))
+
+
+def _placeable(layout: Layout) -> bool:
+    try:
+        layout_to_placements(layout)
+    except StrategyError:
+        return False
+    return True
+
+
+def _same(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+    """Equal on each rank."""
+    expected = each_rank(ours)
+    for rank, tensor in each_rank(theirs).items():
+        with one_device():
+            assert torch.equal(tensor, expected[rank]), rank
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[8/b/a]", "split by b before a, against the mesh's order"),
+        ("[(6+2)/a]", "part by part"),
+        ("[9/a*b]", "cut a length of 9 elsewhere"),
+        ("[8/f]", "f is a part of b"),
+    ],
+)
+def test_what_placements_cannot_say_is_refused(text: str, why: str) -> None:
+    mesh = Mesh(("a", 2), ("b", 4), folds={"f": Fold(("a", "b"), 2)})
+    with pytest.raises(StrategyError, match=why):
+        layout_to_placements(Layout.parse(text, mesh))
+
+
+def test_joints_and_folds_of_whole_axes_have_placements() -> None:
+    mesh = Mesh(("a", 2), ("b", 4), folds={"f": Fold(("a", "b"), 4), "g": Fold(("a", "b"), 2, 4)})
+    assert layout_to_placements(Layout.parse("[16/a*b, 3]", mesh)) == (Shard(0), Shard(0))
+    assert layout_to_placements(Layout.parse("[16/f, 4/g]", mesh)) == (Shard(1), Shard(0))
+    assert layout_to_placements(Layout.parse("[16/f]+g", mesh)) == (Partial(), Shard(0))
+    with pytest.raises(StrategyError, match="no Layout"):
+        placements_to_layout((Partial("max"), Replicate()), mesh, (4,))
