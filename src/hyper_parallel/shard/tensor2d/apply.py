@@ -1,0 +1,195 @@
+"""The 2D plan put into effect: wrappers around layers, their norms, regions and projections.
+
+Arithmetic is the model's own, on local weights; between, activations [batch, sequence, features] move by the table in
+`choose`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.compat.local_tensor import per_rank_int
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.shard.axis import Axis, MeshAxes
+from hyper_parallel.shard.boundary import _entering, _leaving, _localise_heads
+from hyper_parallel.shard.dropout import Stretch
+from hyper_parallel.shard.plan.nouns import Plan
+from hyper_parallel.shard.structure import dim_of_features, is_conv1d
+from hyper_parallel.shard.tensor2d.gathered import gather_again
+from hyper_parallel.shard.tensor2d.heads import ScatterHeads
+from hyper_parallel.shard.tensor2d.norm import distributed_norm, formula_of
+from hyper_parallel.shard.tensor2d.nouns import FEATURES, SEQUENCE, Attention, Mlp, digit, part_of_x
+from hyper_parallel.shard.tensor2d.tiles import Tiles
+from hyper_parallel.shard.wrap import Forward, change_input, change_output, wrap
+
+Move = Callable[[torch.Tensor], torch.Tensor]
+
+
+def apply_tensor_2d(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, Stretch]:
+    """Wrap what the 2D plan names. Parameters are given their local tensors elsewhere.
+
+    Returns, by region, the stretches in which activations are split otherwise than between regions.
+    """
+    found = plan.tensor2d
+    stretches: dict[str, Stretch] = {}
+    if found is None:
+        return stretches
+    for name in found.norms:
+        _norm(model.get_submodule(name), name, found.hidden, axes)
+    for name, attention in found.attentions.items():
+        stretches[name] = _attention(model.get_submodule(name), model, name, attention, plan, axes)
+    for name, mlp in found.mlps.items():
+        stretches[name] = _mlp(model.get_submodule(name), model, mlp, plan, axes)
+    for name in found.swapped:
+        _swapped(model.get_submodule(name), axes)
+    assert plan.layers is not None
+    layers = model.get_submodule(plan.layers)
+    assert isinstance(layers, nn.ModuleList)
+    wrap(layers[0], change_input(lambda x: _split(x, axes)))
+    wrap(layers[-1], change_output(lambda x: _whole(x, axes)))
+    return stretches
+
+
+def split_between(plan: Plan, axes: MeshAxes, name: str) -> dict[int, Axis]:
+    """The dims of activations that are split outside of regions' stretches where the module `name` stands."""
+    if not plan.sequence or not name.startswith(f"{plan.layers}."):
+        return {}
+    found = plan.tensor2d
+    if found is None or any(name.startswith(f"{swapped}.") for swapped in found.swapped):
+        return {SEQUENCE: axes[plan.mesh.tensor]}
+    return {SEQUENCE: axes["tensor_y"], FEATURES: axes["tensor_x"]}
+
+
+def _split(x: torch.Tensor, axes: MeshAxes) -> torch.Tensor:
+    """[B, S, h] to [B, S / y, h / x]."""
+    if x.dim() != 3:
+        raise StrategyError(
+            f"axes.tensor_y expects activations [batch, sequence, features]; they have {x.dim()} dims"
+        )
+    ranks = axes["tensor_y"].size * axes["tensor_x"].size
+    if x.size(SEQUENCE) % ranks:
+        raise StrategyError(
+            f"axes.tensor_y splits {x.size(SEQUENCE)} positions over tensor_y · tensor_x = {ranks}, which does not "
+            "divide them; pad the sequence to a multiple of it"
+        )
+    return axes["tensor_x"].split(axes["tensor_y"].split(x, SEQUENCE), FEATURES)
+
+
+def _whole(x: torch.Tensor, axes: MeshAxes) -> torch.Tensor:
+    return axes["tensor_y"].gather(axes["tensor_x"].gather(x, FEATURES), SEQUENCE)
+
+
+def _swapped(module: nn.Module, axes: MeshAxes) -> None:
+    """[T/y, h/x] to [T/(y·x), h] and back: what is inside sees what 1D with the sequence split sees."""
+    x = axes["tensor_x"]
+    wrap(module, change_input(lambda hidden: x.swap(hidden, SEQUENCE, FEATURES % 3)))
+    wrap(module, change_output(lambda hidden: x.swap(hidden, FEATURES % 3, SEQUENCE)))
+
+
+def _norm(module: nn.Module, name: str, width: int, axes: MeshAxes) -> None:
+    wrap(module, distributed_norm(formula_of(name, module, width), module, width, axes["tensor_x"]))
+
+
+@dataclass
+class _Input:
+    """A region's gathered input: how autograd is to save it in the products that share it."""
+
+    saving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def gathered(self, x: torch.Tensor, gather: Move, keeps: bool) -> torch.Tensor:
+        if keeps:
+            return gather(x)
+        whole, self.saving = gather_again(x, gather)
+        return whole
+
+
+def _attention(
+    module: nn.Module, model: nn.Module, name: str, plan: Attention, whole: Plan, axes: MeshAxes
+) -> Stretch:
+    x, y = axes["tensor_x"], axes["tensor_y"]
+    given = _Input()
+    wrap(module, change_input(lambda h: given.gathered(h, lambda h: y.gather_sum(h, SEQUENCE), plan.keeps)))
+    _localise_heads(module, plan.heads, x.size * y.size)
+    sharing = axes[part_of_x(whole.mesh, plan.sharing, 1) if plan.sharing > 1 else digit(1, 1)]
+    for child, parts in plan.colwise.items():
+        scatter = ScatterHeads(x, parts, plan.shares[child], sharing)
+        _product(model.get_submodule(child), child, whole, given, scatter)
+    stretch = Stretch(dims={FEATURES: axes[whole.mesh.tensor]})
+    rowwise = model.get_submodule(plan.rowwise)
+    _product(rowwise, plan.rowwise, whole, _Input(), lambda out: y.reduce_split(out, SEQUENCE),
+             lambda h: x.gather_sum(h, FEATURES), plan.keeps)  # fmt: skip
+    features = plan.heads.query * plan.heads.size
+    return _stretch(stretch, features, [model.get_submodule(child) for child in plan.colwise], rowwise)
+
+
+def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: MeshAxes) -> Stretch:
+    mesh = whole.mesh
+    up, k, r = (axes[name] for name in plan.digits(mesh))
+    beside = part_of_x(mesh, mesh.size("tensor_x") // plan.factors.up, 1)
+    enter = Tiles.of((("tensor_y", SEQUENCE), (beside, FEATURES)), axes)
+    between = Tiles.of(((up.name, SEQUENCE), (k.name, FEATURES)), axes)
+    leave = Tiles.of((("tensor_y", SEQUENCE), (r.name, FEATURES)), axes)
+    given = _Input()
+    wrap(module, change_input(lambda h: given.gathered(h, enter.gather_sum, plan.keeps)))
+    for child in plan.colwise:
+        _product(model.get_submodule(child), child, whole, given, lambda out: up.reduce_split(out, SEQUENCE))
+    rowwise = model.get_submodule(plan.rowwise)
+    _product(
+        rowwise, plan.rowwise, whole, _Input(), leave.reduce_split, between.gather_sum, plan.keeps_between
+    )
+    stretch = Stretch(dims={SEQUENCE: up, FEATURES: axes[plan.features(mesh)]})
+    return _stretch(stretch, plan.between, [model.get_submodule(child) for child in plan.colwise], rowwise)
+
+
+def _stretch(stretch: Stretch, features: int, colwise: list[nn.Module], rowwise: nn.Module) -> Stretch:
+    """The stretch between a region's first products and its last; `features` are those of all ranks."""
+    for module in colwise:
+        wrap(module, _entering(stretch, features))
+    wrap(rowwise, _leaving(stretch))
+    return stretch
+
+
+def _product(
+    module: nn.Module,
+    name: str,
+    plan: Plan,
+    given: _Input,
+    leave: Move,
+    enter: Move | None = None,
+    keeps: bool = True,
+) -> None:
+    """Wrap a linear map: what it is given is gathered by `enter`, its product is summed and scattered by `leave`, and
+    then the bias is added, which lies as the result does."""
+    has_bias = module._parameters.get("bias") is not None
+    conv = is_conv1d(module)
+    if conv:
+        layout = plan.parameters[f"{name}.weight"].computed
+        dim = dim_of_features(module, output=True)
+        module.__dict__["nf"] = per_rank_int(lambda r: layout.local_shape(layout.mesh.coordinate(r))[dim])
+
+    def wrapper(forward: Forward, x: torch.Tensor) -> Any:
+        parameters, bias = module._parameters, None
+        if enter is not None:
+            x = given.gathered(x, enter, keeps)
+        if has_bias:
+            bias = parameters["bias"]
+            assert bias is not None and parameters["weight"] is not None
+            # Conv1D's forward cannot do without a bias; nn.Linear's can.
+            parameters["bias"] = torch.zeros_like(parameters["weight"][0]) if conv else None  # type: ignore[assignment]
+        try:
+            with given.saving():
+                output = forward(x)
+        finally:
+            if has_bias:
+                parameters["bias"] = bias
+        output = leave(output)
+        return output if bias is None else output + bias
+
+    wrap(module, wrapper)
