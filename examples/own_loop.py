@@ -30,8 +30,7 @@ def train(steps: int, world: int) -> list[float]:
         text = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(step % 4))
         mine = text.tensor_split(world)[handle.data_index]
         with handle.micro_batch(step=step):
-            logits = model(input_ids=mine[:, :-1], use_cache=False).logits
-            loss = causal_lm_loss(logits, mine[:, 1:], tokens=text[:, 1:].numel())
+            loss = causal_lm_loss(model, mine[:, :-1], mine[:, 1:], None, tokens=text[:, 1:].numel())
             loss.backward()
         handle.clip(handle.grad_norm(), 1.0)
         optimizer.step(lr_scale=1.0)

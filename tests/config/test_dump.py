@@ -37,7 +37,9 @@ strategies = st.builds(
         modules=st.dictionaries(texts, dtypes, max_size=3),
     ),
     memory=st.builds(
-        Memory, recompute=st.sampled_from(["none", "layer"]), reshard_after_forward=st.booleans()
+        Memory,
+        recompute=st.sampled_from(["none", "layer"]),
+        reshard_after_forward=st.none() | st.booleans() | st.dictionaries(texts, st.booleans(), max_size=2),
     ),
 )
 free = st.recursive(

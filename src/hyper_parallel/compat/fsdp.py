@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import Shard
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,11 +52,19 @@ def shard_module(
         module.set_custom_reduce_scatter(_Scatter(scatter))
 
 
-def set_gradient_sync(module: nn.Module, last: bool) -> None:
-    """Reduce gradients in the next backward pass only if it is the step's `last`."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last)
-        module.set_is_last_backward(last)
+def begin_micro_batch(module: nn.Module, *, last: bool, keep_parameters: bool, keep_gradients: bool) -> None:
+    """What the next backward pass leaves behind; `last` is the one before the optimizer's update.
+
+    `keep_parameters`: gathered parameters stay until the last. `keep_gradients`: gradients stay whole until the last,
+    and are reduced then only. Else each backward pass scatters its gradients over the shards; over the copies of a
+    shard (HSDP) they are summed in the last.
+    """
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.set_requires_gradient_sync(last or not keep_gradients, recurse=False)
+            inner.set_requires_all_reduce(last, recurse=False)
+            inner.set_reshard_after_backward(last or not keep_parameters, recurse=False)
+            inner.set_is_last_backward(last)
 
 
 def free_gathered(module: nn.Module) -> None:

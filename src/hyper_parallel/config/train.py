@@ -59,6 +59,18 @@ class ScheduleConfig(Section):
     """Share of all steps over which `wsd` decays."""
 
 
+class LossConfig(Section):
+    """Cross-entropy over the tokens that bear loss, and what may be added to it."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each target that is spread evenly over the vocabulary."""
+    z_loss: NonNegative = 0.0
+    """Coefficient of the square of each token's log-sum-exp of the logits (PaLM, arXiv 2204.02311: 1e-4)."""
+    chunk: PositiveInt | Literal["auto", "none"] = "auto"
+    """Positions whose logits exist at the same time, of those that a worker computes at once. `auto` keeps a chunk's
+    logits near 2^27 elements; `none` computes all at once."""
+
+
 class EvalConfig(Section):
     """Evaluation on held-out text."""
 
@@ -92,6 +104,8 @@ class TrainConfig(Section):
     """Which optimizer, and its settings."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate over time."""
+    loss: LossConfig = LossConfig()
+    """What is minimised. Evaluation is by plain cross-entropy."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm; null does not clip."""
     eval: EvalConfig = EvalConfig()

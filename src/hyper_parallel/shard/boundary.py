@@ -17,6 +17,7 @@ from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Stretch
+from hyper_parallel.shard.loss.head import leaves_split
 from hyper_parallel.shard.plan.nouns import ModulePlan, Plan, Region
 from hyper_parallel.shard.structure import Heads, is_conv1d
 from hyper_parallel.shard.wrap import Forward, Wrapper, change_input, change_output, wrap
@@ -110,7 +111,10 @@ def _module(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
     if plan.enters == "copy":
         wrap(module, change_input(tensor.copy))
     if plan.leaves == "gather":
-        wrap(module, change_output(lambda x: tensor.gather(x, -1, plan.features)))
+        wrap(
+            module,
+            change_output(lambda x: x if leaves_split(module) else tensor.gather(x, -1, plan.features)),
+        )
 
 
 def _rowwise(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:

@@ -162,9 +162,16 @@ class ShardedModel:
         """Compute one micro-batch's loss and its backward pass inside.
 
         `rows`: int64[B], the index in the step's global batch of each row at hand; needed where the model drops
-        activations. `last`: gradients are reduced over the data axes in this backward pass; False accumulates.
+        activations. `last`: this is the step's last micro-batch, after whose backward pass gradients are whole sums
+        over the data axes; before it they are what `strategy.memory.shard` leaves.
         """
-        fsdp.set_gradient_sync(self.model, last)
+        level = self.strategy.memory.shard
+        fsdp.begin_micro_batch(
+            self.model,
+            last=last,
+            keep_parameters=level != "parameters",
+            keep_gradients=level == "optimizer",
+        )
         with contextlib.ExitStack() as stack:
             if rows is not None:
                 stack.enter_context(drawing(Draw(seed, step, rows)))

@@ -21,12 +21,14 @@ from hyper_parallel.shard.dropout import apply_dropout, refuse_other_draws
 from hyper_parallel.shard.experts.boundary import apply_experts_plan
 from hyper_parallel.shard.groups import Groups
 from hyper_parallel.shard.handle import ShardedModel, attach, cut
+from hyper_parallel.shard.loss.root import apply_loss
 from hyper_parallel.shard.placed import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
 from hyper_parallel.shard.recompute import apply_recompute
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.structure import layers_or_refuse
+from hyper_parallel.shard.zero import frees_after_forward, gathered_apart
 from hyper_parallel.strategy import Strategy
 
 Lowering = Literal["fsdp", "traceable"]
@@ -69,6 +71,7 @@ def parallelize(
     # Everything that may be refused is, before the model is touched.
     dtypes = compute_dtypes(model, strategy.precision)
     refuse_other_draws(model)
+    frees_after_forward(strategy.memory, gathered_apart(model, plan, dtypes))
     recomputed = (
         layers_or_refuse(model, "memory.recompute: layer")[1]
         if strategy.memory.recompute == "layer"
@@ -78,6 +81,7 @@ def parallelize(
     routing = apply_experts_plan(model, plan, axes)
     stretches = apply_boundaries(model, plan, axes[mesh.tensor])
     apply_dropout(model, axes[mesh.tensor], stretches, plan.layers, plan.sequence)
+    apply_loss(model, plan, axes, dtypes)
     gathers = lowering == "traceable"
     _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)
     apply_casts(model, dtypes)
@@ -170,11 +174,12 @@ def _fully_shard(
     """
     mesh = plan.mesh
     stored, reduce = dtype(strategy.precision.param), dtype(strategy.precision.reduce)
-    plans = {id(p): plan.parameters[name] for name, p in model.named_parameters()}
 
     def shard(module: nn.Module, storage: str, compute: torch.dtype, reshard: bool) -> None:
         if mesh.size(storage) * mesh.size("replicate") == 1:
             return
+        # FSDP2 exchanges the parameters of what it has taken, so they are looked up anew.
+        plans = {id(p): plan.parameters[name] for name, p in model.named_parameters()}
         axes = ("replicate", storage) if mesh.size("replicate") > 1 else (storage,)
         levels = groups.levels(storage) if mesh.size(storage) > 1 else None
         fsdp.shard_module(
@@ -189,16 +194,8 @@ def _fully_shard(
             scatter=levels.reduce_scatter if levels else None,
         )
 
-    reshard = strategy.memory.reshard_after_forward
-    by_module = [
-        (name, module, {plans[id(p)].storage for p in module._parameters.values() if p is not None})
-        for name, module in model.named_modules()
-    ]
-    for name, module, storages in by_module:
-        if name and storages and (dtypes[name] != dtypes[""] or storages != {mesh.storage}):
-            assert len(storages) == 1, f"{name} has weights stored over {storages}"
-            shard(module, storages.pop(), dtypes[name], reshard)
-    if plan.layers is not None:
-        for layer in model.get_submodule(plan.layers).children():
-            shard(layer, mesh.storage, dtypes[""], reshard)
+    apart = gathered_apart(model, plan, dtypes)
+    frees = frees_after_forward(strategy.memory, apart)
+    for name, storage in apart.items():
+        shard(model.get_submodule(name), storage, dtypes[name], frees[name])
     shard(model, mesh.storage, dtypes[""], False)

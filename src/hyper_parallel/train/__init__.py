@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.train.schedule import schedule
 
 if TYPE_CHECKING:
-    from hyper_parallel.train.loss import causal_lm_loss, valid_tokens
+    from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
     from hyper_parallel.train.optimizer import Optimizer, build_optimizer, register_optimizer
     from hyper_parallel.train.summary import Summary
     from hyper_parallel.train.trackers import register_tracker
@@ -30,14 +30,14 @@ __all__ = [
 
 # Most of this needs torch; a script that only asks for a schedule or starts workers does not pay for it.
 _HOME = {
-    "Optimizer": "optimizer",
-    "Summary": "summary",
-    "Trainer": "trainer",
-    "build_optimizer": "optimizer",
-    "causal_lm_loss": "loss",
-    "register_optimizer": "optimizer",
-    "register_tracker": "trackers",
-    "valid_tokens": "loss",
+    "Optimizer": "hyper_parallel.train.optimizer",
+    "Summary": "hyper_parallel.train.summary",
+    "Trainer": "hyper_parallel.train.trainer",
+    "build_optimizer": "hyper_parallel.train.optimizer",
+    "causal_lm_loss": "hyper_parallel.shard.loss",
+    "register_optimizer": "hyper_parallel.train.optimizer",
+    "register_tracker": "hyper_parallel.train.trackers",
+    "valid_tokens": "hyper_parallel.shard.loss",
 }
 
 
@@ -46,4 +46,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)

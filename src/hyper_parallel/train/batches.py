@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hyper_parallel.data import Order, PackedText
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.train.loss import valid_tokens
+from hyper_parallel.shard.loss import valid_tokens
 
 DATA_AXES = ("replicate", "shard")
 """The axes along which ranks see different rows; ranks along the other axes see the same."""

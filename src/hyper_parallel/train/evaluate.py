@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hyper_parallel.config.train import LossConfig
 from hyper_parallel.data import PackedText
 from hyper_parallel.shard import ShardedModel, sharded
+from hyper_parallel.shard.handle import LOSS_AXES
+from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
 from hyper_parallel.train.batches import DATA_AXES, MicroBatch, load_rows, share_of
-from hyper_parallel.train.forward import inference, logits_of
-from hyper_parallel.train.loss import IGNORED, causal_lm_loss, valid_tokens
+from hyper_parallel.train.forward import inference
 
 
 class Evaluation:
@@ -27,7 +29,9 @@ class Evaluation:
         micro_batch: int | None,
         handle: ShardedModel,
         device: torch.device,
+        options: LossConfig | None = None,
     ) -> None:
+        self._options = options
         share = share_of(handle, batch)
         micro = micro_batch or share.stop - share.start
         total = min(len(text), batches * batch)
@@ -48,11 +52,12 @@ class Evaluation:
     def loss(self, model: nn.Module) -> float:
         """Mean loss of a valid token; NaN if none of the rows has one. A collective."""
         handle = sharded(model)
-        sums = torch.zeros(2, device=self._micro[0].labels.device)
+        loss, tokens = torch.zeros(2, device=self._micro[0].labels.device)
         with inference(model):
             for micro in self._micro:
-                logits = logits_of(model, micro.input_ids, micro.position_ids)
-                sums[0] += causal_lm_loss(logits, micro.labels, 1.0)
-                sums[1] += valid_tokens(micro.labels)
-        loss, tokens = handle.all_reduce(sums, DATA_AXES).tolist()
-        return loss / tokens if tokens else float("nan")
+                loss += causal_lm_loss(
+                    model, micro.input_ids, micro.labels, micro.position_ids, 1.0, self._options
+                )
+                tokens += valid_tokens(micro.labels)
+        valid = handle.all_reduce(tokens, DATA_AXES).item()
+        return handle.all_reduce(loss, LOSS_AXES).item() / valid if valid else float("nan")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.data import Tokenizer
-from hyper_parallel.train.forward import inference, logits_of
+from hyper_parallel.shard.loss import logits_of
+from hyper_parallel.train.forward import inference
 
 _STEP = 64
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError
 from hyper_parallel.launch import logs
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.handle import LOSS_AXES
+from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.train.batches import DATA_AXES, StepBatch
-from hyper_parallel.train.forward import logits_of
 from hyper_parallel.train.guard import non_finite, shorten
-from hyper_parallel.train.loss import causal_lm_loss
 from hyper_parallel.train.optimizer import Optimizer
 from hyper_parallel.train.schedule import Schedule
 
@@ -45,7 +46,14 @@ class StepResult:
     """Sum over the ranks of what each said that it holds, in bytes."""
 
 
-def accumulate(model: nn.Module, handle: ShardedModel, batch: StepBatch, tokens: Tensor, seed: int) -> Tensor:
+def accumulate(
+    model: nn.Module,
+    handle: ShardedModel,
+    batch: StepBatch,
+    tokens: Tensor,
+    seed: int,
+    options: LossConfig | None = None,
+) -> Tensor:
     """Add the gradients of a rank's micro-batches; its part of the step's loss, a detached zero-dim fp32 tensor.
 
     `tokens` is the number of valid tokens of the step over all ranks.
@@ -57,7 +65,7 @@ def accumulate(model: nn.Module, handle: ShardedModel, batch: StepBatch, tokens:
             logs.at(batch.step + 1, index),
             handle.micro_batch(seed=seed, step=batch.step, rows=micro.rows, last=last),
         ):
-            loss = causal_lm_loss(logits_of(model, micro.input_ids, micro.position_ids), micro.labels, tokens)
+            loss = causal_lm_loss(model, micro.input_ids, micro.labels, micro.position_ids, tokens, options)
             loss.backward()
         total += loss.detach()
     return total
@@ -75,18 +83,18 @@ class Stepper:
         *,
         seed: int,
         clip: float | None,
+        loss: LossConfig | None = None,
     ) -> None:
         self._model, self._handle, self._optimizer, self._schedule = model, handle, optimizer, schedule
-        self._seed, self._clip = seed, clip
+        self._seed, self._clip, self._loss = seed, clip, loss
         self._axes = handle.mesh.names
-        # Ranks along the other axes hold the same loss: one of them speaks for all.
-        others = [axis for axis in self._axes if axis not in DATA_AXES]
-        self._speaks = float(all(handle.coordinate.get(axis, 0) == 0 for axis in others))
+        # Ranks along the other axes hold the same rows, or the same part of the loss: one of them speaks for all.
+        self._tells_tokens, self._tells_loss = _speaks(handle, DATA_AXES), _speaks(handle, LOSS_AXES)
 
     def begin(self, batch: StepBatch) -> None:
         """Take the batch that the next `run` computes; a collective, needed before the first one only."""
         self._batch = batch
-        self._tokens = self._handle.all_reduce(batch.tokens * self._speaks, self._axes)
+        self._tokens = self._handle.all_reduce(batch.tokens * self._tells_tokens, self._axes)
 
     def run(self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float) -> StepResult:
         """One step on the batch at hand.
@@ -99,12 +107,13 @@ class Stepper:
         """
         batch, tokens = self._batch, self._tokens
         self._model.train()
-        loss = accumulate(self._model, self._handle, batch, tokens, self._seed)
+        loss = accumulate(self._model, self._handle, batch, tokens, self._seed, self._loss)
         norm = self._handle.grad_norm()
         following = load_next() if load_next is not None else None
         upcoming = following.tokens if following is not None else torch.zeros_like(loss)
         said = torch.tensor([float(stop), memory], device=loss.device)
-        vector = torch.cat([torch.stack([loss, upcoming]) * self._speaks, said])
+        parts = torch.stack([loss * self._tells_loss, upcoming * self._tells_tokens])
+        vector = torch.cat([parts, said])
         vector = self._handle.all_reduce(vector, self._axes)
         values = torch.cat([vector, torch.stack([norm.to(vector.dtype), tokens])]).tolist()
         total, _, stops, held, grad_norm, valid = values
@@ -122,3 +131,8 @@ class Stepper:
         if following is not None:
             self._batch, self._tokens = following, vector[1]
         return StepResult(total, grad_norm, int(valid), stops > 0, held)
+
+
+def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:
+    """1 on one rank of those that differ along other axes than these, 0 on the others."""
+    return float(all(index == 0 for axis, index in handle.coordinate.items() if axis not in axes))

@@ -13,6 +13,7 @@ from torch import nn
 
 from hyper_parallel.checkpoint.durable import REFUSALS, explain, publish
 from hyper_parallel.config import RunConfig, dump
+from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import CheckpointError, HyperParallelError
 from hyper_parallel.launch import Worker, stop_requested
 from hyper_parallel.shard import sharded
@@ -91,7 +92,13 @@ class _Run:
         text, device = self.built.text, worker.device
         self.batches = Batches(text.train, text.order, train.batch, train.micro_batch, self.handle, device)
         self.evaluation = Evaluation(
-            text.eval, train.eval.batches, train.batch, train.micro_batch, self.handle, device
+            text.eval,
+            train.eval.batches,
+            train.batch,
+            train.micro_batch,
+            self.handle,
+            device,
+            LossConfig(chunk=train.loss.chunk),
         )
         self.schedule = schedule(train.schedule, train.steps)
         self.tokens_per_step = train.batch * config.data.sequence
@@ -158,7 +165,13 @@ class _Run:
         if state.step >= train.steps:
             return False
         stepper = Stepper(
-            self.model, self.handle, self.optimizer, self.schedule, seed=self.config.seed, clip=train.clip
+            self.model,
+            self.handle,
+            self.optimizer,
+            self.schedule,
+            seed=self.config.seed,
+            clip=train.clip,
+            loss=train.loss,
         )
         stepper.begin(self.batches.load(state.step, state.consumed))
         for step in range(state.step, train.steps):

@@ -96,7 +96,8 @@ def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors, torch.nn.Modul
     model, text = unsharded(config)
     untouched = copy.deepcopy(model)
     batch = rows_to_verify(config, text)
-    whole = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": None})})
+    at_once = {"micro_batch": None, "loss": config.train.loss.model_copy(update={"chunk": "none"})}
+    whole = config.model_copy(update={"train": config.train.model_copy(update=at_once)})
     # The traceable lowering of nothing is the plain model, with or without a process group.
     return step_of(model, whole, alone(config.strategy), batch, "traceable", None), batch, untouched
 

@@ -14,9 +14,8 @@ from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, p
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TextData
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
-from hyper_parallel.shard.handle import cut
-from hyper_parallel.train.forward import logits_of
-from hyper_parallel.train.loss import causal_lm_loss, valid_tokens
+from hyper_parallel.shard.handle import LOSS_AXES, cut
+from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
 from hyper_parallel.train.optimizer import build_optimizer
 
 Tensors = dict[str, torch.Tensor]
@@ -60,7 +59,7 @@ def run_step(
     loss = torch.zeros((), device=device)
     for micro in range(rows // handle.strategy.axes.data // count):
         loss = loss + _micro_batch(model, handle, config, whole, tokens, micro, count)
-    loss = handle.all_reduce(loss, ("replicate", "shard"))
+    loss = handle.all_reduce(loss, LOSS_AXES)
     norm = handle.grad_norm()
     parameters = handle.parameters()
     gradients = {p.name: whole_of(handle.gather(p.grad, p.layout)) for p in parameters if p.grad is not None}
@@ -96,8 +95,9 @@ def _micro_batch(
 
     last = (micro + 1) * count == share
     with handle.micro_batch(seed=config.seed, step=0, rows=per_rank(rows), last=last):
-        logits = logits_of(model, mine("input_ids"), mine("position_ids"))
-        loss = causal_lm_loss(logits, mine("labels"), tokens)
+        loss = causal_lm_loss(
+            model, mine("input_ids"), mine("labels"), mine("position_ids"), tokens, config.train.loss
+        )
         loss.backward()
     return loss.detach()
 

@@ -1,0 +1,11 @@
+"""The loss: cross-entropy over a split vocabulary, computed a chunk of positions at a time.
+
+`causal_lm_loss` is what a training loop calls; `cross_entropy_sum` is the kernel for logits at hand.
+"""
+
+from hyper_parallel.shard.loss.causal_lm import causal_lm_loss
+from hyper_parallel.shard.loss.cross_entropy import IGNORED, cross_entropy_sum, valid_tokens
+from hyper_parallel.shard.loss.forward import logits_of
+from hyper_parallel.shard.loss.root import apply_loss
+
+__all__ = ["IGNORED", "apply_loss", "causal_lm_loss", "cross_entropy_sum", "logits_of", "valid_tokens"]

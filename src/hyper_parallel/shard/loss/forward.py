@@ -1,0 +1,40 @@
+"""Calling a model the way training does: no cache, positions given."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Any:
+    """What the model returns for ids and positions, both int64 [B, S].
+
+    A Transformers model is given `position_ids`, in which a packed document restarts at 0, no attention mask
+    and `use_cache=False`: only then does it keep packed documents apart. Any other module is given what its
+    `forward` has parameters for.
+    """
+    given: dict[str, Any] = {"use_cache": False}
+    if position_ids is not None:
+        given["position_ids"] = position_ids
+    taken = _taken(type(model).forward)
+    return model(input_ids, **{name: value for name, value in given.items() if name in taken})
+
+
+def logits_in(output: Any) -> Tensor:
+    """The logits in what a model returned: the tensor itself, or the object's `logits`."""
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+def logits_of(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    """Logits [B, S, V] of `call`, whole."""
+    return logits_in(call(model, input_ids, position_ids))
+
+
+@functools.cache
+def _taken(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)

@@ -1,0 +1,202 @@
+"""The loss inside the model's own forward: logits a chunk of positions at a time, split over the vocabulary.
+
+A wrapper around the root of a Transformers model. When a loss is asked for it lets the model's own forward run once,
+with one position put in where the base model's output is used; then a chunk at a time, with the base model's output
+put in and the base model itself left alone. So every family's own head is used, soft caps and scales included, FSDP2
+sees one forward pass of the root, and the parameters of the head are made ready once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.config.train import LossConfig
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.loss.chunked import chunked_sum
+from hyper_parallel.shard.loss.cross_entropy import cross_entropy_sum
+from hyper_parallel.shard.loss.forward import logits_in
+from hyper_parallel.shard.loss.head import split_logits
+from hyper_parallel.shard.plan.nouns import Plan
+from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.structure import dim_of_features, is_conv1d
+from hyper_parallel.shard.wrap import Forward, wrap
+
+_ATTRIBUTE = "_hyper_parallel_loss"
+
+CHUNK_LOGITS = 1 << 27
+"""Logits of a chunk that `chunk: auto` aims at: 256 MiB in bfloat16, and twice that in fp32 for their softmax."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of one forward pass: the loss of these labels, divided by `tokens`."""
+
+    labels: Tensor
+    """int64 [B, S], already shifted, of whole rows."""
+    tokens: Tensor | float
+    options: LossConfig
+
+
+class LossRoot:
+    """What is known of a model's head, and the loss that is asked of the forward pass at hand."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: nn.Module,
+        head: nn.Module,
+        vocabulary: Axis | None,
+        layers: str | None,
+        chunks: bool,
+        cut: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self._model, self._base, self._head, self._axis = model, base, head, vocabulary
+        self._layers, self._chunks, self._cut = layers, chunks, cut
+        self._size = int(head.weight.shape[dim_of_features(head, output=True)])  # type: ignore[index, union-attr]
+        self._request: Request | None = None
+        self._instead: Callable[[Any], Any] | None = None
+        self._output: Any = None
+
+    @contextlib.contextmanager
+    def requested(self, request: Request) -> Iterator[None]:
+        """Inside, a call of the model returns the loss that is asked for, and no logits."""
+        self._request = request
+        try:
+            yield
+        finally:
+            self._request = None
+
+    def around_model(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The wrapper of the root."""
+        if self._request is None:
+            return forward(*args, **kwargs)
+        labels_N = (self._cut or _same)(self._request.labels).flatten()
+        with contextlib.ExitStack() as stack:
+            if self._axis is not None:
+                stack.enter_context(split_logits(self._head))
+            chunk = self._chunk(self._request.options, labels_N.size(0))
+            if chunk is None:
+                return self._loss(logits_in(forward(*args, **kwargs)), labels_N)
+            return self._in_chunks(lambda: logits_in(forward(*args, **kwargs)), labels_N, chunk)
+
+    def around_base(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The wrapper of the base model: its output is kept, and given in part while chunks are computed."""
+        if self._instead is None:
+            return forward(*args, **kwargs)
+        if self._output is None:
+            self._output = forward(*args, **kwargs)
+        return self._instead(self._output)
+
+    def _chunk(self, options: LossConfig, positions: int) -> int | None:
+        """How many positions at a time; None for all at once."""
+        if not self._chunks or options.chunk == "none":
+            return None
+        chunk = options.chunk
+        if chunk == "auto":
+            local = -(-self._size // self._axis.size) if self._axis is not None else self._size
+            chunk = 1 << max(CHUNK_LOGITS // local, 1).bit_length() - 1
+        return chunk if chunk < positions else None
+
+    def _loss(self, logits: Tensor, labels_N: Tensor) -> Tensor:
+        request = self._request
+        assert request is not None
+        total = cross_entropy_sum(
+            logits.flatten(0, -2),
+            labels_N,
+            vocabulary=self._axis,
+            size=self._size,
+            label_smoothing=request.options.label_smoothing,
+            z_loss=request.options.z_loss,
+        )
+        return total / request.tokens
+
+    def _in_chunks(self, logits: Callable[[], Tensor], labels_N: Tensor, chunk: int) -> Tensor:
+        try:
+            # The head, of which nothing is needed yet, sees one position only.
+            self._instead = lambda output: _with_hidden(output, _hidden(output)[:1, :1])
+            first = logits()
+            if self._output is None or first.shape[:-1] != (1, 1):
+                raise StrategyError(
+                    f"{type(self._model).__name__} does not compute its logits position by position from "
+                    "the output of its base model; set train.loss.chunk: none"
+                )
+
+            def loss(hidden_1CH: Tensor, start: int, stop: int) -> Tensor:
+                self._instead = lambda output: _with_hidden(output, hidden_1CH)
+                return self._loss(logits(), labels_N[start:stop])
+
+            return chunked_sum(loss, _hidden(self._output).flatten(0, 1), self._weights(), chunk)
+        finally:
+            self._instead = self._output = None
+
+    def _weights(self) -> list[Tensor]:
+        """Every tensor outside of the layers that the head may compute with, as it is while the root computes."""
+        found: dict[int, Tensor] = {}
+        for name, module in self._model.named_modules():
+            if self._layers is None or not name.startswith(f"{self._layers}."):
+                found.update((id(p), p) for p in module._parameters.values() if p is not None)
+        return list(found.values())
+
+
+def apply_loss(
+    model: nn.Module,
+    plan: Plan,
+    axes: Mapping[str, Axis],
+    dtypes: Mapping[str, torch.dtype],
+    cut: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Let a Transformers model with an output head compute its loss; other modules are left as they are.
+
+    Applied before the parameters' access, so that it finds in the modules what they compute with. `cut` takes from
+    labels [B, S] of whole rows the positions that this rank computes. In a head that computes in a dtype of its own, or
+    drops activations by position, all positions are computed at once.
+    """
+    if not is_transformers(model):
+        return
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    base = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
+    if not isinstance(base, nn.Module) or not (isinstance(head, nn.Linear) or is_conv1d(head)):
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    planned = plan.modules.get(names[id(head)])
+    split = planned is not None and planned.leaves == "gather"
+    inside = {id(module) for module in base.modules()}
+    outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+    chunks = all(
+        dtypes[name] == dtypes[""] and not (isinstance(module, nn.Dropout) and module.p > 0)
+        for name, module in outside
+    )
+    axis = axes[plan.mesh.tensor] if split else None
+    root = LossRoot(model, base, head, axis, plan.layers, chunks, cut)
+    wrap(model, root.around_model)
+    wrap(base, root.around_base)
+    model.__dict__[_ATTRIBUTE] = root
+
+
+def root_of(model: nn.Module) -> LossRoot | None:
+    """What `apply_loss` put around the model, or None."""
+    root = model.__dict__.get(_ATTRIBUTE)
+    assert root is None or isinstance(root, LossRoot)
+    return root
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _hidden(output: Any) -> Tensor:
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    return hidden
+
+
+def _with_hidden(output: Any, hidden: Tensor) -> Any:
+    if isinstance(output, tuple):
+        return (hidden, *output[1:])
+    return type(output)(**{**output, "last_hidden_state": hidden})
