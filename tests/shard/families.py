@@ -6,55 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hyper_parallel import shard
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.strategy import Strategy
+from hyper_parallel.verify import families
 
-# 131 tokens, 3 and 50 features: nothing that an axis splits needs to divide. Two key-value heads are fewer than
-# four ranks.
-_SHAPE = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-
+# Those of the matrix, and two that drop attention weights.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_SHAPE, "attention_bias": True, "mlp_bias": True},
-    "llama-tied": {"model_type": "llama", **_SHAPE, "tie_word_embeddings": True, "attention_dropout": 0.1},
-    "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": 8},
-    "qwen2": {"model_type": "qwen2", **_SHAPE},
-    "qwen3": {"model_type": "qwen3", **_SHAPE, "head_dim": 8, "tie_word_embeddings": True},
-    "gemma3": {
-        "model_type": "gemma3_text",
-        **_SHAPE,
-        "head_dim": 8,
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "phi3": {
-        "model_type": "phi3",
-        **_SHAPE,
-        "pad_token_id": 5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "resid_pdrop": 0.1,
-    },
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": 131,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    **families.FAMILIES,
+    "llama-dropout": {**families.FAMILIES["llama-tied"], "attention_dropout": 0.1},
+    "gpt2-dropout": {**families.FAMILIES["gpt2"], "attn_pdrop": 0.1},
 }
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -88,23 +51,54 @@ class Step:
 def build(family: str, **overrides: Any) -> torch.nn.Module:
     """An unmodified model on the meta device."""
     fields = {**FAMILIES[family], **overrides}
+    attention = fields.pop("attn_implementation", "sdpa")
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    auto = AutoModelForImageTextToText if family in families.WITH_IMAGES else AutoModelForCausalLM
     with one_device(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).train()
+        return auto.from_config(config, attn_implementation=attention).train()
 
 
-def batch() -> dict[str, torch.Tensor]:
-    """Two packed documents a row; labels are shifted."""
+def batch(images: bool = False) -> dict[str, torch.Tensor]:
+    """Two packed documents a row; labels are shifted. With images: one in each row, of 4 × 8 patches."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 131, (ROWS, LENGTH), generator=generator)
     labels = ids.roll(-1, 1)
     labels[:, [5, LENGTH - 1]] = -100
     positions = torch.cat([torch.arange(6), torch.arange(LENGTH - 6)]).repeat(ROWS, 1)
-    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+    if not images:
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+    ids %= 127
+    ids[:, 3:11] = families.IMAGE_TOKEN
+    labels[:, 2:10] = -100
+    # Text has one position three times over; an image has a time, a height and a width (arXiv 2409.12191, section 2.1).
+    positions = torch.arange(LENGTH).repeat(ROWS, 3, 1)
+    positions[:, 0, 3:11] = 3
+    positions[:, 1, 3:11] = 3 + torch.arange(8) // 4
+    positions[:, 2, 3:11] = 3 + torch.arange(8) % 4
+    positions[:, :, 11:] -= 4
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": positions,
+        "pixel_values": torch.randn(ROWS, 32, 96, generator=generator),
+        "image_grid_thw": torch.tensor([1, 4, 8]).repeat(ROWS, 1),
+    }
+
+
+def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the model is called with: rows of patches one after the other, positions [3, B, S]."""
+    if "pixel_values" not in batch:
+        return {key: batch[key] for key in ("input_ids", "position_ids")}
+    return {
+        "input_ids": batch["input_ids"],
+        "position_ids": batch["position_ids"].transpose(0, 1),
+        "pixel_values": batch["pixel_values"].flatten(0, 1),
+        "image_grid_thw": batch["image_grid_thw"],
+    }
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
-    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    output = model(**inputs_of(batch), use_cache=False)
     return (
         torch.nn.functional.cross_entropy(
             output.logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum"
@@ -118,7 +112,7 @@ def step(model: torch.nn.Module, strategy: Strategy, micro_batches: int = 1) -> 
     handle = shard.sharded(model)
     mesh, shares = handle.mesh, strategy.axes.data
     with one_device():
-        whole = batch()
+        whole = batch(images=hasattr(model.config, "vision_config"))
     tokens = int((whole["labels"] != -100).sum())
     loss = torch.zeros(())
     for micro in range(micro_batches):

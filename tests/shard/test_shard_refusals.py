@@ -140,9 +140,7 @@ def test_an_uninitialised_buffer_is_refused() -> None:
 def test_every_family_has_a_plan_that_splits_most_of_it() -> None:
     for family in FAMILIES:
         plan = make_plan(build(family), Strategy(axes={"tensor": 2}))
-        split = sum(
-            torch.Size(p.layout.shape).numel()
-            for p in plan.parameters.values()
-            if "tensor_x" in p.layout.split_axes
-        )
-        assert split / sum(torch.Size(p.layout.shape).numel() for p in plan.parameters.values()) > 0.9, family
+        # A vision tower is whole on every rank.
+        layouts = [p.layout for name, p in plan.parameters.items() if ".visual." not in name]
+        split = [torch.Size(layout.shape).numel() for layout in layouts if "tensor_x" in layout.split_axes]
+        assert sum(split) / sum(torch.Size(layout.shape).numel() for layout in layouts) > 0.9, family

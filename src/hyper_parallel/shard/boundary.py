@@ -15,9 +15,9 @@ from torch import nn
 
 from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.shard.adapters import base_of, is_adapted
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Stretch
-from hyper_parallel.shard.loss.head import leaves_split
 from hyper_parallel.shard.plan.nouns import ModulePlan, Plan, Region
 from hyper_parallel.shard.structure import Heads, is_conv1d
 from hyper_parallel.shard.wrap import Forward, Wrapper, change_input, change_output, wrap
@@ -40,6 +40,11 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
             stretch = stretches[name.rpartition(".")[0]]
             colwise = module_plan.rule == "colwise"
             wrap(module, _entering(stretch, module_plan.features) if colwise else _leaving(stretch))
+        if is_adapted(module):
+            # What an adapter drops is its own input: whole before a colwise projection, split before a rowwise one.
+            stretches[name] = Stretch(
+                split=module_plan.rule == "rowwise", features=module_plan.features, inside=True
+            )
     for name, region in plan.regions.items():
         module = model.get_submodule(name)
         enter = _gather_sequence(name, region, tensor) if region.enters == "gather" else tensor.copy
@@ -102,8 +107,8 @@ def _module(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
     if plan.rule == "rowwise":
         _rowwise(module, plan, tensor)
         return
-    if is_conv1d(module):
-        conv: Any = module
+    if is_conv1d(base_of(module)):
+        conv: Any = base_of(module)
         features = int(conv.weight.shape[1])
         conv.nf = per_rank_int(
             lambda rank: tensor.interval(features, rank)[1] - tensor.interval(features, rank)[0]
@@ -111,20 +116,18 @@ def _module(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
     if plan.enters == "copy":
         wrap(module, change_input(tensor.copy))
     if plan.leaves == "gather":
-        wrap(
-            module,
-            change_output(lambda x: x if leaves_split(module) else tensor.gather(x, -1, plan.features)),
-        )
+        wrap(module, change_output(lambda x: tensor.gather(x, -1, plan.features)))
 
 
 def _rowwise(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
     """The partial products are summed first and the bias, which is whole, is added once after."""
-    has_bias = module._parameters.get("bias") is not None
+    base = base_of(module)
+    has_bias = base._parameters.get("bias") is not None
     # Conv1D's forward cannot do without a bias; nn.Linear's can.
-    needs_one = is_conv1d(module)
+    needs_one = is_conv1d(base)
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        parameters, bias = module._parameters, None
+        parameters, bias = base._parameters, None
         if has_bias:
             bias = parameters["bias"]
             assert bias is not None
@@ -134,9 +137,7 @@ def _rowwise(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
         finally:
             if has_bias:
                 parameters["bias"] = bias
-        output = (
-            tensor.reduce(output) if plan.leaves == "reduce" else tensor.reduce_split(output, POSITIONS)
-        )
+        output = tensor.reduce(output) if plan.leaves == "reduce" else tensor.reduce_split(output, POSITIONS)
         return output if bias is None else output + bias
 
     wrap(module, wrapper)

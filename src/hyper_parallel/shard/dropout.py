@@ -89,14 +89,16 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
+@dataclass
 class Stretch:
     """Whether the activations at hand inside one parent module are split over features, between its colwise
     and its rowwise projections."""
 
-    def __init__(self) -> None:
-        self.split = False
-        self.features = 0
-        """How many features there are on all ranks."""
+    split: bool = False
+    features: int = 0
+    """How many features there are on all ranks."""
+    inside: bool = False
+    """Inside an attention or MLP, where positions are whole even if they are split between layers."""
 
 
 def apply_dropout(
@@ -147,7 +149,7 @@ def _dropout_wrapper(
                 raise StrategyError(
                     f"{name!r} drops activations of which the tensor axis cannot tell the features"
                 )
-        elif tensor.size > 1 and split_sequence:
+        elif tensor.size > 1 and split_sequence and not stretch.inside:
             indices[1] = tensor.indices(x.size(1) * tensor.size, x.device)
         return _dropout(x, module.p, name, indices)
 

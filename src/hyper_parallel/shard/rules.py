@@ -13,6 +13,7 @@ from typing import Any, get_args
 from torch import nn
 
 from hyper_parallel.errors import StrategyError, nearest
+from hyper_parallel.shard.adapters import base_of, is_adapted, name_in_base, without_adapters
 from hyper_parallel.strategy.strategy import RuleName
 
 _FROM_TRANSFORMERS: Mapping[str, RuleName] = {
@@ -22,6 +23,7 @@ _FROM_TRANSFORMERS: Mapping[str, RuleName] = {
     "colwise_gather_output": "colwise",
     "rowwise_split_input": "rowwise",
     "replicated_with_grad_allreduce": "shared",
+    "mla_kv_a_proj": "shared",
     "moe_tp_experts": "expert_tensor",
 }
 
@@ -32,6 +34,19 @@ _COLWISE = frozenset((
 ))
 # fmt: on
 _ROWWISE = frozenset(("o_proj", "out_proj", "down_proj", "c_proj", "fc2", "fc_out"))
+
+# Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): what makes the latents is applied whole on
+# every rank, what makes heads of them is split by heads.
+_LATENT: Mapping[str, RuleName] = {
+    "q_a_proj": "shared",
+    "q_a_layernorm": "shared",
+    "kv_a_proj_with_mqa": "shared",
+    "kv_a_layernorm": "shared",
+    "q_proj": "colwise",
+    "q_b_proj": "colwise",
+    "kv_b_proj": "colwise",
+    "o_proj": "rowwise",
+}
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
@@ -52,29 +67,44 @@ def matching_or_refuse(pattern: str, names: Iterable[str], key: str) -> list[str
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether the model is one of Transformers', without importing Transformers to find out."""
+    """Whether the model is one of Transformers', with adapters in it or without; found out without importing either."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers")
-        for cls in type(model).__mro__
+        for cls in type(without_adapters(model)).__mro__
     )
 
 
-def resolve(model: nn.Module, user: Mapping[str, RuleName], tensor: int) -> tuple[dict[str, RuleName], frozenset[str]]:
+def decoder_of(model: nn.Module) -> str:
+    """The name of the language model's decoder in a Transformers model: what holds the layers, and no vision tower."""
+    core: Any = without_adapters(model)
+    decoder = core.get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
+def resolve(
+    model: nn.Module, user: Mapping[str, RuleName], tensor: int
+) -> tuple[dict[str, RuleName], frozenset[str]]:
     """Module name to rule, and the names whose rule came from the user; `tensor` is the degree of the tensor axes."""
     modules = dict(model.named_modules())
     rules: dict[str, RuleName] = {}
     if is_transformers(model):
-        rules.update(_plan_of_transformers(model, modules, tensor) or _plan_from_names(modules))
+        rules.update(_plan_of_transformers(model, modules, tensor) or _plan_from_names(model, modules))
+        rules.update(_plan_of_latent_attention(modules))
         rules.update(_ends(model, modules))
+    # Patterns are written for the model without adapters; an adapted layer goes by the name of what it wraps.
+    by_pattern: dict[str, str] = {}
+    for name in modules:
+        in_base = name_in_base(name, model)
+        if in_base is not None:
+            by_pattern.setdefault(in_base, name)
     given: set[str] = set()
     for pattern, rule in user.items():
         if rule not in get_args(RuleName):
             raise StrategyError(
                 f"strategy.rules: {rule!r} is no rule; the rules are {', '.join(get_args(RuleName))}"
             )
-        owners = [
-            n for n in matching_or_refuse(pattern, modules, "strategy.rules") if _owns_parameters(modules[n])
-        ]
+        found = [by_pattern[n] for n in matching_or_refuse(pattern, by_pattern, "strategy.rules")]
+        owners = [name for name in found if _owns_parameters(modules[name])]
         if not owners:
             raise StrategyError(
                 f"strategy.rules: the pattern {pattern!r} matches no module that has weights of its own"
@@ -84,10 +114,13 @@ def resolve(model: nn.Module, user: Mapping[str, RuleName], tensor: int) -> tupl
     return rules, frozenset(given)
 
 
-def _plan_of_transformers(model: nn.Module, modules: Mapping[str, nn.Module], tensor: int) -> dict[str, RuleName]:
-    plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    base = getattr(model, "base_model_prefix", "")
-    prefix = f"{base}." if base and hasattr(model, base) else ""
+def _plan_of_transformers(
+    model: nn.Module, modules: Mapping[str, nn.Module], tensor: int
+) -> dict[str, RuleName]:
+    core: Any = without_adapters(model)
+    plan = getattr(core.config.get_text_config(), "base_model_tp_plan", None) or {}
+    decoder = decoder_of(model)
+    prefix = f"{decoder}." if decoder else ""
     rules: dict[str, RuleName] = {}
     for pattern, theirs in plan.items():
         rule = _FROM_TRANSFORMERS.get(theirs)
@@ -102,11 +135,20 @@ def _plan_of_transformers(model: nn.Module, modules: Mapping[str, nn.Module], te
     return rules
 
 
-def _plan_from_names(modules: Mapping[str, nn.Module]) -> dict[str, RuleName]:
+def _plan_of_latent_attention(modules: Mapping[str, nn.Module]) -> dict[str, RuleName]:
+    """Rules of multi-head latent attention, which families leave out of their plans or have under other names."""
+    parents = {name.rpartition(".")[0] for name in modules if name.endswith(".kv_b_proj")}
+    children = [f"{parent}.{child}" for parent in parents for child in _LATENT]
+    return {name: _LATENT[name.rpartition(".")[2]] for name in sorted(children) if name in modules}
+
+
+def _plan_from_names(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, RuleName]:
     rules: dict[str, RuleName] = {}
+    decoder = decoder_of(model)
     for name, module in modules.items():
         last = name.rsplit(".", 1)[-1]
-        if _is_projection(module) and last in _COLWISE | _ROWWISE:
+        inside = name.startswith(f"{decoder}." if decoder else "")
+        if inside and _is_projection(module) and last in _COLWISE | _ROWWISE:
             rules[name] = "colwise" if last in _COLWISE else "rowwise"
     # A projection without its counterpart beside it is left whole.
     parents = {
@@ -120,18 +162,20 @@ def _ends(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, RuleN
     """The input embedding and the output head, which a tie makes one matrix: both split the vocabulary."""
     names = {id(module): name for name, module in modules.items()}
     rules: dict[str, RuleName] = {}
-    transformer: Any = model
-    embedding, head = transformer.get_input_embeddings(), transformer.get_output_embeddings()
-    if isinstance(embedding, nn.Embedding):
+    core: Any = without_adapters(model)
+    embedding, head = core.get_input_embeddings(), core.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) or (
+        is_adapted(embedding) and isinstance(base_of(embedding), nn.Embedding)
+    ):
         rules[names[id(embedding)]] = "vocab"
-    if isinstance(head, nn.Linear):
+    if head is not None and isinstance(base_of(head), nn.Linear):
         rules[names[id(head)]] = "colwise_gather"
     return rules
 
 
 def _is_projection(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return isinstance(base_of(module), nn.Linear) or type(base_of(module)).__name__ == "Conv1D"
 
 
 def _owns_parameters(module: nn.Module) -> bool:
-    return any(parameter is not None for parameter in module._parameters.values())
+    return any(parameter is not None for parameter in base_of(module)._parameters.values())

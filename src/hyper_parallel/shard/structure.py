@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.adapters import without_adapters
+from hyper_parallel.shard.rules import decoder_of, is_transformers
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Heads:
     query: int
     kv: int
     size: int
+    latent: bool = False
+    """Multi-head latent attention: keys and values have as many heads as queries, and sizes of their own."""
 
     @property
     def fused(self) -> tuple[int, int, int]:
@@ -29,16 +32,21 @@ def text_config(model: nn.Module) -> object | None:
     """The config of the language model; None for a module that is not Transformers'."""
     if not is_transformers(model):
         return None
-    config: Any = model.config
+    config: Any = without_adapters(model).config
     text: object = config.get_text_config() if hasattr(config, "get_text_config") else config
     return text
 
 
 def heads_of(module: nn.Module, config: object | None) -> Heads | None:
     """The heads of an attention module, or None for a module that is no attention."""
-    size = getattr(module, "head_dim", None)
     query = getattr(config, "num_attention_heads", None)
-    if not isinstance(size, int) or not isinstance(query, int):
+    if not isinstance(query, int):
+        return None
+    latent = getattr(module, "qk_head_dim", None)
+    if isinstance(latent, int) and hasattr(module, "kv_b_proj"):
+        return Heads(query, query, latent, latent=True)
+    size = getattr(module, "head_dim", None)
+    if not isinstance(size, int):
         return None
     kv = getattr(config, "num_key_value_heads", None) or query
     return Heads(query, int(kv), size)
@@ -48,7 +56,7 @@ def fused_parts(name: str, features: int, parent: nn.Module, heads: Heads | None
     """The lengths of the parts of which a projection's output is made; one part when it is not fused."""
     last = name.rsplit(".", 1)[-1]
     siblings = {child.rsplit(".", 1)[-1] for child, _ in parent.named_children()}
-    if heads is not None and features == sum(heads.fused) and not siblings & {"k_proj", "key"}:
+    if heads is not None and features == sum(heads.fused) and not siblings & {"k_proj", "key", "kv_b_proj"}:
         return heads.fused
     if last == "gate_up_proj" and features % 2 == 0:
         return (features // 2, features // 2)
@@ -58,13 +66,17 @@ def fused_parts(name: str, features: int, parent: nn.Module, heads: Heads | None
 def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """The name and the list of the model's decoder layers.
 
-    In a Transformers model: the longest list of modules of the classes that the model says not to split.
-    Otherwise: the longest ModuleList whose elements are all of one class. None when there is none.
+    In a Transformers model: the longest list, in the language model's decoder, of modules of the classes that the
+    model says not to split. Otherwise: the longest ModuleList whose elements are all of one class. None when there is
+    none.
     """
-    unsplit = set(getattr(model, "_no_split_modules", None) or ())
+    unsplit = set(getattr(without_adapters(model), "_no_split_modules", None) or ())
+    decoder = decoder_of(model) if is_transformers(model) else ""
     found: tuple[str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        if decoder and not name.startswith(f"{decoder}."):
             continue
         classes = {type(layer).__name__ for layer in module}
         fits = classes <= unsplit if unsplit else len(classes) == 1

@@ -1,7 +1,8 @@
 """The model families that the matrix proves, each as the fields of a small Transformers config.
 
-131 tokens, 50 and 25 features: nothing that an axis splits needs to divide. Two key-value heads are fewer than four
-ranks. Windows are shorter than the sequences, and soft caps low enough to bend what they cap.
+131 tokens, 50 features: nothing that an axis splits needs to divide, but experts' 28 features, of which torch's grouped
+product on one device wants multiples of 16 bytes. Two key-value heads are fewer than four ranks. Windows
+are shorter than the sequences, and soft caps low enough to bend what they cap.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _DEEPSEEK: Fields = {
     "n_group": 4,
     "topk_group": 2,
     "n_shared_experts": 1,
-    "moe_intermediate_size": 25,
+    "moe_intermediate_size": 28,
     "first_k_dense_replace": 1,
 }
 
@@ -73,16 +74,22 @@ FAMILIES: dict[str, Fields] = {
         **SHAPE,
         **TOKENS,
         "head_dim": 8,
-        "intermediate_size": 25,
+        "intermediate_size": 28,
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+        },
     },
     "mixtral": {
         "model_type": "mixtral",
         **SHAPE,
-        "intermediate_size": 25,
+        "intermediate_size": 28,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
@@ -92,7 +99,7 @@ FAMILIES: dict[str, Fields] = {
         "head_dim": 8,
         "num_experts": 8,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 25,
+        "moe_intermediate_size": 28,
         "norm_topk_prob": True,
     },
     "deepseek-v3": _DEEPSEEK,

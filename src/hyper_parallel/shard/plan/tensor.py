@@ -6,11 +6,13 @@ Megatron-LM (arXiv 1909.08053, section 3); with the sequence split between regio
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import chunk
+from hyper_parallel.shard.adapters import adapters_of, base_of, is_adapted, refuse_other_adapters
 from hyper_parallel.shard.plan.draft import Draft
 from hyper_parallel.shard.plan.nouns import Intervals, ModulePlan, Region
 from hyper_parallel.shard.rules import is_transformers
@@ -37,8 +39,11 @@ class _TensorPlanner:
         self.draft, self.mesh, self.rules = draft, draft.mesh, draft.rules
         self.axis = draft.mesh.tensor
         self.size = draft.mesh.size(self.axis)
-        self.sequence = draft.strategy.sequence
+        # 2D, which takes its regions from this plan, splits the sequence too.
+        self.sequence = draft.strategy.sequence or draft.mesh.size("tensor_y") > 1
         self.model, self.config, self.names = draft.model, draft.config, draft.names
+        self.decided: set[tuple[str, str]] = set()
+        """(module, own name) of every parameter that was decided on."""
 
     def plan(self) -> None:
         if not self.rules:
@@ -51,6 +56,7 @@ class _TensorPlanner:
                 raise StrategyError("sequence: true is understood for Transformers models only; leave it out")
             self.draft.layers, _ = layers_or_refuse(self.model, "sequence: true")
             self.draft.sequence = True
+        refuse_other_adapters(self.model, split=True)
         self._check_partners()
         self._find_regions()
         for name, rule in self.rules.items():
@@ -64,7 +70,7 @@ class _TensorPlanner:
         """Every module that owns a split weight must know that it is split."""
         for name, module in self.names.items():
             for own, parameter in module._parameters.items():
-                if parameter is None or name in self.draft.modules or name in self.draft.experts:
+                if parameter is None or (name, own) in self.decided or name in self.draft.experts:
                     continue
                 tied = self.draft.parameters[self.draft.known[id(parameter)]]
                 if self.axis in tied.layout.split_axes:
@@ -73,7 +79,23 @@ class _TensorPlanner:
                         f"give {name!r} a rule in strategy.rules that splits it the same way"
                     )
 
+    def _set(self, name: str, own: str, **decision: Any) -> None:
+        self.draft.set(name, own, **decision)
+        self.decided.add((name, own))
+
     # Which modules belong together.
+
+    def _rule_of(self, name: str) -> RuleName | None:
+        """The rule of a module; inside of a layer with adapters, that of the layer."""
+        layer = self._adapted(name)
+        return self.rules.get(name if layer is None else layer)
+
+    def _adapted(self, name: str) -> str | None:
+        """The layer with adapters that a module is a part of."""
+        above = name.rpartition(".")[0]
+        while above and not is_adapted(self.names[above]):
+            above = above.rpartition(".")[0]
+        return above or None
 
     def _siblings(self, name: str) -> Iterator[tuple[str, RuleName]]:
         parent = name.rpartition(".")[0]
@@ -101,30 +123,35 @@ class _TensorPlanner:
                 continue
             parent = name.rpartition(".")[0]
             module = self.names[parent]
+            heads = heads_of(module, self.config)
+            by_head = [own for own, p in module._parameters.items() if heads and _is_by_head(p, heads)]
+            for own in by_head:
+                self._set(parent, own, split=[(0, self.axis, None)])
             for child, leaf in module.named_modules(prefix=parent):
                 own = [p for p, value in leaf._parameters.items() if value is not None]
-                if own and child not in self.rules:
+                if child == parent:
+                    own = [p for p in own if p not in by_head]
+                if own and self._rule_of(child) is None:
                     raise StrategyError(
                         f"the weights {own} of {child!r} lie between split projections and no rule says what they see; "
                         "give strategy.rules: shared if they are applied to split activations, replicate if not"
                     )
-            self.draft.regions[parent] = Region(
-                heads_of(module, self.config), "gather" if self.sequence else "copy"
-            )
+            self.draft.regions[parent] = Region(heads, "gather" if self.sequence else "copy")
 
     # One module.
 
     def _module(self, name: str, module: nn.Module, rule: RuleName) -> None:
-        if rule == "replicate":
+        if rule in ("replicate", "expert", "expert_tensor"):
             return
         if rule == "shared":
-            for own in module._parameters:
-                self.draft.set(name, own, summed=(self.axis,))
+            for part, leaf in module.named_modules(prefix=name):
+                for own in leaf._parameters:
+                    self._set(part, own, summed=(self.axis,))
             return
         if rule == "vocab":
             self._vocabulary(name, module)
             return
-        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        if not (isinstance(base_of(module), nn.Linear) or is_conv1d(base_of(module))):
             raise StrategyError(
                 f"{name!r} is a {type(module).__name__}; the rule {rule!r} splits nn.Linear and Conv1D only"
             )
@@ -136,27 +163,33 @@ class _TensorPlanner:
     def _colwise(self, name: str, module: nn.Module, rule: RuleName) -> None:
         parent = name.rpartition(".")[0]
         region = self.draft.regions.get(parent)
-        dim = dim_of_features(module, output=True)
-        weight = module._parameters["weight"]
-        assert weight is not None
-        features = int(weight.shape[dim])
+        base = base_of(module)
+        dim = dim_of_features(base, output=True)
+        features = int(_parameter(base, "weight").shape[dim])
         inside = region is not None and rule == "colwise"
         heads = region.heads if region is not None and inside else None
         parts = fused_parts(name, features, self.names[parent], heads) if inside else (features,)
         intervals = self._by_head(name, parts, heads) if heads is not None else None
-        for own, d in (("weight", dim), ("bias", 0)):
-            if module._parameters.get(own) is None:
+        split = [(self._base_name(name), "weight", dim), (self._base_name(name), "bias", 0)]
+        for adapter in adapters_of(module):
+            self._set(f"{name}.lora_A.{adapter.name}", "weight", summed=(self.axis,))
+            split += [(f"{name}.lora_B.{adapter.name}", own, 0) for own in ("weight", "bias")]
+        for owner, own, d in split:
+            if self.names[owner]._parameters.get(own) is None:
                 continue
             if intervals is not None:
-                self.draft.set(name, own, summed=(self.axis,), chosen=(d, intervals))
+                self._set(owner, own, summed=(self.axis,), chosen=(d, intervals))
             else:
-                self.draft.set(name, own, split=[(d, self.axis, parts)])
+                self._set(owner, own, split=[(d, self.axis, parts)])
         self.draft.modules[name] = ModulePlan(
             rule,
             enters="as it is" if inside else "copy",
             leaves="gather" if rule == "colwise_gather" else "as it is",
             features=features,
         )
+
+    def _base_name(self, name: str) -> str:
+        return f"{name}.base_layer" if is_adapted(self.names[name]) else name
 
     def _by_head(self, name: str, parts: tuple[int, ...], heads: Heads) -> tuple[Intervals, ...] | None:
         """None when the tensor axis splits every part by whole heads; else what each rank computes with.
@@ -165,7 +198,8 @@ class _TensorPlanner:
         projection is stored whole (on each rank of the tensor axis).
         """
         counts = [length / heads.size for length in parts]
-        if any(count not in (heads.query, heads.kv) for count in counts):
+        by_latent = heads.latent and sum(parts) % heads.query == 0
+        if not by_latent and any(count not in (heads.query, heads.kv) for count in counts):
             raise StrategyError(
                 f"{name!r} has {sum(parts)} output features, which is neither {heads.query} query heads nor "
                 f"{heads.kv} key-value heads of {heads.size}; give strategy.rules for it"
@@ -199,8 +233,21 @@ class _TensorPlanner:
         return tuple(chosen)
 
     def _rowwise(self, name: str, module: nn.Module) -> None:
-        self.draft.set(name, "weight", split=[(dim_of_features(module, output=False), self.axis, None)])
-        self.draft.modules[name] = ModulePlan("rowwise", leaves="reduce_split" if self.sequence else "reduce")
+        base, dim = self._base_name(name), dim_of_features(base_of(module), output=False)
+        self._set(base, "weight", split=[(dim, self.axis, None)])
+        for adapter in adapters_of(module):
+            if adapter.b.bias is not None:
+                raise StrategyError(
+                    f"{name!r} is rowwise and its adapter has a bias, which would be summed over the ranks; "
+                    "use lora_bias=False, or tensor: 1"
+                )
+            self._set(f"{name}.lora_A.{adapter.name}", "weight", split=[(1, self.axis, None)])
+            self._set(f"{name}.lora_B.{adapter.name}", "weight", summed=(self.axis,))
+        self.draft.modules[name] = ModulePlan(
+            "rowwise",
+            leaves="reduce_split" if self.sequence else "reduce",
+            features=int(_parameter(base_of(module), "weight").shape[dim]),
+        )
 
     def _vocabulary(self, name: str, module: nn.Module) -> None:
         if not isinstance(module, nn.Embedding):
@@ -212,7 +259,7 @@ class _TensorPlanner:
                 f"{name!r}: max_norm, sparse and scale_grad_by_freq need the whole embedding; "
                 "give it the rule replicate"
             )
-        self.draft.set(name, "weight", split=[(0, self.axis, None)])
+        self._set(name, "weight", split=[(0, self.axis, None)])
         self.draft.modules[name] = ModulePlan("vocab", leaves="reduce")
 
     # Activations split along the sequence between regions.
@@ -228,16 +275,25 @@ class _TensorPlanner:
                 )
             if name in self.draft.experts:
                 continue
-            rule, norm = self.rules.get(name), "norm" in type(module).__name__.lower()
+            rule, norm = self._rule_of(name), "norm" in type(module).__name__.lower()
             known = norm or name in self.draft.pointwise
-            if rule is None and not known and any(p is not None for p in module._parameters.values()):
+            unknown = [own for own, p in module._parameters.items() if p is not None]
+            if rule is None and not known and any((name, own) not in self.decided for own in unknown):
                 raise StrategyError(
                     f"sequence: true needs every module of a layer to be a split projection or a norm, which see one "
                     f"position at a time; {name!r} ({type(module).__name__}) may mix positions"
                 )
             for own in module._parameters:
-                whole = rule not in ("colwise", "colwise_gather", "vocab", "shared") and not (
-                    rule == "rowwise" and own == "weight"
-                )
-                if whole:
-                    self.draft.set(name, own, summed=(self.axis,))
+                if (name, own) not in self.decided:
+                    self._set(name, own, summed=(self.axis,))
+
+
+def _is_by_head(parameter: nn.Parameter | None, heads: Heads) -> bool:
+    """Whether an attention's own parameter has one element for each query head, as attention sinks do."""
+    return parameter is not None and tuple(parameter.shape) == (heads.query,)
+
+
+def _parameter(module: nn.Module, own: str) -> nn.Parameter:
+    parameter = module._parameters[own]
+    assert parameter is not None
+    return parameter

@@ -1,0 +1,117 @@
+"""LoRA adapters of the library peft (Hu et al., arXiv 2106.09685), seen from outside: nothing here imports it.
+
+peft puts a layer of its own around a linear map and leaves the map in it under the name `base_layer`:
+
+    y = base_layer(x) + lora_B(lora_A(dropout(x))) · scaling        A: [r, in]  B: [out, r]
+
+A rule for the linear map is one for the layer around it. Where the map's output features are split, B's are split the
+same way and A is whole; where its input features are split, A's are and B is whole, and the two products are summed
+over the axis as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.errors import StrategyError
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter of a layer."""
+
+    name: str
+    """As peft calls it: ``default`` unless the user said otherwise."""
+    a: nn.Linear
+    b: nn.Linear
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether the module is peft's layer around a linear map or an embedding."""
+    return _is_of_peft(module, "LoraLayer")
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The linear map that peft put its layer around; the module itself where it did not."""
+    base: nn.Module = module.base_layer if is_adapted(module) else module  # type: ignore[assignment]
+    return base
+
+
+def adapters_of(module: nn.Module) -> list[Adapter]:
+    """The adapters of a layer around a linear map; none for another module."""
+    if not is_adapted(module):
+        return []
+    layer: Any = module
+    return [Adapter(name, a, layer.lora_B[name]) for name, a in layer.lora_A.items()]
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of every layer with adapters."""
+    return ((name, module) for name, module in model.named_modules() if is_adapted(module))
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model that peft put adapters into; the model itself where it did not."""
+    wrapped: Any = model
+    return wrapped.base_model.model if _is_of_peft(model, "PeftModel") else model
+
+
+def name_in_base(name: str, model: nn.Module) -> str | None:
+    """What the model without adapters calls a module, parameter or buffer of `model`; None for an adapter's own.
+
+    Raises nothing: names of a model without adapters are given back as they are.
+    """
+    if not _is_of_peft(model, "PeftModel"):
+        return name
+    parts, module, kept = name.split("."), model, []
+    for part in parts:
+        inside = is_adapted(module)
+        if inside and part != "base_layer":
+            return None
+        if not inside:
+            kept.append(part)
+        module = getattr(module, part, module)
+    return ".".join(kept).removeprefix("base_model").removeprefix(".").removeprefix("model").removeprefix(".")
+
+
+def refuse_other_adapters(model: nn.Module, *, split: bool) -> None:
+    """Refuse what adapters could do that no strategy can keep right; with `split`, what a tensor axis cannot.
+
+    Raises StrategyError with the name of the layer.
+    """
+    for name, module in model.named_modules():
+        layer: Any = module
+        if _is_of_peft(module, "ParamWrapper"):
+            raise StrategyError(
+                f"{name!r} is LoRA on a parameter (target_parameters), which no strategy spreads; use target_modules"
+            )
+        if not is_adapted(module) or not split:
+            continue
+        if layer.lora_embedding_A:
+            raise StrategyError(
+                f"{name!r} is LoRA on an embedding, whose vocabulary the tensor axis splits; leave it out of "
+                "target_modules, or use tensor: 1"
+            )
+        if layer.lora_variant:
+            kinds = ", ".join(sorted({type(variant).__name__ for variant in layer.lora_variant.values()}))
+            raise StrategyError(
+                f"{name!r} is a variant of LoRA ({kinds}) that needs whole weights; use plain LoRA, or tensor: 1"
+            )
+
+
+def initialise(module: Any, adapter: str, how: object) -> None:
+    """Draw one adapter's values as peft does. Raises StrategyError where that needs the base's values."""
+    if how is not True and not (isinstance(how, str) and how.lower() == "gaussian"):
+        raise StrategyError(
+            f"init_lora_weights={how!r} is computed from the base model's values, which are not there when a model is "
+            "built on the meta device; use True or 'gaussian', or build the model with values"
+        )
+    module.reset_lora_parameters(adapter, how)
+
+
+def _is_of_peft(module: nn.Module, name: str) -> bool:
+    return any(cls.__name__ == name and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
