@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.compat.local_tensor import per_rank
-from hyper_parallel.shard.axis import Axis, MeshAxes
+from hyper_parallel.shard.axis import Axis, MeshAxes, _pad
 from hyper_parallel.shard.experts import dispatch
 from hyper_parallel.shard.experts.routing import Routing
 from hyper_parallel.shard.plan.nouns import ExpertsPlan, Plan
@@ -95,8 +95,15 @@ class _Boundary:
         bias: it is a term of each chosen expert's result, which the token's weight multiplies."""
         own = {name: weight for name, weight in self.module._parameters.items() if weight is not None}
         weights: dict[str, torch.Tensor] = dict(own)
+        if not self.plan.features:
+            return weights
+        experts: Any = self.module
+        if experts.has_gate and not experts.is_concatenated:
+            # As many features as pairs of gate and up, some of which may be there to fill up (see the plan).
+            pairs = weights["gate_up_proj"].size(2 if experts.is_transposed else 1) // 2
+            weights["down_proj"] = _pad(weights["down_proj"], 1 if experts.is_transposed else 2, pairs)
         bias = weights.get("down_proj_bias")
-        if bias is not None and self.plan.features:
+        if bias is not None:
             tensor, device = self.tensor, bias.device
             first = per_rank(lambda rank: torch.tensor(tensor.index(rank) == 0, device=device))
             weights["down_proj_bias"] = bias.masked_fill(~first, 0)

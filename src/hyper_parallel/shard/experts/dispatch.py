@@ -55,7 +55,7 @@ def compute(
         computed = apply_experts(module, weights, rows, counts.tolist())
     else:
         computed = _elsewhere(module, weights, rows, counts, expert, experts, replicas)
-    return _permute(computed, back, order).unflatten(0, (-1, ids.size(1)))
+    return _permute(computed, back, order).view(x.size(0), ids.size(1), x.size(1))
 
 
 def count(keys: torch.Tensor, bins: int) -> torch.Tensor:
@@ -140,7 +140,8 @@ def _permute(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.
 
 def _to_rows(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor, k: int) -> torch.Tensor:
     """[T, h] to [T · k, h]: each token once for each of its experts, in `order`."""
-    return _moved(x, lambda x: x[order // k], lambda g: g[back].unflatten(0, (-1, k)).sum(1))
+    tokens, features = x.size(0), x.size(1)
+    return _moved(x, lambda x: x[order // k], lambda g: g[back].view(tokens, k, features).sum(1))
 
 
 def _moved(

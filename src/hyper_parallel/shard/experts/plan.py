@@ -3,7 +3,7 @@
 | rule | weights | tokens |
 |---|---|---|
 | `expert` | dim 0, the experts, split over the expert axis | travel to the owners of their experts |
-| `expert_tensor` | each expert's features split over the tensor axes, and dim 0 over expert if that is > 1 | the same on all ranks of the tensor axes |
+| `expert_tensor` | features split over the tensor axes; dim 0 too over expert | all tensor ranks compute all |
 | `replicate` | whole | stay where they are |
 
 Experts are modules that Transformers' ``use_experts_implementation`` made: one weight holds all of a layer's experts
@@ -188,7 +188,8 @@ class _ExpertsPlanner:
         self, module: Any, own: str, shape: tuple[int, ...]
     ) -> tuple[int, tuple[Intervals, ...]] | None:
         """Where gate and up lie in turns and the tensor axes do not divide the pairs: stored whole, and each rank
-        computes with the pairs whose product it has a part of `down_proj` for. None everywhere else."""
+        computes with the pairs whose product it has a part of `down_proj` for. Those of ranks that have fewer are
+        filled up with the first pairs, which zeros in `down_proj` leave without effect. None everywhere else."""
         if not module.has_gate or module.is_concatenated or own.startswith("down_proj"):
             return None
         dim = 1 if own.endswith("_bias") or not module.is_transposed else 2
@@ -196,7 +197,8 @@ class _ExpertsPlanner:
         if pairs % self.tensor == 0:
             return None
         parts = [chunk(pairs, self.tensor, index) for index in range(self.tensor)]
-        return dim, tuple(((2 * start, 2 * stop),) for start, stop in parts)
+        most = parts[0][1]
+        return dim, tuple(((2 * a, 2 * b), (0, 2 * (most - (b - a)))) for a, b in parts)
 
     def _storage_dim(self, own: str, shape: tuple[int, ...], split: list[Split]) -> int:
         """0, or 1 where there are fewer local experts than ranks that share their storage, and dim 1 is divided."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.compat.local_tensor import per_rank
 from hyper_parallel.shard.experts.dispatch import count
 from hyper_parallel.shard.handle import LOSS_AXES, ShardedModel, sharded
 from hyper_parallel.shard.plan.nouns import ExpertsPlan, Plan
@@ -128,7 +129,7 @@ def auxiliary_loss(handle: ShardedModel) -> torch.Tensor:
     if routing.own_tokens:
         axes = (*LOSS_AXES, *handle.mesh.atoms(handle.mesh.tensor))
         # Each rank of the tensor axes has a part of the tokens, and then holds the loss of all of them.
-        mine = handle.axis(handle.mesh.tensor).reduce(mine)
+        mine = handle.axes[handle.mesh.tensor].reduce(mine)
     counted = handle.all_reduce(counted, axes)
     fractions, total = counted[:-1] / counted[-1], counted[-1]
     return routing.coefficient * experts * (fractions * (mine / total)).sum()
@@ -147,7 +148,17 @@ def loads(handle: ShardedModel) -> torch.Tensor:
         name: torch.zeros(e.count, dtype=torch.int64, device=device) for name, e in routing.experts.items()
     }
     told = torch.cat([routing.counts.get(name, zeros[name]) for name in routing.experts]).float()
-    return told if routing.own_tokens else told * handle.speaks(LOSS_AXES)
+    return told if routing.own_tokens else told * _speaks(handle, device)
+
+
+def _speaks(handle: ShardedModel, device: torch.device) -> torch.Tensor:
+    """1 on one of the ranks that see the same tokens, 0 on the others."""
+
+    def first(rank: int) -> torch.Tensor:
+        along = [i for axis, i in handle.mesh.coordinate(rank).items() if axis not in LOSS_AXES]
+        return torch.tensor(float(not any(along)), device=device)
+
+    return per_rank(first)
 
 
 def take_loads(handle: ShardedModel) -> torch.Tensor:
