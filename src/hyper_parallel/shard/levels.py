@@ -12,8 +12,9 @@ arXiv 2201.05596, section 5.2):
 | all-to-all of n chunks of β | inside, then across | (a − 1) b c β, in a − 1 messages |
 
 Flat, a ring sends 2 (n − 1)/n · B and (n − 1) β over each of its links, and at least one of the b · c links of an
-island is slow; an all-to-all sends the same bytes in (a − 1) b c messages. The order of chunks is restored, so the
-results are those of the flat collectives: exactly for what only moves, to rounding for sums.
+island is slow; an all-to-all sends the same bytes in (a − 1) b c messages. With three levels a chunk of an all-to-all
+that leaves its supernode crosses the middle level too, which a flat one spares it. The order of chunks is restored, so
+the results are those of the flat collectives: exactly for what only moves, to rounding for sums.
 """
 
 from __future__ import annotations

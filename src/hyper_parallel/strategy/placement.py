@@ -45,7 +45,7 @@ class Placement(Section):
     """Which axes lie on which link level. The order within a level is that of `axes`.
 
     >>> Placement(node=("tensor",), network=("replicate", "shard")).order(Axes(tensor=8, shard=2, replicate=4))
-    ('tensor_y', 'context', 'shard', 'replicate', 'tensor_x')
+    ('context', 'tensor_y', 'shard', 'replicate', 'tensor_x')
     """
 
     reserved: ClassVar = {"pipeline": "pipeline parallelism comes with HyperMPMD"}
