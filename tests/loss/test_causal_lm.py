@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shard"))
-from families import ROWS, STRATEGIES, batch, build
+from families import ROWS, STRATEGIES, batch, build, inputs_of
 
 from harness import run_ranks
 from hyper_parallel import shard
@@ -39,18 +39,19 @@ def _prepared(family: str, strategy: Strategy, lowering: str, **overrides: Any) 
 def _outcome(model: torch.nn.Module, strategy: Strategy, options: LossConfig) -> Outcome:
     handle = shard.sharded(model)
     with one_device():
-        whole = batch()
+        whole = batch(images=hasattr(model.config, "vision_config"))
         tokens = int((whole["labels"] != -100).sum())
 
     def mine(key: str) -> torch.Tensor:
         return per_rank(lambda r: whole[key].chunk(strategy.axes.data)[handle.data_index_of(r)].clone())
 
     rows = per_rank(lambda r: torch.arange(ROWS).chunk(strategy.axes.data)[handle.data_index_of(r)])
-    given = (mine("input_ids"), mine("labels"), mine("position_ids"), tokens, options)
+    given = {**inputs_of({key: mine(key) for key in whole}), "labels": mine("labels")}
+    given |= {"tokens": tokens, "options": options}
     with handle.micro_batch(seed=3, step=7, rows=rows), torch.no_grad():
-        valued = handle.all_reduce(causal_lm_loss(model, *given), LOSS_AXES)
+        valued = handle.all_reduce(causal_lm_loss(model, **given), LOSS_AXES)
     with handle.micro_batch(seed=3, step=7, rows=rows):
-        loss = causal_lm_loss(model, *given)
+        loss = causal_lm_loss(model, **given)
         (2 * loss).backward()  # not only for a gradient of 1
     loss = handle.all_reduce(loss.detach(), LOSS_AXES)
     gradients = {
@@ -68,13 +69,12 @@ def _outcome(model: torch.nn.Module, strategy: Strategy, options: LossConfig) ->
 def _expected(family: str, **overrides: Any) -> Outcome:
     """By the model's own logits and PyTorch's cross-entropy; nothing of ours but the values."""
     model = _prepared(family, Strategy(), "traceable", **overrides)
-    whole = batch()
+    whole = batch(images=hasattr(model.config, "vision_config"))
     handle = shard.sharded(model)
     tokens = int((whole["labels"] != -100).sum())
 
     def loss() -> torch.Tensor:
-        ids, positions = whole["input_ids"], whole["position_ids"]
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float().flatten(0, 1)
+        logits = model(**inputs_of(whole), use_cache=False).logits.float().flatten(0, 1)
         labels = whole["labels"].flatten()
         plain = torch.nn.functional.cross_entropy(
             logits, labels, ignore_index=-100, reduction="sum", label_smoothing=OPTIONS["label_smoothing"]
@@ -109,8 +109,11 @@ def _options(chunk: int | str) -> LossConfig:
     return LossConfig(chunk=chunk, **OPTIONS)  # type: ignore[arg-type]
 
 
-# Gemma 2 caps its logits in the model's own forward, below at a value that they reach.
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "gemma2", "gemma3", "phi3", "gpt2"])
+# Gemma 2 caps its logits in the model's own forward, here at a value that they reach.
+FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "deepseek-v3", "qwen2.5-vl"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [24, "none"])  # 128 positions: 24 does not divide them
 def test_one_device(family: str, chunk: int | str) -> None:
     overrides = {"final_logit_softcapping": 0.5} if family == "gemma2" else {}
@@ -124,6 +127,7 @@ SIMULATED = [
     ("gemma3", "shard 2 tensor 2"),
     ("gpt2", "shard 2"),
     ("phi3", "replicate 2 shard 2 tensor 2 sequence recompute"),
+    ("qwen2.5-vl", "shard 2"),
 ]
 
 
@@ -252,6 +256,53 @@ def test_the_model_itself_still_gives_logits() -> None:
         assert before.shape[-1] == 131
         with one_device():
             assert torch.equal(each_rank(before)[0], each_rank(after)[0])
+
+
+def _rank_auxiliary(rank: int, world: int, axes: dict[str, int], chunk: int | str) -> Outcome:
+    strategy = Strategy(axes=axes)
+    model = _prepared("mixtral", strategy, "fsdp", output_router_logits=True, router_aux_loss_coef=0.5)
+    return _outcome(model, strategy, _options(chunk))
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"tensor": 2}])
+def test_the_auxiliary_loss_is_added_while_training(axes: dict[str, int]) -> None:
+    model = _prepared("mixtral", Strategy(), "traceable", output_router_logits=True, router_aux_loss_coef=0.5)
+    whole = batch()
+    ids, positions = whole["input_ids"], whole["position_ids"]
+    # Transformers' own, which it adds to a loss that it computes itself.
+    output = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False)
+    auxiliary = 0.5 * output.aux_loss
+    (gate,) = torch.autograd.grad(auxiliary, [model.model.layers[0].mlp.gate.weight])
+    got = _outcome(model, Strategy(), _options(24))
+    plain = _expected("mixtral")
+    assert got[0] - plain[0] == pytest.approx(float(auxiliary.detach()), rel=1e-4)
+    assert got[1] == pytest.approx(plain[1], abs=2e-6)
+    name = "model.layers.0.mlp.gate.weight"
+    torch.testing.assert_close(got[2][name] - plain[2][name], gate, rtol=1e-4, atol=1e-6)
+    for theirs in run_ranks(_rank_auxiliary, 2, axes, 24):
+        _close(theirs, got)
+
+
+def test_adapters_are_seen_through() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    whole, outcomes = batch(), []
+    for chunk in (24, "none"):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(build("llama").to_empty(device="cpu"), settings)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.05)
+        shard.parallelize(model, Strategy(), lowering="traceable")
+        with _Largest(131) as largest:
+            loss = causal_lm_loss(
+                model, whole["input_ids"], whole["labels"], whole["position_ids"], 100.0, _options(chunk)
+            )
+        loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        outcomes.append((float(loss.detach()), 0.0, gradients))
+        assert largest.rows == (32 if chunk == 24 else 128) and any("lm_head.lora_B" in n for n in gradients)
+    _close(*outcomes)
 
 
 class Tiny(torch.nn.Module):

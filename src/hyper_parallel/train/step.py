@@ -65,7 +65,15 @@ def accumulate(
             logs.at(batch.step + 1, index),
             handle.micro_batch(seed=seed, step=batch.step, rows=micro.rows, last=last),
         ):
-            loss = causal_lm_loss(model, micro.input_ids, micro.labels, micro.position_ids, tokens, options)
+            loss = causal_lm_loss(
+                model,
+                micro.input_ids,
+                micro.labels,
+                micro.position_ids,
+                tokens,
+                options,
+                micro_batches=len(batch.micro),
+            )
             loss.backward()
         total += loss.detach()
     return total

@@ -96,7 +96,13 @@ def _micro_batch(
     last = (micro + 1) * count == share
     with handle.micro_batch(seed=config.seed, step=0, rows=per_rank(rows), last=last):
         loss = causal_lm_loss(
-            model, mine("input_ids"), mine("labels"), mine("position_ids"), tokens, config.train.loss
+            model,
+            mine("input_ids"),
+            mine("labels"),
+            mine("position_ids"),
+            tokens,
+            config.train.loss,
+            micro_batches=share // count,
         )
         loss.backward()
     return loss.detach()

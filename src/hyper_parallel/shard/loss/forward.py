@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hyper_parallel.shard.adapters import without_adapters
 
-def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Any:
-    """What the model returns for ids and positions, both int64 [B, S].
+
+def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inputs: Any) -> Any:
+    """What the model returns for ids and positions, both int64 [B, S], and what else it takes (`pixel_values`).
 
     A Transformers model is given `position_ids`, in which a packed document restarts at 0, no attention mask
     and `use_cache=False`: only then does it keep packed documents apart. Any other module is given what its
@@ -20,8 +22,8 @@ def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> An
     given: dict[str, Any] = {"use_cache": False}
     if position_ids is not None:
         given["position_ids"] = position_ids
-    taken = _taken(type(model).forward)
-    return model(input_ids, **{name: value for name, value in given.items() if name in taken})
+    taken = _taken(type(without_adapters(model)).forward)
+    return model(input_ids, **{name: value for name, value in given.items() if name in taken}, **inputs)
 
 
 def logits_in(output: Any) -> Tensor:

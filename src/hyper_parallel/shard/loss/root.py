@@ -18,14 +18,17 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.shard.adapters import base_of, without_adapters
 from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.experts.routing import auxiliary_loss
+from hyper_parallel.shard.handle import sharded
 from hyper_parallel.shard.loss.chunked import chunked_sum
 from hyper_parallel.shard.loss.cross_entropy import cross_entropy_sum
 from hyper_parallel.shard.loss.forward import logits_in
 from hyper_parallel.shard.loss.head import split_logits
 from hyper_parallel.shard.plan.nouns import Plan
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.structure import dim_of_features, is_conv1d
+from hyper_parallel.shard.structure import dim_of_features
 from hyper_parallel.shard.wrap import Forward, wrap
 
 _ATTRIBUTE = "_hyper_parallel_loss"
@@ -42,6 +45,8 @@ class Request:
     """int64 [B, S], already shifted, of whole rows."""
     tokens: Tensor | float
     options: LossConfig
+    micro_batches: int
+    """In the step."""
 
 
 class LossRoot:
@@ -59,7 +64,8 @@ class LossRoot:
     ) -> None:
         self._model, self._base, self._head, self._axis = model, base, head, vocabulary
         self._layers, self._chunks, self._cut = layers, chunks, cut
-        self._size = int(head.weight.shape[dim_of_features(head, output=True)])  # type: ignore[index, union-attr]
+        linear = base_of(head)
+        self._size = int(linear.weight.shape[dim_of_features(linear, output=True)])  # type: ignore[index, union-attr]
         self._request: Request | None = None
         self._instead: Callable[[Any], Any] | None = None
         self._output: Any = None
@@ -83,8 +89,13 @@ class LossRoot:
                 stack.enter_context(split_logits(self._head))
             chunk = self._chunk(self._request.options, labels_N.size(0))
             if chunk is None:
-                return self._loss(logits_in(forward(*args, **kwargs)), labels_N)
-            return self._in_chunks(lambda: logits_in(forward(*args, **kwargs)), labels_N, chunk)
+                loss = self._loss(logits_in(forward(*args, **kwargs)), labels_N)
+            else:
+                loss = self._in_chunks(lambda: logits_in(forward(*args, **kwargs)), labels_N, chunk)
+        handle = sharded(self._model)
+        if handle.routing is None or not torch.is_grad_enabled():
+            return loss
+        return loss + auxiliary_loss(handle) / self._request.micro_batches
 
     def around_base(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """The wrapper of the base model: its output is kept, and given in part while chunks are computed."""
@@ -160,9 +171,9 @@ def apply_loss(
     """
     if not is_transformers(model):
         return
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    base = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
-    if not isinstance(base, nn.Module) or not (isinstance(head, nn.Linear) or is_conv1d(head)):
+    core: Any = without_adapters(model)
+    head, base = core.get_output_embeddings(), getattr(core, core.base_model_prefix, None)
+    if not isinstance(base, nn.Module) or head is None or not isinstance(base_of(head), nn.Linear):
         return
     names = {id(module): name for name, module in model.named_modules()}
     planned = plan.modules.get(names[id(head)])
@@ -175,7 +186,7 @@ def apply_loss(
     )
     axis = axes[plan.mesh.tensor] if split else None
     root = LossRoot(model, base, head, axis, plan.layers, chunks, cut)
-    wrap(model, root.around_model)
+    wrap(core, root.around_model)
     wrap(base, root.around_base)
     model.__dict__[_ATTRIBUTE] = root
 
@@ -199,4 +210,6 @@ def _hidden(output: Any) -> Tensor:
 def _with_hidden(output: Any, hidden: Tensor) -> Any:
     if isinstance(output, tuple):
         return (hidden, *output[1:])
-    return type(output)(**{**output, "last_hidden_state": hidden})
+    # Without the router's logits the model's own forward has no auxiliary loss to compute once more.
+    kept = {key: value for key, value in output.items() if key != "router_logits"}
+    return type(output)(**{**kept, "last_hidden_state": hidden})
