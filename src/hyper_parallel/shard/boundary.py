@@ -18,8 +18,10 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.adapters import base_of, is_adapted
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Stretch
+from hyper_parallel.shard.loss.head import leaves_split
 from hyper_parallel.shard.plan.nouns import ModulePlan, Plan, Region
 from hyper_parallel.shard.structure import Heads, is_conv1d
+from hyper_parallel.shard.tensor2d.gathered import GatheredInput
 from hyper_parallel.shard.wrap import Forward, Wrapper, change_input, change_output, wrap
 
 SEQUENCE_DIM = 1
@@ -48,10 +50,13 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
     for name, region in plan.regions.items():
         module = model.get_submodule(name)
         enter = _gather_sequence(name, region, tensor) if region.enters == "gather" else tensor.copy
-        wrap(module, change_input(enter))
+        if region.enters == "gather" and not region.keeps:
+            _gather_again(model, plan, name, enter)
+        else:
+            wrap(module, change_input(enter))
         if region.heads is not None:
             _localise_heads(module, region.heads, tensor.size)
-    if plan.sequence:
+    if plan.sequence and plan.tensor2d is None:
         assert plan.layers is not None
         layers = model.get_submodule(plan.layers)
         assert isinstance(layers, nn.ModuleList)
@@ -70,6 +75,17 @@ def _gather_sequence(name: str, region: Region, tensor: Axis) -> Callable[[torch
         return tensor.gather_sum(x, POSITIONS)
 
     return gather
+
+
+def _gather_again(
+    model: nn.Module, plan: Plan, name: str, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """The region's input is gathered again in the backward pass, once for the products that share it."""
+    given = GatheredInput()
+    wrap(model.get_submodule(name), given.region(gather))
+    for child, module_plan in plan.modules.items():
+        if module_plan.rule == "colwise" and child.rpartition(".")[0] == name:
+            wrap(model.get_submodule(child), given.saved)
 
 
 def _split_sequence(x: torch.Tensor, tensor: Axis) -> torch.Tensor:
@@ -116,7 +132,10 @@ def _module(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
     if plan.enters == "copy":
         wrap(module, change_input(tensor.copy))
     if plan.leaves == "gather":
-        wrap(module, change_output(lambda x: tensor.gather(x, -1, plan.features)))
+        wrap(
+            module,
+            change_output(lambda x: x if leaves_split(module) else tensor.gather(x, -1, plan.features)),
+        )
 
 
 def _rowwise(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:

@@ -99,18 +99,25 @@ class Stretch:
     """How many features there are on all ranks."""
     inside: bool = False
     """Inside an attention or MLP, where positions are whole even if they are split between layers."""
+    dims: Mapping[int, Axis] | None = None
+    """While split: dim to the axis that splits it; None is the last dim, by the tensor axis."""
 
 
 def apply_dropout(
-    model: nn.Module, tensor: Axis, stretches: Mapping[str, Stretch], layers: str | None, sequence: bool
+    model: nn.Module,
+    tensor: Axis,
+    stretches: Mapping[str, Stretch],
+    between: Callable[[str], Mapping[int, Axis]],
 ) -> None:
-    """Make every nn.Dropout of the model, and the dropout inside its attention, reproducible."""
+    """Make every nn.Dropout of the model, and the dropout inside its attention, reproducible.
+
+    `between`: module name to the dims, and the axes that split them, of activations outside of stretches.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             parents = [parent for parent in stretches if name.startswith(f"{parent}." if parent else "")]
             stretch = stretches[max(parents, key=len)] if parents else Stretch()
-            in_layers = sequence and layers is not None and name.startswith(f"{layers}.")
-            wrap(module, _dropout_wrapper(name, module, tensor, stretch, in_layers))
+            wrap(module, _dropout_wrapper(name, module, tensor, stretch, between(name)))
     if is_transformers(model):
         _apply_attention_dropout(model, tensor)
 
@@ -137,20 +144,24 @@ def refuse_other_draws(model: nn.Module) -> None:
 
 
 def _dropout_wrapper(
-    name: str, module: nn.Dropout, tensor: Axis, stretch: Stretch, split_sequence: bool
+    name: str, module: nn.Dropout, tensor: Axis, stretch: Stretch, between: Mapping[int, Axis]
 ) -> Callable[..., torch.Tensor]:
+    inside = stretch.dims if stretch.dims is not None else {-1: tensor}
+
     def wrapper(forward: Forward, x: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return x
         indices = {}
-        if tensor.size > 1 and stretch.split:
-            indices[x.dim() - 1] = tensor.indices(stretch.features, x.device)
-            if indices[x.dim() - 1].numel() != x.size(-1):
-                raise StrategyError(
-                    f"{name!r} drops activations of which the tensor axis cannot tell the features"
-                )
-        elif tensor.size > 1 and split_sequence and not stretch.inside:
-            indices[1] = tensor.indices(x.size(1) * tensor.size, x.device)
+        split = inside if stretch.split else {} if stretch.inside else between
+        for dim, axis in split.items():
+            if axis.size > 1:
+                length = stretch.features if stretch.split and dim == -1 else x.size(dim) * axis.size
+                index = axis.indices(length, x.device)
+                if index.numel() != x.size(dim):
+                    raise StrategyError(
+                        f"{name!r} drops activations of which the tensor axes cannot tell the features"
+                    )
+                indices[dim % x.dim()] = index
         return _dropout(x, module.p, name, indices)
 
     return wrapper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Literal
 
 import torch
@@ -28,6 +29,7 @@ from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
 from hyper_parallel.shard.recompute import apply_recompute
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.structure import layers_or_refuse
+from hyper_parallel.shard.tensor2d.apply import apply_tensor_2d, split_between
 from hyper_parallel.shard.zero import frees_after_forward, gathered_apart
 from hyper_parallel.strategy import Strategy
 
@@ -80,7 +82,8 @@ def parallelize(
 
     routing = apply_experts_plan(model, plan, axes)
     stretches = apply_boundaries(model, plan, axes[mesh.tensor])
-    apply_dropout(model, axes[mesh.tensor], stretches, plan.layers, plan.sequence)
+    stretches |= apply_tensor_2d(model, plan, axes)
+    apply_dropout(model, axes[mesh.tensor], stretches, functools.partial(split_between, plan, axes))
     apply_loss(model, plan, axes, dtypes)
     gathers = lowering == "traceable"
     _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.plan.nouns import ExpertsPlan, Intervals, ModulePlan, ParameterPlan, Plan, Region
 from hyper_parallel.shard.rules import resolve
 from hyper_parallel.shard.structure import text_config
+from hyper_parallel.shard.tensor2d.nouns import Tensor2D
 from hyper_parallel.strategy import Strategy
 
 Split = tuple[int, str, tuple[int, ...] | None]
@@ -38,6 +40,7 @@ class Draft:
         self.pointwise: set[str] = set()
         """Modules without a rule that are known to see one position at a time."""
         self.sequence = False
+        self.tensor2d: Tensor2D | None = None
         self._set_by: dict[str, str] = {}
         self._storage_dims: dict[str, int] = {}
 
@@ -70,6 +73,23 @@ class Draft:
         self._set_by[name] = module_name
         self._storage_dims[name] = storage_dim
 
+    def set_again(self, module_name: str, own: str, **decision: Any) -> None:
+        """Like `set`, for a planner that refines what an earlier one decided of a parameter that is not shared."""
+        parameter = self.names[module_name]._parameters[own]
+        if parameter is not None:
+            self._set_by.pop(self.known[id(parameter)], None)
+            self.set(module_name, own, **decision)
+
+    def is_tied(self, module_name: str) -> bool:
+        """Whether another module has a weight of this one too."""
+        mine = {id(p) for p in self.names[module_name]._parameters.values() if p is not None}
+        return any(
+            id(p) in mine
+            for name, module in self.names.items()
+            if name != module_name
+            for p in module._parameters.values()
+        )
+
     def finished(self) -> Plan:
         """The plan, with the storage of every parameter split inside what already splits it; scalars stay whole."""
         parameters = {
@@ -84,4 +104,13 @@ class Draft:
             )
             for name, plan in self.parameters.items()
         }
-        return Plan(self.mesh, parameters, self.modules, self.regions, self.layers, self.experts, self.sequence)
+        return Plan(
+            self.mesh,
+            parameters,
+            self.modules,
+            self.regions,
+            self.layers,
+            self.experts,
+            self.sequence,
+            self.tensor2d,
+        )

@@ -15,12 +15,14 @@ from hyper_parallel.shard.plan.draft import Draft
 from hyper_parallel.shard.plan.nouns import Plan
 from hyper_parallel.shard.plan.tensor import plan_tensor
 from hyper_parallel.shard.structure import layers_of
+from hyper_parallel.shard.tensor2d.nouns import with_digits
+from hyper_parallel.shard.tensor2d.plan import plan_tensor_2d
 from hyper_parallel.strategy import Strategy
 
 
 def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
     """The plan of a strategy for a model. Raises StrategyError with the reason when there is no right one."""
-    mesh = Mesh.of(strategy)
+    mesh = with_digits(Mesh.of(strategy))
     _check_parameters(model, mesh)
     found = layers_of(model)
     draft = Draft(model, strategy, mesh, layers=found[0] if found else None)
@@ -29,10 +31,17 @@ def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
     plan_experts(draft)
     if mesh.size(mesh.tensor) > 1:
         plan_tensor(draft)
+        if mesh.size("tensor_y") > 1:
+            plan_tensor_2d(draft)
     elif strategy.sequence:
         raise StrategyError(
             "sequence: true splits activations over the tensor axis, which has degree 1; "
             "set axes.tensor or leave sequence out"
+        )
+    if strategy.memory.gathered != "keep" and not draft.sequence:
+        raise StrategyError(
+            f"memory.gathered: {strategy.memory.gathered} is for inputs gathered from a split sequence; "
+            "set sequence: true or axes.tensor_y, or leave it out"
         )
     return draft.finished()
 

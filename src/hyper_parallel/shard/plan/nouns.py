@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.structure import Heads
+from hyper_parallel.shard.tensor2d.nouns import Tensor2D
 from hyper_parallel.strategy.strategy import RuleName
 
 Intervals = tuple[tuple[int, int], ...]
@@ -58,6 +59,8 @@ class Region:
 
     heads: Heads | None
     enters: str
+    keeps: bool = True
+    """What enters gathered is kept for the backward pass; otherwise it is gathered again."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class Plan:
     experts: Mapping[str, ExpertsPlan] = field(default_factory=dict)
     sequence: bool = False
     """Activations between the layers' regions are split along the sequence."""
+    tensor2d: Tensor2D | None = None
+    """Where tensor_y is above 1: the regions that compute in two dims, and what lies between them."""
 
     def layouts(self) -> dict[str, Layout]:
         """Parameter name to Layout."""

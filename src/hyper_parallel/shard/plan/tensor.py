@@ -136,7 +136,9 @@ class _TensorPlanner:
                         f"the weights {own} of {child!r} lie between split projections and no rule says what they see; "
                         "give strategy.rules: shared if they are applied to split activations, replicate if not"
                     )
-            self.draft.regions[parent] = Region(heads, "gather" if self.sequence else "copy")
+            gathered = self.draft.strategy.memory.gathered
+            keeps = gathered == "keep" or (gathered == "mlp" and heads is None)
+            self.draft.regions[parent] = Region(heads, "gather" if self.sequence else "copy", keeps)
 
     # One module.
 

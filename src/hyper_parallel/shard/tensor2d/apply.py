@@ -6,10 +6,7 @@ Arithmetic is the model's own, on local weights; between, activations [batch, se
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +19,9 @@ from hyper_parallel.shard.boundary import _entering, _leaving, _localise_heads
 from hyper_parallel.shard.dropout import Stretch
 from hyper_parallel.shard.plan.nouns import Plan
 from hyper_parallel.shard.structure import dim_of_features, is_conv1d
-from hyper_parallel.shard.tensor2d.gathered import gather_again
+from hyper_parallel.shard.tensor2d.gathered import GatheredInput
 from hyper_parallel.shard.tensor2d.heads import ScatterHeads
-from hyper_parallel.shard.tensor2d.norm import distributed_norm, formula_of
+from hyper_parallel.shard.tensor2d.norm import distributed_norm
 from hyper_parallel.shard.tensor2d.nouns import FEATURES, SEQUENCE, Attention, Mlp, digit, part_of_x
 from hyper_parallel.shard.tensor2d.tiles import Tiles
 from hyper_parallel.shard.wrap import Forward, change_input, change_output, wrap
@@ -41,8 +38,9 @@ def apply_tensor_2d(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, S
     stretches: dict[str, Stretch] = {}
     if found is None:
         return stretches
-    for name in found.norms:
-        _norm(model.get_submodule(name), name, found.hidden, axes)
+    for name, formula in found.norms.items():
+        module = model.get_submodule(name)
+        wrap(module, distributed_norm(formula, module, found.hidden, axes["tensor_x"]))
     for name, attention in found.attentions.items():
         stretches[name] = _attention(model.get_submodule(name), model, name, attention, plan, axes)
     for name, mlp in found.mlps.items():
@@ -93,29 +91,12 @@ def _swapped(module: nn.Module, axes: MeshAxes) -> None:
     wrap(module, change_output(lambda hidden: x.swap(hidden, FEATURES % 3, SEQUENCE)))
 
 
-def _norm(module: nn.Module, name: str, width: int, axes: MeshAxes) -> None:
-    wrap(module, distributed_norm(formula_of(name, module, width), module, width, axes["tensor_x"]))
-
-
-@dataclass
-class _Input:
-    """A region's gathered input: how autograd is to save it in the products that share it."""
-
-    saving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-
-    def gathered(self, x: torch.Tensor, gather: Move, keeps: bool) -> torch.Tensor:
-        if keeps:
-            return gather(x)
-        whole, self.saving = gather_again(x, gather)
-        return whole
-
-
 def _attention(
     module: nn.Module, model: nn.Module, name: str, plan: Attention, whole: Plan, axes: MeshAxes
 ) -> Stretch:
     x, y = axes["tensor_x"], axes["tensor_y"]
-    given = _Input()
-    wrap(module, change_input(lambda h: given.gathered(h, lambda h: y.gather_sum(h, SEQUENCE), plan.keeps)))
+    given = GatheredInput()
+    wrap(module, given.region(lambda h: y.gather_sum(h, SEQUENCE), plan.keeps))
     _localise_heads(module, plan.heads, x.size * y.size)
     sharing = axes[part_of_x(whole.mesh, plan.sharing, 1) if plan.sharing > 1 else digit(1, 1)]
     for child, parts in plan.colwise.items():
@@ -123,7 +104,7 @@ def _attention(
         _product(model.get_submodule(child), child, whole, given, scatter)
     stretch = Stretch(dims={FEATURES: axes[whole.mesh.tensor]})
     rowwise = model.get_submodule(plan.rowwise)
-    _product(rowwise, plan.rowwise, whole, _Input(), lambda out: y.reduce_split(out, SEQUENCE),
+    _product(rowwise, plan.rowwise, whole, GatheredInput(), lambda out: y.reduce_split(out, SEQUENCE),
              lambda h: x.gather_sum(h, FEATURES), plan.keeps)  # fmt: skip
     features = plan.heads.query * plan.heads.size
     return _stretch(stretch, features, [model.get_submodule(child) for child in plan.colwise], rowwise)
@@ -136,13 +117,19 @@ def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: Mesh
     enter = Tiles.of((("tensor_y", SEQUENCE), (beside, FEATURES)), axes)
     between = Tiles.of(((up.name, SEQUENCE), (k.name, FEATURES)), axes)
     leave = Tiles.of((("tensor_y", SEQUENCE), (r.name, FEATURES)), axes)
-    given = _Input()
-    wrap(module, change_input(lambda h: given.gathered(h, enter.gather_sum, plan.keeps)))
+    given = GatheredInput()
+    wrap(module, given.region(enter.gather_sum, plan.keeps))
     for child in plan.colwise:
         _product(model.get_submodule(child), child, whole, given, lambda out: up.reduce_split(out, SEQUENCE))
     rowwise = model.get_submodule(plan.rowwise)
     _product(
-        rowwise, plan.rowwise, whole, _Input(), leave.reduce_split, between.gather_sum, plan.keeps_between
+        rowwise,
+        plan.rowwise,
+        whole,
+        GatheredInput(),
+        leave.reduce_split,
+        between.gather_sum,
+        plan.keeps_between,
     )
     stretch = Stretch(dims={SEQUENCE: up, FEATURES: axes[plan.features(mesh)]})
     return _stretch(stretch, plan.between, [model.get_submodule(child) for child in plan.colwise], rowwise)
@@ -160,7 +147,7 @@ def _product(
     module: nn.Module,
     name: str,
     plan: Plan,
-    given: _Input,
+    given: GatheredInput,
     leave: Move,
     enter: Move | None = None,
     keeps: bool = True,
@@ -177,19 +164,25 @@ def _product(
     def wrapper(forward: Forward, x: torch.Tensor) -> Any:
         parameters, bias = module._parameters, None
         if enter is not None:
-            x = given.gathered(x, enter, keeps)
+            x = given.enter(x, enter, keeps)
         if has_bias:
             bias = parameters["bias"]
-            assert bias is not None and parameters["weight"] is not None
             # Conv1D's forward cannot do without a bias; nn.Linear's can.
-            parameters["bias"] = torch.zeros_like(parameters["weight"][0]) if conv else None  # type: ignore[assignment]
+            parameters["bias"] = torch.zeros_like(_row(parameters["weight"])) if conv else None  # type: ignore[assignment]
         try:
             with given.saving():
                 output = forward(x)
         finally:
+            if enter is not None:
+                given.leave()
             if has_bias:
                 parameters["bias"] = bias
         output = leave(output)
         return output if bias is None else output + bias
 
     wrap(module, wrapper)
+
+
+def _row(weight: torch.Tensor | None) -> torch.Tensor:
+    assert weight is not None
+    return weight[0]

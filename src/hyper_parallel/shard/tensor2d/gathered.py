@@ -10,6 +10,7 @@ Reducing what is kept by gathering again: arXiv 2205.05198, section 4.2.2 (for o
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,8 +18,48 @@ from typing import Any
 import torch
 
 from hyper_parallel.compat.local_tensor import each_rank
+from hyper_parallel.shard.wrap import Forward, Wrapper, change_input
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+class GatheredInput:
+    """What a region's products share as their input, and how autograd saves it while they run."""
+
+    def __init__(self) -> None:
+        self._saving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def enter(self, shard: torch.Tensor, gather: Gather, keeps: bool = False) -> torch.Tensor:
+        """`gather(shard)`; unless the region `keeps` it, products that run in `saving` save the shard."""
+        if keeps:
+            return gather(shard)
+        whole, self._saving = gather_again(shard, gather)
+        return whole
+
+    def region(self, gather: Gather, keeps: bool = False) -> Wrapper:
+        """A wrapper of the module whose products share the input: what it is given is gathered."""
+        change = change_input(lambda shard: self.enter(shard, gather, keeps))
+
+        def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return change(forward, *args, **kwargs)
+            finally:
+                self.leave()
+
+        return wrapper
+
+    def leave(self) -> None:
+        """Let go of the input."""
+        self._saving = contextlib.nullcontext
+
+    def saving(self) -> AbstractContextManager[None]:
+        """The context that products of the input last given run in."""
+        return self._saving()
+
+    def saved(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """A wrapper of a product."""
+        with self._saving():
+            return forward(*args, **kwargs)
 
 
 class _Again:
@@ -48,15 +89,11 @@ class _Saved:
     """A view of the gathered tensor that autograd saved."""
 
     def __init__(self, again: _Again, like: torch.Tensor) -> None:
-        self.again = again
-        self.shape, self.strides, self.offset = like.shape, like.stride(), like.storage_offset()
+        self.again, self.shape = again, like.shape
         again.want()
 
     def unpack(self) -> torch.Tensor:
-        made = self.again.take()
-        if made.shape == self.shape:
-            return made
-        return made.reshape(self.shape)
+        return self.again.take().view(self.shape)
 
 
 def gather_again(
@@ -70,11 +107,12 @@ def gather_again(
     if not torch.is_grad_enabled() or whole is shard:
         return whole, contextlib.nullcontext
     again = _Again(shard, gather)
-    storage = _storage(whole)
+    storage, count, alive = _storage(whole), whole.numel(), weakref.ref(whole)
 
     def pack(saved: torch.Tensor) -> Any:
-        same = _storage(saved) == storage and saved.numel() == whole.numel() and saved.is_contiguous()
-        return _Saved(again, saved) if same else saved
+        # A storage is known by its address, which says nothing any more once the tensor is gone.
+        same = alive() is not None and _storage(saved) == storage
+        return _Saved(again, saved) if same and saved.numel() == count and saved.is_contiguous() else saved
 
     def unpack(packed: Any) -> torch.Tensor:
         return packed.unpack() if isinstance(packed, _Saved) else packed

@@ -51,6 +51,8 @@ class ScatterHeads:
         n = self.x.size
         rows = self.x._gather_rows(gradient).unflatten(0, (n, gradient.size(0)))
         if len(self.parts) == 1:
-            return rows.movedim(0, -2).flatten(-2)
+            whole_of_one: torch.Tensor = rows.movedim(0, -2).flatten(-2)
+            return whole_of_one
         pieces = rows.split([length // n for length in self.parts], -1)
-        return torch.cat([row for piece in pieces for row in piece.unbind(0)], -1)
+        whole: list[torch.Tensor] = [row for piece in pieces for row in piece.unbind(0)]
+        return torch.cat(whole, -1)

@@ -119,8 +119,8 @@ def formula_of(name: str, module: nn.Module, width: int) -> Formula:
                 fits.append((off[0][0] + off[2][1], formula))
     if not fits:
         raise StrategyError(
-            f"axes.tensor_y splits the features that {name!r} ({type(module).__name__}) normalises, and no known RMSNorm "
-            "or LayerNorm formula reproduces it; use tensor_y: 1"
+            f"axes.tensor_y splits the features that {name!r} ({type(module).__name__}) normalises, and no known "
+            "formula of RMSNorm or LayerNorm reproduces it; use tensor_y: 1"
         )
     return min(fits, key=lambda fit: fit[0])[1]
 

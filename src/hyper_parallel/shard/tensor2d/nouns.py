@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hyper_parallel.layout.mesh import Fold, Mesh
 from hyper_parallel.shard.structure import Heads
 from hyper_parallel.shard.tensor2d.choose import MlpFactors
+from hyper_parallel.shard.tensor2d.norm import Formula
 
 ROWS, SEQUENCE, FEATURES = 0, 1, -1
 """Dims of activations [batch, sequence, features]."""
@@ -105,8 +106,8 @@ class Tensor2D:
 
     attentions: Mapping[str, Attention] = field(default_factory=dict)
     mlps: Mapping[str, Mlp] = field(default_factory=dict)
-    norms: tuple[str, ...] = ()
-    """Norms of the residual, whose features are split."""
+    norms: Mapping[str, Formula] = field(default_factory=dict)
+    """Norms of the residual, whose features are split: name to how it is computed."""
     swapped: tuple[str, ...] = ()
     """Regions that 2D does not know: they are entered with the sequence split over all ranks."""
     hidden: int = 0

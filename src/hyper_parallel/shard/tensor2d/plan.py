@@ -15,7 +15,7 @@ from hyper_parallel.shard.plan.draft import Draft, Split
 from hyper_parallel.shard.plan.nouns import Intervals
 from hyper_parallel.shard.structure import Heads, dim_of_features, fused_parts, is_conv1d, layers_or_refuse
 from hyper_parallel.shard.tensor2d.choose import choose_mlp
-from hyper_parallel.shard.tensor2d.norm import formula_of, width_of
+from hyper_parallel.shard.tensor2d.norm import Formula, formula_of, width_of
 from hyper_parallel.shard.tensor2d.nouns import Attention, Mlp, Tensor2D
 
 
@@ -32,18 +32,19 @@ class _Planner:
         self.draft, self.mesh, self.names = draft, draft.mesh, draft.names
         self.x, self.y = draft.mesh.size("tensor_x"), draft.mesh.size("tensor_y")
         self.hidden = int(getattr(draft.config, "hidden_size", 0))
+        self.formulas: dict[tuple[object, ...], Formula] = {}
         self.gathered = draft.strategy.memory.gathered
 
     def plan(self) -> None:
         layers, _ = layers_or_refuse(self.draft.model, "axes.tensor_y")
         if self.hidden % self.x:
             raise StrategyError(
-                f"axes.tensor_x = {self.x} does not divide the hidden size {self.hidden}, which tensor_y above 1 splits "
-                "between layers; use a divisor"
+                f"axes.tensor_x = {self.x} does not divide the hidden size {self.hidden}, which 2D splits between "
+                "layers; use a divisor, or tensor_y: 1"
             )
         attentions: dict[str, Attention] = {}
         mlps: dict[str, Mlp] = {}
-        norms: list[str] = []
+        norms: dict[str, Formula] = {}
         swapped: list[str] = []
         for name, layer in self.names[layers].named_children():
             self._refuse_own_weights(f"{layers}.{name}", layer)
@@ -57,11 +58,10 @@ class _Planner:
                     mlps[full] = mlp
                     self._set_mlp(full, mlp)
                 elif "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
-                    norms.append(full)
-                    self._norm(full, module)
+                    norms[full] = self._norm(full, module)
                 elif any(True for _ in module.parameters()):
                     swapped.append(full)
-        self.draft.tensor2d = Tensor2D(attentions, mlps, tuple(norms), tuple(swapped), self.hidden)
+        self.draft.tensor2d = Tensor2D(attentions, mlps, norms, tuple(swapped), self.hidden)
 
     def _refuse_own_weights(self, name: str, layer: nn.Module) -> None:
         own = [own for own, parameter in layer._parameters.items() if parameter is not None]
@@ -75,15 +75,21 @@ class _Planner:
 
     # Norms of the residual.
 
-    def _norm(self, name: str, module: nn.Module) -> None:
+    def _norm(self, name: str, module: nn.Module) -> Formula:
         if module._parameters and width_of(module) != self.hidden:
             raise StrategyError(
                 f"axes.tensor_y splits the {self.hidden} features between layers, and the weights of {name!r} "
                 f"({type(module).__name__}) are not one for each of them; use tensor_y: 1"
             )
-        formula_of(name, module, self.hidden)
         for own in module._parameters:
             self._set(name, own, [(0, "tensor_x", None)], summed=("tensor_y",))
+        # Norms that are made alike are tried once: there are two and more in each of many layers.
+        made = tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, int | float | str)))
+        weights = tuple(own for own, p in module._parameters.items() if p is not None)
+        key = (type(module), made, weights)
+        if key not in self.formulas:
+            self.formulas[key] = formula_of(name, module, self.hidden)
+        return self.formulas[key]
 
     def _set(
         self,
