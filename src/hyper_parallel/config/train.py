@@ -106,6 +106,9 @@ class TrainConfig(Section):
     """The learning rate over time."""
     loss: LossConfig = LossConfig()
     """What is minimised. Evaluation is by plain cross-entropy."""
+    router_bias_rate: NonNegative = 0.0
+    """By how much the bias of an expert's router score is corrected after each step, up where its load was below the
+    mean and down where it was above (arXiv 2408.15664; DeepSeek-V3 used 0.001). 0 leaves the biases as they are."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm; null does not clip."""
     eval: EvalConfig = EvalConfig()

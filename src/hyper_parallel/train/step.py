@@ -5,9 +5,9 @@ Order of operations of step n (docs/training.md says why):
 1. forward and backward of each micro-batch; the loss is divided by the step's global number of valid tokens
 2. the global gradient norm                                   (its own reduction)
 3. the next step's batch is loaded, while the device computes
-4. one reduction of a small vector: loss, next step's valid tokens, stop flag, memory
+4. one reduction of a small vector: loss, next step's valid tokens, stop flag, memory, each expert's load
 5. the host waits for the device, once; a loss or norm that is not finite ends the run here
-6. clipping, the optimizer's update
+6. clipping, the optimizer's update, the correction of the routers' biases
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError
 from hyper_parallel.launch import logs
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.experts.routing import imbalance, take_loads, update_biases
 from hyper_parallel.shard.handle import LOSS_AXES
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.train.batches import DATA_AXES, StepBatch
@@ -44,6 +45,8 @@ class StepResult:
     """Some rank was asked to stop."""
     memory: float
     """Sum over the ranks of what each said that it holds, in bytes."""
+    expert_imbalance: float | None = None
+    """The largest ratio, over the layers, of the busiest expert's load to the mean; None without experts."""
 
 
 def accumulate(
@@ -92,9 +95,11 @@ class Stepper:
         seed: int,
         clip: float | None,
         loss: LossConfig | None = None,
+        router_bias_rate: float = 0.0,
     ) -> None:
         self._model, self._handle, self._optimizer, self._schedule = model, handle, optimizer, schedule
         self._seed, self._clip, self._loss = seed, clip, loss
+        self._router_bias_rate = router_bias_rate
         self._axes = handle.mesh.names
         # Ranks along the other axes hold the same rows, or the same part of the loss: one of them speaks for all.
         self._tells_tokens, self._tells_loss = _speaks(handle, DATA_AXES), _speaks(handle, LOSS_AXES)
@@ -121,10 +126,12 @@ class Stepper:
         upcoming = following.tokens if following is not None else torch.zeros_like(loss)
         said = torch.tensor([float(stop), memory], device=loss.device)
         parts = torch.stack([loss * self._tells_loss, upcoming * self._tells_tokens])
-        vector = torch.cat([parts, said])
+        vector = torch.cat([parts, said, take_loads(self._handle)])
         vector = self._handle.all_reduce(vector, self._axes)
-        values = torch.cat([vector, torch.stack([norm.to(vector.dtype), tokens])]).tolist()
-        total, _, stops, held, grad_norm, valid = values
+        vector, loads = vector[:4], vector[4:]
+        uneven = imbalance(self._handle, loads) if loads.numel() else torch.zeros_like(loss)
+        values = torch.cat([vector, torch.stack([norm.to(vector.dtype), tokens, uneven])]).tolist()
+        total, _, stops, held, grad_norm, valid, ratio = values
         if valid == 0:
             raise DataError(
                 f"step {batch.step + 1}: no token of the batch bears loss (rows {shorten(batch.rows)}); "
@@ -135,10 +142,12 @@ class Stepper:
         if self._clip is not None and grad_norm > self._clip:
             self._handle.clip(norm, self._clip)
         self._optimizer.step(self._schedule(batch.step))
+        if self._router_bias_rate:
+            update_biases(self._model, loads, self._router_bias_rate)
         self._model.zero_grad(set_to_none=True)
         if following is not None:
             self._batch, self._tokens = following, vector[1]
-        return StepResult(total, grad_norm, int(valid), stops > 0, held)
+        return StepResult(total, grad_norm, int(valid), stops > 0, held, ratio if loads.numel() else None)
 
 
 def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:

@@ -14,9 +14,10 @@ from torch import nn
 from hyper_parallel.checkpoint.durable import REFUSALS, explain, publish
 from hyper_parallel.config import RunConfig, dump
 from hyper_parallel.config.train import LossConfig
-from hyper_parallel.errors import CheckpointError, HyperParallelError
+from hyper_parallel.errors import CheckpointError, ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker, stop_requested
 from hyper_parallel.shard import sharded
+from hyper_parallel.shard.experts.routing import has_biases
 from hyper_parallel.train.batches import Batches
 from hyper_parallel.train.build import Built, build, fill
 from hyper_parallel.train.evaluate import Evaluation
@@ -83,6 +84,11 @@ class _Run:
         fill(self.built, config, worker.device)
         self.model = self.built.model
         self.handle = sharded(self.model)
+        if config.train.router_bias_rate and not has_biases(self.model):
+            raise ConfigError(
+                f"train.router_bias_rate is {config.train.router_bias_rate}, but no router of "
+                f"{type(self.model).__name__} has a bias to correct; leave it out"
+            )
         self.optimizer = build_optimizer(self.model, config.train.optimizer)
         self.checkpoints = RunCheckpoints(config, self.built, self.optimizer)
         self.state, self.start = RunState(), 0
@@ -172,6 +178,7 @@ class _Run:
             seed=self.config.seed,
             clip=train.clip,
             loss=train.loss,
+            router_bias_rate=train.router_bias_rate,
         )
         stepper.begin(self.batches.load(state.step, state.consumed))
         for step in range(state.step, train.steps):
@@ -218,6 +225,8 @@ class _Run:
             "memory": result.memory,
             **rates,
         }
+        if result.expert_imbalance is not None:
+            record["expert_imbalance"] = result.expert_imbalance
         self.trackers.log(step + 1, record)
         assert self.progress is not None
         left = self.config.train.steps - step - 1
