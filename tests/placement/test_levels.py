@@ -105,9 +105,10 @@ def test_levels_that_differ_from_rank_to_rank_are_not_used() -> None:
         mesh = Mesh.of(Strategy(axes={"shard": 6}))
         assert Groups(mesh, Cluster(4)).levels("shard") is None
         assert Groups(mesh, Cluster(6)).levels("shard") is None
-        # Groups (0, 1), (2, 3), (4, 5) in nodes of 3: the second alone spans two.
-        mesh = Mesh.of(Strategy(axes={"shard": 3, "tensor": 2}))
-        assert Groups(mesh, Cluster(3)).levels("tensor_x") is None
+    with simulated_ranks(12):
+        # Of the groups 0–3, 4–7, 8–11 on nodes of 6 the second alone spans two.
+        mesh = Mesh.of(Strategy(axes={"shard": 3, "tensor": 4}))
+        assert Groups(mesh, Cluster(6)).levels("tensor_x") is None
 
 
 @settings(max_examples=20, deadline=None)

@@ -66,9 +66,10 @@ class Groups:
     def _make_levels(self, axis: str) -> Levels | None:
         groups = self.mesh.groups(axis)
         ways = {self.cluster.radices(ranks) for ranks in groups} if self.cluster else {None}
-        radices = ways.pop()
-        # Where groups lie on levels differently, no one way serves all ranks.
-        if ways or radices is None or len(radices) < 2:
+        if len(ways) > 1:
+            return None  # groups lie on the levels differently: no one way serves all ranks
+        (radices,) = ways
+        if radices is None or len(radices) < 2:
             return None
         parts, outer = [], 1
         for level, size in radices:
