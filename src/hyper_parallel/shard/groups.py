@@ -120,5 +120,5 @@ class Groups:
 def _mine_of(groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
     """The process group of this rank, of groups that all ranks make together."""
     mine = dist.get_rank()
-    made = [dist.new_group(list(ranks)) for ranks in groups]
+    made: list[dist.ProcessGroup] = [dist.new_group(list(ranks)) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if mine in ranks)

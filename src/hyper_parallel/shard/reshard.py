@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,16 +45,12 @@ def reshard(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor
     rows = per_rank(pack)
     if world > 1:
         group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        send = [
-            per_rank_int(lambda rank, to=to: _count(outgoing[rank], to, "receiver")) for to in range(world)
-        ]
-        receive = [
-            per_rank_int(lambda rank, of=of: _count(incoming[rank], of, "sender")) for of in range(world)
-        ]
+        send = [per_rank_int(_counter(outgoing, peer, "receiver")) for peer in range(world)]
+        receive = [per_rank_int(_counter(incoming, peer, "sender")) for peer in range(world)]
         rows = collectives.all_to_all(rows, send, receive, group)
     return per_rank(unpack)
 
 
-def _count(moved: Sequence[Transfer], peer: int, side: str) -> int:
-    """How many elements go to or come from a peer."""
-    return sum(math.prod(one.shape) for one in moved if getattr(one, side) == peer)
+def _counter(moved: Sequence[Sequence[Transfer]], peer: int, side: str) -> Callable[[int], int]:
+    """Rank to how many elements it sends to a peer, or gets from it."""
+    return lambda rank: sum(math.prod(one.shape) for one in moved[rank] if getattr(one, side) == peer)
