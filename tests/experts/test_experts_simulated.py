@@ -46,6 +46,15 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "rules": FEATURES,
         "sequence": True,
     },
+    "tensor_x 2 tensor_y 2": {"axes": {"tensor_x": 2, "tensor_y": 2}},
+    "shard 2 tensor_y 2 tensor_x 2 expert 8": {
+        "axes": {"shard": 2, "tensor_y": 2, "tensor_x": 2, "expert": 8},
+    },
+    "tensor_x 2 tensor_y 2 shard 2 expert 2 features": {
+        "axes": {"tensor_x": 2, "tensor_y": 2, "shard": 2, "expert": 2},
+        "rules": FEATURES,
+    },
+    "shard 4 replicate 2 expert 2": {"axes": {"shard": 4, "replicate": 2, "expert": 2}},
     "shard 4 expert 4 replicas recompute": {
         "axes": {"shard": 4, "expert": 4},
         "expert_replicas": {"*.experts": [6, 1]},
@@ -74,6 +83,9 @@ SAMPLE = {
     ("gpt-oss", "tensor 2"),
     ("glm4-moe", "shard 2 tensor 4 expert 8 sequence recompute"),
     ("olmoe", "shard 2 expert 2"),
+    ("mixtral", "shard 2 tensor_y 2 tensor_x 2 expert 8"),
+    ("qwen2-moe", "tensor_x 2 tensor_y 2 shard 2 expert 2 features"),
+    ("qwen3-moe", "shard 4 replicate 2 expert 2"),
 }
 
 # OLMoE norms queries and keys over all heads at once, which the tensor axes cannot split.
