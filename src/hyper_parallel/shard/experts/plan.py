@@ -153,7 +153,7 @@ class _ExpertsPlanner:
         for own, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            split = [(0, "expert", None)] if self.expert > 1 else []
+            split: list[Split] = [(0, "expert", None)] if self.expert > 1 else []
             partial = summed
             chosen = None
             if plan.features:

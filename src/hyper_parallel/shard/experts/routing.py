@@ -125,7 +125,7 @@ def auxiliary_loss(handle: ShardedModel) -> torch.Tensor:
     routing.logits.clear()
     counted = torch.cat([torch.stack(chosen).sum(0).float(), torch.stack(rows).sum().view(1)])
     mine = torch.stack(probabilities).sum(0)
-    axes = LOSS_AXES
+    axes: tuple[str, ...] = LOSS_AXES
     if routing.own_tokens:
         axes = (*LOSS_AXES, *handle.mesh.atoms(handle.mesh.tensor))
         # Each rank of the tensor axes has a part of the tokens, and then holds the loss of all of them.
