@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+import torch.distributed.distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.compat.local_tensor import int_on_rank, on_rank
@@ -186,7 +186,10 @@ def _place(group: dist.ProcessGroup) -> int:
 
 
 def _group(group: Any) -> dist.ProcessGroup:
-    return group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    named: dist.ProcessGroup = c10d._resolve_process_group(group)  # type: ignore[attr-defined]
+    return named
 
 
 def _received(kind: str, given: int, got: int, size: int, kept: int | None) -> int:
