@@ -42,7 +42,7 @@ PLACED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PLACED)
 def test_simulated_ranks_compute_what_one_device_computes(name: str) -> None:
     family, strategy = PLACED[name]
-    batch = draw_batch(131)
+    batch = draw_batch({"vocab_size": 131})
     one = one_device(FAMILIES[family], strategy, batch)
     report = run_cell(family_config(FAMILIES[family], strategy), build_model(FAMILIES[family]), batch, one)
     assert report.failures == []
@@ -52,7 +52,7 @@ def _steps(rank: int, world: int) -> list[list[str]]:
     failures = []
     for name, (family, strategy) in PLACED.items():
         config = family_config(FAMILIES[family], strategy)
-        batch = draw_batch(131)
+        batch = draw_batch({"vocab_size": 131})
         one = one_device(FAMILIES[family], {}, batch)
         many = step_of(build_model(FAMILIES[family]), config, config.strategy, batch, "fsdp", one.gradients)
         failures.append(compare(one, many, name, "gloo", "float32").failures)

@@ -40,7 +40,7 @@ class Case:
 
         def report() -> Any:
             config = family_config(self.family, self.strategy, self.train, self.length)
-            batch = draw_batch(self.family["vocab_size"], config.train.batch, self.length, self.number)
+            batch = draw_batch(self.family, config.train.batch, self.length, self.number)
             one = one_device(self.family, self.strategy, batch, self.train, self.length)
             return run_cell(config, build_model(self.family), batch, one)
 

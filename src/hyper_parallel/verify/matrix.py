@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hyper_parallel.compat.local_tensor import simulated_ranks
 from hyper_parallel.config import RunConfig, from_dict
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.verify.families import WITH_EXPERTS
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.run import alone, describe, step_of
 from hyper_parallel.verify.step import StepOutcome, Tensors
@@ -68,17 +69,46 @@ def build_model(family: Settings) -> nn.Module:
     return model.train()
 
 
-def draw_batch(vocabulary: int, rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Tensors:
-    """int64 [rows, length] ids, shifted labels and positions of packed documents, cut at other places in each row."""
+def draw_batch(family: Settings, rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Tensors:
+    """int64 [rows, length] ids, shifted labels and positions, and an image in each row where the family sees them.
+
+    Rows of text hold packed documents, cut at another place in each row.
+    """
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    text = family.get("text_config", family)
+    ids = torch.randint(0, int(text["vocab_size"]), (rows, length), generator=generator)
     labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    if "vision_config" in family:
+        return _with_images(family, ids, labels, generator)
     positions = torch.arange(length).repeat(rows, 1)
     for row in range(rows):
         at = int(torch.randint(1, length, (1,), generator=generator))
         positions[row, at:] -= at
-        labels[row, [at - 1, length - 1]] = -100
+        labels[row, at - 1] = -100
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def _with_images(family: Settings, ids: Tensor, labels: Tensor, generator: torch.Generator) -> Tensors:
+    """An image of 4 × 8 patches, merged two by two, after the third token of each row."""
+    rows, length = ids.shape
+    patch = family["vision_config"]["patch_size"]
+    ids %= min(family[key] for key in family if key.endswith("token_id"))
+    ids[:, 3:11] = family["image_token_id"]
+    labels[:, 2:10] = -100
+    # Text has one position three times over, an image a time, a height and a width (arXiv 2409.12191, section 2.1).
+    positions = torch.arange(length).repeat(rows, 3, 1)
+    positions[:, 0, 3:11] = 3
+    positions[:, 1, 3:11] = 3 + torch.arange(8) // 4
+    positions[:, 2, 3:11] = 3 + torch.arange(8) % 4
+    positions[:, :, 11:] -= 4
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": positions,
+        "pixel_values": torch.randn(rows, 32, 2 * 3 * patch**2, generator=generator),
+        "image_grid_thw": torch.tensor([1, 4, 8]).repeat(rows, 1),
+    }
 
 
 def one_device(
@@ -131,9 +161,11 @@ def run_matrix(
     """Every cell, family by family; `told` hears of each when it is done."""
     cells = []
     for family, settings in families.items():
-        batch = draw_batch(vocabulary_of(settings))
+        batch = draw_batch(settings)
         one = one_device(settings, {}, batch)
         for name, strategy in strategies.items():
+            if "expert" in strategy["axes"] and family not in WITH_EXPERTS:
+                continue
             cell = judged(family, name, functools.partial(_cell, settings, strategy, batch, one))
             cells.append(cell)
             told(cell)
@@ -142,11 +174,6 @@ def run_matrix(
 
 def _cell(family: Settings, strategy: Settings, batch: Tensors, one: StepOutcome) -> Report:
     return run_cell(family_config(family, strategy), build_model(family), batch, one)
-
-
-def vocabulary_of(settings: Settings) -> int:
-    """The vocabulary of a family's config, that of its language model where it has several parts."""
-    return int(settings.get("vocab_size") or settings["text_config"]["vocab_size"])
 
 
 def markdown(cells: Iterable[Cell], command: str) -> str:
@@ -163,7 +190,8 @@ def markdown(cells: Iterable[Cell], command: str) -> str:
         "process, against one device: the loss, the gradient norm, every gradient and every updated value. A number "
         "is the worst gradient's error over that gradient's largest element; a cell is right within 1e-5, and its "
         "updates within 2e-6. Models are tiny and uneven on purpose (131 tokens, odd widths, two key-value heads), "
-        "rows hold packed documents.",
+        "rows hold packed documents, or an image where the family sees them. A dot: the family has no "
+        "experts to spread.",
         "",
         f"Made by `{command}`: {count['right']} right, {count['refused']} refused, {count['wrong']} wrong, "
         f"of {len(cells)}.",
@@ -172,7 +200,7 @@ def markdown(cells: Iterable[Cell], command: str) -> str:
         "|---" * (len(strategies) + 1) + "|",
     ]
     for family in families:
-        row = [_shown(at[family, strategy]) if (family, strategy) in at else "" for strategy in strategies]
+        row = [_shown(at[family, strategy]) if (family, strategy) in at else "·" for strategy in strategies]
         lines.append(f"| {family} | " + " | ".join(row) + " |")
     for status, title in (("refused", "Refused, and why"), ("wrong", "Wrong")):
         told = [cell for cell in cells if cell.status == status]

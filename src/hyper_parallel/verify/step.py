@@ -90,22 +90,33 @@ def _micro_batch(
         start = handle.data_index_of(rank) * share + micro * count
         return torch.arange(start, start + count)
 
-    def mine(key: str) -> torch.Tensor:
-        return per_rank(lambda rank: whole[key][rows(rank)])
-
+    mine = {key: per_rank(lambda rank, x=x: x[rows(rank)]) for key, x in whole.items()}
     last = (micro + 1) * count == share
     with handle.micro_batch(seed=config.seed, step=0, rows=per_rank(rows), last=last):
         loss = causal_lm_loss(
             model,
-            mine("input_ids"),
-            mine("labels"),
-            mine("position_ids"),
-            tokens,
-            config.train.loss,
+            labels=mine.pop("labels"),
+            tokens=tokens,
+            options=config.train.loss,
             micro_batches=share // count,
+            **inputs_of(mine),
         )
         loss.backward()
     return loss.detach()
+
+
+def inputs_of(rows: Tensors) -> Tensors:
+    """What a model is called with, of tensors that keep a row's things in a row.
+
+    A vision-language model takes its patches [patches, ...] of all images one after the other, and positions of
+    three kinds as [3, B, S].
+    """
+    inputs = dict(rows)
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].flatten(0, 1)
+    if inputs["position_ids"].dim() == 3:
+        inputs["position_ids"] = inputs["position_ids"].transpose(0, 1)
+    return inputs
 
 
 def _replace_gradient(parameter: ShardedParameter, whole: Tensors) -> None:

@@ -13,7 +13,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "tensor 4 sequence": {"axes": {"tensor": 4}, "sequence": True},
     "tensor_x 2 tensor_y 2": {"axes": {"tensor_x": 2, "tensor_y": 2}},
     "context 2": {"axes": {"context": 2}},
-    "shard 2 expert 2": {"axes": {"shard": 2, "expert": 2}},
+    "context 4 ring": {"axes": {"context": 4}, "context": {"method": "ring"}},
     "replicate 2 shard 2": {"axes": {"replicate": 2, "shard": 2}},
     "tensor 2 shard 2 sequence recompute": {
         "axes": {"tensor": 2, "shard": 2},
@@ -21,20 +21,28 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "memory": {"recompute": "layer"},
     },
     "context 2 tensor 2": {"axes": {"context": 2, "tensor": 2}},
-    "shard 4 tensor 2 expert 4": {"axes": {"shard": 4, "tensor": 2, "expert": 4}},
     "shard 2 context 2 tensor 2 sequence": {
         "axes": {"shard": 2, "context": 2, "tensor": 2},
         "sequence": True,
     },
-    "replicate 2 shard 2 tensor 2 expert 4": {"axes": {"replicate": 2, "shard": 2, "tensor": 2, "expert": 4}},
+    "replicate 2 context 2 tensor_x 2 tensor_y 2": {
+        "axes": {"replicate": 2, "context": 2, "tensor_x": 2, "tensor_y": 2},
+        "memory": {"gathered": "again"},
+    },
     "shard 2 context 2 tensor_x 2 tensor_y 2": {
         "axes": {"shard": 2, "context": 2, "tensor_x": 2, "tensor_y": 2}
     },
+    "replicate 2 shard 2 context 2 tensor_x 2 tensor_y 2": {
+        "axes": {"replicate": 2, "shard": 2, "context": 2, "tensor_x": 2, "tensor_y": 2}
+    },
+    "shard 2 expert 2": {"axes": {"shard": 2, "expert": 2}},
+    "shard 4 tensor 2 expert 4": {"axes": {"shard": 4, "tensor": 2, "expert": 4}},
+    "replicate 2 shard 2 tensor 2 expert 4": {"axes": {"replicate": 2, "shard": 2, "tensor": 2, "expert": 4}},
     "shard 2 context 2 tensor_x 2 tensor_y 2 expert 8": {
         "axes": {"shard": 2, "context": 2, "tensor_x": 2, "tensor_y": 2, "expert": 8}
     },
 }
-"""Name to the fields of a Strategy. The world is at most 16 ranks."""
+"""Name to the fields of a Strategy. The world is at most 32 ranks."""
 
 
 def strategy_for(name: str, *, experts: bool) -> Strategy:
