@@ -11,6 +11,7 @@ import click
 from hyper_parallel._version import __version__
 from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.export import export
+from hyper_parallel.cli.inspect import inspect
 from hyper_parallel.cli.schema import schema
 from hyper_parallel.cli.train import train
 from hyper_parallel.cli.verify import verify
@@ -49,7 +50,7 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, verify, export, schema, doctor):
+for _subcommand in (train, verify, inspect, export, schema, doctor):
     command.add_command(_subcommand)
 
 

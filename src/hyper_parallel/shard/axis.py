@@ -222,6 +222,10 @@ class MeshAxes(Mapping[str, Axis]):
     def __len__(self) -> int:
         return len(self.mesh.names)
 
+    def made(self) -> dict[str, Axis]:
+        """Every axis, joint and fold that has been looked up, by name."""
+        return dict(self._made)
+
 
 _Move = Callable[[torch.Tensor], torch.Tensor]
 

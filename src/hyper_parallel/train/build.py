@@ -60,7 +60,7 @@ def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Mod
     hf = transformers_config(config.model)
     text = _text(config, hf)
     _fit_vocabulary(hf, config.model, text.tokenizer)
-    return _on_meta(hf, config), text
+    return on_meta(hf, config), text
 
 
 def fill(built: Built, config: RunConfig, device: torch.device) -> None:
@@ -144,7 +144,8 @@ def _fit_vocabulary(hf: Any, declared: ModelConfig, tokenizer: Tokenizer) -> Non
         )
 
 
-def _on_meta(hf: Any, config: RunConfig) -> nn.Module:
+def on_meta(hf: Any, config: RunConfig) -> nn.Module:
+    """The run's unsharded model without values. Raises ConfigError when Transformers cannot build it."""
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, config.effective_strategy.precision.param)

@@ -1,0 +1,45 @@
+"""``hyper-parallel inspect``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hyper_parallel.cli.arguments import as_json, run_file
+
+
+@click.command(short_help="Show what a strategy keeps and sends, for any number of ranks.")
+@run_file
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose bytes are shown."
+)
+@as_json
+def inspect(file: Path, overrides: tuple[str, ...], rank: int, as_json: bool) -> None:
+    """Show what FILE's strategy keeps on a rank and sends in a step, without the ranks.
+
+    Nothing is trained, allocated or started, and the data need not be there: the model is built without values, and
+    one rank's step runs on tensors without memory. A table shows each module pattern's Layout and bytes
+    (parameters, gradients, optimizer, activations), and the collectives by axis, link level and kind.
+
+    \b
+    Examples:
+      hyper-parallel inspect examples/quickstart.yaml
+      hyper-parallel inspect examples/llama-405b.yaml
+      hyper-parallel inspect run.yaml strategy.axes.tensor=8 --rank 3 --json
+
+    \b
+    Exit codes:
+      0    shown
+      2    a mistake in the file, or a strategy that does not fit the model, told in one line
+      130  interrupted
+    """
+    from hyper_parallel import config
+
+    run = config.load(file, overrides)
+    # Only now, because these need torch.
+    from hyper_parallel.inspect import inspect_run
+
+    report = inspect_run(run, rank)
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table())

@@ -1,0 +1,72 @@
+"""Ranks and tensors without substance: one rank of any number of them, nothing sent and nothing allocated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.compat import fsdp
+
+
+@contextlib.contextmanager
+def fake_ranks(world: int, rank: int) -> Iterator[None]:
+    """Run the block as `rank` of `world` ranks that are not there: collectives return at once, without values.
+
+    A world of one rank has no process group. Raises RuntimeError when a process group exists already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("ranks cannot be faked in a process that has a process group already")
+    if world == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_mode() -> FakeTensorMode:
+    """A context in which tensors are made that have a shape, a dtype and a device, and no memory."""
+    return FakeTensorMode()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has no values, so that nothing can be read from it."""
+    return isinstance(tensor, FakeTensor)
+
+
+def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Exchange the meta parameters and buffers of a parallelized model for fake ones on the CPU."""
+
+    def empty(like: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+    def make(old: nn.Parameter) -> nn.Parameter:
+        with torch.no_grad():
+            made = empty(old.to_local() if isinstance(old, DTensor) else old)
+            if isinstance(old, DTensor):
+                made = DTensor.from_local(
+                    made,
+                    old.device_mesh,
+                    old.placements,
+                    run_check=False,
+                    shape=old.shape,
+                    stride=old.stride(),
+                )
+        return nn.Parameter(made, old.requires_grad)
+
+    fsdp.replace_parameters(model, make)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = empty(buffer)

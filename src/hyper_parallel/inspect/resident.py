@@ -1,0 +1,146 @@
+"""What a rank keeps from step to step, exactly: parameters, gradients, optimizer state, and gathered weights.
+
+| | elements of | dtype | when |
+|---|---|---|---|
+| parameters | the Layout | `precision.param` | always |
+| gradients | the Layout | `precision.param` | from the backward pass to the update |
+| gradients before they are reduced | the Layout, storage gathered | `precision.reduce` | `shard: optimizer`, while micro-batches accumulate |
+| optimizer state | its own pieces | its own | always |
+| gathered weights | the Layout, storage gathered | the module's compute dtype | those that are not freed, and two at once of those that are |
+
+Two: the one computed with and the one that is gathered ahead. While gradients are reduced the group at hand has them
+whole, once as they were computed and once as they are sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.plan import Plan
+from hyper_parallel.shard.precision import compute_dtypes, dtype
+from hyper_parallel.shard.zero import frees_after_forward, gathered_apart
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.train.optimizer import build_optimizer
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that one rank keeps of one parameter."""
+
+    layout: str
+    parameter: int
+    gradient: int
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Bytes of weights that one rank holds whole over their storage axes."""
+
+    kept: int
+    """Of modules that do not free theirs: from the forward to the end of the backward pass, or of the step."""
+    freed: int
+    """Of modules that do, as many as are there at once: two of the largest."""
+    gradients: int
+    """Of the gradients of the largest module, before they are reduced, once computed and once to be sent."""
+
+    @property
+    def total(self) -> int:
+        """All of it at once."""
+        return self.kept + self.freed + self.gradients
+
+
+def kept_by(handle: ShardedModel, config: RunConfig, rank: int) -> dict[str, Kept]:
+    """By parameter name, what `rank` keeps of a model that was parallelized on the meta device."""
+    strategy, coordinate = handle.strategy, handle.mesh.coordinate(rank)
+    state = _optimizer_bytes(handle, config)
+    micro_batches = count_micro_batches(config)
+    stored, reduce = dtype(strategy.precision.param), dtype(strategy.precision.reduce)
+    accumulates = strategy.memory.shard == "optimizer" and micro_batches > 1
+    found = {}
+    for parameter in handle.parameters():
+        layout = parameter.layout
+        local = math.prod(layout.local_shape(coordinate)) * stored.itemsize
+        gradient = 0
+        if parameter.parameter.requires_grad:
+            gradient = local
+            planned = handle.plan.parameters[parameter.name]
+            if accumulates and _is_gathered(handle.plan, planned.storage):
+                gradient += math.prod(planned.computed.local_shape(coordinate)) * reduce.itemsize
+        found[parameter.name] = Kept(str(layout), local, gradient, state.get(parameter.name, 0))
+    return found
+
+
+def count_micro_batches(config: RunConfig) -> int:
+    """Micro-batches of a step on each rank."""
+    share = config.train.batch // config.effective_strategy.axes.data
+    return share // (config.train.micro_batch or share)
+
+
+def gathered_by(model: nn.Module, plan: Plan, strategy: Strategy, rank: int) -> Gathered:
+    """What `rank` gathers of a model that is not parallelized yet, a group of modules at a time as FSDP2 does it."""
+    dtypes = compute_dtypes(model, strategy.precision)
+    apart = gathered_apart(model, plan, dtypes)
+    frees = frees_after_forward(strategy.memory, apart)
+    reduce = dtype(strategy.precision.reduce)
+    weights: dict[str, int] = {}
+    gradients: dict[str, int] = {}
+    seen: set[int] = set()
+    coordinate = plan.mesh.coordinate(rank)
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        group = _group_of(name, apart)
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            planned = plan.parameters[known[id(parameter)]]
+            elements = math.prod(planned.computed.local_shape(coordinate))
+            compute, stored = dtypes[name], dtype(strategy.precision.param)
+            if _is_gathered(plan, planned.storage):
+                weights[group] = weights.get(group, 0) + elements * compute.itemsize
+                if parameter.requires_grad:
+                    sent = elements * (compute.itemsize + reduce.itemsize)
+                    gradients[group] = gradients.get(group, 0) + sent
+            elif compute != stored:
+                # A cast that autograd keeps for the backward pass.
+                weights[""] = weights.get("", 0) + elements * compute.itemsize
+    kept = sum(size for group, size in weights.items() if not frees.get(group, False))
+    freed = sorted((size for group, size in weights.items() if frees.get(group, False)), reverse=True)
+    return Gathered(kept, sum(freed[:2]), max(gradients.values(), default=0))
+
+
+def _is_gathered(plan: Plan, storage: str) -> bool:
+    """Whether FSDP2 has the parameters that are stored over this axis."""
+    return plan.mesh.size(storage) * plan.mesh.size("replicate") > 1
+
+
+def _group_of(name: str, apart: Mapping[str, str]) -> str:
+    """The innermost module gathered by itself that a module is in; the root's name if there is none."""
+    while name and name not in apart:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _optimizer_bytes(handle: ShardedModel, config: RunConfig) -> dict[str, int]:
+    """By parameter name, the bytes of all state that the run's optimizer keeps for it, as it declares its pieces."""
+    optimizer = build_optimizer(handle.model, config.train.optimizer)
+    names = {p.name for p in handle.parameters()}
+    found: dict[str, int] = {}
+    for key, piece in optimizer.pieces().items():
+        # optimizer.<kind>.<parameter>
+        name = key.split(".", 2)[2]
+        assert name in names, f"state {key!r} of no parameter"
+        found[name] = found.get(name, 0) + _bytes(piece.local)
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
