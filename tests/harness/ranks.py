@@ -25,6 +25,7 @@ PRELOAD = [
     "pytest",
     "hypothesis",
     "numpy",
+    "peft",
 ]
 GRACE_S = 3.0
 """How long the other ranks may go on after one failed, so that the report shows what each of them saw."""

@@ -23,9 +23,14 @@ SAMPLE = {
 }
 SAMPLE |= {("gpt2", "replicate 2 shard 2 tensor 2 sequence recompute"), ("mistral", "replicate 2 shard 2")}
 SAMPLE |= {
-    ("llama-tied", "tensor 2 shard 2 sequence"),
+    ("llama-dropout", "tensor 2 shard 2 sequence"),
     ("qwen2", "replicate 2"),
-    ("gpt2", "tensor 4 sequence"),
+    ("gpt2-dropout", "tensor 4 sequence"),
+    ("gemma2", "tensor 2 shard 2 sequence"),
+    ("gpt-oss", "tensor 4 sequence"),
+    ("deepseek-v3", "tensor 2 shard 2 sequence"),
+    ("deepseek-v3-whole-query", "tensor 4 sequence"),
+    ("qwen2.5-vl", "replicate 2 shard 2 tensor 2 sequence recompute"),
 }
 
 expected_step = functools.cache(one_device_step)
@@ -57,10 +62,10 @@ def test_simulated_ranks_compute_what_one_device_computes(family: str, name: str
 def test_accumulating_micro_batches_is_one_batch() -> None:
     from families import step
 
-    model = build("gpt2")  # drops activations
+    model = build("gpt2-dropout")
     shard.parallelize(model, Strategy())
     shard.init_weights(model, seed=1)
-    assert_same_step(step(model, Strategy(), micro_batches=4), expected_step("gpt2"))
+    assert_same_step(step(model, Strategy(), micro_batches=4), expected_step("gpt2-dropout"))
 
 
 def test_recompute_changes_nothing() -> None:

@@ -103,14 +103,20 @@ def refuse_other_adapters(model: nn.Module, *, split: bool) -> None:
             )
 
 
-def initialise(module: Any, adapter: str, how: object) -> None:
-    """Draw one adapter's values as peft does. Raises StrategyError where that needs the base's values."""
-    if how is not True and not (isinstance(how, str) and how.lower() == "gaussian"):
+def initialise(layer: Any, adapter: str, module: nn.Linear, how: object) -> None:
+    """Draw the values of `module`, one of an adapter's two maps in `layer`, as peft does for `init_lora_weights`.
+
+    Raises StrategyError where that needs the base's values.
+    """
+    if how is False:
+        module.reset_parameters()  # what torch gave it when peft made it
+    elif how is True or (isinstance(how, str) and how.lower() == "gaussian"):
+        layer.reset_lora_parameters(adapter, how)
+    else:
         raise StrategyError(
             f"init_lora_weights={how!r} is computed from the base model's values, which are not there when a model is "
             "built on the meta device; use True or 'gaussian', or build the model with values"
         )
-    module.reset_lora_parameters(adapter, how)
 
 
 def _is_of_peft(module: nn.Module, name: str) -> bool:

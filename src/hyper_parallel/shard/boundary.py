@@ -15,7 +15,7 @@ from torch import nn
 
 from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.adapters import base_of, is_adapted
+from hyper_parallel.shard.adapters import adapted_layers, base_of
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Stretch
 from hyper_parallel.shard.loss.head import leaves_split
@@ -42,11 +42,12 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
             stretch = stretches[name.rpartition(".")[0]]
             colwise = module_plan.rule == "colwise"
             wrap(module, _entering(stretch, module_plan.features) if colwise else _leaving(stretch))
-        if is_adapted(module):
-            # What an adapter drops is its own input: whole before a colwise projection, split before a rowwise one.
-            stretches[name] = Stretch(
-                split=module_plan.rule == "rowwise", features=module_plan.features, inside=True
-            )
+    for name, _ in adapted_layers(model):
+        # What an adapter drops is the layer's own input: split before a rowwise projection, else whole.
+        planned = plan.modules.get(name)
+        if planned is not None or name.rpartition(".")[0] in plan.regions:
+            split, features = (planned.rule == "rowwise", planned.features) if planned else (False, 0)
+            stretches[name] = Stretch(split, features, inside=True)
     for name, region in plan.regions.items():
         module = model.get_submodule(name)
         enter = _gather_sequence(name, region, tensor) if region.enters == "gather" else tensor.copy

@@ -71,6 +71,11 @@ def _dropout(x: torch.Tensor, p: float, name: str, indices: dict[int, torch.Tens
     `indices` gives, for dims that are split, the int64 global indices of what is held; other dims are whole.
     """
     draw = current_draw(name)
+    if draw.rows.numel() != x.size(0):
+        raise StrategyError(
+            f"{name!r} drops activations of {x.size(0)} rows, but the batch has {draw.rows.numel()}: what is no row of "
+            "the batch, an image's patches for one, cannot be dropped alike under every strategy; set its rate to 0"
+        )
     digest = hashlib.blake2b(f"{draw.seed}/{draw.step}/{name}".encode(), digest_size=4).digest()
     hashed = torch.full((), int.from_bytes(digest, "little"), dtype=torch.int64, device=x.device)
     for dim in range(x.dim()):

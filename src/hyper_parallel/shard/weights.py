@@ -21,6 +21,7 @@ from torch import nn
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank
 from hyper_parallel.errors import CheckpointError, StrategyError
+from hyper_parallel.shard.adapters import initialise, name_in_base, without_adapters
 from hyper_parallel.shard.handle import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.rules import is_transformers
 
@@ -32,8 +33,12 @@ def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu"
         _fill(handle, name, values)
 
 
-def load_weights(model: nn.Module, folder: str | Path, device: torch.device | str = "cpu") -> None:
+def load_weights(
+    model: nn.Module, folder: str | Path, device: torch.device | str = "cpu", seed: int = 0
+) -> None:
     """Read a Hugging Face folder's safetensors into a model that was parallelized on the meta device.
+
+    The folder is that of the model without adapters; adapters get new values, drawn with `seed`.
 
     Raises CheckpointError when a tensor is missing, has another shape, or a file cannot be read.
     """
@@ -43,7 +48,10 @@ def load_weights(model: nn.Module, folder: str | Path, device: torch.device | st
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, parameter in skeleton.named_parameters():
-            stored = _stored_name(name, skeleton, files)
+            plain = name_in_base(name, skeleton)
+            if plain is None:
+                continue
+            stored = _stored_name(plain, without_adapters(skeleton), files)
             if stored is None:
                 raise CheckpointError(
                     f"{folder}: no tensor {name!r}; the folder holds another model's weights"
@@ -60,7 +68,7 @@ def load_weights(model: nn.Module, folder: str | Path, device: torch.device | st
                     f"{path}: {stored!r} has shape {list(piece.get_shape())}, the model needs {list(parameter.shape)}"
                 )
             _fill(handle, name, piece)
-    for name, values in _initial_buffers(skeleton):
+    for name, values in (*_initial_buffers(skeleton), *_initial_values(skeleton, seed, adapters_only=True)):
         _fill(handle, name, values)
 
 
@@ -113,12 +121,16 @@ def _parameters(handle: ShardedModel) -> dict[str, ShardedParameter]:
 # New values.
 
 
-def _initial_values(skeleton: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every parameter and buffer, one module's at a time."""
+def _initial_values(
+    skeleton: nn.Module, seed: int, adapters_only: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every parameter and buffer, or of adapters', one module's at a time."""
     known = {id(parameter): name for name, parameter in skeleton.named_parameters()}
     drawn: set[str] = set()
     with one_device():
         for path, module in skeleton.named_modules():
+            if adapters_only and name_in_base(path, skeleton) is not None:
+                continue
             names = {
                 own: known[id(p)]
                 for own, p in module._parameters.items()
@@ -163,7 +175,11 @@ def _drawn(
             assert buffer is not None
             fill = torch.nan if buffer.is_floating_point() else 0
             module._buffers[own] = torch.full_like(buffer, fill, device="cpu") if buffer.is_meta else buffer
-        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+        # With adapters or without, a module of the base model gets the same values.
+        plain = name_in_base(path, skeleton)
+        digest = hashlib.blake2b(
+            f"{seed}/{path if plain is None else plain}".encode(), digest_size=8
+        ).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             _run_initialisers(skeleton, path, module)
@@ -195,6 +211,12 @@ def _run_initialisers(skeleton: nn.Module, path: str, module: nn.Module) -> None
         reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is not None:
             reset()
+        return
+    if name_in_base(path, skeleton) is None:
+        layer, _, adapter = path.rpartition(".")
+        peft: Any = skeleton
+        how = peft.peft_config[adapter].init_lora_weights
+        initialise(skeleton.get_submodule(layer.rpartition(".")[0]), adapter, module, how)
         return
     around = [path]
     while around[-1]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import chunk
-from hyper_parallel.shard.adapters import adapters_of, base_of, is_adapted, refuse_other_adapters
+from hyper_parallel.shard.adapters import adapters_of, base_of, is_adapted
 from hyper_parallel.shard.plan.draft import Draft
 from hyper_parallel.shard.plan.nouns import Intervals, ModulePlan, Region
 from hyper_parallel.shard.rules import is_transformers
@@ -56,7 +56,6 @@ class _TensorPlanner:
                 raise StrategyError("sequence: true is understood for Transformers models only; leave it out")
             self.draft.layers, _ = layers_or_refuse(self.model, "sequence: true")
             self.draft.sequence = True
-        refuse_other_adapters(self.model, split=True)
         self._check_partners()
         self._find_regions()
         for name, rule in self.rules.items():

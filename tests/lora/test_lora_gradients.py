@@ -1,0 +1,65 @@
+"""LoRA under every strategy, all ranks in one process, against one device: every adapter's gradient."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from hyper_parallel.strategy import Strategy
+from lora.adapted import one_device_step, simulated_step
+from shard.families import FAMILIES, STRATEGIES
+
+ALL = {**STRATEGIES, "tensor_x 2 tensor_y 2": {"axes": {"tensor_x": 2, "tensor_y": 2}}}
+SAMPLE = {
+    ("llama", "tensor 2"),
+    ("llama", "tensor_x 2 tensor_y 2"),
+    ("phi3", "tensor 4 sequence"),
+    ("gpt2-dropout", "tensor 2 shard 2 sequence"),
+    ("qwen2", "replicate 2 shard 2"),
+    ("deepseek-v3", "tensor 4 sequence"),
+    ("qwen2.5-vl", "shard 2 tensor 2"),
+    ("mixtral", "replicate 2 shard 2 tensor 2 sequence recompute"),
+}
+
+expected_step = functools.cache(one_device_step)
+
+
+def cells() -> list:  # type: ignore[type-arg]
+    return [
+        pytest.param(family, name, marks=[] if (family, name) in SAMPLE else [pytest.mark.matrix])
+        for family in FAMILIES
+        for name in ALL
+    ]
+
+
+def assert_same(family: str, strategy: dict[str, Any], **settings: Any) -> None:
+    expected = one_device_step(family, **settings) if settings else expected_step(family)
+    got = simulated_step(family, Strategy(**strategy), **settings)
+    assert got.norm == pytest.approx(expected.norm, rel=1e-5)
+    assert got.gradients.keys() == expected.gradients.keys()
+    assert all("lora_" in name for name in got.gradients)
+    assert all(gradient.any() for gradient in expected.gradients.values())
+    for name, value in expected.values.items():
+        assert torch.equal(got.values[name], value), f"initial values of {name} differ"
+    for name, gradient in expected.gradients.items():
+        scale = max(float(gradient.abs().max()), 1e-4 * expected.norm)
+        worst = float((got.gradients[name] - gradient).abs().max()) / scale
+        assert worst < 1e-5, f"gradient of {name} is off by {worst:.1e}"
+
+
+@pytest.mark.parametrize(("family", "name"), cells())
+def test_adapters_get_one_device_s_gradients(family: str, name: str) -> None:
+    assert_same(family, ALL[name])
+
+
+@pytest.mark.parametrize("name", ["tensor 4 sequence", "tensor_x 2 tensor_y 2"])
+def test_dropout_before_adapters_is_the_same(name: str) -> None:
+    assert_same("llama", ALL[name], lora_dropout=0.3)
+
+
+def test_an_adapter_of_the_head_and_one_with_a_bias() -> None:
+    assert_same("qwen2", ALL["tensor 2 shard 2 sequence"], target_modules=["q_proj", "k_proj", "lm_head"])
+    assert_same("llama", ALL["tensor 2"], target_modules=["q_proj", "up_proj"], lora_bias=True)
