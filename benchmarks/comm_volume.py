@@ -1,0 +1,232 @@
+"""Bytes that collectives move for one transformer layer, forward and backward: 2D tensor parallelism against 1D.
+
+    python benchmarks/comm_volume.py              # the table; writes benchmarks/results/comm_volume.json
+
+Unmodified Transformers layers of real shapes are parallelized on a fake process group and run on the meta device, and
+every collective is counted as it passes the dispatcher. One layer is the difference between a model of two layers and
+one of one, which leaves out what is done once a model. All-gathers and reduce-scatters carry activations; they are
+laid beside the closed forms (`hyper_parallel.shard.tensor2d.choose`) and must equal them. All-reduces carry the
+norms' statistics and the gradients of weights that several ranks compute with, shown apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+import measure
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hyper_parallel as hp
+from hyper_parallel.compat.collectives import counting
+from hyper_parallel.shard.tensor2d.choose import (
+    Gathered,
+    MlpFactors,
+    Shape,
+    attention_cost,
+    choose_attention,
+    choose_mlp,
+    mlp_cost,
+    one_axis_cost,
+)
+
+MODELS = {
+    "Llama-3-70B": Shape(hidden=8192, query=64 * 128, kv=8 * 128, head=128, between=28672),
+    "Llama-3.1-405B": Shape(hidden=16384, query=128 * 128, kv=8 * 128, head=128, between=53248),
+}
+DEGREES = (4, 8, 16, 32, 64)
+TREATMENTS: tuple[Gathered, ...] = ("keep", "mlp", "again")
+TOKENS = 8192
+WIDTH = torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that one device receives for one layer, forward and backward."""
+
+    activations: int
+    statistics: int
+    weight_gradients: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model at one degree, with one treatment of gathered inputs in both 1D and 2D."""
+
+    model: str
+    ranks: int
+    gathered: str
+    y: int
+    x: int
+    x_up: int
+    x_down: int
+    one: Moved
+    one_closed: int
+    two: Moved
+    two_closed: int
+    two_kept_elements: float
+    """What the backward pass finds gathered beyond the shards, in T·h elements a layer."""
+    against_equal: float
+    """2D over 1D with the same treatment, less 1."""
+    against_again: float
+    """2D over 1D that gathers again, less 1."""
+
+
+@contextlib.contextmanager
+def fake_ranks(world: int) -> Iterator[None]:
+    """A process group of `world` ranks in which this process is rank 0 and nothing is sent."""
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def layers_of(shape: Shape, layers: int, strategy: hp.Strategy) -> tuple[list[torch.nn.Module], Any]:
+    """Parallelized decoder layers on the meta device, and the model's rotary embedding."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.between,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.query // shape.head,
+        num_key_value_heads=shape.kv // shape.head,
+        head_dim=shape.head,
+        attn_implementation="sdpa",
+        dtype=torch.bfloat16,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    hp.parallelize(model, strategy, lowering="traceable")
+    return list(model.model.layers), model.model.rotary_emb
+
+
+def count(shape: Shape, layers: int, strategy: hp.Strategy, tokens: int) -> Moved:
+    """What `layers` layers move, the model's first split and last gather included."""
+    with fake_ranks(strategy.axes.world):
+        stack, rotary = layers_of(shape, layers, strategy)
+        hidden = torch.zeros(1, tokens, shape.hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        positions = rotary(hidden, torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
+        with counting() as counted:
+            out = hidden
+            for layer in stack:
+                out = layer(out, position_embeddings=positions, attention_mask=None)
+            out.sum().backward()
+    assert {c.kind for c in counted} <= {"all_reduce", "all_gather", "reduce_scatter"}
+    # Statistics are summed over tensor_x, the innermost axis; weights' gradients over tensor_y, or over both.
+    over_x = tuple(range(strategy.axes.tensor_x)) if strategy.axes.tensor_y > 1 else None
+    reduced = [c for c in counted if c.kind == "all_reduce"]
+    return Moved(
+        sum(c.bytes_received for c in counted if c.kind != "all_reduce"),
+        sum(c.bytes_received for c in reduced if c.ranks == over_x),
+        sum(c.bytes_received for c in reduced if c.ranks != over_x),
+    )
+
+
+def one_layer(shape: Shape, strategy: hp.Strategy, tokens: int = TOKENS) -> Moved:
+    """What one layer more moves."""
+    one, two = (asdict(count(shape, layers, strategy, tokens)) for layers in (1, 2))
+    return Moved(**{key: two[key] - one[key] for key in one})
+
+
+def strategy_of(ranks: int, gathered: Gathered, y: int = 1) -> hp.Strategy:
+    """1D with the sequence split for y = 1, else 2D."""
+    axes = {"tensor_y": y, "tensor_x": ranks // y}
+    return hp.Strategy(
+        axes=axes,
+        sequence=True,
+        memory={"gathered": gathered},
+        precision={"param": "bfloat16", "compute": "bfloat16", "reduce": "bfloat16"},
+    )
+
+
+def in_bytes(cost: Fraction, ranks: int, tokens: int = TOKENS) -> int:
+    """A closed form, which counts elements in units of T / P, in bytes."""
+    exact = cost * tokens * WIDTH / ranks
+    assert exact.denominator == 1, exact
+    return int(exact)
+
+
+def kept(shape: Shape, x: int, y: int, factors: MlpFactors, gathered: Gathered) -> float:
+    """Elements that the backward pass finds gathered beyond the shards that any treatment saves, in units of T·h."""
+    ranks, h, e = x * y, shape.hidden, shape.between
+    attention = (y - 1) * h + (x - 1) * shape.query
+    up, down = (ranks // factors.up - 1) * h, (factors.down - 1) * e
+    elements = {"keep": attention + up + down, "mlp": up, "again": 0}[gathered]
+    return elements / (ranks * h)
+
+
+def row(model: str, ranks: int, gathered: Gathered, tokens: int = TOKENS) -> Row:
+    """Measure and compute one row; measured activations must equal the closed forms."""
+    shape = MODELS[model]
+    x, y = choose_attention(shape, ranks, gathered)
+    factors = choose_mlp(shape.hidden, shape.between, shape.leading, x, y, gathered)
+    one = one_layer(shape, strategy_of(ranks, gathered), tokens)
+    two = one_layer(shape, strategy_of(ranks, gathered, y), tokens)
+    # In 1D `mlp` keeps the MLP's input and gathers the attention's again.
+    attention: Gathered = "keep" if gathered == "keep" else "again"
+    mlp: Gathered = "again" if gathered == "again" else "keep"
+    one_closed = in_bytes(
+        one_axis_cost(shape, ranks, attention) + one_axis_cost(shape, ranks, mlp), ranks, tokens
+    )
+    cost = attention_cost(shape, x, y, gathered) + mlp_cost(shape, x, y, factors, gathered)
+    two_closed = in_bytes(cost, ranks, tokens)
+    again = in_bytes(2 * one_axis_cost(shape, ranks, "again"), ranks, tokens)
+    return Row(
+        model, ranks, gathered, y, x, factors.up, factors.down, one, one_closed, two, two_closed,
+        kept(shape, x, y, factors, gathered),
+        two.activations / one.activations - 1,
+        two.activations / again - 1,
+    )  # fmt: skip
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows for people."""
+    made = Table(
+        title=f"MiB received by each device, one layer, forward and backward, {TOKENS} tokens, bfloat16"
+    )
+    columns = "model|P|gathered|y|x|x′|x″|1D|closed form|2D|closed form|2D : 1D|2D : 1D again"
+    apart = "|kept, T·h|statistics|weight gradients 1D|2D"
+    for column in (columns + apart).split("|"):
+        made.add_column(column, justify="right" if column != "model" else "left")
+    for r in rows:
+        mib = [f"{n / 2**20:.1f}" for n in (r.one.activations, r.one_closed, r.two.activations, r.two_closed)]
+        made.add_row(
+            r.model, str(r.ranks), r.gathered, str(r.y), str(r.x), str(r.x_up), str(r.x_down), *mib,
+            f"{r.against_equal:+.1%}", f"{r.against_again:+.1%}", f"{r.two_kept_elements:.3f}",
+            f"{r.two.statistics / 2**20:.2f}", f"{r.one.weight_gradients / 2**20:.2f}",
+            f"{r.two.weight_gradients / 2**20:.2f}",
+        )  # fmt: skip
+    return made
+
+
+def main() -> None:
+    """Every row; fails when a measured figure is not the closed form."""
+    rows = [row(model, ranks, gathered) for model in MODELS for ranks in DEGREES for gathered in TREATMENTS]
+    Console(width=200).print(table(rows))
+    path = measure.write(
+        "comm_volume",
+        {
+            "unit": "bytes received by each device for one layer, forward and backward",
+            "tokens": TOKENS,
+            "dtype": "bfloat16",
+            "measured_on": "a fake process group and the meta device: collectives counted, nothing sent",
+            "rows": [asdict(r) for r in rows],
+        },
+    )
+    print(path)
+    for r in rows:
+        assert r.one.activations == r.one_closed, r
+        assert r.two.activations == r.two_closed, r
+
+
+if __name__ == "__main__":
+    main()
