@@ -8,18 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, build
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from harness import run_ranks
 from hyper_parallel import shard
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.strategy import Strategy
+from hyper_parallel.verify.families import WITH_IMAGES
 
 
 def saved(family: str, folder: Path) -> torch.nn.Module:
     fields = dict(FAMILIES[family])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    auto = AutoModelForImageTextToText if family in WITH_IMAGES else AutoModelForCausalLM
+    attention = fields.pop("attn_implementation", "sdpa")
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = auto.from_config(config, attn_implementation=attention)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()  # a buffer that is a weight: zeros at first, learned in training
     model.save_pretrained(folder)
     return model
 
@@ -32,7 +40,7 @@ def _loaded(rank: int, world: int, family: str, folder: str) -> dict[str, torch.
     return {p.name: handle.gather(p.local, p.layout) for p in handle.parameters()}
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "phi3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama-tied", "phi3", "gpt2", "mixtral", "deepseek-v3", "qwen2.5-vl"])
 def test_loaded_values_are_the_saved_ones(family: str, tmp_path: Path) -> None:
     expected = dict(saved(family, tmp_path).named_parameters())
     for got in run_ranks(_loaded, 4, family, str(tmp_path)):
@@ -46,7 +54,8 @@ def test_loaded_model_computes_the_saved_one(tmp_path: Path) -> None:
         reference = saved(family, tmp_path / family).eval()
         model = shard.parallelize(build(family), Strategy())
         shard.load_weights(model, tmp_path / family)
-        torch.testing.assert_close(model.eval()(ids).logits, reference(ids).logits, rtol=0, atol=0)
+        got, expected = model.eval()(ids).logits, reference(ids).logits
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=lambda m, f=family: f"{f}: {m}")
 
 
 class Peak:
@@ -103,6 +112,18 @@ def test_no_rank_holds_the_whole_model(loads: bool, tmp_path: Path) -> None:
     assert alone > 0.95  # the measure sees the whole model where there is one
     # A quarter is kept; drawing holds the largest tensor (4% of this model) twice on the way.
     assert max(run_ranks(_peak, 4, folder, {"shard": 2, "tensor": 2})) < 0.4
+
+
+def test_a_folder_without_one_expert_is_refused(tmp_path: Path) -> None:
+    saved("mixtral", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.5.w3.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = shard.parallelize(build("mixtral"), Strategy())
+    with pytest.raises(
+        CheckpointError, match=r"no tensor 'model.*experts.5.w3.weight'; an expert is missing"
+    ):
+        shard.load_weights(model, tmp_path)
 
 
 def test_another_model_s_folder_is_refused(tmp_path: Path) -> None:

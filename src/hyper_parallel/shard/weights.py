@@ -8,20 +8,18 @@ its pieces. Saved ones are read piece by piece.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank
 from hyper_parallel.errors import CheckpointError, StrategyError
 from hyper_parallel.shard.adapters import initialise, name_in_base, without_adapters
+from hyper_parallel.shard.folder import Folder, Source
 from hyper_parallel.shard.handle import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.rules import is_transformers
 
@@ -44,31 +42,23 @@ def load_weights(
     """
     handle = _emptied(model, device)
     skeleton = _skeleton(handle)
-    files = _safetensors_of(Path(folder))
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
-        for name, parameter in skeleton.named_parameters():
+    plain_model = without_adapters(skeleton)
+    drawn = dict(_initial_buffers(skeleton))
+    with Folder(Path(folder)) as files:
+        for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
             plain = name_in_base(name, skeleton)
             if plain is None:
                 continue
-            stored = _stored_name(plain, without_adapters(skeleton), files)
-            if stored is None:
+            source: Source | None = files.find(plain, plain_model, tuple(tensor.shape))
+            if source is None:
+                # Most buffers are no weights, and are computed anew.
+                source = drawn.get(name)
+            if source is None:
                 raise CheckpointError(
-                    f"{folder}: no tensor {name!r}; the folder holds another model's weights"
+                    f"{folder}: no tensor {plain!r}; the folder holds another model's weights"
                 )
-            path = files[stored]
-            try:
-                if path not in opened:
-                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                piece = opened[path].get_slice(stored)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: cannot be read: {error}") from None
-            if tuple(piece.get_shape()) != tuple(parameter.shape):
-                raise CheckpointError(
-                    f"{path}: {stored!r} has shape {list(piece.get_shape())}, the model needs {list(parameter.shape)}"
-                )
-            _fill(handle, name, piece)
-    for name, values in (*_initial_buffers(skeleton), *_initial_values(skeleton, seed, adapters_only=True)):
+            _fill(handle, name, source)
+    for name, values in _initial_values(skeleton, seed, adapters_only=True):
         _fill(handle, name, values)
 
 
@@ -100,7 +90,7 @@ def _empty(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return per_rank(lambda rank: torch.empty(like.shape, dtype=like.dtype, device=device))
 
 
-def _fill(handle: ShardedModel, name: str, source: Any) -> None:
+def _fill(handle: ShardedModel, name: str, source: Source) -> None:
     """Write one tensor's pieces from `source`, of which slices are taken: a tensor, or a safetensors slice."""
     found = _parameters(handle).get(name)
     if found is None:
@@ -234,34 +224,3 @@ def _owners(skeleton: nn.Module, name: str) -> Iterator[Any]:
         if not name:
             return
         name = name.rpartition(".")[0]
-
-
-# Saved values.
-
-
-def _safetensors_of(folder: Path) -> dict[str, Path]:
-    """Tensor name to file, of a folder as `save_pretrained` writes it."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        try:
-            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{index}: not an index of safetensors files: {error}") from None
-    if not single.is_file():
-        raise CheckpointError(
-            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
-        )
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{single}: cannot be read: {error}") from None
-
-
-def _stored_name(name: str, skeleton: Any, files: dict[str, Path]) -> str | None:
-    """The name under which a folder keeps a parameter: its own, a tied one's, or without the base model's prefix."""
-    prefix = f"{getattr(skeleton, 'base_model_prefix', '')}."
-    ties = getattr(skeleton, "_tied_weights_keys", None) or {}
-    tied = [key for key, target in ties.items() if target == name] if isinstance(ties, dict) else []
-    candidates: tuple[str, ...] = (name, *tied, name.removeprefix(prefix), prefix + name)
-    return next((candidate for candidate in candidates if candidate in files), None)

@@ -1,0 +1,148 @@
+"""A Hugging Face folder of safetensors: where it keeps each tensor of a model, and slices of it.
+
+Folders outlive the code that wrote them. Where Transformers has renamed modules since, or put the experts of a layer
+into one tensor, the published folders still have the older form; it is read here, a slice at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hyper_parallel.errors import CheckpointError
+
+_RENAMED = (
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+    (".mlp.", ".block_sparse_moe."),
+)
+"""(what a model's names have now, what folders have): vision-language models before Transformers 4.52, and Mixtral."""
+
+_EXPERT_PARTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""One tensor of all experts to the tensors of one expert that lie in it, one after the other on their first dim."""
+
+
+class Source(Protocol):
+    """A tensor of which slices are taken: one in memory, one in a file, or one put together of several."""
+
+    def __getitem__(self, slices: tuple[slice, ...], /) -> torch.Tensor: ...
+
+
+class Folder:
+    """The tensors of a folder, opened as they are asked for; a context that closes the files."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError when there is no safetensors file, or its index cannot be read."""
+        self.folder, self._files = folder, _safetensors_of(folder)
+        self._opened: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def find(self, name: str, model: Any, shape: tuple[int, ...]) -> Source | None:
+        """The tensor of a model's parameter or buffer, under whichever name the folder keeps it; None if it has none.
+
+        Raises CheckpointError when it has another shape, or its file cannot be read.
+        """
+        stored = next((candidate for candidate in _names(name, model) if candidate in self._files), None)
+        if stored is not None:
+            return self._slice(stored, shape)
+        return self._experts(name, model, shape)
+
+    def _slice(self, stored: str, shape: tuple[int, ...]) -> Any:
+        path = self._files[stored]
+        try:
+            if path not in self._opened:
+                self._opened[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            piece = self._opened[path].get_slice(stored)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        if tuple(piece.get_shape()) != shape:
+            raise CheckpointError(
+                f"{path}: {stored!r} has shape {list(piece.get_shape())}, the model needs {list(shape)}"
+            )
+        return piece
+
+    def _experts(self, name: str, model: Any, shape: tuple[int, ...]) -> Source | None:
+        prefix, _, own = name.rpartition(".")
+        for parts in _EXPERT_PARTS.get(own, ()):
+            for candidate in _names(prefix, model):
+                if f"{candidate}.0.{parts[0]}.weight" in self._files:
+                    one = (shape[1] // len(parts), *shape[2:])
+                    names = [
+                        [f"{candidate}.{expert}.{part}.weight" for part in parts]
+                        for expert in range(shape[0])
+                    ]
+                    missing = [stored for row in names for stored in row if stored not in self._files]
+                    if missing:
+                        raise CheckpointError(
+                            f"{self.folder}: no tensor {missing[0]!r}; an expert is missing"
+                        )
+                    return _Experts([[self._slice(stored, one) for stored in row] for row in names], one[0])
+        return None
+
+
+class _Experts:
+    """[E, P · R, C] of the P tensors [R, C] of each of E experts."""
+
+    def __init__(self, parts: list[list[Any]], rows: int) -> None:
+        self.parts, self.rows = parts, rows
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        experts, rows, columns = slices
+        start, stop, _ = rows.indices(self.rows * len(self.parts[0]))
+        chosen = []
+        for expert in range(*experts.indices(len(self.parts))):
+            pieces = []
+            for index, part in enumerate(self.parts[expert]):
+                first = index * self.rows
+                a, b = max(start - first, 0), min(stop - first, self.rows)
+                if a < b:
+                    pieces.append(part[a:b, columns])
+            chosen.append(torch.cat(pieces))
+        return torch.stack(chosen)
+
+
+def _names(name: str, model: Any) -> Iterator[str]:
+    """The names that a folder may have for a tensor or module of a model, the likeliest first."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    yield from (name, name.removeprefix(prefix), prefix + name)
+    for now, before in _RENAMED:
+        if now in name:
+            yield name.replace(now, before)
+    # Last, since a model that could tie two weights and does not has both in its folder.
+    ties = getattr(model, "_tied_weights_keys", None) or {}
+    if isinstance(ties, dict):
+        yield from (key for key, target in ties.items() if target == name)
+
+
+def _safetensors_of(folder: Path) -> dict[str, Path]:
+    """Tensor name to file, of a folder as `save_pretrained` writes it."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{index}: not an index of safetensors files: {error}") from None
+    if not single.is_file():
+        raise CheckpointError(
+            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
+        )
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{single}: cannot be read: {error}") from None
