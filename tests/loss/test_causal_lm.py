@@ -121,8 +121,14 @@ def test_one_device(family: str, chunk: int | str) -> None:
     _close(got, _expected(family, **overrides))
 
 
+MORE = {
+    "2D": {"axes": {"tensor_y": 2, "tensor_x": 2}},
+    "context 2 tensor 2": {"axes": {"context": 2, "tensor": 2}},
+}
 SIMULATED = [
     ("llama", "tensor 2"),
+    ("llama", "2D"),
+    ("llama-tied", "context 2 tensor 2"),
     ("llama-tied", "tensor 4 sequence"),
     ("gemma3", "shard 2 tensor 2"),
     ("gpt2", "shard 2"),
@@ -133,7 +139,7 @@ SIMULATED = [
 
 @pytest.mark.parametrize(("family", "name"), SIMULATED)
 def test_simulated_ranks(family: str, name: str) -> None:
-    strategy = Strategy(**STRATEGIES[name])
+    strategy = Strategy(**(STRATEGIES | MORE)[name])
     with simulated_ranks(strategy.axes.world):
         got = _outcome(_prepared(family, strategy, "traceable"), strategy, _options(7))
     _close(got, _expected(family))

@@ -25,17 +25,19 @@ LEVELS = ["optimizer", "gradients", "parameters"]
 def _rank(
     rank: int, world: int, family: str, fields: dict[str, Any], steps: int
 ) -> tuple[Step, Counter[str]]:
-    """The last step's values, and the collectives of its two micro-batches (FSDP2's: not of the metrics)."""
+    """The last step's values, and FSDP2's collectives in its two micro-batches; sums over all ranks are metrics."""
     strategy = Strategy(**fields)
     model = build(family)
     shard.parallelize(model, strategy)
     shard.init_weights(model, seed=1)
-    for index in range(steps):
+    copies = tuple(shard.sharded(model).mesh.peers(rank, ("replicate",)))
+    for _ in range(steps):
         model.zero_grad()
         with counting() as counted:
             outcome = step(model, strategy, micro_batches=2)
-        del index
     kinds = Counter(c.kind for c in counted if c.kind in ("all_gather", "reduce_scatter"))
+    if 1 < len(copies) < world:
+        kinds["all_reduce"] = sum(c.kind == "all_reduce" and c.ranks == copies for c in counted)
     return outcome, kinds
 
 
@@ -79,8 +81,10 @@ def test_layers_that_keep_their_parameters_are_not_gathered_again() -> None:
 def test_each_level_composes(axes: dict[str, int], level: str) -> None:
     fields = {"axes": axes, "memory": {"shard": level, "recompute": "layer"}}
     expected = one_device_step("llama-tied")
-    for got, _ in run_ranks(_rank, Strategy(**fields).axes.world, "llama-tied", fields, 1):
+    for got, kinds in run_ranks(_rank, Strategy(**fields).axes.world, "llama-tied", fields, 1):
         _close(got, expected)
+        # Gradients are summed over the copies of a shard in the last micro-batch only.
+        assert kinds.get("all_reduce", 3) == 3
 
 
 @pytest.mark.parametrize("level", LEVELS)
