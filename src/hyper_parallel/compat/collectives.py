@@ -16,9 +16,11 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_begun",
     "counting",
     "device_type",
     "reduce_scatter",
+    "waited",
 ]
 
 _ops = torch.ops._c10d_functional
@@ -26,25 +28,32 @@ _ops = torch.ops._c10d_functional
 
 def all_reduce(x: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
     """The sum (or `max`) of `x` over the group, on every rank."""
-    return _waited(_ops.all_reduce(x.contiguous(), op, group))
+    return waited(_ops.all_reduce(x.contiguous(), op, group))
 
 
 def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """[d0, ...] of each rank to [size · d0, ...], in rank order. All ranks give the same shape."""
-    return _waited(_ops.all_gather_into_tensor(x.contiguous(), size, group))
+    return waited(_ops.all_gather_into_tensor(x.contiguous(), size, group))
 
 
 def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """[size · d0, ...] to [d0, ...]: the sum over the group, of which each rank gets its chunk of dim 0."""
-    return _waited(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+    return waited(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 
 def all_to_all(x: torch.Tensor, send: list[int], receive: list[int], group: str) -> torch.Tensor:
     """[sum(send), ...] to [sum(receive), ...]: `send[i]` rows of each rank, in order, to rank i of the group."""
-    return _waited(_ops.all_to_all_single(x.contiguous(), receive, send, group))
+    return waited(_ops.all_to_all_single(x.contiguous(), receive, send, group))
 
 
-def _waited(x: torch.Tensor) -> torch.Tensor:
+def all_to_all_begun(x: torch.Tensor, send: list[int], receive: list[int], group: str) -> torch.Tensor:
+    """`all_to_all` that has begun: its result may be used once it went through `waited`, and `x` written then."""
+    begun: torch.Tensor = _ops.all_to_all_single(x.contiguous(), receive, send, group)
+    return begun
+
+
+def waited(x: torch.Tensor) -> torch.Tensor:
+    """The result of a collective that has begun, once it is there."""
     done: torch.Tensor = _ops.wait_tensor(x)
     return done
 

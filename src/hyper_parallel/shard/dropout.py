@@ -21,9 +21,12 @@ from torch import nn
 
 from hyper_parallel.errors import HyperParallelError, StrategyError
 from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.context.split import PositionSplit
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.wrap import Forward, wrap
 
+POSITIONS = 1
+"""The dim of activations on which positions lie."""
 _MASK = 0xFFFFFFFF
 _OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _ATTENTION_RATES = frozenset({"dropout", "attention_dropout", "attn_dropout"})
@@ -113,16 +116,18 @@ def apply_dropout(
     tensor: Axis,
     stretches: Mapping[str, Stretch],
     between: Callable[[str], Mapping[int, Axis]],
+    positions: Callable[[str], PositionSplit | None] = lambda _: None,
 ) -> None:
     """Make every nn.Dropout of the model, and the dropout inside its attention, reproducible.
 
     `between`: module name to the dims, and the axes that split them, of activations outside of stretches.
+    `positions`: module name to how the context axis splits its positions.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             parents = [parent for parent in stretches if name.startswith(f"{parent}." if parent else "")]
             stretch = stretches[max(parents, key=len)] if parents else Stretch()
-            wrap(module, _dropout_wrapper(name, module, tensor, stretch, between(name)))
+            wrap(module, _dropout_wrapper(name, module, tensor, stretch, between(name), positions(name)))
     if is_transformers(model):
         _apply_attention_dropout(model, tensor)
 
@@ -149,7 +154,12 @@ def refuse_other_draws(model: nn.Module) -> None:
 
 
 def _dropout_wrapper(
-    name: str, module: nn.Dropout, tensor: Axis, stretch: Stretch, between: Mapping[int, Axis]
+    name: str,
+    module: nn.Dropout,
+    tensor: Axis,
+    stretch: Stretch,
+    between: Mapping[int, Axis],
+    positions: PositionSplit | None,
 ) -> Callable[..., torch.Tensor]:
     inside = stretch.dims if stretch.dims is not None else {-1: tensor}
 
@@ -167,6 +177,10 @@ def _dropout_wrapper(
                         f"{name!r} drops activations of which the tensor axes cannot tell the features"
                     )
                 indices[dim % x.dim()] = index
+        if positions is not None:
+            rest = split[POSITIONS].size if POSITIONS in split else 1
+            mine = positions.indices(x.size(POSITIONS) * rest * positions.context.size, x.device)
+            indices[POSITIONS] = mine[indices[POSITIONS]] if POSITIONS in indices else mine
         return _dropout(x, module.p, name, indices)
 
     return wrapper

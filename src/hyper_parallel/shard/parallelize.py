@@ -18,6 +18,7 @@ from hyper_parallel.layout.layout import Layout
 from hyper_parallel.shard.access import Access, Accesses, Dtypes, apply_access
 from hyper_parallel.shard.axis import MeshAxes
 from hyper_parallel.shard.boundary import apply_boundaries
+from hyper_parallel.shard.context import apply_context, apply_context_to_root
 from hyper_parallel.shard.dropout import apply_dropout, refuse_other_draws
 from hyper_parallel.shard.experts.boundary import apply_experts_plan
 from hyper_parallel.shard.groups import Groups
@@ -83,8 +84,12 @@ def parallelize(
     routing = apply_experts_plan(model, plan, axes)
     stretches = apply_boundaries(model, plan, axes[mesh.tensor])
     stretches |= apply_tensor_2d(model, plan, axes)
-    apply_dropout(model, axes[mesh.tensor], stretches, functools.partial(split_between, plan, axes))
-    apply_loss(model, plan, axes, dtypes)
+    context = apply_context(model, plan.context, axes)
+    positions = context.positions_at if context is not None else lambda _: None
+    between = functools.partial(split_between, plan, axes)
+    apply_dropout(model, axes[mesh.tensor], stretches, between, positions)
+    apply_loss(model, plan, axes, dtypes, cut=context.cut if context is not None else None)
+    apply_context_to_root(model, context)
     gathers = lowering == "traceable"
     _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)
     apply_casts(model, dtypes)

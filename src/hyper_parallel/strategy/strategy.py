@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from hyper_parallel.strategy.axes import Axes
+from hyper_parallel.strategy.context import Context
 from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.strategy.placement import Placement
 from hyper_parallel.strategy.precision import Precision
@@ -38,7 +39,6 @@ class Strategy(Section):
     """
 
     reserved: ClassVar = {
-        "context": "context parallelism comes with HyperShard's full set of axes",
         "pipeline": "pipeline parallelism comes with HyperMPMD",
         "submodels": "running submodels side by side comes with HyperMPMD",
     }
@@ -49,6 +49,8 @@ class Strategy(Section):
     """The degrees of the mesh axes, outer to inner."""
     placement: Placement = Placement()
     """On which link level each axis lies. Where given it decides the order of the ranks, level by level."""
+    context: Context = Context()
+    """How positions are split over the `context` axis."""
     sequence: bool = False
     """Shard activations between blocks along the sequence, over the tensor axis."""
     rules: dict[str, RuleName] = Field(default_factory=dict)

@@ -10,6 +10,7 @@ from torch import nn
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.context.plan import ContextPlan
 from hyper_parallel.shard.plan.nouns import ExpertsPlan, Intervals, ModulePlan, ParameterPlan, Plan, Region
 from hyper_parallel.shard.rules import resolve
 from hyper_parallel.shard.structure import text_config
@@ -41,6 +42,7 @@ class Draft:
         """Modules without a rule that are known to see one position at a time."""
         self.sequence = False
         self.tensor2d: Tensor2D | None = None
+        self.context: ContextPlan | None = None
         self._set_by: dict[str, str] = {}
         self._storage_dims: dict[str, int] = {}
 
@@ -113,4 +115,5 @@ class Draft:
             self.experts,
             self.sequence,
             self.tensor2d,
+            self.context,
         )

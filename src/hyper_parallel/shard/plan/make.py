@@ -11,6 +11,7 @@ from torch import nn
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.adapters import refuse_other_adapters
+from hyper_parallel.shard.context.plan import plan_context, with_context_folds
 from hyper_parallel.shard.experts.plan import plan_experts
 from hyper_parallel.shard.plan.draft import Draft
 from hyper_parallel.shard.plan.nouns import Plan
@@ -23,13 +24,13 @@ from hyper_parallel.strategy import Strategy
 
 def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
     """The plan of a strategy for a model. Raises StrategyError with the reason when there is no right one."""
-    mesh = with_digits(Mesh.of(strategy))
+    context = plan_context(model, strategy)
+    mesh = with_context_folds(with_digits(Mesh.of(strategy)), context)
     _check_parameters(model, mesh)
     refuse_other_adapters(model, split=mesh.size(mesh.tensor) > 1)
     found = layers_of(model)
     draft = Draft(model, strategy, mesh, layers=found[0] if found else None)
-    if mesh.size("context") > 1:
-        raise StrategyError("axes.context is not built yet")
+    draft.context = context
     plan_experts(draft)
     if mesh.size(mesh.tensor) > 1:
         plan_tensor(draft)

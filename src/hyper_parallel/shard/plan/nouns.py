@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.context.plan import ContextPlan
 from hyper_parallel.shard.structure import Heads
 from hyper_parallel.shard.tensor2d.nouns import Tensor2D
 from hyper_parallel.strategy.strategy import RuleName
@@ -95,6 +96,8 @@ class Plan:
     """Activations between the layers' regions are split along the sequence."""
     tensor2d: Tensor2D | None = None
     """Where tensor_y is above 1: the regions that compute in two dims, and what lies between them."""
+    context: ContextPlan | None = None
+    """Where context is above 1: how positions are split."""
 
     def layouts(self) -> dict[str, Layout]:
         """Parameter name to Layout."""

@@ -1,0 +1,20 @@
+"""Context parallelism: each sequence's positions split over an axis, and attention that sees them all.
+
+`plan` decides and refuses; `split` says who holds which positions; `root` cuts what goes into the model and gathers
+what comes out; `mask` reads what Transformers asks of a mask; `attention` swaps heads (Ulysses) and turns to `ring`,
+which goes by `blocks` and computes with `kernels`.
+"""
+
+from hyper_parallel.shard.context.plan import ContextPlan, plan_context, with_context_folds
+from hyper_parallel.shard.context.root import ContextRoot, apply_context, apply_context_to_root
+from hyper_parallel.shard.context.split import PositionSplit
+
+__all__ = [
+    "ContextPlan",
+    "ContextRoot",
+    "PositionSplit",
+    "apply_context",
+    "apply_context_to_root",
+    "plan_context",
+    "with_context_folds",
+]

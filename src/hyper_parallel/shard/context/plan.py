@@ -1,0 +1,149 @@
+"""Which method of context parallelism a model gets, and what no method can split, refused before anything is touched.
+
+`auto` goes by what a rank receives for one layer's attention, forward, with n ranks, S positions, H query and K
+key-value heads of d features that this rank's tensor index has:
+
+    ring       2·K·d · S · (n − 1) / n                   keys and values of everybody else
+    Ulysses    (2·H + 2·K') · d · S · (n − 1) / n²       a 1/n share of queries, outputs, keys and values;
+                                                         K' = K, or K repeated until n divides it
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout.mesh import Fold, Mesh
+from hyper_parallel.shard.adapters import without_adapters
+from hyper_parallel.shard.rules import decoder_of, is_transformers
+from hyper_parallel.shard.structure import Heads, heads_of, text_config
+from hyper_parallel.strategy import Strategy
+
+RING, ULYSSES = "context_ring", "context_ulysses"
+"""The folds of the context axis: its index is ring · u + ulysses."""
+
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+_MIXERS = re.compile(
+    "Mamba|SSM|R[Ww][Kk][Vv]|LinearAttention|GatedDelta|DeltaNet|Recurrent|ShortConv|Retention"
+)
+_MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """How the context axis is used: rings of `ring` ranks, each of `ulysses` ranks that exchange heads."""
+
+    method: Literal["ring", "ulysses", "hybrid"]
+    ring: int
+    ulysses: int
+    decoder: str
+    """The name of the language model's decoder, whose positions are split."""
+    attentions: tuple[str, ...]
+    """The names of its attention modules."""
+
+
+def with_context_folds(mesh: Mesh, plan: ContextPlan | None) -> Mesh:
+    """The mesh with the folds that a plan needs."""
+    if plan is None:
+        return mesh
+    over = ("context",)
+    return mesh.folded(
+        **{RING: Fold(over, plan.ring, plan.ulysses), ULYSSES: Fold(over, plan.ulysses)},
+    )
+
+
+def plan_context(model: nn.Module, strategy: Strategy) -> ContextPlan | None:
+    """The plan of the context axis, None when it has degree 1. Raises StrategyError when the model cannot be split."""
+    size = strategy.axes.context
+    if size == 1:
+        return None
+    if not is_transformers(model):
+        raise StrategyError(
+            f"axes.context = {size} splits positions, which is understood for Transformers models only; "
+            f"set axes.context to 1 for {type(model).__name__}"
+        )
+    core: Any = without_adapters(model)
+    config: Any = text_config(model)
+    decoder = decoder_of(model)
+    _check(core, config)
+    found = {
+        name: heads
+        for name, module in model.get_submodule(decoder).named_modules(prefix=decoder)
+        if (heads := heads_of(module, config)) is not None
+    }
+    if not found:
+        raise StrategyError(
+            f"axes.context: no attention was found in the decoder of {type(core).__name__}; set axes.context to 1"
+        )
+    for name, what in _mixing(model.get_submodule(decoder)):
+        raise StrategyError(
+            f"axes.context: {name!r} is {what}, which mixes positions in other ways than attention; "
+            "set axes.context to 1 for this model"
+        )
+    method, ulysses = _method(strategy, [_here(heads, strategy.axes.tensor) for heads in found.values()])
+    return ContextPlan(method, size // ulysses, ulysses, decoder, tuple(found))
+
+
+def _check(model: Any, config: Any) -> None:
+    if not getattr(model, "_supports_attention_backend", False):
+        raise StrategyError(
+            f"axes.context: {type(model).__name__} computes attention in code of its own, without Transformers' "
+            "attention interface; set axes.context to 1 for this model"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise StrategyError(
+            f"axes.context: {type(model).__name__} has an encoder; only decoders are split; set axes.context to 1"
+        )
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS)
+    if others:
+        raise StrategyError(
+            f"axes.context: {type(model).__name__} has layers of kind {', '.join(map(repr, others))}; positions are "
+            f"split for {' and '.join(sorted(_LAYER_KINDS))} only; set axes.context to 1 for this model"
+        )
+    for key in ("attention_dropout", "attn_pdrop"):
+        if getattr(config, key, None):
+            raise StrategyError(
+                f"axes.context: {key} is {getattr(config, key)}, and attention that is spread over ranks drops no "
+                f"weights; set {key} to 0 in model.config"
+            )
+
+
+def _mixing(decoder: nn.Module) -> Iterator[tuple[str, str]]:
+    """Modules whose output at a position depends on others, and that are no attention."""
+    for name, module in decoder.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, _MIXING) or _MIXERS.search(kind):
+            yield name, f"a {kind}"
+
+
+def _here(heads: Heads, tensor: int) -> tuple[int, int]:
+    """(query, key-value) heads of one index of the tensor axes."""
+    query = heads.query // tensor if heads.query % tensor == 0 else heads.query
+    return query, max(heads.kv // tensor, 1)
+
+
+def _method(
+    strategy: Strategy, heads: list[tuple[int, int]]
+) -> tuple[Literal["ring", "ulysses", "hybrid"], int]:
+    size, asked, given = strategy.axes.context, strategy.context.method, strategy.context.ulysses
+    query, pairs = (math.gcd(*(here[i] for here in heads)) for i in (0, 1))
+    if given is not None and size % given:
+        raise StrategyError(
+            f"context.ulysses is {given}, which does not divide axes.context = {size}; use a divisor"
+        )
+    by_pairs = max(u for u in range(1, size + 1) if size % u == 0 and pairs % u == 0)
+    ulysses = {"ring": 1, "ulysses": size, "auto": by_pairs, "hybrid": given or by_pairs}[asked]
+    if query % ulysses:
+        raise StrategyError(
+            f"context.method {asked}: Ulysses over {ulysses} ranks needs a multiple of {ulysses} query heads, and "
+            f"a rank has {query}; use method: ring, or hybrid with a smaller ulysses"
+        )
+    if ulysses == size:
+        return "ulysses", ulysses
+    return ("ring" if ulysses == 1 else "hybrid"), ulysses
