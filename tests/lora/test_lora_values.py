@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import run_ranks
@@ -79,6 +80,24 @@ def test_a_folder_of_the_base_model_loads_into_the_adapted_one(tmp_path: Path) -
     expected = reference.eval()(torch.arange(16).unsqueeze(0)).logits
     for logits in run_ranks(_loaded, 4, str(tmp_path)):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def _saved(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    model = adapt(build("llama"))
+    shard.parallelize(model, Strategy(axes=AXES))
+    shard.init_weights(model, seed=5)
+    adapters = {name: value for name, value in _values(model).items() if "lora_" in name}
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=adapters)
+    return adapters
+
+
+def test_peft_loads_what_the_ranks_gathered_and_saved(tmp_path: Path) -> None:
+    adapters = run_ranks(_saved, 4, str(tmp_path))[0]
+    loaded = dict(
+        PeftModel.from_pretrained(build("llama").to_empty(device="cpu"), tmp_path).named_parameters()
+    )
+    assert all(torch.equal(loaded[name], value) for name, value in adapters.items())
 
 
 def test_values_that_need_the_base_s_are_refused() -> None:

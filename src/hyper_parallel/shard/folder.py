@@ -58,9 +58,10 @@ class Folder:
         Raises CheckpointError when it has another shape, or its file cannot be read.
         """
         stored = next((candidate for candidate in _names(name, model) if candidate in self._files), None)
-        if stored is not None:
-            return self._slice(stored, shape)
-        return self._experts(name, model, shape)
+        if stored is None:
+            return self._experts(name, model, shape)
+        found: Source = self._slice(stored, shape)
+        return found
 
     def _slice(self, stored: str, shape: tuple[int, ...]) -> Any:
         path = self._files[stored]

@@ -206,6 +206,7 @@ def _run_initialisers(skeleton: nn.Module, path: str, module: nn.Module) -> None
         layer, _, adapter = path.rpartition(".")
         peft: Any = skeleton
         how = peft.peft_config[adapter].init_lora_weights
+        assert isinstance(module, nn.Linear)
         initialise(skeleton.get_submodule(layer.rpartition(".")[0]), adapter, module, how)
         return
     around = [path]
