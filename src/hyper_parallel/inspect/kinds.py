@@ -29,7 +29,10 @@ def layer_kinds(model: nn.Module, plan: Plan, strategy: Strategy) -> list[list[i
     if layers is None:
         return []
     dtypes = compute_dtypes(model, strategy.precision)
-    signatures = [_signature(f"{plan.layers}.{i}", layer, plan, dtypes) for i, layer in enumerate(layers)]
+    frees = frees_after_forward(strategy.memory, gathered_apart(model, plan, dtypes))
+    signatures = [
+        _signature(f"{plan.layers}.{index}", layer, plan, dtypes, frees) for index, layer in enumerate(layers)
+    ]
     own = _own_index(signatures)
     per_layer = _per_layer(text_config(model), len(layers))
     kinds: dict[Any, list[int]] = {}
@@ -111,14 +114,18 @@ def _renamed(model: nn.Module, plan: Plan, strategy: Strategy, keep: Sequence[in
 
 
 def _signature(
-    name: str, layer: nn.Module, plan: Plan, dtypes: Mapping[str, torch.dtype]
+    name: str,
+    layer: nn.Module,
+    plan: Plan,
+    dtypes: Mapping[str, torch.dtype],
+    frees: Mapping[str, bool],
 ) -> dict[str, str]:
     """Everything about a layer that its cost may depend on, by what it is."""
     found: dict[str, str] = {}
     for path, module in layer.named_modules():
         full = f"{name}.{path}" if path else name
         found[f"{path}:class"] = f"{type(module).__qualname__} {dtypes[full]}"
-        planned = (plan.modules.get(full), plan.regions.get(full), plan.experts.get(full))
+        planned = (plan.modules.get(full), plan.regions.get(full), plan.experts.get(full), frees.get(full))
         found[f"{path}:plan"] = repr(planned)
         for key, value in vars(module).items():
             if isinstance(value, _PLAIN) and key != "training":

@@ -47,7 +47,7 @@ class Gathered:
     kept: int
     """Of modules that do not free theirs: from the forward to the end of the backward pass, or of the step."""
     freed: int
-    """Of modules that do, as many as are there at once: two of the largest."""
+    """Of modules that do, as many as are there at once: two layers, or two of what is outside of layers."""
     gradients: int
     """Of the gradients of the largest module, before they are reduced, once computed and once to be sent."""
 
@@ -113,8 +113,12 @@ def gathered_by(model: nn.Module, plan: Plan, strategy: Strategy, rank: int) -> 
                 # A cast that autograd keeps for the backward pass.
                 weights[""] = weights.get("", 0) + elements * compute.itemsize
     kept = sum(size for group, size in weights.items() if not frees.get(group, False))
-    freed = sorted((size for group, size in weights.items() if frees.get(group, False)), reverse=True)
-    return Gathered(kept, sum(freed[:2]), max(gradients.values(), default=0))
+    freed: dict[str, int] = {}
+    for group, size in weights.items():
+        if frees.get(group, False):
+            # Experts are gathered by themselves, while their layer's other weights are there.
+            freed[_outermost(group, apart)] = freed.get(_outermost(group, apart), 0) + size
+    return Gathered(kept, sum(sorted(freed.values())[-2:]), max(gradients.values(), default=0))
 
 
 def _is_gathered(plan: Plan, storage: str) -> bool:
@@ -127,6 +131,13 @@ def _group_of(name: str, apart: Mapping[str, str]) -> str:
     while name and name not in apart:
         name = name.rpartition(".")[0]
     return name
+
+
+def _outermost(name: str, apart: Mapping[str, str]) -> str:
+    """The outermost module gathered by itself that a module is in, or is."""
+    parts = name.split(".")
+    paths = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return next(path for path in paths if path in apart)
 
 
 def _optimizer_bytes(handle: ShardedModel, config: RunConfig) -> dict[str, int]:

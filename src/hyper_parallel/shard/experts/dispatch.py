@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from hyper_parallel.compat import collectives
-from hyper_parallel.compat.local_tensor import per_rank
+from hyper_parallel.compat.fake import is_fake
+from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
 from hyper_parallel.shard.axis import Axis, _Moved
 from hyper_parallel.shard.experts.grouped import apply_experts
 
@@ -52,7 +53,8 @@ def compute(
     rows = _to_rows(x, order, back, ids.size(1))
     counts = count(keys, experts + len(replicas))
     if expert.size == 1:
-        computed = apply_experts(module, weights, rows, counts.tolist())
+        groups = evenly(rows.size(0), experts) if is_fake(counts) else counts.tolist()
+        computed = apply_experts(module, weights, rows, groups)
     else:
         computed = _elsewhere(module, weights, rows, counts, expert, experts, replicas)
     return _permute(computed, back, order).view(x.size(0), ids.size(1), x.size(1))
@@ -77,7 +79,10 @@ def _elsewhere(
     n, local = expert.size, experts // expert.size
     leaving = counts[:experts].view(n, local)
     arriving = collectives.all_to_all(leaving, [1] * n, [1] * n, expert.group)
-    told = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[experts:]]).tolist()
+    if is_fake(counts):
+        told = _told_evenly(rows.size(0), expert, experts, len(replicas))
+    else:
+        told = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[experts:]]).tolist()
     send, receive, groups, hot = told[:n], told[n : 2 * n], told[2 * n : 2 * n + local], told[2 * n + local :]
     away = rows.narrow(0, 0, sum(send)) if replicas else rows
 
@@ -97,6 +102,24 @@ def _elsewhere(
         hot,
     )
     return torch.cat([returned, here])
+
+
+# Counts where there are none to be read: tensors without values, on which costs are worked out.
+
+
+def evenly(rows: int, bins: int) -> list[int]:
+    """`rows` spread over `bins` as evenly as they go; the first ones have one more."""
+    return [rows // bins + (at < rows % bins) for at in range(bins)]
+
+
+def _told_evenly(rows: int, expert: Axis, experts: int, replicas: int) -> list[int]:
+    """What the owners would tell each other if the rows of every rank were spread evenly over the experts."""
+    n, local = expert.size, experts // expert.size
+    counts = evenly(rows, experts + replicas)
+    send = [sum(counts[at * local : (at + 1) * local]) for at in range(n)]
+    me = per_rank_int(expert.index)
+    groups = [n * counts[me * local + at] for at in range(local)]
+    return [*send, *[send[me]] * n, *groups, *counts[experts:]]
 
 
 # Replicas.
