@@ -15,7 +15,23 @@ dtypes = st.sampled_from(["float32", "bfloat16"])
 # What YAML would read as something else, beside whatever hypothesis thinks of.
 texts = st.one_of(
     st.sampled_from(
-        ["1e-3", "no", "null", "~", "1_0", "0x1F", "2026-01-01", "<<", "a: b", "#", "", " x ", "10:30"]
+        [
+            "1e-3",
+            "no",
+            "null",
+            "~",
+            "1_0",
+            "0x1F",
+            "2026-01-01",
+            "<<",
+            "a: b",
+            "#",
+            "",
+            " x ",
+            "10:30",
+            "\x85",
+            "a\u2028b",
+        ]
     ),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
 )

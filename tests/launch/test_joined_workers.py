@@ -84,7 +84,7 @@ def test_another_number_of_workers_than_the_strategys_is_said_once(tmp_path: Pat
     said = [line for line in errors.splitlines() if line.startswith("hyper-parallel: error: ")]
     assert said == [
         "hyper-parallel: error: torchrun started 2 workers, but the strategy's axes multiply to 4 "
-        "(replicate 1 · shard 2 · tensor 2); start 4, or change the axes"
+        "(shard 2 · tensor_x 2); start 4, or change the axes"
     ]
     assert "exitcode  : 2" in errors
 

@@ -61,6 +61,11 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        """Line breaks of Unicode's own would be folded into spaces: only double quotes escape them."""
+        style = '"' if set(data) & set("\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
 
 def _construct_int(loader: yaml.SafeLoader, node: Any) -> int:
     text = loader.construct_scalar(node).replace("_", "")
@@ -75,6 +80,7 @@ def _construct_float(loader: yaml.SafeLoader, node: Any) -> float:
 for _tag, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_tag, _pattern, list(_first))
     _Dumper.add_implicit_resolver(_tag, _pattern, list(_first))
+_Dumper.add_representer(str, _Dumper.represent_text)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
