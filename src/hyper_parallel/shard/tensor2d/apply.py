@@ -100,7 +100,7 @@ def _attention(
     _localise_heads(module, plan.heads, x.size * y.size)
     sharing = axes[part_of_x(whole.mesh, plan.sharing, 1) if plan.sharing > 1 else digit(1, 1)]
     for child, parts in plan.colwise.items():
-        scatter = ScatterHeads(x, parts, plan.shares[child], sharing)
+        scatter = ScatterHeads(x, parts, plan.shares[child], sharing, plan.heads.size)
         _product(model.get_submodule(child), child, whole, given, scatter)
     stretch = Stretch(dims={FEATURES: axes[whole.mesh.tensor]})
     rowwise = model.get_submodule(plan.rowwise)

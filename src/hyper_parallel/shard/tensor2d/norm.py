@@ -27,6 +27,8 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 """The sum over ranks of what each has summed over its own features."""
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
+_USUAL = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
+"""Epsilons to try where the module does not say its own."""
 _ROWS = 8
 # A formula that is the module's own differs from it in the order of a sum. One unit in the last place of bfloat16 is
 # 4e-3, and a cast in another place changes a tenth of the elements by that much.
@@ -126,17 +128,16 @@ def formula_of(name: str, module: nn.Module, width: int) -> Formula:
 
 
 def _candidates(module: nn.Module) -> list[Formula]:
-    epsilon = next(
-        (float(value) for value in (getattr(module, own, None) for own in _EPSILONS) if isinstance(value, float)),
-        0.0,
-    )  # fmt: skip
-    base = Formula("rms", epsilon, "own", "after")
+    given = [value for value in (getattr(module, own, None) for own in _EPSILONS) if isinstance(value, float)]
+    base = Formula("rms", 0.0, "own", "after")
     kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
     wide: tuple[Literal["own", "float32", "at least float32"], ...] = ("own", "at least float32", "float32")
     casts: tuple[Literal["before", "after"], ...] = ("after", "before")
     return [
-        replace(base, kind=kind, statistics=statistics, cast=cast, offset=offset)
-        for kind, statistics, cast, offset in itertools.product(kinds, wide, casts, (0.0, 1.0))
+        replace(base, kind=kind, epsilon=epsilon, statistics=statistics, cast=cast, offset=offset)
+        for epsilon, kind, statistics, cast, offset in itertools.product(
+            given[:1] or _USUAL, kinds, wide, casts, (0.0, 1.0)
+        )
     ]
 
 

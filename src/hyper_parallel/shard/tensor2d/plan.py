@@ -173,11 +173,11 @@ class _Planner:
         return Attention(heads, parts, shares, sharing, rowwise, keeps=self.gathered == "keep")
 
     def _splits(self, heads: Heads) -> bool:
-        """Whether each rank gets whole query heads, and whole key-value heads or an even piece of one to share."""
+        """Whether each rank gets whole query heads, and whole key-value heads or one to share."""
         if heads.query % (self.x * self.y) or (heads.kv % self.y and self.y % heads.kv):
             return False
         here = max(heads.kv // self.y, 1)
-        return here % self.x == 0 or (self.x % here == 0 and heads.size % (self.x // here) == 0)
+        return here % self.x == 0 or self.x % here == 0
 
     def _is_query(self, name: str, at: int, fused: tuple[int, ...], heads: Heads) -> bool:
         if heads.query == heads.kv:
