@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "hyper_parallel"
-WORDS = re.compile(r"(?<![a-z])(cuda|npu|nccl|hccl)|(Cuda|Npu|Nccl|Hccl)|(?<![A-Z])(CUDA|NPU|NCCL|HCCL)")
+WORDS = re.compile(r"(?<![A-Za-z])(cuda|npu|nccl|hccl)|(Cuda|Npu|Nccl|Hccl)|(?<![A-Z])(CUDA|NPU|NCCL|HCCL)")
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("config/launch.py", '"cuda"'): "the file says which kind of device is meant, and an editor completes it",

@@ -43,7 +43,7 @@ def test_a_device_named_in_code_is_refused(tmp_path: Path, code: str) -> None:
     [
         (
             "train/loop.py",
-            '"""On CUDA this is a stream; on an NPU too."""\n# cuda is prose here\ninputs = input_ids\n',
+            '"""On CUDA this is a stream; on an NPU too."""\n# cuda is prose here\ninputs = GatheredInput(input_ids)\n',
         ),
         ("train/loop.py", 'class A:\n    x: int = 1\n    """Bytes that NCCL keeps."""\n'),
         ("compat/accelerator.py", "import torch\ntorch.cuda.synchronize()\n"),
