@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyper_parallel.compat.fake import is_fake
 from hyper_parallel.compat.local_tensor import each_rank, one_device
 from hyper_parallel.errors import StrategyError
 
@@ -50,5 +51,7 @@ def _padded(padding: Any, rows: int, length: int) -> tuple[Tensor, Tensor] | Non
 
 
 def _any(x: Tensor) -> bool:
+    if is_fake(x):
+        return False  # nothing is to be read from tensors without values, on which costs are worked out
     with one_device():
         return any(bool(mine.any()) for mine in each_rank(x).values())
