@@ -71,6 +71,7 @@ def plan_context(model: nn.Module, strategy: Strategy) -> ContextPlan | None:
     core: Any = without_adapters(model)
     config: Any = text_config(model)
     decoder = decoder_of(model)
+    _check_layers(core, config, model.get_submodule(decoder))
     _check(core, config)
     found = {
         name: heads
@@ -81,13 +82,22 @@ def plan_context(model: nn.Module, strategy: Strategy) -> ContextPlan | None:
         raise StrategyError(
             f"axes.context: no attention was found in the decoder of {type(core).__name__}; set axes.context to 1"
         )
-    for name, what in _mixing(model.get_submodule(decoder)):
+    method, ulysses = _method(strategy, [_here(heads, strategy.axes.tensor) for heads in found.values()])
+    return ContextPlan(method, size // ulysses, ulysses, decoder, tuple(found))
+
+
+def _check_layers(model: Any, config: Any, decoder: nn.Module) -> None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS)
+    if others:
+        raise StrategyError(
+            f"axes.context: {type(model).__name__} has layers of kind {', '.join(map(repr, others))}; positions are "
+            f"split for {' and '.join(sorted(_LAYER_KINDS))} only; set axes.context to 1 for this model"
+        )
+    for name, what in _mixing(decoder):
         raise StrategyError(
             f"axes.context: {name!r} is {what}, which mixes positions in other ways than attention; "
             "set axes.context to 1 for this model"
         )
-    method, ulysses = _method(strategy, [_here(heads, strategy.axes.tensor) for heads in found.values()])
-    return ContextPlan(method, size // ulysses, ulysses, decoder, tuple(found))
 
 
 def _check(model: Any, config: Any) -> None:
@@ -99,12 +109,6 @@ def _check(model: Any, config: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise StrategyError(
             f"axes.context: {type(model).__name__} has an encoder; only decoders are split; set axes.context to 1"
-        )
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS)
-    if others:
-        raise StrategyError(
-            f"axes.context: {type(model).__name__} has layers of kind {', '.join(map(repr, others))}; positions are "
-            f"split for {' and '.join(sorted(_LAYER_KINDS))} only; set axes.context to 1 for this model"
         )
     for key in ("attention_dropout", "attn_pdrop"):
         if getattr(config, key, None):

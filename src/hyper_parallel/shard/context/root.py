@@ -77,6 +77,11 @@ class ContextRoot:
         padding = kwargs.get("attention_mask")
         documents = documents_of(positions, padding, rows, length)
         here = Positions(self.split, self._ring.index, positions, documents, padded=padding is not None)
+        if here.packed and kwargs.get("use_cache") is None and getattr(self._config, "use_cache", False):
+            raise StrategyError(
+                "position_ids tell several documents in a row, which Transformers keeps apart only when no cache is "
+                "made; call the model with use_cache=False"
+            )
         for key in _CUT:
             if kwargs.get(key) is not None:
                 kwargs[key] = self.split.cut(kwargs[key], 1)
