@@ -94,8 +94,8 @@ class _Padded(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         size = self._size(q, v)
-        fitted = [self._fit(x, size) for x in (q, k, v)]
-        out, lse = self._kernel.forward(*fitted, mask, causal, scale)
+        q_fit, k_fit, v_fit = (self._fit(x, size) for x in (q, k, v))
+        out, lse = self._kernel.forward(q_fit, k_fit, v_fit, mask, causal, scale)
         return out[..., : v.size(-1)], lse
 
     def backward(
@@ -111,8 +111,8 @@ class _Padded(Kernel):
         scale: float,
     ) -> Gradients:
         size = self._size(q, v)
-        fitted = [self._fit(x, size) for x in (gradient, q, k, v, out)]
-        dq, dk, dv = self._kernel.backward(*fitted, lse, mask, causal, scale)
+        gradient, out, q_fit, k_fit, v_fit = (self._fit(x, size) for x in (gradient, out, q, k, v))
+        dq, dk, dv = self._kernel.backward(gradient, q_fit, k_fit, v_fit, out, lse, mask, causal, scale)
         return dq[..., : q.size(-1)], dk[..., : k.size(-1)], dv[..., : v.size(-1)]
 
 

@@ -42,7 +42,8 @@ class Positions:
         self.length = position_ids.size(-1)
         self._ring_index = ring
         self.packed = documents is not None and not padded
-        self._queries, self._keys = documents or (None, None)
+        self._queries = documents[0] if documents is not None else None
+        self._keys = documents[1] if documents is not None else None
         self._host: Documents | None = None
         self.attentions = 0
         """How many times attention has been computed in the forward pass."""

@@ -73,6 +73,7 @@ def plan_context(model: nn.Module, strategy: Strategy) -> ContextPlan | None:
     decoder = decoder_of(model)
     _check_layers(core, config, model.get_submodule(decoder))
     _check(core, config)
+    _check_positions(core, model.get_submodule(decoder))
     found = {
         name: heads
         for name, module in model.get_submodule(decoder).named_modules(prefix=decoder)
@@ -95,7 +96,7 @@ def _check_layers(model: Any, config: Any, decoder: nn.Module) -> None:
         )
     for name, what in _mixing(decoder):
         raise StrategyError(
-            f"axes.context: {name!r} is {what}, which mixes positions in other ways than attention; "
+            f"axes.context: {name or 'the decoder'} is {what}, which mixes positions in other ways than attention; "
             "set axes.context to 1 for this model"
         )
 
@@ -115,6 +116,18 @@ def _check(model: Any, config: Any) -> None:
             raise StrategyError(
                 f"axes.context: {key} is {getattr(config, key)}, and attention that is spread over ranks drops no "
                 f"weights; set {key} to 0 in model.config"
+            )
+
+
+def _check_positions(model: Any, decoder: nn.Module) -> None:
+    """Positions that are not given are counted from 0 along whole rows; families that count otherwise are told by the
+    padding index of their table of positions."""
+    table = model.get_input_embeddings()
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Embedding) and module is not table and module.padding_idx is not None:
+            raise StrategyError(
+                f"axes.context: {name} of {type(model).__name__} counts positions past padding, which cannot be done "
+                "after positions are split; set axes.context to 1 for this model"
             )
 
 
