@@ -12,7 +12,7 @@ norms' statistics and the gradients of weights that several ranks compute with, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hyper_parallel as hp
@@ -80,6 +81,25 @@ class Row:
     """2D over 1D that gathers again, less 1."""
 
 
+class LayoutCopies(TorchDispatchMode):
+    """Counts operators that write a tensor anew in another order or place; casts are none."""
+
+    OPERATORS = frozenset({"clone", "cat", "stack", "copy_", "_to_copy", "index_select"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in self.OPERATORS:
+            source = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+            if out.dtype == source.dtype:
+                self.copies += 1
+                self.elements += out.numel()
+        return out
+
+
 @contextlib.contextmanager
 def fake_ranks(world: int) -> Iterator[None]:
     """A process group of `world` ranks in which this process is rank 0 and nothing is sent."""
@@ -109,17 +129,40 @@ def layers_of(shape: Shape, layers: int, strategy: hp.Strategy) -> tuple[list[to
     return list(model.model.layers), model.model.rotary_emb
 
 
+def step_of(shape: Shape, layers: int, strategy: hp.Strategy, rows: int, tokens: int) -> Callable[[], None]:
+    """The forward and backward pass of `layers` layers on [rows, tokens, h]."""
+    stack, rotary = layers_of(shape, layers, strategy)
+    given = torch.zeros(rows, tokens, shape.hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    positions = rotary(given, torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
+
+    def step() -> None:
+        out = given
+        for layer in stack:
+            out = layer(out, position_embeddings=positions, attention_mask=None)
+        out.sum().backward()
+
+    return step
+
+
+def count_copies(shape: Shape, strategy: hp.Strategy, rows: int, tokens: int = TOKENS) -> dict[str, int]:
+    """Layout copies that one layer more makes on a device, and their elements: the model's own ones included."""
+    found = []
+    for layers in (1, 2):
+        with fake_ranks(strategy.axes.world):
+            step = step_of(shape, layers, strategy, rows, tokens)
+            with LayoutCopies() as mode:
+                step()
+        found.append((mode.copies, mode.elements))
+    (fewer, less), (more, most) = found
+    return {"copies": more - fewer, "elements": most - less}
+
+
 def count(shape: Shape, layers: int, strategy: hp.Strategy, tokens: int) -> Moved:
     """What `layers` layers move, the model's first split and last gather included."""
     with fake_ranks(strategy.axes.world):
-        stack, rotary = layers_of(shape, layers, strategy)
-        hidden = torch.zeros(1, tokens, shape.hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        positions = rotary(hidden, torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
+        step = step_of(shape, layers, strategy, 1, tokens)
         with counting() as counted:
-            out = hidden
-            for layer in stack:
-                out = layer(out, position_embeddings=positions, attention_mask=None)
-            out.sum().backward()
+            step()
     assert {c.kind for c in counted} <= {"all_reduce", "all_gather", "reduce_scatter"}
     # Statistics are summed over tensor_x, the innermost axis; weights' gradients over tensor_y, or over both.
     over_x = tuple(range(strategy.axes.tensor_x)) if strategy.axes.tensor_y > 1 else None
@@ -208,10 +251,41 @@ def table(rows: list[Row]) -> Table:
     return made
 
 
+def copies_of(model: str, ranks: int, rows: int) -> dict[str, Any]:
+    """Layout copies of one layer, 1D and 2D, gathered inputs kept."""
+    shape = MODELS[model]
+    _, y = choose_attention(shape, ranks)
+    return {
+        "model": model,
+        "ranks": ranks,
+        "rows": rows,
+        "one": count_copies(shape, strategy_of(ranks, "keep"), rows),
+        "two": count_copies(shape, strategy_of(ranks, "keep", y), rows),
+    }
+
+
+def copies_table(found: list[dict[str, Any]]) -> Table:
+    """The layout copies for people."""
+    made = Table(
+        title=f"Layout copies of one layer, forward and backward, {TOKENS} tokens a row, millions of elements"
+    )
+    for column in ("model", "P", "rows", "1D copies", "elements", "2D copies", "elements"):
+        made.add_column(column, justify="right" if column != "model" else "left")
+    for f in found:
+        one, two = f["one"], f["two"]
+        made.add_row(
+            f["model"], str(f["ranks"]), str(f["rows"]), str(one["copies"]), f"{one['elements'] / 1e6:.0f}",
+            str(two["copies"]), f"{two['elements'] / 1e6:.0f}",
+        )  # fmt: skip
+    return made
+
+
 def main() -> None:
     """Every row; fails when a measured figure is not the closed form."""
     rows = [row(model, ranks, gathered) for model in MODELS for ranks in DEGREES for gathered in TREATMENTS]
     Console(width=200).print(table(rows))
+    copies = [copies_of("Llama-3-70B", ranks, batch) for ranks in DEGREES for batch in (1, 2)]
+    Console(width=200).print(copies_table(copies))
     path = measure.write(
         "comm_volume",
         {
@@ -220,6 +294,7 @@ def main() -> None:
             "dtype": "bfloat16",
             "measured_on": "a fake process group and the meta device: collectives counted, nothing sent",
             "rows": [asdict(r) for r in rows],
+            "layout_copies": copies,
         },
     )
     print(path)

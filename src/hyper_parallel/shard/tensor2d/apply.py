@@ -23,7 +23,6 @@ from hyper_parallel.shard.tensor2d.gathered import GatheredInput
 from hyper_parallel.shard.tensor2d.heads import ScatterHeads
 from hyper_parallel.shard.tensor2d.norm import distributed_norm
 from hyper_parallel.shard.tensor2d.nouns import FEATURES, SEQUENCE, Attention, Mlp, digit, part_of_x
-from hyper_parallel.shard.tensor2d.tiles import Tiles
 from hyper_parallel.shard.wrap import Forward, change_input, change_output, wrap
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -113,12 +112,21 @@ def _attention(
 def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: MeshAxes) -> Stretch:
     mesh = whole.mesh
     up, k, r = (axes[name] for name in plan.digits(mesh))
-    beside = part_of_x(mesh, mesh.size("tensor_x") // plan.factors.up, 1)
-    enter = Tiles.of((("tensor_y", SEQUENCE), (beside, FEATURES)), axes)
-    between = Tiles.of(((up.name, SEQUENCE), (k.name, FEATURES)), axes)
-    leave = Tiles.of((("tensor_y", SEQUENCE), (r.name, FEATURES)), axes)
+    y, beside = axes["tensor_y"], axes[part_of_x(mesh, mesh.size("tensor_x") // plan.factors.up, 1)]
+
+    # Features before positions on the way in, after them on the way out: what is permuted is then the smaller tensor,
+    # and gathering positions permutes nothing. The bytes are those of one gather over both.
+    def enter(h: torch.Tensor) -> torch.Tensor:
+        return y.gather_sum(beside.gather_sum(h, FEATURES), SEQUENCE)
+
+    def between(h: torch.Tensor) -> torch.Tensor:
+        return up.gather_sum(k.gather_sum(h, FEATURES), SEQUENCE)
+
+    def leave(out: torch.Tensor) -> torch.Tensor:
+        return r.reduce_split(y.reduce_split(out, SEQUENCE), FEATURES)
+
     given = GatheredInput()
-    wrap(module, given.region(enter.gather_sum, plan.keeps))
+    wrap(module, given.region(enter, plan.keeps))
     for child in plan.colwise:
         _product(model.get_submodule(child), child, whole, given, lambda out: up.reduce_split(out, SEQUENCE))
     rowwise = model.get_submodule(plan.rowwise)
@@ -127,8 +135,8 @@ def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: Mesh
         plan.rowwise,
         whole,
         GatheredInput(),
-        leave.reduce_split,
-        between.gather_sum,
+        leave,
+        between,
         plan.keeps_between,
     )
     stretch = Stretch(dims={SEQUENCE: up, FEATURES: axes[plan.features(mesh)]})
