@@ -38,9 +38,7 @@ GEMMA3 = {
     "model_type": "gemma3_text",
     "num_hidden_layers": 7,
     "sliding_window": 8,
-    "layer_types": [
-        "full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(7)
-    ],
+    "layer_types": ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(7)],
 }
 DEEPSEEK = {
     "model_type": "deepseek_v3",

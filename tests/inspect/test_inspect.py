@@ -12,7 +12,9 @@ from inspect_worlds import DEEPSEEK, GEMMA3, LLAMA, MIXTRAL, run_of
 from hyper_parallel.cli.main import main
 from hyper_parallel.errors import ConfigError, StrategyError
 from hyper_parallel.inspect import inspect_run
+from hyper_parallel.strategy import Axes
 
+TWO = {"axes": {"shard": 2, "tensor_y": 2, "tensor_x": 2}, "sequence": True}
 SHARDED = {"axes": {"shard": 4, "tensor": 2}, "sequence": True}
 
 
@@ -92,6 +94,53 @@ def test_gathered_weights_by_zero_level() -> None:
         assert (kept.kept, kept.freed) == (root + 5 * layer, 0)
 
 
+def test_a_million_tokens_are_shared_by_context() -> None:
+    run = run_of(
+        {
+            **LLAMA,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 1 << 20,
+        },
+        {"axes": {"context": 32}, "memory": {"recompute": "layer"}},
+        batch=1,
+    )
+    run = run.model_copy(update={"data": run.data.model_copy(update={"sequence": 1 << 20})})
+    one = run.model_copy(update={"strategy": run.strategy.model_copy(update={"axes": Axes()})})
+    told, alone = inspect_run(run, 31), inspect_run(one)
+    assert told.totals["activations"] <= 1.1 / 32 * alone.totals["activations"]
+    assert {row.axis for row in told.collectives} >= {"context"}
+
+
+def test_gradients_of_a_head_in_chunks_are_no_activations() -> None:
+    at_once, chunks = (
+        inspect_run(run_of(LLAMA, {"axes": {"shard": 2}}, loss={"chunk": chunk})) for chunk in ("none", 16)
+    )
+    head = next(row for row in chunks.rows if row.module == "lm_head")
+    # 4 rows of 32 positions: their logits, and the loss's own arithmetic, are gone.
+    assert head.activations == 0
+    logits = 4 * 32 * 131 * 4
+    # The gradient of the hidden states is there instead: 4 · 32 positions of 48 features.
+    saved = at_once.totals["activations"] - chunks.totals["activations"]
+    assert saved >= logits - 4 * 32 * 48 * 4
+
+
+def test_two_tensor_axes_are_told() -> None:
+    told = inspect_run(run_of({**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 4}, TWO))
+    assert {"tensor_x", "tensor_y"} <= {row.axis for row in told.collectives}
+    assert any("tensor_y" in row.layout and "tensor_x" in row.layout for row in told.rows)
+
+
+def test_sixteen_thousand_ranks() -> None:
+    axes = {"replicate": 512, "shard": 16, "tensor": 2}
+    told = inspect_run(run_of(LLAMA, {"axes": axes}, batch=8192), 16383)
+    assert (told.world, told.rank) == (16384, 16383)
+    assert {row.axis for row in told.collectives} >= {"replicate", "shard", "tensor_x"}
+
+
 def test_no_rank_beyond_the_world() -> None:
     with pytest.raises(ConfigError, match="--rank: 8 is none of the 8 ranks"):
         inspect_run(run_of(LLAMA, SHARDED), 8)
@@ -125,7 +174,13 @@ def _run(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str, **fill
 
 def test_the_command_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = _run(tmp_path / "run.yaml", capsys)
-    for words in ("model.layers.*.self_attn.q_proj", "[32/tensor_x/shard, 32]", "tensor_x", "exact:", "measured"):
+    for words in (
+        "model.layers.*.self_attn.q_proj",
+        "[32/tensor_x/shard, 32]",
+        "tensor_x",
+        "exact:",
+        "measured",
+    ):
         assert words in shown
     assert not (tmp_path / "nowhere").exists()
 

@@ -101,6 +101,8 @@ def test_collectives_stand_under_the_axis_whose_ranks_they_join() -> None:
     reals, told = _both((LLAMA, strategy, {}, "fsdp"))
     axis_of = {(0, 1): "tensor_x", (0, 2): "shard", (0, 4): "replicate", tuple(range(8)): "all ranks"}
     expected = {
-        (axis_of[ranks], kind, much) for (ranks, kind, what), much in reals[0]["calls"].items() if what == "bytes"
+        (axis_of[ranks], kind, much)
+        for (ranks, kind, what), much in reals[0]["calls"].items()
+        if what == "bytes"
     }
     assert {(row.axis, row.kind, row.bytes) for row in told[0].collectives} == expected

@@ -56,9 +56,17 @@ class Storages(TorchDispatchMode):
             record = self._record(tensor, kind)
             record.kind, record.given = kind, True
 
-    def kept(self) -> Iterator[Record]:
-        """What is alive now, apart from weights and what was given."""
-        return (r for r in self.records if r.died is None and not r.given and r.kind != Kind.WEIGHT)
+    def kept(self, excluded: Collection[torch.Tensor] = ()) -> Iterator[Record]:
+        """What is alive now, apart from weights, what was given, and the storages `excluded`."""
+        without = {id(self._record(tensor, Kind.ACTIVATION)) for tensor in excluded}
+        return (
+            record
+            for record in self.records
+            if record.died is None
+            and not record.given
+            and record.kind != Kind.WEIGHT
+            and id(record) not in without
+        )
 
     def peak(self, excluded: Collection[torch.Tensor]) -> int:
         """The most bytes that were alive at once, apart from weights, what was given, and the storages `excluded`."""

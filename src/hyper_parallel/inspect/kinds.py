@@ -60,7 +60,8 @@ def with_layers(
     The config of a Transformers model is told: the number of layers, and each list with an entry for every layer.
     """
     layers, name = layers_in(model, plan), plan.layers
-    assert layers is not None and name is not None
+    assert layers is not None
+    assert name is not None
     parent_name, _, own = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     try:
@@ -99,7 +100,9 @@ def _renamed(model: nn.Module, plan: Plan, strategy: Strategy, keep: Sequence[in
                     found[known] = value
         return found
 
-    precision = strategy.precision.model_copy(update={"modules": written_out(strategy.precision.modules, names)})
+    precision = strategy.precision.model_copy(
+        update={"modules": written_out(strategy.precision.modules, names)}
+    )
     changed: dict[str, Any] = {
         "rules": written_out(strategy.rules, owners),
         "precision": precision,

@@ -146,9 +146,7 @@ class Inspection:
             )
         calls = table(("axis", "level", "collective", "calls", "received"), 3)
         for call in self.collectives:
-            calls.add_row(
-                call.axis, call.level or "–", call.kind, str(call.count), format_bytes(call.bytes)
-            )
+            calls.add_row(call.axis, call.level or "–", call.kind, str(call.count), format_bytes(call.bytes))
         memory = table(("on this rank", "bytes"), 1)
         for what, size in self.totals.items():
             memory.add_row(what, format_bytes(size))
@@ -190,7 +188,9 @@ def parameter_rows(
         activations = saved[module]
         for own, layout in by_module.get(module, []):
             ones = found[module, own, layout]
-            sums = [sum(getattr(one, what) for one in ones) for what in ("parameter", "gradient", "optimizer")]
+            sums = [
+                sum(getattr(one, what) for one in ones) for what in ("parameter", "gradient", "optimizer")
+            ]
             rows.append(Row(module, len(ones), own, layout, *sums, activations))
             activations = 0
         if activations:

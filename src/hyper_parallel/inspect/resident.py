@@ -4,12 +4,12 @@
 |---|---|---|---|
 | parameters | the Layout | `precision.param` | always |
 | gradients | the Layout | `precision.param` | from the backward pass to the update |
-| gradients before they are reduced | the Layout, storage gathered | `precision.reduce` | `shard: optimizer`, while micro-batches accumulate |
+| not yet reduced | the Layout, gathered | `precision.reduce` | `shard: optimizer`, between micro-batches |
 | optimizer state | its own pieces | its own | always |
-| gathered weights | the Layout, storage gathered | the module's compute dtype | those that are not freed, and two at once of those that are |
+| gathered weights | the Layout, gathered | the module's | those kept, and two at once of those freed |
 
 Two: the one computed with and the one that is gathered ahead. While gradients are reduced the group at hand has them
-whole, once as they were computed and once as they are sent.
+whole, once as they were computed and once as they are sent; those outside of layers wait for the end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Gathered:
     freed: int
     """Of modules that do, as many as are there at once: two layers, or two of what is outside of layers."""
     gradients: int
-    """Of the gradients of the largest module, before they are reduced, once computed and once to be sent."""
+    """Of gradients before they are reduced: those of what is outside of layers, and those of one more group of modules
+    or these same ones in the dtype they are sent in."""
 
     @property
     def total(self) -> int:
@@ -91,7 +92,8 @@ def gathered_by(model: nn.Module, plan: Plan, strategy: Strategy, rank: int) -> 
     frees = frees_after_forward(strategy.memory, apart)
     reduce = dtype(strategy.precision.reduce)
     weights: dict[str, int] = {}
-    gradients: dict[str, int] = {}
+    computed: dict[str, int] = {}
+    sent: dict[str, int] = {}
     seen: set[int] = set()
     coordinate = plan.mesh.coordinate(rank)
     known = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -107,8 +109,8 @@ def gathered_by(model: nn.Module, plan: Plan, strategy: Strategy, rank: int) -> 
             if _is_gathered(plan, planned.storage):
                 weights[group] = weights.get(group, 0) + elements * compute.itemsize
                 if parameter.requires_grad:
-                    sent = elements * (compute.itemsize + reduce.itemsize)
-                    gradients[group] = gradients.get(group, 0) + sent
+                    computed[group] = computed.get(group, 0) + elements * compute.itemsize
+                    sent[group] = sent.get(group, 0) + elements * reduce.itemsize
             elif compute != stored:
                 # A cast that autograd keeps for the backward pass.
                 weights[""] = weights.get("", 0) + elements * compute.itemsize
@@ -118,7 +120,10 @@ def gathered_by(model: nn.Module, plan: Plan, strategy: Strategy, rank: int) -> 
         if frees.get(group, False):
             # Experts are gathered by themselves, while their layer's other weights are there.
             freed[_outermost(group, apart)] = freed.get(_outermost(group, apart), 0) + size
-    return Gathered(kept, sum(sorted(freed.values())[-2:]), max(gradients.values(), default=0))
+    # The root's are reduced last: those of the head are there while layers compute and send theirs.
+    root = computed.pop("", 0)
+    others = max((size + sent[group] for group, size in computed.items()), default=0)
+    return Gathered(kept, sum(sorted(freed.values())[-2:]), root + max(sent.get("", 0), others))
 
 
 def _is_gathered(plan: Plan, storage: str) -> bool:

@@ -1,13 +1,17 @@
 """From a run file to an Inspection: the exact part on the whole model, the measured part on a few layers of each kind.
 
-Layers of one kind cost the same, so with n layers of a kind, f(…, n, …) = f(…, 1, …) + (n − 1) · (f(…, 2, …) − f(…, 1, …))
-for everything that is measured and adds up: bytes saved, calls, bytes sent. The peak's excess over what is saved is
-that of the last layers and the loss, and does not grow with n.
+Layers of one kind cost the same, so for everything that is measured and adds up (bytes saved, calls, bytes sent), with
+n layers of a kind:
+
+    f(n) = f(1) + (n − 1) · (f(2) − f(1))
+
+The peak's excess over what is saved is that of the last layers and the loss, and does not grow with n.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 from torch import nn
@@ -110,7 +114,9 @@ def _measured(
     strategy = config.effective_strategy
 
     def run(smaller: nn.Module, strategy: Strategy) -> Measured:
-        with fake_ranks(strategy.axes.world, rank):
+        with fake_ranks(strategy.axes.world, rank), warnings.catch_warnings():
+            # What FSDP2 has to say of a layer's output is said in training, and here of no use.
+            warnings.simplefilter("ignore", UserWarning)
             parallelize(smaller, strategy, lowering=lowering)
             return measure(smaller, config, micro_batch(config))
 

@@ -1,0 +1,233 @@
+"""What `hyper-parallel inspect` tells of 2,048 ranks, how long it takes, and the same worked out by hand.
+
+    python benchmarks/scale.py [--out benchmarks/results/scale.json]
+
+Each inspection runs in a process of its own, whose time from start to end and largest resident memory are measured.
+The hand computation is plain arithmetic on the numbers of the models' papers; it knows nothing of this package's
+plans. Ceilings are those of uneven shards. The last part is a million tokens: activations of a rank of 32 that split
+the positions, against one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_SECONDS, LIMIT_BYTES, LIMIT_OFF = 60.0, 4 * 2**30, 0.03
+FP32, BF16, INT64 = 4, 2, 8
+
+# Runs the command and says on stderr how much memory it held at most.
+CHILD = """
+import resource, sys
+from hyper_parallel.cli.main import main
+try:
+    main(["inspect", *sys.argv[1:], "--json"])
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+"""
+
+MILLION = """\
+version: 1
+out: runs/million
+model:
+  config: {model_type: llama, vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32,
+           num_attention_heads: 32, num_key_value_heads: 8, max_position_embeddings: 1048576}
+data: {train: python-stdlib, sequence: 1048576}
+train: {batch: 1}
+strategy: {axes: {context: 32}, precision: {compute: bfloat16}, memory: {recompute: layer}}
+"""
+
+
+def up(length: int, *ranks: int) -> int:
+    """Rows of the largest shard when `length` rows are split over ranks, and what is left over others."""
+    for count in ranks:
+        length = -(-length // count)
+    return length
+
+
+def llama_405b() -> dict[str, int]:
+    """Llama 3.1 405B (arXiv 2407.21783, table 3): replicate 2, shard 128, tensor 8 with sequence, micro-batch 1."""
+    h, e, layers, vocabulary, heads, kv, head = 16384, 53248, 126, 128256, 128, 8, 128
+    shard, tensor, tokens = 128, 8, 8192
+    one_layer = (
+        up(heads * head, tensor, shard) * h
+        + 2 * up(kv * head, tensor, shard) * h
+        + up(h, shard) * (heads * head // tensor)
+        + 2 * up(e, tensor, shard) * h
+        + up(h, shard) * (e // tensor)
+        + 2 * up(h, shard)
+    )
+    ends = 2 * up(vocabulary, tensor, shard) * h + up(h, shard)
+    kept = layers * one_layer + ends
+    whole_layer = (2 * heads * head * h + 2 * kv * head * h + 3 * e * h) // tensor + 2 * h
+    whole_ends = 2 * (vocabulary // tensor) * h + h
+    activations = (
+        (layers - 1)
+        * (tokens // tensor)
+        * h
+        * BF16  # each layer's input, of this rank's part of the sequence
+        + tokens * h * BF16  # the first one's: the embedding's output, whole
+        + tokens * h * (FP32 + 2 * BF16)  # the last norm: its input in fp32, scaled, and the head's input
+        + tokens * (vocabulary // tensor) * BF16  # logits
+        + 2 * tokens * head * BF16  # rotary cosines and sines
+    )
+    return {
+        "parameters": kept * FP32,
+        "gradients": kept * FP32,
+        "optimizer": 2 * kept * FP32,
+        "activations": activations,
+        "gathered": BF16 * (whole_ends + 2 * whole_layer)
+        + BF16 * whole_ends
+        + max(FP32 * whole_ends, (BF16 + FP32) * whole_layer),
+    }
+
+
+def deepseek_v3() -> dict[str, int]:
+    """DeepSeek-V3 (arXiv 2412.19437, section 4.2): shard 256, tensor 8 with sequence, expert 64, micro-batch 1."""
+    h, dense, inner, layers, first, vocabulary = 7168, 18432, 2048, 61, 3, 129280
+    heads, q_rank, kv_rank, nope, rope, value, experts, chosen = 128, 1536, 512, 128, 64, 128, 256, 8
+    shard, tensor, expert, tokens = 256, 8, 64, 4096
+    attention = (
+        up(q_rank, shard) * h
+        + up(q_rank, shard)
+        + up(heads * (nope + rope), tensor, shard) * q_rank
+        + up(kv_rank + rope, shard) * h
+        + up(kv_rank, shard)
+        + up(heads * (nope + value), tensor, shard) * kv_rank
+        + up(h, shard) * (heads * value // tensor)
+        + 2 * up(h, shard)
+    )
+    dense_mlp = 2 * up(dense, tensor, shard) * h + up(h, shard) * (dense // tensor)
+    shared = 2 * up(inner, tensor, shard) * h + up(h, shard) * (inner // tensor)
+    own_experts = experts // expert * 3 * inner * h
+    routed = own_experts // (shard * tensor // expert)
+    router = up(experts, shard) * h
+    ends = 2 * up(vocabulary, tensor, shard) * h + up(h, shard)
+    kept = layers * attention + first * dense_mlp + (layers - first) * (shared + routed + router) + ends
+    whole_attention = (
+        q_rank * h
+        + q_rank
+        + heads * (nope + rope) * q_rank // tensor
+        + (kv_rank + rope) * h
+        + kv_rank
+        + heads * (nope + value) * kv_rank // tensor
+        + h * heads * value // tensor
+        + 2 * h
+    )
+    whole_layer = whole_attention + 3 * inner * h // tensor + experts * h + own_experts
+    whole_ends = 2 * (vocabulary // tensor) * h + h
+    rows = tokens // tensor * chosen
+    activations = (
+        (layers - 1) * (tokens // tensor) * h * BF16
+        + tokens * h * BF16
+        + tokens * h * (FP32 + 2 * BF16)
+        + tokens * (vocabulary // tensor) * BF16
+        + 2 * tokens * rope * BF16
+        + (layers - first)
+        * 4
+        * rows
+        * INT64  # where rows went and come back from, at the sender and the owner
+    )
+    return {
+        "parameters": kept * FP32,
+        "gradients": kept * FP32,
+        "optimizer": 2 * kept * FP32,
+        "activations": activations,
+        "gathered": BF16 * (whole_ends + 2 * whole_layer)
+        + BF16 * whole_ends
+        + max(FP32 * whole_ends, (BF16 + FP32) * own_experts),
+    }
+
+
+def inspected(file: str, *overrides: str) -> tuple[dict[str, Any], float, int]:
+    """What the command tells in JSON, the seconds it took, and its largest resident memory in bytes."""
+    begun = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, file, *overrides],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        check=False,
+    )
+    seconds = time.perf_counter() - begun
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout), seconds, int(done.stderr.split()[-1])
+
+
+def compared(name: str, file: str, hand: dict[str, int]) -> dict[str, Any]:
+    """One model: told and by hand, in bytes of rank 0."""
+    told, seconds, memory = inspected(file)
+    inspect = {what: told["totals"][what] for what in hand}
+    total = {"inspect": sum(inspect.values()), "hand": sum(hand.values())}
+    print(f"\n{name}: {told['world']} ranks, {seconds:.1f} s, {memory / 2**30:.2f} GiB resident")
+    print(f"  {'':12} {'inspect GiB':>12} {'by hand GiB':>12} {'off':>8}")
+    for what, size in {**inspect, "sum": total["inspect"]}.items():
+        other = hand.get(what, total["hand"])
+        print(f"  {what:12} {size / 2**30:12.3f} {other / 2**30:12.3f} {size / other - 1:8.2%}")
+    off = max(abs(size / hand[what] - 1) for what, size in inspect.items())
+    return {
+        "model": name,
+        "ranks": told["world"],
+        "axes": told["axes"],
+        "seconds": round(seconds, 1),
+        "resident_bytes": memory,
+        "inspect": inspect,
+        "hand": hand,
+        "transient": told["totals"]["transient"],
+        "collectives": told["collectives"],
+        "largest_difference": off,
+        "within": seconds < LIMIT_SECONDS and memory < LIMIT_BYTES and off < LIMIT_OFF,
+    }
+
+
+def million() -> dict[str, Any]:
+    """Activations at a million tokens, 32 ranks along context against one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "million.yaml"
+        file.write_text(MILLION)
+        split, _, _ = inspected(str(file))
+        one, _, _ = inspected(str(file), "strategy.axes={}")
+    mine, whole = split["totals"]["activations"], one["totals"]["activations"]
+    share = mine * 32 / whole
+    print(f"\na million tokens: {mine / 2**30:.2f} GiB of activations on each of 32 ranks along context,")
+    print(f"  {whole / 2**30:.2f} GiB on one device: {share:.3f} / 32")
+    return {"context": 32, "rank": mine, "one_device": whole, "share": share, "within": share <= 1.1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/scale.json")
+    out: Path = parser.parse_args().out
+    results = {
+        "machine": {
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "what": "CPU only, fake tensors",
+        },
+        "models": [
+            compared("Llama 3.1 405B", "examples/llama-405b.yaml", llama_405b()),
+            compared("DeepSeek-V3", "examples/deepseek-v3.yaml", deepseek_v3()),
+        ],
+        "million_tokens": million(),
+    }
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwritten to {out}")
+    if not (results["million_tokens"]["within"] and all(one["within"] for one in results["models"])):
+        raise SystemExit("some figure is outside of its limit")
+
+
+if __name__ == "__main__":
+    main()
