@@ -51,7 +51,7 @@ class Step:
 def build(family: str, **overrides: Any) -> torch.nn.Module:
     """An unmodified model on the meta device."""
     fields = {**FAMILIES[family], **overrides}
-    attention = fields.pop("attn_implementation", "sdpa")
+    attention = fields.pop("attn_implementation", None)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     auto = AutoModelForImageTextToText if family in families.WITH_IMAGES else AutoModelForCausalLM
     with one_device(), torch.device("meta"):

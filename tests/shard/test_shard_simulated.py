@@ -29,7 +29,7 @@ SAMPLE |= {
     ("gemma2", "tensor 2 shard 2 sequence"),
     ("gpt-oss", "tensor 4 sequence"),
     ("deepseek-v3", "tensor 2 shard 2 sequence"),
-    ("deepseek-v3-whole-query", "tensor 4 sequence"),
+    ("deepseek-v3-whole-query", "tensor 2"),
     ("qwen2.5-vl", "replicate 2 shard 2 tensor 2 sequence recompute"),
 }
 

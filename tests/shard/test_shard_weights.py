@@ -22,7 +22,7 @@ def saved(family: str, folder: Path) -> torch.nn.Module:
     fields = dict(FAMILIES[family])
     torch.manual_seed(0)
     auto = AutoModelForImageTextToText if family in WITH_IMAGES else AutoModelForCausalLM
-    attention = fields.pop("attn_implementation", "sdpa")
+    attention = fields.pop("attn_implementation", None)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = auto.from_config(config, attn_implementation=attention)
     for name, buffer in model.named_buffers():
