@@ -72,7 +72,7 @@ def with_layers(
     config: Any = text_config(made)
     if config is not None:
         for key, values in _per_layer(config, len(layers)).items():
-            setattr(config, key, type(values)(values[index] for index in keep))
+            setattr(config, key, [values[index] for index in keep])
         config.num_hidden_layers = len(keep)
     return made, _renamed(model, plan, strategy, keep)
 

@@ -68,9 +68,13 @@ def measure(model: nn.Module, config: RunConfig, rows: int) -> Measured:
     make_fake(model, mode)
     model.train()
     with mode, _one_document():
-        measured = _memory(model, handle, config, rows, patterns)
-        model.zero_grad(set_to_none=True)
-        measured.calls = _step(model, handle, config, rows, names)
+        with counting() as calls:
+            measured = _memory(model, handle, config, rows, patterns)
+        # With all of ZeRO a micro-batch sends what it sends, whatever came before it.
+        last = names.sorted(calls) if handle.strategy.memory.shard == "parameters" else None
+        if last is None:
+            model.zero_grad(set_to_none=True)
+        measured.calls = _step(model, handle, config, rows, names, last)
     return measured
 
 
@@ -110,17 +114,27 @@ def _early_gradients(loss: torch.Tensor, handle: ShardedModel) -> list[torch.Ten
     return []
 
 
-def _step(model: nn.Module, handle: ShardedModel, config: RunConfig, rows: int, names: AxisNames) -> Calls:
-    """The collectives of a step: of its first, middle and last micro-batches, of which the middle ones are alike."""
+def _step(
+    model: nn.Module,
+    handle: ShardedModel,
+    config: RunConfig,
+    rows: int,
+    names: AxisNames,
+    last: Calls | None,
+) -> Calls:
+    """The collectives of a step. Of its micro-batches the first, one in the middle and the last are run; where `last`
+    is known, only the first, which is then like those in the middle."""
     micro = count_micro_batches(config)
-    total: Calls = Counter()
-    for index in range(min(micro, 3)):
-        last = index == min(micro, 3) - 1
+    total: Calls = Counter(last) if last is not None else Counter()
+    run = min(micro - 1, 1) if last is not None else min(micro, 3)
+    for index in range(run):
+        is_last = last is None and index == run - 1
         with counting() as calls:
             batch = _Batch.of(config, rows)
-            with handle.micro_batch(seed=config.seed, rows=batch.rows, last=last):
+            with handle.micro_batch(seed=config.seed, rows=batch.rows, last=is_last):
                 batch.loss(model, config).backward()
-        times = micro - 2 if index > 0 and not last else 1
+        alike = micro - 1 if last is not None else micro - 2
+        times = alike if last is not None or (index > 0 and not is_last) else 1
         for key, much in names.sorted(calls).items():
             total[key] += much * times
     with counting() as calls:

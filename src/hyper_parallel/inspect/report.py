@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -188,14 +187,22 @@ def parameter_rows(
         activations = saved[module]
         for own, layout in by_module.get(module, []):
             ones = found[module, own, layout]
-            sums = [
-                sum(getattr(one, what) for one in ones) for what in ("parameter", "gradient", "optimizer")
-            ]
-            rows.append(Row(module, len(ones), own, layout, *sums, activations))
+            rows.append(
+                Row(
+                    module,
+                    len(ones),
+                    own,
+                    layout,
+                    parameters=sum(one.parameter for one in ones),
+                    gradients=sum(one.gradient for one in ones),
+                    optimizer=sum(one.optimizer for one in ones),
+                    activations=activations,
+                )
+            )
             activations = 0
         if activations:
             rows.append(Row(module, count, "", "", 0, 0, 0, activations))
-    assert math.fsum(row.activations for row in rows) == saved.total()
+    assert sum(row.activations for row in rows) == saved.total()
     return rows
 
 
