@@ -37,6 +37,8 @@ WIDE: dict[str, dict[str, Any]] = {
     "llama, one head, odd": {"model_type": "llama", **_SHAPE, "intermediate_size": 101, "num_key_value_heads": 1},
     "phi3": {"model_type": "phi3", **_SHAPE, "intermediate_size": 224, "num_key_value_heads": 4, "pad_token_id": 5},
     "gpt2": {"model_type": "gpt2", "vocab_size": 136, "n_embd": 64, "n_layer": 2, "n_head": 16, "n_positions": 64},
+    "gpt2, dropout": {"model_type": "gpt2", "vocab_size": 136, "n_embd": 64, "n_layer": 2, "n_head": 16,
+                      "n_positions": 64, "attn_pdrop": 0.0},
 }  # fmt: skip
 
 
@@ -44,11 +46,14 @@ def _model(family: str) -> torch.nn.Module:
     fields = dict(WIDE[family])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with one_device(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model.train(family.endswith("dropout"))
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if type(child).__name__.endswith("RMSNorm"):
                     setattr(module, name, torch.nn.RMSNorm(64, eps=1e-6))
+                elif name == "act" and model.training:  # dropout where features and positions are split
+                    module.act = torch.nn.Sequential(child, torch.nn.Dropout(0.2))
     return model
 
 
@@ -62,8 +67,10 @@ def _gradients(family: str, strategy: Strategy, lowering: Any = "traceable") -> 
         ids = torch.randint(0, 136, (2, 16), generator=generator)
         weight = torch.randn(2, 16, 136, generator=generator, dtype=torch.float64)
     ids, weight = per_rank(lambda rank: ids), per_rank(lambda rank: weight)
-    (model(input_ids=ids, use_cache=False).logits * weight).sum().backward()
+    rows = per_rank(lambda rank: torch.arange(2))
     handle = shard.sharded(model)
+    with handle.micro_batch(seed=3, step=7, rows=rows):
+        (model(input_ids=ids, use_cache=False).logits * weight).sum().backward()
     whole = {p.name: handle.gather(p.grad, p.layout) for p in handle.parameters() if p.grad is not None}
     with one_device():
         return {name: on_rank(gradient, 0).clone() for name, gradient in whole.items()}
@@ -94,10 +101,11 @@ FACTORS = {
     "y 8 x 2": {"tensor_y": 8, "tensor_x": 2},
 }
 WIDE_SAMPLE = {
-    ("llama", "x 4 y 2"),
+    ("llama", "y 4 x 4"),
     ("llama, one head, odd", "y 4 x 2"),
-    ("phi3", "y 4 x 4"),
+    ("phi3", "x 4 y 2"),
     ("gpt2", "x 2 y 2"),
+    ("gpt2, dropout", "y 4 x 4"),
 }
 
 
