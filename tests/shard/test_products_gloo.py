@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import run_ranks
 
+from harness import run_ranks
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device
 from hyper_parallel.verify.report import compare

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat.local_tensor import simulated_ranks
+from hyper_parallel.compat import local_tensor
 from hyper_parallel.config import RunConfig, from_dict
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.verify.families import WITH_EXPERTS
@@ -67,7 +67,7 @@ def build_model(family: Settings) -> nn.Module:
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     vision = getattr(config, "vision_config", None) is not None
     kind: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    with torch.device("meta"):
+    with local_tensor.one_device(), torch.device("meta"):
         model: nn.Module = kind.from_config(config, experts_implementation="eager")
     return model.train()
 
@@ -136,7 +136,7 @@ def run_cell(config: RunConfig, model: nn.Module, batch: Tensors, one: StepOutco
     if strategy.axes.world == 1:
         many = step_of(model, config, strategy, batch, "traceable", one.gradients)
     else:
-        with simulated_ranks(strategy.axes.world):
+        with local_tensor.simulated_ranks(strategy.axes.world):
             many = step_of(model, config, strategy, batch, "traceable", one.gradients)
     return compare(one, many, describe(strategy), "all ranks in one process", strategy.precision.compute)
 
