@@ -10,8 +10,8 @@ from hyper_parallel.shard.structure import Heads
 from hyper_parallel.shard.tensor2d.choose import MlpFactors
 from hyper_parallel.shard.tensor2d.norm import Formula
 
-ROWS, SEQUENCE, FEATURES = 0, 1, -1
-"""Dims of activations [batch, sequence, features]."""
+SEQUENCE, FEATURES = 1, -1
+"""The split dims of activations [batch, sequence, features]."""
 
 
 def digit(size: int, stride: int) -> str:
