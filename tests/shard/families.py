@@ -12,6 +12,8 @@ from hyper_parallel import shard
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.verify import families
+from hyper_parallel.verify.matrix import with_images
+from hyper_parallel.verify.step import inputs_of
 
 # Those of the matrix, and two that drop attention weights.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -67,38 +69,11 @@ def batch(images: bool = False) -> dict[str, torch.Tensor]:
     positions = torch.cat([torch.arange(6), torch.arange(LENGTH - 6)]).repeat(ROWS, 1)
     if not images:
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
-    ids %= 127
-    ids[:, 3:11] = families.IMAGE_TOKEN
-    labels[:, 2:10] = -100
-    # Text has one position three times over; an image has a time, a height and a width (arXiv 2409.12191, section 2.1).
-    positions = torch.arange(LENGTH).repeat(ROWS, 3, 1)
-    positions[:, 0, 3:11] = 3
-    positions[:, 1, 3:11] = 3 + torch.arange(8) // 4
-    positions[:, 2, 3:11] = 3 + torch.arange(8) % 4
-    positions[:, :, 11:] -= 4
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "position_ids": positions,
-        "pixel_values": torch.randn(ROWS, 32, 96, generator=generator),
-        "image_grid_thw": torch.tensor([1, 4, 8]).repeat(ROWS, 1),
-    }
-
-
-def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the model is called with: rows of patches one after the other, positions [3, B, S]."""
-    if "pixel_values" not in batch:
-        return {key: batch[key] for key in ("input_ids", "position_ids")}
-    return {
-        "input_ids": batch["input_ids"],
-        "position_ids": batch["position_ids"].transpose(0, 1),
-        "pixel_values": batch["pixel_values"].flatten(0, 1),
-        "image_grid_thw": batch["image_grid_thw"],
-    }
+    return with_images(families.FAMILIES["qwen2.5-vl"], ids, labels, generator)
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
-    output = model(**inputs_of(batch), use_cache=False)
+    output = model(**inputs_of({k: x for k, x in batch.items() if k != "labels"}), use_cache=False)
     return (
         torch.nn.functional.cross_entropy(
             output.logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum"

@@ -33,7 +33,9 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
             let_speak()
         elif place.rank == 0:
             axes = config.effective_strategy.axes
-            degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in axes.order if axes.degree(axis) > 1)
+            degrees = " · ".join(
+                f"{axis} {axes.degree(axis)}" for axis in axes.order if axes.degree(axis) > 1
+            )
             _say(
                 f"{PREFIX}{place.launcher} started {place.world} workers, but the strategy's axes multiply to "
                 f"{world} ({degrees}); start {world}, or change the axes"

@@ -15,6 +15,7 @@ from torch import nn
 
 from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout.layout import chunk
 from hyper_parallel.shard.adapters import adapted_layers, base_of
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.dropout import Stretch
@@ -171,6 +172,9 @@ def _vocabulary(module: nn.Embedding, tensor: Axis) -> None:
     module.padding_idx = None
     start = per_rank_int(lambda rank: tensor.interval(rows, rank)[0])
     stop = per_rank_int(lambda rank: tensor.interval(rows, rank)[1])
+    last = chunk(rows, tensor.size, tensor.size - 1)
+    if last[0] == last[1]:
+        wrap(module, _with_one_row_more(module))
 
     def wrapper(forward: Forward, ids: torch.Tensor) -> Any:
         elsewhere = (ids < start) | (ids >= stop)
@@ -180,6 +184,21 @@ def _vocabulary(module: nn.Embedding, tensor: Axis) -> None:
         return tensor.reduce(output.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     wrap(module, wrapper)
+
+
+def _with_one_row_more(module: nn.Embedding) -> Wrapper:
+    """Where the last ranks have no rows: a row of zeros more on every rank, so that there is one to look up."""
+
+    def wrapper(forward: Forward, ids: torch.Tensor) -> Any:
+        weight = module._parameters["weight"]
+        assert weight is not None
+        module._parameters["weight"] = nn.functional.pad(weight, (0, 0, 0, 1))  # type: ignore[assignment]
+        try:
+            return forward(ids)
+        finally:
+            module._parameters["weight"] = weight
+
+    return wrapper
 
 
 class _LocalConfig:

@@ -13,7 +13,9 @@ from hyper_parallel.strategy.placement import Placement
 from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.section import Section
 
-RuleName = Literal["colwise", "colwise_gather", "rowwise", "vocab", "shared", "replicate", "expert", "expert_tensor"]
+RuleName = Literal[
+    "colwise", "colwise_gather", "rowwise", "vocab", "shared", "replicate", "expert", "expert_tensor"
+]
 """What a rule may say of a module's weights under the `tensor` axis:
 
 - `colwise`: output features are split; the output stays split.

@@ -59,6 +59,16 @@ def draw_case(number: int) -> Case:
     train: dict[str, Any] = {"batch": data * share, "clip": draw.choice([None, 1.0])}
     if share == 2 and draw.random() < 0.5:
         train["micro_batch"] = 1
+    elif family["model_type"] in ("mixtral", "qwen3_moe") and not family.get("mlp_only_layers"):
+        # The auxiliary loss of one batch is not that of its halves, on one device either; and Transformers cannot
+        # compute that of a model without experts.
+        family |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    if draw.random() < 0.3:
+        train["loss"] = {
+            "chunk": draw.choice([5, 16, "none"]),
+            "label_smoothing": draw.choice([0.0, 0.1]),
+            "z_loss": draw.choice([0.0, 0.01]),
+        }
     return Case(number, family, strategy, train, draw.choice([16, 24, 32]))
 
 
@@ -198,6 +208,9 @@ def _strategy(draw: Draw, experts: bool) -> dict[str, Any]:
         strategy["memory"] = memory
     if degrees["context"] > 1 and draw.random() < 0.7:
         strategy["context"] = {"method": draw.choice(["ring", "ulysses", "hybrid"])}
+    if len(order) > 1 and draw.random() < 0.15:
+        at = draw.randrange(1, len(order))
+        strategy["placement"] = {"node": order[at:], "network": order[:at]}
     if draw.random() < 0.05:
         strategy["rules"] = {"model.layers.*.mlp*": "replicate"}
     return strategy

@@ -83,7 +83,7 @@ def draw_batch(family: Settings, rows: int = ROWS, length: int = LENGTH, seed: i
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100
     if "vision_config" in family:
-        return _with_images(family, ids, labels, generator)
+        return with_images(family, ids, labels, generator)
     positions = torch.arange(length).repeat(rows, 1)
     for row in range(rows):
         at = int(torch.randint(1, length, (1,), generator=generator))
@@ -92,7 +92,7 @@ def draw_batch(family: Settings, rows: int = ROWS, length: int = LENGTH, seed: i
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def _with_images(family: Settings, ids: Tensor, labels: Tensor, generator: torch.Generator) -> Tensors:
+def with_images(family: Settings, ids: Tensor, labels: Tensor, generator: torch.Generator) -> Tensors:
     """An image of 4 × 8 patches, merged two by two, after the third token of each row."""
     rows, length = ids.shape
     patch = family["vision_config"]["patch_size"]

@@ -90,7 +90,10 @@ def _micro_batch(
         start = handle.data_index_of(rank) * share + micro * count
         return torch.arange(start, start + count)
 
-    mine = {key: per_rank(lambda rank, x=x: x[rows(rank)]) for key, x in whole.items()}
+    def of_rank(x: torch.Tensor) -> torch.Tensor:
+        return per_rank(lambda rank: x[rows(rank)])
+
+    mine = {key: of_rank(x) for key, x in whole.items()}
     last = (micro + 1) * count == share
     with handle.micro_batch(seed=config.seed, step=0, rows=per_rank(rows), last=last):
         loss = causal_lm_loss(

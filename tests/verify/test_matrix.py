@@ -1,0 +1,69 @@
+"""The matrix and the fuzz tell right from wrong from refused, and a case is a function of its number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hyper_parallel.shard.axis import Axis
+from hyper_parallel.verify.families import FAMILIES
+from hyper_parallel.verify.fuzz import draw_case
+from hyper_parallel.verify.matrix import (
+    Cell,
+    build_model,
+    draw_batch,
+    family_config,
+    judged,
+    markdown,
+    one_device,
+    run_cell,
+    run_matrix,
+)
+
+TENSOR = {"axes": {"tensor": 2}}
+
+
+def cell(family: dict[str, Any], strategy: dict[str, Any]) -> Cell:
+    batch = draw_batch(family)
+    one = one_device(family, {}, batch)
+    return judged(
+        "f", "s", lambda: run_cell(family_config(family, strategy), build_model(family), batch, one)
+    )
+
+
+def test_a_cell_is_right_or_refused() -> None:
+    cells = run_matrix(
+        {"llama": FAMILIES["llama"]},
+        {"tensor 2": TENSOR, "tensor 3": {"axes": {"tensor": 3}}, "e": {"axes": {"shard": 2, "expert": 2}}},
+    )
+    assert [c.status for c in cells] == ["right", "refused"]
+    page = markdown(cells, "this")
+    assert "1 right, 1 refused, 0 wrong, of 2" in page
+    assert "4 attention heads cannot be split over axes.tensor = 3" in page
+
+
+def test_a_sum_that_is_forgotten_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Axis, "copy", lambda self, x: x)
+    assert cell(FAMILIES["llama"], TENSOR).status == "wrong"
+
+
+def test_a_crash_is_wrong() -> None:
+    def crash() -> Any:
+        raise RuntimeError("no")
+
+    assert judged("f", "s", crash) == Cell("f", "s", "wrong", torch.inf, torch.inf, "RuntimeError: no")
+
+
+def test_more_ranks_than_a_vocabulary_has_chunks() -> None:
+    """131 rows in chunks of 9: the last of 16 ranks has none."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 64}
+    assert cell({**FAMILIES["llama-tied"], **heads}, {"axes": {"tensor": 16}}).status == "right"
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_random_cases_are_right_or_refused(number: int) -> None:
+    assert draw_case(number) == draw_case(number)
+    found = draw_case(number).run()
+    assert found.status in ("right", "refused"), found.detail
