@@ -99,10 +99,9 @@ def parallelize(
     _store(model, plan, dtype(strategy.precision.param), None if gathers else groups)
     if not gathers and groups is not None:
         _fully_shard(model, plan, strategy, groups, dtypes)
+    # Every rank makes the same groups now, not when a forward pass or a metric first needs one.
     for name in mesh.names:
-        axes[
-            name
-        ]  # every rank makes the same groups now, not when a forward pass or a metric first needs one
+        _ = axes[name]
     attach(ShardedModel(model, strategy, plan, axes, skeleton, routing))
     return model
 
