@@ -21,6 +21,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "shard-tensor-sequence": {"axes": {"shard": 2, "tensor": 2}, "sequence": True},
     "replicate-shard": {"axes": {"replicate": 2, "shard": 2}},
     "tensor-outside": {"axes": {"tensor": 2, "shard": 2}},
+    "context-tensor": {"axes": {"context": 2, "tensor": 2}, "context": {"method": "ring"}},
+    "two-dims": {"axes": {"tensor_x": 2, "tensor_y": 2}},
 }
 TRAIN = {
     "steps": 10,
@@ -59,6 +61,7 @@ def test_ten_steps_on_four_workers_are_those_on_one(name: str, folder: Path, alo
     for summary in summaries:
         assert (summary.final_loss, summary.eval_after) == (summaries[0].final_loss, summaries[0].eval_after)
         assert summary.sample == expected.sample
+        assert summary.parameters == expected.parameters
         assert summary.eval_after == pytest.approx(expected.eval_after, abs=1e-5)
 
 

@@ -20,7 +20,7 @@ from hyper_parallel.workload import Flops, flops_of_model
 
 # Names that Transformers reads from a config although `to_dict` of a default one does not show them.
 _LEGACY = frozenset(
-    {"rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "torch_dtype"}
+    {"rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "torch_dtype", "head_dim"}
 )
 
 

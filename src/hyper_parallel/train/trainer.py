@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from pathlib import Path
 
 import torch
@@ -279,7 +280,7 @@ class _Run:
             stopped=stopped,
             resumed_from=self.start or None,
             vocabulary=self._vocabulary(),
-            parameters=sum(p.parameter.numel() for p in self.handle.parameters()),
+            parameters=sum(math.prod(p.layout.shape) for p in self.handle.parameters()),
             initial_loss=state.initial_loss,
             final_loss=state.final_loss,
             eval_before=state.eval_before,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from hyper_parallel.launch import Worker
 from hyper_parallel.shard import parallelize
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.build import fill_model, unsharded
+from hyper_parallel.train.build import fill_model, transformers_config, unsharded
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
 
@@ -39,15 +40,19 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
             "the strategy is that of one device: there is nothing to compare; set strategy.axes"
         )
     config = _reduced(config)
+    wide = _in_full_precision(config)
+    said = "" if wide is config else ", in float32: rounded otherwise, tokens would choose other experts"
+    config = wide
     if driver == "local":
         one, batch, model = _one_device(config)
         with simulated_ranks(config.strategy.axes.world):
             many = step_of(model, config, config.strategy, batch, "traceable", one.gradients)
-        return _compared(config, one, many, "all ranks in one process")
+        return _compared(config, one, many, f"all ranks in one process{said}")
     code = launch.run(config, f"{__name__}:worker_main")
     if code != 0:
         raise WorkersFailedError(code, config.out)
-    return Report.from_json(json.loads((Path(config.out) / RESULT).read_text()))
+    report = Report.from_json(json.loads((Path(config.out) / RESULT).read_text()))
+    return replace(report, driver=report.driver + said)
 
 
 def worker_main(config: RunConfig, worker: Worker) -> None:
@@ -69,6 +74,21 @@ def _reduced(config: RunConfig) -> RunConfig:
     train = config.train.model_copy(update={"batch": micro * config.strategy.axes.data, "micro_batch": 1})
     launched = config.launch.model_copy(update={"workers": None})
     return config.model_copy(update={"launch": launched, "train": train})
+
+
+def _in_full_precision(config: RunConfig) -> RunConfig:
+    """The file with float32 arithmetic where experts are chosen: two sides that round otherwise choose other experts
+    where scores are close, and are both right."""
+    if config.strategy.precision.compute == "float32" or not has_experts(transformers_config(config.model)):
+        return config
+    precision = config.strategy.precision.model_copy(update={"compute": "float32", "modules": {}})
+    return config.model_copy(update={"strategy": config.strategy.model_copy(update={"precision": precision})})
+
+
+def has_experts(model: object) -> bool:
+    """Whether a Transformers config describes mixture-of-experts layers."""
+    keys = ("num_local_experts", "n_routed_experts", "num_experts")
+    return any(getattr(model, key, None) for key in keys)
 
 
 def _compared(config: RunConfig, one: StepOutcome, many: StepOutcome, driver: str) -> Report:
