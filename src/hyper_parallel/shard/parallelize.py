@@ -31,6 +31,7 @@ from hyper_parallel.shard.recompute import apply_recompute
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.structure import layers_or_refuse
 from hyper_parallel.shard.tensor2d.apply import apply_tensor_2d, split_between
+from hyper_parallel.shard.towers import apply_towers
 from hyper_parallel.shard.zero import frees_after_forward, gathered_apart
 from hyper_parallel.strategy import Strategy
 
@@ -90,6 +91,7 @@ def parallelize(
     apply_dropout(model, axes[mesh.tensor], stretches, between, positions)
     apply_loss(model, plan, axes, dtypes, cut=context.cut if context is not None else None)
     apply_context_to_root(model, context)
+    apply_towers(model)
     gathers = lowering == "traceable"
     _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)
     apply_casts(model, dtypes)
