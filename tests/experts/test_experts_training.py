@@ -88,6 +88,10 @@ def test_a_run_records_the_imbalance(tmp_path: Path) -> None:
     lines = [json.loads(line) for path in Path(config.out).glob("*.jsonl") for line in path.open()]
     recorded = [line["expert_imbalance"] for line in lines if "expert_imbalance" in line]
     assert len(recorded) == 2 and all(1 <= ratio <= 4 for ratio in recorded)
+    *_, last = (Path(config.out) / "experts.jsonl").read_text().splitlines()
+    loads = json.loads(last)["loads"]["model.layers.0.mlp.experts"]
+    rows = config.train.batch * config.data.sequence * 2
+    assert len(loads) == 4 and sum(loads) == rows and max(loads) / (rows / 4) == pytest.approx(recorded[-1])
 
 
 def test_a_rate_without_biases_is_refused(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ class StepResult:
     """Sum over the ranks of what each said that it holds, in bytes."""
     expert_imbalance: float | None = None
     """The largest ratio, over the layers, of the busiest expert's load to the mean; None without experts."""
+    expert_loads: Tensor | None = None
+    """fp32 on the device: the rows that each expert of each layer got in the whole step; None without experts."""
 
 
 def accumulate(
@@ -147,7 +149,8 @@ class Stepper:
         self._model.zero_grad(set_to_none=True)
         if following is not None:
             self._batch, self._tokens = following, vector[1]
-        return StepResult(total, grad_norm, int(valid), stops > 0, held, ratio if loads.numel() else None)
+        experts = (ratio, loads) if loads.numel() else (None, None)
+        return StepResult(total, grad_norm, int(valid), stops > 0, held, *experts)
 
 
 def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import math
 from pathlib import Path
@@ -18,7 +19,7 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import CheckpointError, ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker, stop_requested
 from hyper_parallel.shard import sharded
-from hyper_parallel.shard.experts.routing import has_biases
+from hyper_parallel.shard.experts.routing import by_layer, has_biases
 from hyper_parallel.train.batches import Batches
 from hyper_parallel.train.build import Built, build, fill
 from hyper_parallel.train.evaluate import Evaluation
@@ -207,6 +208,8 @@ class _Run:
             if stop:
                 self._note(f"stopped after step {done}, as asked; the same command goes on from there")
                 return True
+            if last or (train.eval.every and done % train.eval.every == 0):
+                self._record_experts(done, result)
             if train.eval.every and done % train.eval.every == 0:
                 loss = self._evaluate()
                 self.eval_after = loss if last else None
@@ -232,6 +235,13 @@ class _Run:
         assert self.progress is not None
         left = self.config.train.steps - step - 1
         self.progress.step(step + 1, record, left * rates.get("seconds", float("nan")))
+
+    def _record_experts(self, step: int, result: StepResult) -> None:
+        """A line of ``experts.jsonl``: too many numbers for a tracker, and for every step."""
+        if self.leads and result.expert_loads is not None:
+            loads = by_layer(self.handle, result.expert_loads)
+            with (Path(self.config.out) / "experts.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "loads": loads}) + "\n")
 
     def _evaluate(self) -> float | None:
         """The held-out loss now, recorded; None when nothing is held out."""

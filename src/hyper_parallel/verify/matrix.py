@@ -199,12 +199,12 @@ def markdown(cells: Iterable[Cell], command: str) -> str:
         f"Made by `{command}`: {count['right']} right, {count['refused']} refused, {count['wrong']} wrong, "
         f"of {len(cells)}.",
         "",
-        "| | " + " | ".join(strategies) + " |",
-        "|---" * (len(strategies) + 1) + "|",
+        "| | " + " | ".join(families) + " |",
+        "|---" * (len(families) + 1) + "|",
     ]
-    for family in families:
-        row = [_shown(at[family, strategy]) if (family, strategy) in at else "·" for strategy in strategies]
-        lines.append(f"| {family} | " + " | ".join(row) + " |")
+    for strategy in strategies:
+        row = [_shown(at[family, strategy]) if (family, strategy) in at else "·" for family in families]
+        lines.append(f"| {strategy} | " + " | ".join(row) + " |")
     for status, title in (("refused", "Refused, and why"), ("wrong", "Wrong")):
         told = [cell for cell in cells if cell.status == status]
         if told:

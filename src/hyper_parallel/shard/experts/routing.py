@@ -169,6 +169,18 @@ def take_loads(handle: ShardedModel) -> torch.Tensor:
     return told
 
 
+def by_layer(handle: ShardedModel, told: torch.Tensor) -> dict[str, list[int]]:
+    """Name of the experts module to the load of each of its experts; `told` as for `imbalance`. The host waits."""
+    routing = handle.routing
+    if routing is None:
+        return {}
+    layers = told.split([experts.count for experts in routing.experts.values()])
+    return {
+        name: [int(rows) for rows in load.tolist()]
+        for name, load in zip(routing.experts, layers, strict=True)
+    }
+
+
 def imbalance(handle: ShardedModel, told: torch.Tensor) -> torch.Tensor:
     """max / mean of the experts' load in the layer where it is the largest; zero-dim fp32, 1 when all are equal.
 
