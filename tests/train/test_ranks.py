@@ -12,9 +12,10 @@ import torch
 from tiny_run import LLAMA, Bigram, metrics, run, run_config
 
 from harness import run_ranks
-from hyper_parallel.errors import NonFiniteError
+from hyper_parallel.errors import NonFiniteError, StrategyError
 from hyper_parallel.launch.stop import listening
 from hyper_parallel.train import register_optimizer
+from hyper_parallel.train.build import build
 from hyper_parallel.train.optimizer import AdamW
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -143,3 +144,26 @@ def test_a_loop_of_ones_own_on_one_and_two_ranks() -> None:
     assert one[-1] < one[0] - 0.1
     for losses in run_ranks(_own_loop, 2):
         torch.testing.assert_close(losses, one, atol=1e-5, rtol=0)
+
+
+def _refused(rank: int, world: int, folder: Path, axes: dict[str, int], method: str) -> tuple[str, bool]:
+    sections = {"strategy": {"axes": axes, "context": {"method": method}}, "data": {"sequence": 18}}
+    config = run_config(folder, "odd", **sections)
+    with pytest.raises(StrategyError) as refusal:
+        build(config)
+    return str(refusal.value), Path(config.out).exists()
+
+
+@pytest.mark.parametrize(
+    ("axes", "method", "said"),
+    [
+        ({"context": 4}, "ring", "evenly over context 4; use a multiple of 8"),
+        ({"tensor_x": 2, "tensor_y": 2}, "auto", "evenly over tensor 4 (the sequence); use a multiple of 4"),
+    ],
+)
+def test_a_length_that_axes_cannot_split_leaves_nothing(
+    axes: dict[str, int], method: str, said: str, folder: Path
+) -> None:
+    for told, left in run_ranks(_refused, 4, folder, axes, method):
+        assert told == f"data.sequence: rows of 18 positions cannot be split {said}"
+        assert not left

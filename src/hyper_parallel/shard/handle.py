@@ -106,6 +106,20 @@ class ShardedModel:
             for name, parameter in self.model.named_parameters()
         ]
 
+    def check_length(self, length: int) -> None:
+        """Raise StrategyError when rows of `length` positions cannot be split evenly over context and tensor."""
+        context, tensor = self.mesh.size("context"), self.mesh.size(self.mesh.tensor)
+        multiple = self.plan.context.multiple if self.plan.context is not None else 1
+        if self.plan.sequence:
+            multiple = math.lcm(multiple, context * tensor)
+        if length % multiple:
+            split = [f"context {context}"] if context > 1 else []
+            split += [f"tensor {tensor} (the sequence)"] if self.plan.sequence else []
+            raise StrategyError(
+                f"rows of {length} positions cannot be split evenly over {' and '.join(split)}; "
+                f"use a multiple of {multiple}"
+            )
+
     # Tensors between whole and split.
 
     def cut(self, full: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -14,8 +14,8 @@ from torch import nn
 
 from hyper_parallel.config import ModelConfig, RunConfig
 from hyper_parallel.data import TextData, Tokenizer
-from hyper_parallel.errors import ConfigError, nearest
-from hyper_parallel.shard import init_weights, load_weights, parallelize
+from hyper_parallel.errors import ConfigError, StrategyError, nearest
+from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.workload import Flops, flops_of_model
 
 # Names that Transformers reads from a config although `to_dict` of a default one does not show them.
@@ -49,6 +49,10 @@ def build(config: RunConfig, model: nn.Module | None = None) -> Built:
     hf: Any = getattr(plain, "config", None)
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
     parallelize(plain, config.effective_strategy)
+    try:
+        sharded(plain).check_length(config.data.sequence)
+    except StrategyError as error:
+        raise StrategyError(f"data.sequence: {error}") from None
     fresh = any(parameter.is_meta for parameter in plain.parameters())
     return Built(plain, as_dict, text, flops, fresh)
 
