@@ -83,7 +83,7 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def forward(ctx, total: Tensor, gradients: list[Tensor], *sources: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
         ctx.gradients, ctx.dtypes = gradients, [source.dtype for source in sources]
-        return total.view_as(total)
+        return total.clone()
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def,override]
