@@ -10,6 +10,7 @@ import pytest
 from moe import FAMILIES, assert_same_step, one_device_step, simulated_step
 
 from hyper_parallel.strategy import Strategy
+from shard.families import cells
 
 FEATURES = {"*.experts": "expert_tensor"}
 
@@ -94,16 +95,7 @@ REFUSED = {("olmoe", name) for name in STRATEGIES if "tensor" in name}
 expected_step = functools.cache(one_device_step)
 
 
-def cells() -> list:  # type: ignore[type-arg]
-    return [
-        pytest.param(family, name, marks=[] if (family, name) in SAMPLE else [pytest.mark.matrix])
-        for family in FAMILIES
-        for name in STRATEGIES
-        if (family, name) not in REFUSED
-    ]
-
-
-@pytest.mark.parametrize(("family", "name"), cells())
+@pytest.mark.parametrize(("family", "name"), cells(FAMILIES, STRATEGIES, SAMPLE, REFUSED))
 def test_experts_compute_what_one_device_computes(family: str, name: str) -> None:
     got = simulated_step(family, Strategy(**STRATEGIES[name]), output_router_logits=True)
     assert_same_step(got, expected_step(family, output_router_logits=True))

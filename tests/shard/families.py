@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -48,6 +51,20 @@ class Step:
     norm: float
     values: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
+
+
+def cells(
+    families: Iterable[str],
+    strategies: Iterable[str],
+    sample: Collection[tuple[str, str]],
+    refused: Collection[tuple[str, str]] = (),
+) -> list:  # type: ignore[type-arg]
+    """(family, strategy) of a whole matrix; those outside of the sample run with ``-m matrix`` only."""
+    return [
+        pytest.param(family, name, marks=[] if (family, name) in sample else [pytest.mark.matrix])
+        for family, name in itertools.product(families, strategies)
+        if (family, name) not in refused
+    ]
 
 
 def build(family: str, **overrides: Any) -> torch.nn.Module:

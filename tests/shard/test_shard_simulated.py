@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from families import FAMILIES, STRATEGIES, Step, build, one_device_step, simulated_step
+from families import FAMILIES, STRATEGIES, Step, build, cells, one_device_step, simulated_step
 
 from hyper_parallel import shard
 from hyper_parallel.strategy import Strategy
@@ -36,14 +36,6 @@ SAMPLE |= {
 expected_step = functools.cache(one_device_step)
 
 
-def cells() -> list:  # type: ignore[type-arg]
-    return [
-        pytest.param(family, name, marks=[] if (family, name) in SAMPLE else [pytest.mark.matrix])
-        for family in FAMILIES
-        for name in STRATEGIES
-    ]
-
-
 def assert_same_step(got: Step, expected: Step) -> None:
     assert got.loss == pytest.approx(expected.loss, abs=2e-6)
     assert got.norm == pytest.approx(expected.norm, rel=1e-5)
@@ -54,7 +46,7 @@ def assert_same_step(got: Step, expected: Step) -> None:
         assert worst <= GRADIENT_TOLERANCE, f"gradient of {name} is off by {worst:.1e}"
 
 
-@pytest.mark.parametrize(("family", "name"), cells())
+@pytest.mark.parametrize(("family", "name"), cells(FAMILIES, STRATEGIES, SAMPLE))
 def test_simulated_ranks_compute_what_one_device_computes(family: str, name: str) -> None:
     assert_same_step(simulated_step(family, Strategy(**STRATEGIES[name])), expected_step(family))
 
