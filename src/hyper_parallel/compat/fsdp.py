@@ -99,8 +99,8 @@ def _groups(module: FSDPModule) -> list:  # type: ignore[type-arg]
     return [group for group in groups if group is not None]
 
 
-class _Gather(AllGather):
-    """FSDP2's all-gather by a function. It has run when the call returns, on the stream that FSDP2 calls it on."""
+class _ByFunction:
+    """A collective of FSDP2's that a function carries out."""
 
     def __init__(self, move: Move) -> None:
         self.move = move
@@ -109,6 +109,10 @@ class _Gather(AllGather):
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_ByFunction, AllGather):
+    """FSDP2's all-gather by a function. It has run when the call returns, on the stream that FSDP2 calls it on."""
 
     def __call__(
         self,
@@ -120,16 +124,8 @@ class _Gather(AllGather):
         output_tensor.copy_(self.move(input_tensor))
 
 
-class _Scatter(ReduceScatter):
+class _Scatter(_ByFunction, ReduceScatter):
     """FSDP2's reduce-scatter by a function that sums."""
-
-    def __init__(self, move: Move) -> None:
-        self.move = move
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -108,11 +108,6 @@ class Layout:
         return tuple(axis for axes in self.dims for axis in axes)
 
     @property
-    def split_atoms(self) -> frozenset[str]:
-        """The axes of the mesh that have a part in splitting some dim."""
-        return frozenset(atom for axis in self.split_axes for atom in self.mesh.atoms(axis))
-
-    @property
     def copies(self) -> int:
         """How many ranks hold each element."""
         return self.mesh.world // math.prod(self.mesh.size(axis) for axis in self.split_axes)

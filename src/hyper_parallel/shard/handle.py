@@ -20,6 +20,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.context.split import length_multiple
 from hyper_parallel.shard.dropout import Draw, drawing
 from hyper_parallel.shard.plan.nouns import Plan
 from hyper_parallel.strategy import Strategy
@@ -109,7 +110,8 @@ class ShardedModel:
     def check_length(self, length: int) -> None:
         """Raise StrategyError when rows of `length` positions cannot be split evenly over context and tensor."""
         context, tensor = self.mesh.size("context"), self.mesh.size(self.mesh.tensor)
-        multiple = self.plan.context.multiple if self.plan.context is not None else 1
+        plan = self.plan.context
+        multiple = length_multiple(plan.ring, plan.ulysses) if plan is not None else 1
         if self.plan.sequence:
             multiple = math.lcm(multiple, context * tensor)
         if length % multiple:

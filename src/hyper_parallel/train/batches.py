@@ -11,9 +11,6 @@ from hyper_parallel.data import Order, PackedText
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.loss import valid_tokens
 
-DATA_AXES = ("replicate", "shard")
-"""The axes along which ranks see different rows; ranks along the other axes see the same."""
-
 
 @dataclass(frozen=True)
 class MicroBatch:

@@ -8,9 +8,9 @@ from torch import nn
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.data import PackedText
 from hyper_parallel.shard import ShardedModel, sharded
-from hyper_parallel.shard.handle import LOSS_AXES
+from hyper_parallel.shard.handle import LOSS_AXES, ROW_AXES
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
-from hyper_parallel.train.batches import DATA_AXES, MicroBatch, load_rows, share_of
+from hyper_parallel.train.batches import MicroBatch, load_rows, share_of
 from hyper_parallel.train.forward import inference
 
 
@@ -59,5 +59,5 @@ class Evaluation:
                     model, micro.input_ids, micro.labels, micro.position_ids, 1.0, self._options
                 )
                 tokens += valid_tokens(micro.labels)
-        valid = handle.all_reduce(tokens, DATA_AXES).item()
+        valid = handle.all_reduce(tokens, ROW_AXES).item()
         return handle.all_reduce(loss, LOSS_AXES).item() / valid if valid else float("nan")

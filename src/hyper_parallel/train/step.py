@@ -24,9 +24,9 @@ from hyper_parallel.errors import DataError
 from hyper_parallel.launch import logs
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.experts.routing import imbalance, take_loads, update_biases
-from hyper_parallel.shard.handle import LOSS_AXES
+from hyper_parallel.shard.handle import LOSS_AXES, ROW_AXES
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.train.batches import DATA_AXES, StepBatch
+from hyper_parallel.train.batches import StepBatch
 from hyper_parallel.train.guard import non_finite, shorten
 from hyper_parallel.train.optimizer import Optimizer
 from hyper_parallel.train.schedule import Schedule
@@ -104,7 +104,7 @@ class Stepper:
         self._router_bias_rate = router_bias_rate
         self._axes = handle.mesh.names
         # Ranks along the other axes hold the same rows, or the same part of the loss: one of them speaks for all.
-        self._tells_tokens, self._tells_loss = _speaks(handle, DATA_AXES), _speaks(handle, LOSS_AXES)
+        self._tells_tokens, self._tells_loss = _speaks(handle, ROW_AXES), _speaks(handle, LOSS_AXES)
 
     def begin(self, batch: StepBatch) -> None:
         """Take the batch that the next `run` computes; a collective, needed before the first one only."""

@@ -142,7 +142,12 @@ FAMILIES: dict[str, Fields] = {
 }
 """Family to the fields of its config; `model_type` says which config, `attn_implementation` is not the config's."""
 
-WITH_EXPERTS = frozenset({"gpt-oss", "mixtral", "qwen3-moe", "deepseek-v3", "deepseek-v3-whole-query"})
+EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+"""The keys under which configs say how many experts a layer has."""
+
+WITH_EXPERTS = frozenset(
+    name for name, fields in FAMILIES.items() if any(fields.get(key) for key in EXPERT_COUNTS)
+)
 """The families with mixture-of-experts layers."""
 
 WITH_IMAGES = frozenset({"qwen2.5-vl"})

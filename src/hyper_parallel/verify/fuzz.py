@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.strategy import AXIS_NAMES
+from hyper_parallel.verify.families import EXPERT_COUNTS
 from hyper_parallel.verify.matrix import (
     Cell,
     Settings,
@@ -51,8 +52,7 @@ def draw_case(number: int) -> Case:
     """Case `number`: a model of one or two layers, and axes that multiply to at most 16 ranks."""
     draw = random.Random(number)
     family = dict(draw.choice(list(_FAMILIES.values()))(draw))
-    counts = ("n_routed_experts", "num_local_experts", "num_experts")
-    strategy = _strategy(draw, experts=any(family.get(key) for key in counts))
+    strategy = _strategy(draw, experts=any(family.get(key) for key in EXPERT_COUNTS))
     axes = strategy["axes"]
     data = axes.get("replicate", 1) * axes.get("shard", 1)
     share = draw.choice([1, 1, 2])

@@ -19,6 +19,7 @@ from hyper_parallel.shard import parallelize
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.build import fill_model, transformers_config, unsharded
+from hyper_parallel.verify.families import EXPERT_COUNTS
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
 
@@ -87,8 +88,7 @@ def _in_full_precision(config: RunConfig) -> RunConfig:
 
 def has_experts(model: object) -> bool:
     """Whether a Transformers config describes mixture-of-experts layers."""
-    keys = ("num_local_experts", "n_routed_experts", "num_experts")
-    return any(getattr(model, key, None) for key in keys)
+    return any(getattr(model, key, None) for key in EXPERT_COUNTS)
 
 
 def _compared(config: RunConfig, one: StepOutcome, many: StepOutcome, driver: str) -> Report:

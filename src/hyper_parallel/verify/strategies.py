@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.strategy import Strategy
-
 STRATEGIES: dict[str, dict[str, Any]] = {
     "replicate 2": {"axes": {"replicate": 2}},
     "shard 2": {"axes": {"shard": 2}},
@@ -43,11 +41,3 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
 }
 """Name to the fields of a Strategy. The world is at most 32 ranks."""
-
-
-def strategy_for(name: str, *, experts: bool) -> Strategy:
-    """The strategy of a name, for a family with or without experts: `expert` says nothing where there are none."""
-    declared = STRATEGIES[name]
-    if not experts:
-        declared = {**declared, "axes": {k: v for k, v in declared["axes"].items() if k != "expert"}}
-    return Strategy(**declared)

@@ -47,11 +47,6 @@ class ContextPlan:
     attentions: tuple[str, ...]
     """The names of its attention modules."""
 
-    @property
-    def multiple(self) -> int:
-        """What a row's length must be a multiple of."""
-        return math.lcm(2 * self.ring if self.ring > 1 else 1, self.ring * self.ulysses)
-
 
 def with_context_folds(mesh: Mesh, plan: ContextPlan | None) -> Mesh:
     """The mesh with the folds that a plan needs."""

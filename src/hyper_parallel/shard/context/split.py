@@ -19,6 +19,11 @@ from hyper_parallel.layout.layout import Interval
 from hyper_parallel.shard.axis import Axis
 
 
+def length_multiple(ring: int, ulysses: int) -> int:
+    """What a sequence's length must be a multiple of, to be dealt over rings of `ring` ranks of `ulysses`."""
+    return math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
+
+
 @dataclass(frozen=True)
 class PositionSplit:
     """How positions are dealt over `context`, of which `ulysses` ranks exchange heads."""
@@ -34,7 +39,7 @@ class PositionSplit:
     @property
     def multiple(self) -> int:
         """What a sequence's length must be a multiple of."""
-        return math.lcm(2 * self.ring if self.ring > 1 else 1, self.context.size)
+        return length_multiple(self.ring, self.ulysses)
 
     def check(self, length: int) -> None:
         """Refuse a sequence of `length` positions that cannot be dealt evenly."""
