@@ -1,10 +1,30 @@
-"""The machine as data: link levels and how many devices each joins, and what a collective sends across them.
+"""The machine as data: devices, memories, link levels, and what an operator, a copy or a collective takes on them.
 
-No torch here. `Cluster.of(strategy)` reads what a Strategy places and what a launcher says.
+No torch here. `Cluster.of(strategy)` reads what a Strategy places and what a launcher says;
+`Cluster.named("h100x2048")` is a published machine; `Cluster.load(path)` one that was measured or written by hand.
 """
 
 from hyper_parallel.cluster.cluster import Cluster
+from hyper_parallel.cluster.collective import Leg
+from hyper_parallel.cluster.device import Device, Link, Tier
+from hyper_parallel.cluster.efficiency import Efficiency, MemoryTable, ShapeTable
+from hyper_parallel.cluster.measured import CollectiveTable, CopyTable
 from hyper_parallel.cluster.report import misplaced
 from hyper_parallel.cluster.traffic import Call, Crossing, crossing
 
-__all__ = ["Call", "Cluster", "Crossing", "crossing", "misplaced"]
+__all__ = [
+    "Call",
+    "Cluster",
+    "CollectiveTable",
+    "CopyTable",
+    "Crossing",
+    "Device",
+    "Efficiency",
+    "Leg",
+    "Link",
+    "MemoryTable",
+    "ShapeTable",
+    "Tier",
+    "crossing",
+    "misplaced",
+]

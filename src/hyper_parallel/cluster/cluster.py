@@ -1,10 +1,21 @@
-"""Link levels of a machine: which ranks share a node, which a supernode."""
+"""The machine: which ranks share a node, which a supernode; its devices, memories and links, and what they take.
+
+    copy(B) = α + B / min(β, source's read, target's write)          `Cluster.copy_seconds`
+
+The closed forms of collectives stand in `cluster.collective`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from hyper_parallel.cluster.collective import BY_LEVELS, Leg, form, legs
+from hyper_parallel.cluster.device import Device, Link, Tier
+from hyper_parallel.cluster.measured import CollectiveTable, CopyTable
+from hyper_parallel.cluster.numbers import Count
+from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import LEVELS, Strategy
 
 
@@ -16,13 +27,69 @@ class Cluster:
     (('network', 2), ('node', 4))
     """
 
-    node: int | None = None
+    node: Count | None = None
     """Devices in a node; None where all are in one."""
-    supernode: int | None = None
+    supernode: Count | None = None
     """Devices in a supernode; None where there is none, and nodes are joined by the network."""
+
+    device: Device | None = field(default=None, hash=False)
+    """What every device is; None where only the levels are known."""
+    links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    """By level, and by the tier that a device's link leads to."""
+    host: Tier | None = None
+    """A node's own memory beside its devices'."""
+    pool: Tier | None = None
+    """Memory that many devices share: of other hosts, or of devices that do not use theirs."""
+    flash: Tier | None = None
+    source: str = ""
+    """Where the numbers come from, in a sentence."""
+    name: str = ""
+    ranks: Count | None = None
+    """Devices in all; None where that is open."""
+    collectives: tuple[CollectiveTable, ...] = ()
+    """Measured collectives; they go before the closed forms."""
+    copies: tuple[CopyTable, ...] = ()
+    """Measured copies between tiers; they go before the closed form."""
+    shared: Mapping[int, Device] = field(default_factory=dict, hash=False)
+    """By how many workers compute on this machine at once: what the device is for each. Empty where every worker has
+    a device of its own."""
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Where each number comes from, by its dotted path."""
+    estimates: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Numbers that are not public, by their dotted path, and how each was estimated."""
 
     def __post_init__(self) -> None:
         assert not self.supernode or self.supernode % (self.node or 1) == 0, "whole nodes in a supernode"
+
+    @classmethod
+    def preset(cls, name: str) -> Cluster:
+        """A published machine, `h100`; `cluster.presets.names()` lists them. Raises ConfigError for another name."""
+        from hyper_parallel.cluster.presets import preset
+
+        return preset(name)
+
+    @classmethod
+    def named(cls, name: str) -> Cluster:
+        """`h100x2048`: a preset with so many devices; `h100` alone leaves that open; or a cluster file's path.
+
+        Raises ConfigError for a name that is not known, with the nearest.
+        """
+        from hyper_parallel.cluster.presets import named
+
+        return named(name)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """From a YAML file, which `dump` or `hyper-parallel calibrate` wrote. Raises ConfigError for what is wrong."""
+        from hyper_parallel.cluster.files import load
+
+        return load(path)
+
+    def dump(self, path: str | Path) -> None:
+        """Write the YAML file that `load` reads back as an equal cluster."""
+        from hyper_parallel.cluster.files import text
+
+        Path(path).write_text(text(self), encoding="utf-8")
 
     @classmethod
     def of(cls, strategy: Strategy, local_world: int | None = None) -> Cluster:
@@ -89,3 +156,98 @@ class Cluster:
                 levels.append(level)
             inside = islands
         return tuple(levels)
+
+    def legs(
+        self, kind: str, bytes: float, ranks: int | Iterable[int], algorithm: str | None = None
+    ) -> list[Leg]:
+        """The parts of a collective, in order, each on one level; one part on the slowest level if it runs flat.
+
+        `ranks` are the group's global ranks, or how many there are, from rank 0 on. `algorithm`: "levels", "flat",
+        or None for by levels where the ranks lie so. Raises ConfigError for kinds and algorithms that are not known.
+        """
+        form(kind)
+        if algorithm not in (None, "levels", "flat"):
+            raise ConfigError(f"a collective's algorithm is 'levels' or 'flat'; got {algorithm!r}")
+        members = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
+        if len(members) < 2:
+            return []
+        radices = self.radices(members) if algorithm != "flat" and kind in BY_LEVELS else None
+        if radices is not None:
+            return legs(kind, bytes, radices)
+        level = min(self.spans(members), key=lambda level: self.link(level).reached)
+        return [Leg(kind, level, len(members), bytes)]
+
+    def collective_seconds(
+        self, kind: str, bytes: float, ranks: int | Iterable[int], algorithm: str | None = None
+    ) -> float:
+        """How long a collective takes to which each rank gives `bytes`; arguments and errors as of `legs`.
+
+        0 for a group of one. Where this machine was measured for the kind and the number of ranks, that is taken.
+        """
+        members = range(ranks) if isinstance(ranks, int) else list(ranks)
+        return sum(self.leg_seconds(leg) for leg in self.legs(kind, bytes, members, algorithm))
+
+    def leg_seconds(self, leg: Leg) -> float:
+        """How long a part of a collective takes on its level, alone on the link."""
+        tables = [table for table in self.collectives if (table.kind, table.level) == (leg.kind, leg.level)]
+        if tables:
+            # The closest number of ranks that was measured: exactly, or carried over by the closed form's α and β.
+            table = min(tables, key=lambda table: abs(table.ranks - leg.ranks))
+            return table.seconds(leg.bytes, leg.ranks)
+        link = self.link(leg.level)
+        return link.setup + form(leg.kind)(leg.ranks, leg.bytes, link.latency, link.reached)
+
+    def link(self, level: str) -> Link:
+        """The link of a level or to a tier. Raises ConfigError where the cluster does not describe it."""
+        if level not in self.links:
+            there = ", ".join(self.links) or "none"
+            raise ConfigError(
+                f"the cluster {self.name or self.source!r} describes no link {level!r} (it has {there}); "
+                f"give links.{level} a bandwidth and a latency, or keep the ranks within the levels it describes"
+            )
+        return self.links[level]
+
+    def tier(self, name: str) -> Tier:
+        """A memory: `device`, `host`, `pool` or `flash`. Raises ConfigError where the cluster has none."""
+        found = {
+            "device": self.device.memory if self.device else None,
+            "host": self.host,
+            "pool": self.pool,
+            "flash": self.flash,
+        }
+        tier = found.get(name)
+        if tier is None:
+            there = ", ".join(key for key, value in found.items() if value) or "none"
+            raise ConfigError(
+                f"the cluster {self.name or self.source!r} has no memory {name!r} (it has {there})"
+            )
+        return tier
+
+    def copy_seconds(self, source: str, target: str, bytes: float) -> float:
+        """How long one device's copy between two of its tiers takes, alone on the link."""
+        for table in self.copies:
+            if (table.source, table.target) == (source, target):
+                return table.seconds(bytes)
+        here, there = self.tier(source), self.tier(target)
+        latency, bandwidth = here.latency + there.latency, min(here.read, there.write)
+        outer = target if source == "device" else source
+        if outer in self.links:
+            latency += self.links[outer].latency
+            bandwidth = min(bandwidth, self.links[outer].reached)
+        return latency + bytes / bandwidth
+
+    def for_workers(self, workers: int) -> Cluster:
+        """This cluster as it is when so many workers compute at once; itself where each has its own device.
+
+        Of a number that was not measured, the next measured one is taken, its rates shared among more workers if it
+        is smaller.
+        """
+        if not self.shared or workers <= 1:
+            return self
+        if workers in self.shared:
+            return replace(self, device=self.shared[workers])
+        larger = [n for n in self.shared if n > workers]
+        if larger:
+            return replace(self, device=self.shared[min(larger)])
+        most = max(self.shared)
+        return replace(self, device=self.shared[most].slowed(workers / most))

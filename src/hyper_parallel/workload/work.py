@@ -1,4 +1,7 @@
-"""Work: what a kernel computes and moves, which is all that a device needs to say how long it takes."""
+"""What one operator does, in numbers that a device can price: FLOPs, bytes, and the shape that decides its rate.
+
+No torch here. `cluster.Device.seconds` turns a Work into seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,79 @@ from dataclasses import dataclass
 from typing import Literal
 
 WorkKind = Literal["matmul", "attention", "elementwise", "reduce", "copy", "view", "optimizer", "host"]
-"""What sort of kernel it is: sorts differ in the engine they run on and in how much of its peak they reach."""
+"""What sort of operator it is: sorts differ in the engine they run on and in how much of its peak they reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel's arithmetic and traffic. FLOPs are floating-point operations, bytes are of the device's memory."""
+    """One operator's share of one rank's step.
+
+    >>> Work.of_matmul(512, 1024, 256, dtype="bfloat16").flops
+    268435456
+    """
 
     kind: WorkKind
-    flops: float = 0.0
-    """On the matrix engine."""
-    vector_flops: float = 0.0
-    """On the vector engine."""
-    read: float = 0.0
-    """Bytes."""
-    written: float = 0.0
-    """Bytes."""
+    flops: float = 0
+    """FLOPs of matrix products, a multiply and an add counted as two; `matrix` peaks hold for them."""
+    vector_flops: float = 0
+    """FLOPs of everything else; `vector` peaks hold for them."""
+    read: float = 0
+    """Bytes of its inputs, each read once."""
+    written: float = 0
+    """Bytes of its outputs, each written once; of an in-place operator too."""
     dtype: str = "float32"
-    """Of the operands, without `torch.`."""
+    """The inputs' dtype as PyTorch names it, without its module."""
     shape: tuple[int, ...] = ()
-    """(batch, m, n, k) of a matmul; empty where the kind has none."""
+    """Of a matmul (batch, m, n, k), for [m, k] · [k, n]; of attention (batch, heads, queries, keys, size of a head).
+    Empty where it does not matter or is not known."""
+    op: str = ""
+    """The operator, as `aten.silu` or `aten.add.Tensor`: a device may have been measured for it by name."""
+    layout: str = ""
+    """Of a matmul, how its two matrices lie in memory: `nn` both row by row, `nt` the second transposed (a linear
+    layer's forward product), `tn` the first (its weight's gradient), `tt`. Of attention, `forward` or `backward`, and
+    ` causal` behind it where the kernel skips what the mask hides. Of others `strided` where an input is not
+    contiguous."""
+    fresh: float = 0
+    """Bytes of `written` that lie in memory allocated for this call. On a CPU the first touch of a page costs more
+    than writing it."""
+
+    @classmethod
+    def of_matmul(
+        cls,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        batch: int = 1,
+        dtype: str = "float32",
+        layout: str = "nn",
+        size: int = 0,
+    ) -> Work:
+        """[m, k] · [k, n], `batch` times, each operand read and the result written once, into fresh memory.
+
+        `size` is the bytes of an element; left out, it is that of `dtype`.
+        """
+        size = size or bytes_of(dtype)
+        written = size * batch * m * n
+        return cls(
+            "matmul",
+            flops=2 * batch * m * n * k,
+            read=size * batch * (m * k + k * n),
+            written=written,
+            dtype=dtype,
+            shape=(batch, m, n, k),
+            layout=layout,
+            fresh=written,
+        )
+
+
+_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+
+
+def bytes_of(dtype: str) -> int:
+    """Bytes of one element of a dtype named as PyTorch names it; 1 for the eight-bit ones.
+
+    >>> bytes_of("bfloat16"), bytes_of("float8_e4m3fn")
+    (2, 1)
+    """
+    return _BYTES.get(dtype, 1)

@@ -1,0 +1,150 @@
+"""A device and its memory: how long an operator takes on it.
+
+    seconds(work) = launch + max(compute, memory) + fresh                       `Device.seconds`
+    compute = flops / (matrix · efficiency(shape)) + vector_flops / vector      `Device.compute_seconds`
+    memory  = (read / tier.read + written / tier.write) / efficiency(bytes)     `Device.memory_seconds`
+    fresh   = fresh bytes / tier.write / efficiency(fresh bytes)                `Device.fresh_seconds`
+
+That is the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009, figure 1a) with efficiencies that depend
+on the shape. An operator that was measured by name has a launch time and a memory efficiency of its own, in which
+its arithmetic is contained, so that its vector FLOPs are not counted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import Field
+
+from hyper_parallel.cluster.efficiency import Efficiency
+from hyper_parallel.cluster.numbers import Count, NotNegative, Positive, Share
+from hyper_parallel.workload.work import Work
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A memory: a device's own, the host's, a pool, flash."""
+
+    name: str
+    bytes: Positive
+    """What it holds."""
+    read: Positive
+    """B/s."""
+    write: Positive
+    """B/s. A memory whose reads and writes share one bandwidth has the same number here and in `read`."""
+    latency: NotNegative = 0.0
+    """Seconds before the first byte."""
+    ranks: Count = 1
+    """Devices that share its bytes and its bandwidth."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the devices of a level, or a device and a tier; the numbers are one device's share."""
+
+    level: str
+    """`node`, `supernode` or `network`; or the tier that it leads to: `host`, `pool`, `flash`."""
+    bandwidth: Positive
+    """B/s in one direction, as the maker states it."""
+    latency: NotNegative
+    """Seconds of one message."""
+    efficiency: Share = 1.0
+    """The share of `bandwidth` that large messages reach, 0 to 1."""
+    setup: NotNegative = 0.0
+    """Seconds that a collective's call takes beside its messages."""
+
+    @property
+    def reached(self) -> float:
+        """B/s of large messages."""
+        return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of a cluster."""
+
+    name: str
+    matrix: Mapping[str, Positive]
+    """Dense peak FLOP/s of matrix products, by dtype."""
+    vector: Mapping[str, Positive]
+    """Peak FLOP/s of everything else, by dtype."""
+    memory: Tier
+    launch: NotNegative = 0.0
+    """Seconds that an operator takes that does nothing."""
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    comm_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of the multiprocessors that a collective takes while it runs, 0 to 1."""
+    comm_slowdown: Annotated[float, Field(ge=1)] = 1.0
+    """How many times as long an operator takes beside a collective."""
+
+    def seconds(self, work: Work) -> float:
+        """How long the operator takes, alone on the device."""
+        if work.kind == "host":
+            return self.launch
+        busy = max(self.compute_seconds(work), self.memory_seconds(work))
+        return self.launch_seconds(work) + busy + self.fresh_seconds(work)
+
+    def launch_seconds(self, work: Work) -> float:
+        """What the operator costs before it does anything."""
+        measured = self.efficiency.memory_of(work)
+        return self.launch if measured is None or measured.launch is None else measured.launch
+
+    def compute_seconds(self, work: Work) -> float:
+        """How long the arithmetic takes at the rate that this shape reaches."""
+        flops, share = work.flops, 1.0
+        if work.kind == "matmul":
+            share = self.efficiency.matmul_share(work)
+        elif work.kind == "attention":
+            flops, share = self.efficiency.attention_rate(work)
+        seconds = flops / (self.peak(work.dtype) * share) if flops else 0.0
+        measured = self.efficiency.memory_of(work)
+        if work.vector_flops and not (measured and measured.op):
+            seconds += work.vector_flops / self.vector_peak(work.dtype)
+        return seconds
+
+    def memory_seconds(self, work: Work) -> float:
+        """How long the bytes take at the rate that so many reach."""
+        moved = work.read + work.written
+        if not moved or work.kind == "view":
+            return 0.0
+        measured = self.efficiency.memory_of(work)
+        share = measured.curve.at(moved) if measured else 1.0
+        return (work.read / self.memory.read + work.written / self.memory.write) / share
+
+    def fresh_seconds(self, work: Work) -> float:
+        """What the first touch of newly allocated memory adds."""
+        curve = self.efficiency.fresh_curve
+        return work.fresh / (self.memory.write * curve.at(work.fresh)) if work.fresh and curve else 0.0
+
+    def slowed(self, times: float) -> Device:
+        """A device that does everything `times` as slowly."""
+        memory = self.memory
+        return replace(
+            self,
+            matrix={dtype: rate / times for dtype, rate in self.matrix.items()},
+            vector={dtype: rate / times for dtype, rate in self.vector.items()},
+            memory=replace(memory, read=memory.read / times, write=memory.write / times),
+            launch=self.launch * times,
+        )
+
+    def peak(self, dtype: str) -> float:
+        """Dense FLOP/s of matrix products in a dtype; of float32 where the device has no figure for it."""
+        return _of(self.matrix, dtype)
+
+    def vector_peak(self, dtype: str) -> float:
+        """FLOP/s of everything else in a dtype; of float32 where the device has no figure for it."""
+        return _of(self.vector, dtype)
+
+
+def _of(peaks: Mapping[str, float], dtype: str) -> float:
+    if dtype in peaks:
+        return peaks[dtype]
+    # Halves and eighths run at the rate of their equals; what has no figure runs as the slowest that has one.
+    for family in (("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")):
+        if dtype in family:
+            for other in family:
+                if other in peaks:
+                    return peaks[other]
+    return peaks.get("float32", min(peaks.values()))

@@ -1,0 +1,204 @@
+"""How much of its peak a device reaches, by the shape of what it computes.
+
+Matrix products, [m, k] · [k, n] in a batch:
+
+    share(batch, m, n, k) = best / ((1 + h_m/m) (1 + h_n/n) (1 + h_k/k)) · c(batch, m, n, k)     `ShapeTable.share`
+
+h are lengths at which half of the best is reached (Hockney's n_½; Hockney and Jesshope, *Parallel Computers 2*, 1988,
+section 1.3.2). c is what the measured points add: at a point the ratio of the measured share to the smooth one, and
+between points the mean of the logarithms of these ratios, weighted by the inverse of the distance in log₂ of the
+shape to the fourth power (Shepard, ACM 1968); far from all points it fades to 1. So the table is exact at its points.
+A table without points is a curve, and a batch larger than 1 is as good as one product.
+
+Attention is the same in (batch · heads, queries, keys, size); its FLOPs are those of its matrix products,
+
+    4 · batch · heads · queries · keys · size       forward                     `attention_flops`
+    10 · …                                          backward, which computes the scores again
+    half of them                                    where the kernel skips what a causal mask hides
+
+Bytes: a share of the memory's bandwidth by the bytes moved, above 1 within caches (`MemoryTable`), for each kind of
+operator and, where it was measured, for an operator by its name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hyper_parallel.cluster.curve import Curve
+from hyper_parallel.cluster.numbers import NotNegative, Positive
+from hyper_parallel.workload.work import Work
+
+_FADE = 1.0
+"""The distance, in doublings, at which the smooth curve weighs as much as a measured point."""
+
+
+@dataclass(frozen=True)
+class ShapeTable:
+    """Shares of the peak that matrix products, or attention, reach in one dtype and layout."""
+
+    dtype: str = ""
+    """Empty: for every dtype that has no table of its own."""
+    layout: str = ""
+    """Empty: for every layout that has no table of its own."""
+    best: Positive = 1.0
+    """The share that large shapes reach."""
+    half: tuple[NotNegative, NotNegative, NotNegative] = (0.0, 0.0, 0.0)
+    """Sizes of the three dims at which half of the best is reached."""
+    points: tuple[tuple[Positive, Positive, Positive, Positive, Positive], ...] = ()
+    """Measured: batch, the three dims, share of the peak."""
+    spread: float | None = None
+    """Of the measured times: the mean of (third quartile − first) / median."""
+
+    def smooth(self, dims: Sequence[float]) -> float:
+        """The share without the measured points; `dims` are the last three."""
+        share = self.best
+        for size, half in zip(dims, self.half, strict=True):
+            share /= 1 + half / max(size, 1)
+        return share
+
+    def share(self, shape: Sequence[float]) -> float:
+        """The share of the peak at (batch, three dims)."""
+        smooth = self.smooth(shape[1:])
+        if not self.points:
+            return smooth
+        where = [math.log2(max(size, 1)) for size in shape]
+        total, weights = 0.0, _FADE
+        for place, ratio in self._ratios:
+            distance = sum((a - b) ** 2 for a, b in zip(where, place, strict=True))
+            if distance < 1e-12:
+                return smooth * math.exp(ratio)
+            total += ratio / distance**2
+            weights += 1 / distance**2
+        return smooth * math.exp(total / weights)
+
+    @cached_property
+    def _ratios(self) -> tuple[tuple[tuple[float, ...], float], ...]:
+        """For each point its log₂ shape and the log of measured over smooth."""
+        return tuple(
+            (
+                tuple(math.log2(max(size, 1)) for size in shape),
+                math.log(share / self.smooth(shape[1:])),
+            )
+            for *shape, share in self.points
+        )
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """Shares of the memory's bandwidth by the bytes moved, of a kind of operator or of one by name."""
+
+    kind: str = ""
+    """A kind of Work; empty: for every kind that has no table of its own."""
+    op: str = ""
+    """An operator, `aten.silu`, without its overload; empty: for every operator of the kind."""
+    dtype: str = ""
+    """Empty: for every dtype that has no table of its own."""
+    layout: str = ""
+    """Empty, or `strided`."""
+    launch: NotNegative | None = None
+    """Seconds that a call takes that moves nearly nothing; None: the device's."""
+    points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    """Bytes read and written, share of the bandwidth."""
+    spread: float | None = None
+    """As `ShapeTable.spread`."""
+
+    def __post_init__(self) -> None:
+        Curve(self.points)  # raises for what is no curve
+
+    @cached_property
+    def curve(self) -> Curve:
+        """Share by bytes."""
+        return Curve(self.points)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Everything that is known of how well a device runs."""
+
+    matmul: tuple[ShapeTable, ...] = ()
+    attention: tuple[ShapeTable, ...] = ()
+    memory: tuple[MemoryTable, ...] = ()
+    fresh: tuple[tuple[float, float], ...] = ()
+    """Bytes in newly allocated memory, and the share of the bandwidth at which its first touch goes, beside the
+    writing itself. Empty where it costs nothing."""
+
+    def matmul_share(self, work: Work) -> float:
+        """The share of the peak that a matrix product reaches."""
+        table = _best_of(self.matmul, work.dtype, work.layout)
+        if table is None:
+            return 1.0
+        return table.share(work.shape) if len(work.shape) == 4 else table.best
+
+    def attention_rate(self, work: Work) -> tuple[float, float]:
+        """The FLOPs that an attention kernel does, and the share of the peak at which it does them."""
+        layout = work.layout or ("backward" if "backward" in work.op else "forward")
+        table = _best_of(self.attention, work.dtype, layout)
+        if len(work.shape) != 5:
+            return work.flops, table.best if table else 1.0
+        batch, heads, queries, keys, size = work.shape
+        flops = attention_flops(work.shape, layout)
+        return flops, table.share((batch * heads, queries, keys, size)) if table else 1.0
+
+    def memory_of(self, work: Work) -> MemoryTable | None:
+        """The table that an operator's bytes are priced by; None where there is none for its kind."""
+        key = (work.op, work.kind, work.dtype, work.layout)
+        if key not in self._found:
+            self._found[key] = self._memory_of(work)
+        return self._found[key]
+
+    def __post_init__(self) -> None:
+        if self.fresh:
+            Curve(self.fresh)  # raises for what is no curve
+
+    @cached_property
+    def _found(self) -> dict[tuple[str, str, str, str], MemoryTable | None]:
+        return {}
+
+    def _memory_of(self, work: Work) -> MemoryTable | None:
+        layout = work.layout if work.layout == "strided" else ""
+        name = ".".join(work.op.split(".")[:2])
+        named = [table for table in self.memory if table.op and table.op == name]
+        kinds = [table for table in self.memory if not table.op and table.kind == work.kind]
+        kinds = kinds or [table for table in self.memory if not table.op and not table.kind]
+        # What was measured by name tells more than the kind; a strided input more than the name.
+        for tables in (named, kinds):
+            for table in _by_closeness(tables, work.dtype):
+                if table.layout == layout:
+                    return table
+        found = [*_by_closeness(named, work.dtype), *_by_closeness(kinds, work.dtype)]
+        return found[0] if found else None
+
+    @cached_property
+    def fresh_curve(self) -> Curve | None:
+        """Share by bytes of newly allocated memory; None where its first touch costs nothing."""
+        return Curve(self.fresh) if self.fresh else None
+
+
+def attention_flops(shape: Sequence[int], layout: str) -> float:
+    """FLOPs of the matrix products of attention of shape (batch, heads, queries, keys, size).
+
+    >>> attention_flops((1, 1, 2, 2, 4), "forward")
+    64.0
+    """
+    batch, heads, queries, keys, size = shape
+    products = 10.0 if layout.startswith("backward") else 4.0
+    skipped = 0.5 if layout.endswith("causal") else 1.0
+    return products * batch * heads * queries * keys * size * skipped
+
+
+def _best_of(tables: Sequence[ShapeTable], dtype: str, layout: str) -> ShapeTable | None:
+    """The table of this dtype and layout; a table of any dtype or layout, where one stands for all; or None."""
+    for wanted in ((dtype, layout), (dtype, ""), ("", layout), ("", "")):
+        for table in tables:
+            if (table.dtype, table.layout) == wanted:
+                return table
+    # A layout that was not measured runs like another of its dtype rather than at the peak.
+    return next((table for table in tables if table.dtype == dtype), None)
+
+
+def _by_closeness(tables: Sequence[MemoryTable], dtype: str) -> list[MemoryTable]:
+    """Those of the dtype first, then those of every dtype, then those of others."""
+    return sorted(tables, key=lambda table: 0 if table.dtype == dtype else 1 if not table.dtype else 2)

@@ -1,0 +1,129 @@
+"""Clusters as YAML, both ways: what `text` writes, `load` reads back as an equal cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from hyper_parallel.cluster.cluster import Cluster
+from hyper_parallel.config.yaml12 import parse
+from hyper_parallel.errors import ConfigError, nearest
+
+VERSION = 1
+
+
+def load(path: str | Path) -> Cluster:
+    """A cluster from a file. Raises ConfigError for a file that is not there or not a cluster, all mistakes at once."""
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: the cluster file cannot be read: {reason}") from None
+    tree = parse(content, str(path))
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path}: a cluster file holds keys with values; got {type(tree).__name__}")
+    version = tree.get("version", VERSION)
+    if version != VERSION:
+        raise ConfigError(f"{path}: version {version} is not known; this release reads version {VERSION}")
+    return build({key: value for key, value in tree.items() if key != "version"}, str(path))
+
+
+def build(tree: Mapping[str, Any], where: str) -> Cluster:
+    """A cluster from plain data. Raises ConfigError with a line for each mistake; `where` begins each."""
+    problems = [f"{where}: {problem}" for problem in _unknown(Cluster, tree, ())]
+    try:
+        found = _adapter().validate_python(tree)
+    except ValidationError as error:
+        told = {detail["loc"]: detail for detail in error.errors()}
+        problems += [
+            f"{where}: {'.'.join(map(str, place))}: {detail['msg']} (got {str(detail['input'])[:60]})"
+            for place, detail in told.items()
+            if detail["type"] != "unexpected_keyword_argument"
+        ]
+        raise ConfigError("\n".join(problems) or f"{where}: {error}") from None
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return found
+
+
+def text(cluster: Cluster) -> str:
+    """The YAML of a cluster; fields at their default are left out."""
+    tree = {"version": VERSION, **_plain(cluster)}
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
+
+
+@cache
+def _adapter() -> TypeAdapter[Cluster]:
+    return TypeAdapter(Cluster)
+
+
+def _unknown(kind: Any, value: Any, place: tuple[str, ...]) -> list[str]:
+    """A line for each key that its dataclass does not have, with the nearest that it has."""
+    found = []
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        hints = get_type_hints(kind)
+        known = [field.name for field in fields(kind)]
+        for key, inner in value.items():
+            if key in hints:
+                found += _unknown(hints[key], inner, (*place, str(key)))
+            else:
+                hint = nearest(str(key), known) or f"; the keys here are {', '.join(known)}"
+                found.append(f"{'.'.join((*place, str(key)))}: unknown key{hint}")
+        return found
+    # Of `X | None`, tuple[X, ...] and Mapping[str, X] the dataclass within.
+    inner_kinds = [inner for inner in get_args(kind) if is_dataclass(inner)]
+    for inner_kind in inner_kinds:
+        if isinstance(value, Mapping) and len(get_args(kind)) == 2 and type(None) not in get_args(kind):
+            for key, inner in value.items():
+                found += _unknown(inner_kind, inner, (*place, str(key)))
+        elif isinstance(value, list | tuple):
+            for index, inner in enumerate(value):
+                found += _unknown(inner_kind, inner, (*place, str(index)))
+        else:
+            found += _unknown(inner_kind, value, place)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        plain = {}
+        for field in fields(value):
+            inner = getattr(value, field.name)
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            if inner != default:
+                plain[field.name] = _plain(inner)
+        return plain
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Rows of numbers on one line, numbers as short as they can be written without loss."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_number(self, data: float) -> yaml.ScalarNode:
+        """The shortest text that is read back as the same number."""
+        number = repr(data)
+        if abs(data) >= 1e6 or 0 < abs(data) < 1e-3:
+            number = next(shown for digits in range(1, 18) if float(shown := f"{data:.{digits}e}") == data)
+        return self.represent_scalar("tag:yaml.org,2002:float", number)
+
+    def represent_row(self, data: list[Any]) -> yaml.SequenceNode:
+        """Numbers on one line, everything else below each other."""
+        row = all(isinstance(item, int | float) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=row)
+
+
+_Dumper.add_representer(float, _Dumper.represent_number)
+_Dumper.add_representer(list, _Dumper.represent_row)

@@ -1,0 +1,265 @@
+"""NVIDIA's machines: DGX A100, H100, H200 and B200, and GB200 NVL72.
+
+Half of a figure that is stated with structured sparsity; float32 without TF32, which is PyTorch's default. Bandwidths
+of links are one way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.cluster.cluster import Cluster
+from hyper_parallel.cluster.presets.facts import Fact, Facts, cluster, estimate, known
+
+_A100 = "NVIDIA A100 80GB datasheet (2021), SXM"
+_A100_PAPER = "NVIDIA A100 architecture whitepaper (2020), table of peak rates"
+_DGX_A100 = "NVIDIA DGX A100 640GB datasheet (2020)"
+_H100 = "NVIDIA H100 datasheet (2023), SXM"
+_H100_PAPER = "NVIDIA H100 architecture whitepaper (2022), table of peak rates, SXM5"
+_DGX_H100 = "NVIDIA DGX H100 datasheet (2022)"
+_H200 = "NVIDIA H200 datasheet (2024), SXM"
+_B200 = "NVIDIA HGX B200 specification (2024), an eighth of the board"
+_DGX_B200 = "NVIDIA DGX B200 datasheet (2024)"
+_GB200 = "NVIDIA GB200 NVL72 specification (2024), a 72nd of the rack"
+_RINGS = "tuning.cc of NVIDIA's collectives, ring, Simple, as ported by meta-pytorch/autoparallel @a54c252"
+_CALCULON = "calculon-ai/calculon systems/a100_80g.json @caa4b11, a model's constant"
+_STAS = "stas00/ml-engineering @744d01e"
+_SIMUMAX = "MooreThreads/SimuMax @4dcaae5"
+_FLASH3 = "Shah et al., FlashAttention-3, arXiv 2407.08608"
+_PCIE4 = "PCI Express 4.0, 16 lanes of 16 GT/s with 128b/130b coding"
+_PCIE5 = "PCI Express 5.0, 16 lanes of 32 GT/s with 128b/130b coding"
+
+
+def _matmul(best: float, half: list[float]) -> list[dict[str, Any]]:
+    return [{"best": best, "half": half}]
+
+
+def _attention(forward: float, backward: float) -> list[dict[str, Any]]:
+    """Kernels that skip what a causal mask hides reach the same share of what they do as those without a mask."""
+    return [
+        {"layout": f"{direction}{causal}", "best": best}
+        for direction, best in (("forward", forward), ("backward", backward))
+        for causal in ("", " causal")
+    ]
+
+
+_MATMUL_A100 = known(
+    _matmul(0.79, [121.0, 192.0, 144.0]),
+    f"{_SIMUMAX}: fitted to the measured shares of 183 products in bfloat16 on the A100 PCIe; mean error 4.8%",
+)
+_ATTENTION_A100 = known(
+    _attention(0.50, 0.40),
+    f"{_SIMUMAX}: median of 12 measured shapes each way on the A100 PCIe, halved since hidden scores are counted",
+)
+_ATTENTION_H100 = estimate(
+    _attention(0.35, 0.28),
+    f"forward: FlashAttention-2 reaches 35% of an H100 ({_FLASH3}, abstract); backward in the A100's proportion",
+)
+
+
+def _common(bandwidth: float, memory_source: str) -> Facts:
+    """What holds for all of them."""
+    return {
+        "device.memory.read": known(bandwidth, memory_source),
+        "device.launch": estimate(3e-6, "kernels that follow each other in a stream begin 2 to 4 µs apart"),
+        "device.efficiency.memory": known(
+            [{"points": [[1e5, 0.3], [1e6, 0.6], [1e7, 0.75], [1e8, 0.9]]}],
+            f"{_CALCULON}: 0.3, 0.6, 0.75 and 0.9 from 0, 1, 10 and 100 MB on; the first is set at 0.1 MB",
+        ),
+        "device.comm_share": estimate(
+            0.15, "20 of 132 multiprocessors, the blocks of a collective's kernels"
+        ),
+        "device.comm_slowdown": known(
+            1.126, "Galvatron's measured slowdown of a kernel beside a collective; Calculon has 1.15"
+        ),
+    }
+
+
+def _links(
+    nvlink: float, nvlink_source: str, share: Fact, network: float, network_source: str, host: Fact
+) -> Facts:
+    """NVLink in the node, one network card for each device, and the link to the host."""
+    return {
+        "links.node.bandwidth": known(nvlink, nvlink_source),
+        "links.node.efficiency": share,
+        "links.node.latency": known(3.4e-6, _RINGS + ": a hop over NVLink"),
+        "links.node.setup": known(8.4e-6, _RINGS + ": base latency"),
+        "links.network.bandwidth": known(network, network_source),
+        "links.network.efficiency": known(0.9, _CALCULON + ": InfiniBand"),
+        "links.network.latency": known(14.0e-6, _RINGS + ": a hop over the network"),
+        "links.network.setup": known(8.4e-6, _RINGS + ": base latency"),
+        "links.host.bandwidth": host,
+        "links.host.efficiency": estimate(0.85, "what pinned copies over PCI Express commonly reach"),
+        "links.host.latency": estimate(1e-5, "of an asynchronous copy, from its call to its first byte"),
+    }
+
+
+def _host(memory: float, source: str, read: float, channels: str, flash: float) -> Facts:
+    """A node's host memory and its drives."""
+    return {
+        "host.bytes": known(memory, source),
+        "host.read": estimate(read, f"{channels}, all of them at their rate"),
+        "host.ranks": known(8, source),
+        "flash.bytes": known(flash, source),
+        "flash.read": estimate(5.0e10, "eight NVMe drives of 6 to 7 GB/s each"),
+        "flash.write": estimate(3.0e10, "eight NVMe drives of 4 GB/s each"),
+        "flash.latency": estimate(1e-4, "of a read from an NVMe drive"),
+        "flash.ranks": known(8, source),
+    }
+
+
+def _hopper(memory: float, bandwidth: float, source: str) -> Facts:
+    return {
+        "node": known(8, _DGX_H100),
+        "device.matrix.float32": known(67e12, source),
+        "device.matrix.bfloat16": known(989e12, source),
+        "device.matrix.float8_e4m3fn": known(1979e12, source),
+        "device.vector.float32": known(67e12, source),
+        "device.vector.bfloat16": known(133.8e12, _H100_PAPER),
+        "device.memory.bytes": known(memory, source),
+        **_common(bandwidth, source),
+        "device.efficiency.matmul": estimate(
+            _matmul(0.80, [121.0, 192.0, 144.0]),
+            f"the best measured is 794.5 of 989 TFLOP/s ({_STAS}); half lengths as on the A100",
+        ),
+        "device.efficiency.attention": _ATTENTION_H100,
+        **_links(
+            450e9,
+            source,
+            known(0.81, f"{_STAS}: ring all-reduce of 8 GiB on 8 H200, 365.6 of 450 GB/s"),
+            50e9,
+            f"{_DGX_H100}: eight 400 Gb/s cards",
+            known(63e9, _PCIE5),
+        ),
+        **_host(2.0e12, _DGX_H100, 6.1e11, "two processors with eight channels of DDR5-4800", 3.07e13),
+    }
+
+
+def a100() -> Cluster:
+    """DGX A100 of 80 GB."""
+    facts: Facts = {
+        "node": known(8, _DGX_A100),
+        "device.matrix.float32": known(19.5e12, _A100),
+        "device.matrix.bfloat16": known(312e12, _A100),
+        "device.vector.float32": known(19.5e12, _A100),
+        "device.vector.bfloat16": known(39e12, _A100_PAPER),
+        "device.vector.float16": known(78e12, _A100_PAPER),
+        "device.memory.bytes": known(80e9, _A100),
+        **_common(2.039e12, _A100),
+        "device.efficiency.matmul": _MATMUL_A100,
+        "device.efficiency.attention": _ATTENTION_A100,
+        **_links(
+            300e9,
+            _A100,
+            known(0.78, f"{_STAS}: all-reduce of 8 GiB on 8 A100, 234.6 of 300 GB/s"),
+            25e9,
+            f"{_DGX_A100}: eight 200 Gb/s cards",
+            known(31.5e9, _PCIE4),
+        ),
+        **_host(2.0e12, _DGX_A100, 4.1e11, "two processors with eight channels of DDR4-3200", 3.07e13),
+    }
+    return cluster("a100", "NVIDIA A100-SXM4-80GB", "DGX A100", facts)
+
+
+def h100() -> Cluster:
+    """DGX H100."""
+    return cluster("h100", "NVIDIA H100 80GB HBM3", "DGX H100", _hopper(80e9, 3.35e12, _H100))
+
+
+def h200() -> Cluster:
+    """DGX H200."""
+    return cluster("h200", "NVIDIA H200", "DGX H200", _hopper(141e9, 4.8e12, _H200))
+
+
+def _blackwell(source: str, half: float, single: float, memory: float) -> Facts:
+    return {
+        "device.matrix.float32": known(single, source),
+        "device.matrix.bfloat16": known(half, source),
+        "device.matrix.float8_e4m3fn": known(2 * half, source),
+        "device.vector.float32": known(single, source),
+        "device.vector.bfloat16": estimate(2 * single, "twice the float32 rate, as on the H100"),
+        "device.memory.bytes": known(memory, source),
+        **_common(8e12, source),
+        "device.efficiency.matmul": known(
+            _matmul(0.507, [59.0, 67.0, 173.0]),
+            f"{_SIMUMAX}: fitted to the measured shares of 514 products in bfloat16 on the B200; mean error 10%. "
+            f"{_STAS} reached 0.78 with the best shape",
+        ),
+        "device.efficiency.attention": known(
+            _attention(0.37, 0.35),
+            f"{_SIMUMAX}: median of 32 measured shapes each way on the B200, halved since hidden scores are counted",
+        ),
+    }
+
+
+def _nvlink5(source: str, network_source: str, host: Fact) -> Facts:
+    share = known(0.74, f"{_SIMUMAX} b200_bf16_ceperm.json: NVLink all-reduce, fitted 0.7424 of 900 GB/s")
+    return _links(900e9, source, share, 50e9, network_source, host)
+
+
+def b200() -> Cluster:
+    """DGX B200."""
+    facts: Facts = {
+        "node": known(8, _DGX_B200),
+        **_blackwell(_B200, 2250e12, 75e12, 180e9),
+        **_nvlink5(_B200, f"{_DGX_B200}: eight 400 Gb/s cards", known(63e9, _PCIE5)),
+        **_host(4.0e12, _DGX_B200, 7.2e11, "two processors with eight channels of DDR5-5600", 3.07e13),
+    }
+    return cluster("b200", "NVIDIA B200", "DGX B200", facts)
+
+
+def gb200() -> Cluster:
+    """GB200 NVL72: 18 trays of four devices, all 72 joined by NVLink."""
+    facts: Facts = {
+        "node": known(4, _GB200),
+        "supernode": known(72, _GB200),
+        **_blackwell(_GB200, 2500e12, 80e12, 186e9),
+        **_nvlink5(
+            _GB200,
+            "NVIDIA DGX GB200 datasheet (2024): 400 Gb/s for each device",
+            estimate(225e9, "NVLink-C2C's 900 GB/s, of both ways, divided among the two devices of a Grace"),
+        ),
+    }
+    facts = {
+        **facts,
+        **{f"links.supernode.{key}": facts[f"links.node.{key}"] for key in _LINK},
+        "host.bytes": known(9.4e11, f"{_GB200}: 17 TB of LPDDR5X in 18 trays"),
+        "host.read": known(
+            1.0e12, "NVIDIA Grace datasheet (2023): 512 GB/s for each of a tray's two processors"
+        ),
+        "host.ranks": known(4, _GB200),
+    }
+    return cluster("gb200-nvl72", "NVIDIA GB200", "GB200 NVL72", facts)
+
+
+_LINK = ("bandwidth", "efficiency", "latency", "setup")
+
+PRESETS: dict[str, Callable[[], Cluster]] = {
+    "a100": a100,
+    "h100": h100,
+    "h200": h200,
+    "b200": b200,
+    "gb200-nvl72": gb200,
+}
+
+ALIASES = {"gb200": "gb200-nvl72", "nvl72": "gb200-nvl72"}
+
+FORM_FACTORS: tuple[tuple[tuple[str, ...], dict[str, float], str], ...] = (
+    (
+        ("H100", "PCIe"),
+        {"float32": 51e12, "bfloat16": 756e12, "float8_e4m3fn": 1513e12},
+        "NVIDIA H100 datasheet",
+    ),
+    (
+        ("H100", "NVL"),
+        {"float32": 60e12, "bfloat16": 835e12, "float8_e4m3fn": 1671e12},
+        "NVIDIA H100 datasheet",
+    ),
+    (
+        ("H200", "NVL"),
+        {"float32": 60e12, "bfloat16": 835e12, "float8_e4m3fn": 1671e12},
+        "NVIDIA H200 datasheet",
+    ),
+)
+"""Slower forms of the same devices: words of the name that PyTorch gives, peaks of matrix products, source."""
