@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.cluster.presets import peak_flops
 from hyper_parallel.compat import backend, is_lost_peer, names, register, registry
 from hyper_parallel.compat.cpu import CpuBackend
-from hyper_parallel.compat.peaks import peak_flops
 from hyper_parallel.errors import LaunchError
 
 
@@ -99,7 +99,7 @@ def test_host_buffer_has_the_shape_and_dtype() -> None:
     ],
 )
 def test_published_peaks(name: str, dtype: torch.dtype, expected: float | None) -> None:
-    assert peak_flops(name, dtype) == expected
+    assert peak_flops(name, str(dtype).removeprefix("torch.")) == expected
 
 
 def test_the_cpu_has_no_peak() -> None:

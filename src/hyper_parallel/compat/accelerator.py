@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.cluster.presets import peak_flops
 from hyper_parallel.compat.backend import Backend
-from hyper_parallel.compat.peaks import peak_flops
 
 
 class TorchStream:
@@ -136,7 +136,7 @@ class TorchBackend(Backend):
         return str(self.module.get_device_name(index))
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        return peak_flops(self.device_name(self.module.current_device()), dtype)
+        return peak_flops(self.device_name(self.module.current_device()), str(dtype).removeprefix("torch."))
 
     def environment(self, interface: str) -> dict[str, str]:
         variables = super().environment(interface)

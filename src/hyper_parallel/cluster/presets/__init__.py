@@ -1,5 +1,6 @@
 """Published machines by name."""
 
 from hyper_parallel.cluster.presets.names import named, names, preset
+from hyper_parallel.cluster.presets.peaks import peak_flops
 
-__all__ = ["named", "names", "preset"]
+__all__ = ["named", "names", "peak_flops", "preset"]

@@ -1,0 +1,36 @@
+"""Published dense peak FLOP/s by the name that PyTorch gives a device: the denominator of MFU."""
+
+from __future__ import annotations
+
+from hyper_parallel.cluster.presets import ascend, nvidia
+from hyper_parallel.cluster.presets.names import preset
+
+# Words that a device's name must hold, and the preset. The first match is taken.
+_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("A100",), "a100"),
+    (("H100",), "h100"),
+    (("H200",), "h200"),
+    (("GB200",), "gb200-nvl72"),
+    (("B200",), "b200"),
+    (("Ascend910B3",), "910b"),
+)
+_EQUALS = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense FLOP/s of one device in `dtype`; None where no figure is published, an estimate not being one.
+
+    >>> peak_flops("NVIDIA H100 PCIe", "float16")
+    756000000000000.0
+    """
+    dtype = _EQUALS.get(dtype, dtype)
+    for words, peaks, _ in (*nvidia.FORM_FACTORS, *ascend.FORM_FACTORS):
+        if all(word in device_name for word in words):
+            return peaks.get(dtype)
+    for words, name in _MARKS:
+        if all(word in device_name for word in words):
+            found = preset(name)
+            assert found.device is not None, "a preset describes its device"
+            public = f"device.matrix.{dtype}" in found.sources
+            return found.device.matrix[dtype] if public else None
+    return None
