@@ -33,6 +33,10 @@ class CheckpointError(HyperParallelError):
     """A checkpoint that cannot be written, or that is damaged and must not be loaded."""
 
 
+class ProgramError(HyperParallelError):
+    """A Program that cannot run: what waits in a circle, or calls that other ranks do not make."""
+
+
 class FollowsError(HyperParallelError):
     """What another rank's failure led to on this one: that rank says why, and this is shown only if none does."""
 
@@ -47,6 +51,10 @@ class WorkersFailedError(LaunchError):
     def __init__(self, code: int, out: str) -> None:
         super().__init__(f"the workers ended with exit code {code}; {out}/logs has a log for each rank")
         self.code = code
+
+
+class CaptureError(HyperParallelError):
+    """A step could not be written down as a graph; the message names what stopped it."""
 
 
 class NonFiniteError(HyperParallelError):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hyper_parallel.program.check import check
 from hyper_parallel.program.op import Bytes, Op
 
 
@@ -34,6 +35,10 @@ class Program:
     def size(self, name: str) -> int:
         """How many ranks are in a class."""
         return self._sizes[name]
+
+    def check(self) -> None:
+        """Raise ProgramError for what makes it impossible to run: see `program.check`."""
+        check(self)
 
     @property
     def world(self) -> int:

@@ -1,53 +1,65 @@
 """A Timeline: what ran when, on which engine of which rank. A prediction and a measurement are the same type.
 
-step     = the end of the last op − 0                                          `Timeline.step`
-MFU      = model FLOPs / (step · ranks · peak)        `workload.mfu`           `Timeline.mfu`
+    step     = the end of the last op                                              `Timeline.step`
+    MFU      = model FLOPs / (step · ranks · peak)                                 `Timeline.mfu`
+    exposed  = time in which nothing is computed, for collectives that run         `Timeline.exposed`
+    masked   = 1 − exposed / communication                    by blocked time      `Timeline.masked`
+             = (T_comp + T_comm − step) / T_comm              end to end
+
+`communication` is the time in which any collective of a rank runs. T_comp and T_comm are the steps of the same
+Program with only its kernels and with only its collectives taking any time. Masking by blocked time tells how much
+of the communication the devices did not wait for; end to end it also pays for kernels that run slower beside it.
+Both are 1 when communication costs nothing, and 0 when it adds all of its time to the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
-from hyper_parallel.program.op import Op
+from hyper_parallel.program import memory
+from hyper_parallel.program.bubbles import Bubbles, bubbles, busy
+from hyper_parallel.program.memory import Curve, Peak
+from hyper_parallel.program.op import Kind, pattern
 from hyper_parallel.program.program import Program
+from hyper_parallel.program.span import Span
+from hyper_parallel.program.sums import Sum, sums
 from hyper_parallel.workload.flops import mfu
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """One op that ran. Times are seconds since the step began."""
+class Alone:
+    """Seconds of the step with only one sort of op taking any time."""
 
-    rank: int
-    """The lowest rank of the class that it stands for."""
-    engine: str
-    """`matrix`, `vector`, or the name of the queue."""
-    start: float
-    end: float
-    op: Op
-    ready: float
-    """When its turn in its queue had come and all that it waits for on its own rank had ended. From there to `start`
-    a collective waits for other ranks, and a kernel for its engine."""
+    compute: float
+    """Kernels (T_comp)."""
+    communication: float
+    """Collectives (T_comm)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """The step's seconds with one sort of op taken out, by which end-to-end masking is defined."""
+class Masked:
+    """The share of communication that costs no time, at most 1. The module's docstring has both definitions."""
 
-    compute: float
-    """Kernels alone, as if what is sent were there at once."""
-    communication: float
-    """Collectives alone, as if what is computed were there at once."""
+    blocked: float | None
+    """By blocked time; None where nothing is sent."""
+    end_to_end: float | None
+    """None where nothing is sent, or the times alone are not known."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each op of a Program ran. Every figure it knows is worked out from the spans and the Program."""
+    """When each op of a Program ran. Every figure it knows is worked out from the spans and the Program.
+
+    Figures without a rank are means over all ranks, except peaks, which are of the rank that holds most.
+    """
 
     program: Program
     spans: tuple[Span, ...]
     """Class by class, each in the order of its ops."""
     predicted: bool
-    """By simulation, or measured."""
+    """By simulation; otherwise measured."""
     device: str
     """The name of the device."""
     cluster: str = ""
@@ -59,6 +71,11 @@ class Timeline:
     alone: Alone | None = None
 
     @property
+    def word(self) -> str:
+        """`predicted` or `measured`."""
+        return "predicted" if self.predicted else "measured"
+
+    @cached_property
     def step(self) -> float:
         """Seconds of the whole step."""
         return max((span.end for span in self.spans), default=0.0)
@@ -69,3 +86,127 @@ class Timeline:
         if not (self.program.model_flops and self.peak_flops and self.step):
             return None
         return mfu(self.program.model_flops, self.step, self.program.world, self.peak_flops)
+
+    def of(self, name: str) -> tuple[Span, ...]:
+        """The spans of a rank class, in the order of its ops."""
+        return self._by_class[name]
+
+    @cached_property
+    def bubbles_by_class(self) -> dict[str, Bubbles]:
+        """What a rank of each class waits for, in seconds."""
+        busiest = max((_length(busy(self.of(name), kernels=True)) for name in self.program.ops), default=0.0)
+        return {name: bubbles(self.of(name), self.step, busiest) for name in self.program.ops}
+
+    @property
+    def bubbles(self) -> Bubbles:
+        """What a rank waits for, in seconds."""
+        return sum(
+            (found.scaled(self._share(name)) for name, found in self.bubbles_by_class.items()), Bubbles()
+        )
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which a rank's kernels run."""
+        return self._mean(lambda name: _length(busy(self.of(name), kernels=True)))
+
+    @property
+    def communicating(self) -> float:
+        """Seconds in which any collective of a rank runs; the wait for other ranks is no part of it."""
+        return self._mean(lambda name: _length(busy(self.of(name), kernels=False)))
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which a rank computes nothing and waits only for a collective that runs."""
+        return self.bubbles.communication
+
+    @property
+    def masked(self) -> Masked:
+        """The share of communication that is hidden behind computation, by both definitions."""
+        sent = self.communicating
+        whole = None
+        if self.alone and self.alone.communication:
+            both = self.alone.compute + self.alone.communication
+            whole = (both - self.step) / self.alone.communication
+        return Masked(1 - self.exposed / sent if sent else None, whole)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers that hold anything, `device` first."""
+        return memory.tiers(self.program)
+
+    def memory(self, name: str, tier: str = "device") -> Curve:
+        """Bytes alive over time, by kind, on a rank of a class."""
+        return memory.curve(self.program, name, self.of(name), tier)
+
+    def peak_of(self, name: str, tier: str = "device") -> Peak:
+        """The moment at which a rank of a class holds most in a tier."""
+        found = self._peaks.get((name, tier))
+        if found is None:
+            found = self._peaks[name, tier] = memory.peak(self.program, name, self.of(name), tier)
+        return found
+
+    def peak_in(self, tier: str) -> Peak:
+        """The moment at which a tier holds most, of the rank that holds most."""
+        return max((self.peak_of(name, tier) for name in self.program.ops), key=lambda found: found.bytes)
+
+    @property
+    def peak(self) -> Peak:
+        """The moment at which the device holds most, of the rank that holds most."""
+        return self.peak_in("device")
+
+    def peak_by_kind(self, tier: str = "device") -> dict[Kind, int]:
+        """Bytes by kind at the tier's peak."""
+        return self.peak_in(tier).by_kind
+
+    def by_phase(self) -> dict[str, Sum]:
+        """Sums by phase; the second run of recomputed ops is `recompute`."""
+        return sums(self._weighted(), lambda span: span.op.part)
+
+    def by_module(self) -> dict[str, Sum]:
+        """Sums by module, with `*` for the index of a layer."""
+        known: dict[str, str] = {}
+
+        def key(span: Span) -> str:
+            module = span.op.module
+            if module not in known:
+                known[module] = pattern(module)
+            return known[module]
+
+        return sums(self._weighted(), key)
+
+    def by_kind(self) -> dict[str, Sum]:
+        """Sums by kind of work and of collective."""
+        return sums(self._weighted(), lambda span: span.op.sort)
+
+    def by_axis(self) -> dict[str, Sum]:
+        """Sums of the collectives by axis."""
+        calls = (pair for pair in self._weighted() if pair[0].op.collective)
+        return sums(calls, lambda span: span.op.collective.axis if span.op.collective else "")
+
+    @cached_property
+    def _by_class(self) -> dict[str, tuple[Span, ...]]:
+        found: dict[str, list[Span]] = {name: [] for name in self.program.ops}
+        for span in self.spans:
+            found[self.program.classes[span.rank]].append(span)
+        return {name: tuple(spans) for name, spans in found.items()}
+
+    @cached_property
+    def _peaks(self) -> dict[tuple[str, str], Peak]:
+        return {}
+
+    def _weighted(self) -> Iterator[tuple[Span, float]]:
+        """Each span with the share of the ranks that it stands for."""
+        for name in self.program.ops:
+            share = self._share(name)
+            for span in self.of(name):
+                yield span, share
+
+    def _share(self, name: str) -> float:
+        return self.program.size(name) / self.program.world
+
+    def _mean(self, seconds: Callable[[str], float]) -> float:
+        return sum(seconds(name) * self._share(name) for name in self.program.ops)
+
+
+def _length(stretches: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in stretches)
