@@ -32,6 +32,7 @@ from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.batches import MicroBatch, StepBatch
 from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.step import Stepper
 from hyper_parallel.verify import families
@@ -240,12 +241,14 @@ def measure_step(
     shard.parallelize(ours_model, strategy)
     shard.init_weights(ours_model, 0, device)
     stepper = Stepper(
-        ours_model,
-        shard.sharded(ours_model),
-        build_optimizer(ours_model, AdamWConfig()),
-        schedule(ScheduleConfig(name="constant"), 10**6),
-        seed=0,
-        clip=1.0,
+        Recipe(
+            ours_model,
+            shard.sharded(ours_model),
+            build_optimizer(ours_model, AdamWConfig()),
+            schedule(ScheduleConfig(name="constant"), 10**6),
+            seed=0,
+            clip=1.0,
+        )
     )
     rows = torch.arange(batch, device=device)
     micro = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, rows)

@@ -31,6 +31,7 @@ import hyper_parallel as hp
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.train.batches import MicroBatch, StepBatch
 from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.step import Stepper
 
@@ -67,7 +68,7 @@ def our_step(axes: dict[str, int]) -> Step:
     handle = hp.sharded(model)
     optimizer = build_optimizer(model, AdamWConfig(lr=LR))
     stepper = Stepper(
-        model, handle, optimizer, schedule(ScheduleConfig(name="constant"), 1000), seed=0, clip=CLIP
+        Recipe(model, handle, optimizer, schedule(ScheduleConfig(name="constant"), 1000), seed=0, clip=CLIP)
     )
     shares = handle.strategy.axes.data
     mine = data(handle.data_index, shares)

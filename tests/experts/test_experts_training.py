@@ -17,8 +17,9 @@ from hyper_parallel.shard import sharded
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.batches import MicroBatch, StepBatch
 from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.train.recipe import Recipe, StepResult
 from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.step import Stepper, StepResult
+from hyper_parallel.train.step import Stepper
 from hyper_parallel.train.trainer import Trainer
 from train.tiny_run import run_config
 
@@ -33,13 +34,15 @@ def one_step(family: str, rate: float = 0.0, **overrides: Any) -> tuple[torch.nn
     ]
     tokens = (whole["labels"] != -100).sum().float()
     stepper = Stepper(
-        model,
-        sharded(model),
-        build_optimizer(model, AdamWConfig()),
-        schedule(ScheduleConfig(name="constant"), 1),
-        seed=0,
-        clip=None,
-        router_bias_rate=rate,
+        Recipe(
+            model,
+            sharded(model),
+            build_optimizer(model, AdamWConfig()),
+            schedule(ScheduleConfig(name="constant"), 1),
+            seed=0,
+            clip=None,
+            router_bias_rate=rate,
+        )
     )
     stepper.begin(StepBatch(0, list(range(8)), micro, tokens))
     return model, stepper.run(load_next=None, stop=False, memory=0.0)

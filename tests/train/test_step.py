@@ -15,6 +15,7 @@ from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.batches import MicroBatch, StepBatch
 from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.step import Stepper, accumulate
 
@@ -57,7 +58,7 @@ def test_accumulation_equals_one_big_batch(micro: int) -> None:
 def _stepper(model: LlamaForCausalLM, clip: float | None = None) -> Stepper:
     scale = schedule(ScheduleConfig(name="constant"), 4)
     return Stepper(
-        model, sharded(model), build_optimizer(model, AdamWConfig(lr=0.01)), scale, seed=0, clip=clip
+        Recipe(model, sharded(model), build_optimizer(model, AdamWConfig(lr=0.01)), scale, seed=0, clip=clip)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,32 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
     """Exchange the meta parameters and buffers of a parallelized model for fake ones on the CPU."""
+    _exchange(model, lambda tensor: _empty(tensor, mode))
 
-    def empty(like: torch.Tensor) -> torch.Tensor:
-        with mode:
-            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
+@contextlib.contextmanager
+def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, the model's parameters and buffers are fake, each with the layout and the device of the real one (the CPU
+    for one on the meta device); afterwards the real ones are there again, untouched."""
+    parameters = [(module, dict(module._parameters)) for module in model.modules()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        _exchange(model, lambda tensor: _empty(tensor, mode))
+        yield
+    finally:
+        for module, own in parameters:
+            module._parameters.update(own)
+        for module, held in buffers:
+            module._buffers.update(held)
+
+
+def _empty(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    device = "cpu" if like.is_meta else like.device
+    with mode:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+
+
+def _exchange(model: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def make(old: nn.Parameter) -> nn.Parameter:
         with torch.no_grad():
             made = empty(old.to_local() if isinstance(old, DTensor) else old)

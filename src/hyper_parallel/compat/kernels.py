@@ -19,3 +19,37 @@ def sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply every tensor in place by a zero-dim tensor."""
     torch._foreach_mul_(tensors, factor)
+
+
+def adamw_(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """One fused update in place (`torch.optim.AdamW(fused=True)`); `steps` are zero-dim fp32 counts of updates.
+
+    `lr` as a zero-dim float64 tensor on the host is read by the kernel: the update is the same to the bit.
+    """
+    torch._foreach_add_(steps, 1)
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        first,
+        second,
+        [],
+        steps,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,  # type: ignore[arg-type]
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )

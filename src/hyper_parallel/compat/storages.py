@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.compat.dispatch import written
+
 
 class Kind(IntEnum):
     """What a storage was computed from; what is computed from several kinds is of the highest."""
@@ -102,8 +104,8 @@ class Storages(TorchDispatchMode):
             self._record(tensor, kind)
         # These write to what they return, and do not all say so.
         written_to = outputs if func.namespace in ("c10d", "fsdp") else ()
-        for written in (*_written(func, args, kwargs), *written_to):
-            record = self._record(written, kind)
+        for changed in (*written(func, args, kwargs), *written_to):
+            record = self._record(changed, kind)
             record.kind = max(record.kind, kind)
         return result
 
@@ -123,14 +125,3 @@ class Storages(TorchDispatchMode):
         self._known[key] = (record, weakref.ref(storage, died))
         self.records.append(record)
         return record
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments that an operator writes to."""
-    schema = func._schema
-    if not schema.is_mutable:
-        return
-    for at, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            yield from (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))

@@ -25,6 +25,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.inspect.resident import count_micro_batches
 from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.axis import MeshAxes
+from hyper_parallel.shard.documents import documents_known
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.train.optimizer import build_optimizer
 
@@ -67,7 +68,7 @@ def measure(model: nn.Module, config: RunConfig, rows: int) -> Measured:
     mode = fake_mode()
     make_fake(model, mode)
     model.train()
-    with mode, _one_document():
+    with mode, documents_known(several=False):
         with counting() as calls:
             measured = _memory(model, handle, config, rows, patterns)
         # With all of ZeRO a micro-batch sends what it sends, whatever came before it.
@@ -253,20 +254,3 @@ class AxisNames:
 
     def _levels(self, ranks: tuple[int, ...]) -> str:
         return " · ".join(self._cluster.spans(ranks)) if self._cluster is not None else ""
-
-
-@contextlib.contextmanager
-def _one_document() -> Iterator[None]:
-    """Transformers asks the positions' values where documents begin, and builds a mask if there may be several.
-
-    Fake tensors have no values; inside, every sequence is one document, which needs no mask.
-    """
-    import transformers.masking_utils as masks
-
-    asked = masks.find_packed_sequence_indices, masks.is_tracing
-    masks.find_packed_sequence_indices = lambda position_ids: None
-    masks.is_tracing = lambda tensor=None: False
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices, masks.is_tracing = asked

@@ -39,7 +39,8 @@ class Draw:
     """What is being computed: random numbers are a function of it and of the global element."""
 
     seed: int
-    step: int
+    step: int | torch.Tensor
+    """A zero-dim int64 tensor while a step is captured, so that the graph serves every step."""
     rows: torch.Tensor
     """int64[B]: the index in the step's global batch of each row at hand."""
 
@@ -79,8 +80,9 @@ def _dropout(x: torch.Tensor, p: float, name: str, indices: dict[int, torch.Tens
             f"{name!r} drops activations of {x.size(0)} rows, but the batch has {draw.rows.numel()}: what is no row of "
             "the batch, an image's patches for one, cannot be dropped alike under every strategy; set its rate to 0"
         )
-    digest = hashlib.blake2b(f"{draw.seed}/{draw.step}/{name}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{draw.seed}/{name}".encode(), digest_size=4).digest()
     hashed = torch.full((), int.from_bytes(digest, "little"), dtype=torch.int64, device=x.device)
+    hashed = _mix(hashed + draw.step)
     for dim in range(x.dim()):
         index = draw.rows.to(x.device) if dim == 0 else indices.get(dim % x.dim())
         if index is None:

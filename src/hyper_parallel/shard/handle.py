@@ -173,7 +173,12 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def micro_batch(
-        self, *, seed: int = 0, step: int = 0, rows: torch.Tensor | None = None, last: bool = True
+        self,
+        *,
+        seed: int = 0,
+        step: int | torch.Tensor = 0,
+        rows: torch.Tensor | None = None,
+        last: bool = True,
     ) -> Iterator[None]:
         """Compute one micro-batch's loss and its backward pass inside.
 

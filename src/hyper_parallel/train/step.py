@@ -12,43 +12,19 @@ Order of operations of step n (docs/training.md says why):
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
-from hyper_parallel.errors import DataError
 from hyper_parallel.launch import logs
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.experts.routing import imbalance, take_loads, update_biases
-from hyper_parallel.shard.handle import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.experts.routing import update_biases
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.train.batches import StepBatch
-from hyper_parallel.train.guard import non_finite, shorten
-from hyper_parallel.train.optimizer import Optimizer
-from hyper_parallel.train.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step came to, equal on every rank."""
-
-    loss: float
-    grad_norm: float
-    """The global 2-norm before clipping."""
-    tokens: int
-    """Valid tokens: those that bear loss."""
-    stop: bool
-    """Some rank was asked to stop."""
-    memory: float
-    """Sum over the ranks of what each said that it holds, in bytes."""
-    expert_imbalance: float | None = None
-    """The largest ratio, over the layers, of the busiest expert's load to the mean; None without experts."""
-    expert_loads: Tensor | None = None
-    """fp32 on the device: the rows that each expert of each layer got in the whole step; None without experts."""
+from hyper_parallel.train.guard import non_finite
+from hyper_parallel.train.recipe import Recipe, StepResult
 
 
 def accumulate(
@@ -85,31 +61,14 @@ def accumulate(
 
 
 class Stepper:
-    """Runs steps one after the other; holds the batch that was loaded ahead."""
+    """Runs steps eagerly, one after the other; holds the batch that was loaded ahead."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        handle: ShardedModel,
-        optimizer: Optimizer,
-        schedule: Schedule,
-        *,
-        seed: int,
-        clip: float | None,
-        loss: LossConfig | None = None,
-        router_bias_rate: float = 0.0,
-    ) -> None:
-        self._model, self._handle, self._optimizer, self._schedule = model, handle, optimizer, schedule
-        self._seed, self._clip, self._loss = seed, clip, loss
-        self._router_bias_rate = router_bias_rate
-        self._axes = handle.mesh.names
-        # Ranks along the other axes hold the same rows, or the same part of the loss: one of them speaks for all.
-        self._tells_tokens, self._tells_loss = _speaks(handle, ROW_AXES), _speaks(handle, LOSS_AXES)
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
 
     def begin(self, batch: StepBatch) -> None:
         """Take the batch that the next `run` computes; a collective, needed before the first one only."""
-        self._batch = batch
-        self._tokens = self._handle.all_reduce(batch.tokens * self._tells_tokens, self._axes)
+        self._batch, self._tokens = batch, self._recipe.tokens(batch)
 
     def run(self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float) -> StepResult:
         """One step on the batch at hand.
@@ -120,39 +79,30 @@ class Stepper:
         Raises DataError when no token of the batch bears loss, and NonFiniteError when the loss or the gradient
         norm is not finite; parameters and optimizer are then as before the step. Every rank raises the same.
         """
-        batch, tokens = self._batch, self._tokens
-        self._model.train()
-        loss = accumulate(self._model, self._handle, batch, tokens, self._seed, self._loss)
-        norm = self._handle.grad_norm()
+        recipe, batch, tokens = self._recipe, self._batch, self._tokens
+        model, handle = recipe.model.train(), recipe.handle
+        loss = accumulate(model, handle, batch, tokens, recipe.seed, recipe.loss)
+        norm = handle.grad_norm()
         following = load_next() if load_next is not None else None
-        upcoming = following.tokens if following is not None else torch.zeros_like(loss)
-        said = torch.tensor([float(stop), memory], device=loss.device)
-        parts = torch.stack([loss * self._tells_loss, upcoming * self._tells_tokens])
-        vector = torch.cat([parts, said, take_loads(self._handle)])
-        vector = self._handle.all_reduce(vector, self._axes)
-        vector, loads = vector[:4], vector[4:]
-        uneven = imbalance(self._handle, loads) if loads.numel() else torch.zeros_like(loss)
-        values = torch.cat([vector, torch.stack([norm.to(vector.dtype), tokens, uneven])]).tolist()
-        total, _, stops, held, grad_norm, valid, ratio = values
-        if valid == 0:
-            raise DataError(
-                f"step {batch.step + 1}: no token of the batch bears loss (rows {shorten(batch.rows)}); "
-                "check that the data's answers are not empty or cut off, or raise train.batch"
-            )
-        if not (math.isfinite(total) and math.isfinite(grad_norm)):
-            raise non_finite(self._handle, batch.step, batch.rows, total, grad_norm)
-        if self._clip is not None and grad_norm > self._clip:
-            self._handle.clip(norm, self._clip)
-        self._optimizer.step(self._schedule(batch.step))
-        if self._router_bias_rate:
-            update_biases(self._model, loads, self._router_bias_rate)
-        self._model.zero_grad(set_to_none=True)
+        said = said_by(following, stop, memory, loss.device)
+        values, loads = recipe.summed(loss, norm, tokens, said)
+        result = recipe.result(values, loads, batch)
+        if not result.finite:
+            raise non_finite(handle, batch.step, batch.rows, result.loss, result.grad_norm)
+        if recipe.clip is not None and result.grad_norm > recipe.clip:
+            handle.clip(norm, recipe.clip)
+        recipe.optimizer.step(recipe.schedule(batch.step))
+        if recipe.router_bias_rate:
+            update_biases(model, loads, recipe.router_bias_rate)
+        model.zero_grad(set_to_none=True)
         if following is not None:
-            self._batch, self._tokens = following, vector[1]
-        experts = (ratio, loads) if loads.numel() else (None, None)
-        return StepResult(total, grad_norm, int(valid), stops > 0, held, *experts)
+            self._batch, self._tokens = following, values[1]
+        return result
 
 
-def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:
-    """1 on one rank of those that differ along other axes than these, 0 on the others."""
-    return float(all(index == 0 for axis, index in handle.coordinate.items() if axis not in axes))
+def said_by(following: StepBatch | None, stop: bool, memory: float, device: torch.device) -> Tensor:
+    """What a rank says in a step, fp32 [3]: see `recipe.SAID`."""
+    said = torch.tensor([0.0, float(stop), memory], device=device)
+    if following is not None:
+        said[0] = following.tokens
+    return said

@@ -26,10 +26,11 @@ from hyper_parallel.train.evaluate import Evaluation
 from hyper_parallel.train.meter import Meter
 from hyper_parallel.train.optimizer import build_optimizer
 from hyper_parallel.train.progress import Progress, shown
+from hyper_parallel.train.recipe import Recipe, StepResult
 from hyper_parallel.train.sample import sample
 from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.state import RunCheckpoints, RunState
-from hyper_parallel.train.step import Stepper, StepResult
+from hyper_parallel.train.step import Stepper
 from hyper_parallel.train.summary import Summary
 from hyper_parallel.train.trackers import RunInfo, Trackers, build_trackers
 from hyper_parallel.train.workers import alone, run_on_workers
@@ -173,14 +174,16 @@ class _Run:
         if state.step >= train.steps:
             return False
         stepper = Stepper(
-            self.model,
-            self.handle,
-            self.optimizer,
-            self.schedule,
-            seed=self.config.seed,
-            clip=train.clip,
-            loss=train.loss,
-            router_bias_rate=train.router_bias_rate,
+            Recipe(
+                self.model,
+                self.handle,
+                self.optimizer,
+                self.schedule,
+                seed=self.config.seed,
+                clip=train.clip,
+                loss=train.loss,
+                router_bias_rate=train.router_bias_rate,
+            )
         )
         stepper.begin(self.batches.load(state.step, state.consumed))
         for step in range(state.step, train.steps):

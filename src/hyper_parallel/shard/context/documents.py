@@ -14,6 +14,7 @@ from torch import Tensor
 from hyper_parallel.compat.fake import is_fake
 from hyper_parallel.compat.local_tensor import each_rank, one_device
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.shard.documents import documents_told
 
 
 def documents_of(positions: Tensor, padding: Any, rows: int, length: int) -> tuple[Tensor, Tensor] | None:
@@ -30,7 +31,9 @@ def documents_of(positions: Tensor, padding: Any, rows: int, length: int) -> tup
         positions = positions[0]
     begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
     documents = begins.long().cumsum(-1).expand(rows, -1)
-    return (documents, documents) if _any(begins) else None
+    told = documents_told()
+    several = _any(begins) if told is None else told
+    return (documents, documents) if several else None
 
 
 def _padded(padding: Any, rows: int, length: int) -> tuple[Tensor, Tensor] | None:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from hyper_parallel.checkpoint import Piece
+from hyper_parallel.compat.kernels import adamw_
 from hyper_parallel.config.train import AdamWConfig
 from hyper_parallel.shard import ShardedParameter
 
@@ -55,32 +55,26 @@ class AdamW:
         self._step = 0
 
     @torch.no_grad()
-    def step(self, lr_scale: float) -> None:
+    def step(self, lr_scale: float | Tensor) -> None:
         """One update of every parameter that has a gradient."""
         self._step += 1
-        beta1, beta2 = self.config.betas
+        apart = isinstance(lr_scale, Tensor)
         for group in self._groups:
             grads = [parameter.grad for parameter in group.parameters]
             # An empty local tensor (more ranks than rows) has nothing to update, and kernels may refuse it.
             held = [i for i, grad in enumerate(grads) if grad is not None and grad.numel()]
-            if not held:
-                continue
-            adamw(
-                [group.locals[i] for i in held],
-                [grad for i in held if (grad := grads[i]) is not None],
-                [group.first[i] for i in held],
-                [group.second[i] for i in held],
-                [],
-                [group.steps[i] for i in held],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=self.config.lr * lr_scale,
-                weight_decay=group.weight_decay,
-                eps=self.config.eps,
-                maximize=False,
-            )
+            for some in [[i] for i in held] if apart else [held] if held else []:
+                adamw_(
+                    [group.locals[i] for i in some],
+                    [grad for i in some if (grad := grads[i]) is not None],
+                    [group.first[i] for i in some],
+                    [group.second[i] for i in some],
+                    [group.steps[i] for i in some],
+                    lr=self.config.lr * lr_scale,
+                    betas=self.config.betas,
+                    weight_decay=group.weight_decay,
+                    eps=self.config.eps,
+                )
 
     def pieces(self) -> dict[str, Piece]:
         """``optimizer.exp_avg.<parameter>`` and ``optimizer.exp_avg_sq.<parameter>``, laid out as the parameter."""
@@ -90,6 +84,14 @@ class AdamW:
                 pieces[f"optimizer.exp_avg.{parameter.name}"] = Piece(first, parameter.layout)
                 pieces[f"optimizer.exp_avg_sq.{parameter.name}"] = Piece(second, parameter.layout)
         return pieces
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `pieces` has, and each parameter's number of updates."""
+        found = {name: piece.local for name, piece in self.pieces().items()}
+        for group in self._groups:
+            for parameter, step in zip(group.parameters, group.steps, strict=True):
+                found[f"optimizer.step.{parameter.name}"] = step
+        return found
 
     def state(self) -> dict[str, Any]:
         """``{"name": "adamw", "step": updates done}``."""

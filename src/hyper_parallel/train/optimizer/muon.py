@@ -96,7 +96,7 @@ class Muon:
         return cls(parameters, config, handle, hidden_matrices(model, shapes))
 
     @torch.no_grad()
-    def step(self, lr_scale: float) -> None:
+    def step(self, lr_scale: float | Tensor) -> None:
         """One update of every parameter that has a gradient."""
         lr, mu = self.config.lr * lr_scale, self.config.momentum
         for (parameter, how), local, momentum in zip(self._hidden, self._locals, self._momentum, strict=True):
@@ -109,7 +109,7 @@ class Muon:
             whole = self._handle.gather(grad.lerp(momentum, mu), parameter.layout)
             update = self._handle.cut(self._orthogonal(whole, how), parameter.layout)
             local.mul_(1 - lr * self.config.weight_decay)
-            local.add_(update.to(local.dtype), alpha=-lr)
+            local.sub_((update * lr).to(local.dtype))
         self._others.step(lr_scale)
 
     def _orthogonal(self, whole: Tensor, how: HiddenMatrix) -> Tensor:
@@ -124,6 +124,10 @@ class Muon:
         momenta = zip(self._hidden, self._momentum, strict=True)
         mine = {f"optimizer.momentum.{p.name}": Piece(momentum, p.layout) for (p, _), momentum in momenta}
         return {**mine, **self._others.pieces()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `pieces` has, and AdamW's numbers of updates."""
+        return {**{name: piece.local for name, piece in self.pieces().items()}, **self._others.tensors()}
 
     def state(self) -> dict[str, Any]:
         """``{"name": "muon", "adamw": AdamW's state}``."""

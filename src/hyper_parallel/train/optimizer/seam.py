@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from hyper_parallel.checkpoint import Piece
 
 
@@ -14,8 +16,19 @@ class Optimizer(Protocol):
     their values. It works on each rank's local tensors; one that needs whole matrices gathers them itself.
     """
 
-    def step(self, lr_scale: float) -> None:
-        """Update every parameter in place from its local gradient; `lr_scale` is the schedule's, 0 to 1."""
+    config: Any
+    """The section of the run file that it was built from."""
+
+    def step(self, lr_scale: float | Tensor) -> None:
+        """Update every parameter in place from its local gradient; `lr_scale` is the schedule's, 0 to 1.
+
+        While a step is captured it is a zero-dim float64 tensor on the host, so that the graph serves every step;
+        updates then go parameter by parameter, so that each may run as soon as its gradient is there.
+        """
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state that `step` reads or writes, by a name of its own."""
         ...
 
     def pieces(self) -> dict[str, Piece]:

@@ -1,0 +1,45 @@
+"""What lies under autograd: operators as they are dispatched, and the autograd node that calls them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def next_sequence() -> int:
+    """The number that the next operator of the forward pass gets; backward nodes bear that of their forward."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def running_backward() -> int | None:
+    """The sequence number of the backward node that is running; None in a forward pass.
+
+    Nodes that belong to no operator of the forward pass, such as a gradient's accumulation, have a very large one.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def below_autograd() -> contextlib.AbstractContextManager[None]:
+    """Operators in the block go straight to the device's kernels: nothing is recorded for a backward pass."""
+    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+
+
+def kernel(operator: Any) -> Callable[..., Any]:
+    """What calling an operator calls: without the Python around it."""
+    return getattr(operator, "_op", operator)  # type: ignore[no-any-return]
+
+
+def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What an operator writes to, among its arguments: tensors, or the nodes that stand for them in a graph."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for at, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if leaf is not None)

@@ -1,0 +1,31 @@
+"""The step as a graph: captured from any callable on fake tensors, measured, rewritten, run.
+
+`capture` takes no Strategy: whatever was sharded shows its collectives, and whatever was not shows none.
+"""
+
+from hyper_parallel.graph.capture import capture
+from hyper_parallel.graph.execute import Executable, executable
+from hyper_parallel.graph.host import host
+from hyper_parallel.graph.lifetimes import Lifetime, Peak, lifetimes, peak
+from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value, values_of
+from hyper_parallel.graph.phase import PHASES, Phase, phase
+
+__all__ = [
+    "PHASES",
+    "Executable",
+    "Input",
+    "Kind",
+    "Lifetime",
+    "Peak",
+    "Phase",
+    "StepGraph",
+    "Storage",
+    "Value",
+    "capture",
+    "executable",
+    "host",
+    "lifetimes",
+    "peak",
+    "phase",
+    "values_of",
+]

@@ -1,0 +1,138 @@
+"""Running a step's graph: Python written from it once, a line a node, each value let go after its last use.
+
+A function that a graph makes is a generator: at a host point it yields `(point, values)` and is sent the answer. All
+its operators go straight to the kernels, under autograd, whose bookkeeping the graph has made needless.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from hyper_parallel.compat.dispatch import below_autograd, kernel
+from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.nouns import StepGraph
+
+Host = Callable[[str, Sequence[torch.Tensor]], torch.Tensor | None]
+"""(point, values) to the answer, None where the graph wants none."""
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A graph ready to run."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: str
+    """The Python that runs it."""
+    function: Callable[[Sequence[torch.Tensor]], Generator[Any, Any, tuple[torch.Tensor, ...]]]
+
+    def run(self, tensors: Mapping[str, torch.Tensor], host: Host | None = None) -> dict[str, torch.Tensor]:
+        """Run the step on `tensors`, by the names of the graph's inputs; state is updated in place.
+
+        Raises what `host` raises; nothing behind that host point has run then.
+        """
+        given = [tensors[name] for name in self.inputs]
+        with below_autograd():
+            steps = self.function(given)
+            del given
+            answer: Any = None
+            try:
+                while True:
+                    point, values = steps.send(answer)
+                    assert host is not None, f"the graph asks the host at {point!r}"
+                    answer = host(point, values)
+                    del values
+            except StopIteration as stop:
+                return dict(zip(self.outputs, stop.value, strict=True))
+
+
+def executable(step: StepGraph) -> Executable:
+    """The Python function of a graph."""
+    writer = _Writer(step)
+    source = writer.source()
+    namespace = writer.names
+    exec(compile(source, f"<step graph of {len(writer.last)} nodes>", "exec"), namespace)
+    names = tuple(entry.name for entry in step.inputs)
+    return Executable(names, tuple(step.outputs), source, namespace["step"])
+
+
+class _Writer:
+    """Writes the source; what has no literal form is given to it by name."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self.step = step
+        self.names: dict[str, Any] = dict(step.constants)
+        self.last: dict[fx.Node, list[fx.Node]] = {}
+        self._variables: dict[fx.Node, str] = {}
+        self._functions: dict[Any, str] = {}
+        seen: set[fx.Node] = set()
+        for node in reversed(step.graph.nodes):
+            for source in (*node.all_input_nodes, node):
+                if source not in seen:
+                    seen.add(source)
+                    self.last.setdefault(node, []).append(source)
+
+    def source(self) -> str:
+        """The whole function."""
+        body: list[str] = []
+        placeholders = self.step.placeholders
+        if placeholders:
+            body.append(f"{', '.join(self._variable(node) for node in placeholders)}, = inputs")
+        body.append("del inputs")
+        for node in self.step.graph.nodes:
+            if node.op == "call_function":
+                body.append(self._line(node))
+            elif node.op == "get_attr":
+                body.append(f"{self._variable(node)} = {node.target}")
+            elif node.op == "output":
+                body.append(f"return {self._rendered(node.args[0])}")
+                break
+            dead = [self._variable(source) for source in self.last.get(node, [])]
+            if dead:
+                body.append(f"del {', '.join(dead)}")
+        if not any(node.target is HOST for node in self.step.nodes):
+            body.append("yield")  # a generator all the same
+        return "def step(inputs):\n" + "".join(f"    {line}\n" for line in body)
+
+    def _line(self, node: fx.Node) -> str:
+        variable, target = self._variable(node), node.target
+        if target is operator.getitem:
+            return f"{variable} = {self._rendered(node.args[0])}[{node.args[1]}]"
+        if target is HOST:
+            point, values, _ = node.args
+            return f"{variable} = yield ({point!r}, {self._rendered(values)})"
+        arguments = [self._rendered(arg) for arg in node.args]
+        arguments += [f"{key}={self._rendered(value)}" for key, value in node.kwargs.items()]
+        return f"{variable} = {self._function(target)}({', '.join(arguments)})"
+
+    def _variable(self, node: fx.Node) -> str:
+        return self._variables.setdefault(node, f"v{len(self._variables)}")
+
+    def _function(self, target: Any) -> str:
+        if target not in self._functions:
+            name = f"f{len(self._functions)}_{getattr(target, '__name__', 'call').replace('.', '_')}"
+            self._functions[target] = name
+            self.names[name] = kernel(target)
+        return self._functions[target]
+
+    def _rendered(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self._variable(value)
+        if isinstance(value, tuple):
+            return f"({''.join(f'{self._rendered(x)}, ' for x in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(self._rendered(x) for x in value)}]"
+        # inf and nan have no literal.
+        if isinstance(value, _PLAIN) and not (isinstance(value, float) and value - value != 0):
+            return repr(value)
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name

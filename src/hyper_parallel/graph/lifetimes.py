@@ -1,0 +1,134 @@
+"""When each storage of a step is alive, what for, and how many bytes are alive at once.
+
+A storage is born with the first node that gives a value in it and dies after the last one that uses any view of it;
+what is read from outside is there from the beginning to the end. The clock is the place of a node in the graph. The
+peak is exact for what the graph allocates; memory that a kernel takes and gives back inside itself is not seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from hyper_parallel.graph.nouns import Kind, StepGraph, values_of
+from hyper_parallel.graph.sizes import known
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """One storage."""
+
+    storage: int
+    bytes: int
+    kind: Kind
+    born: int
+    """Index of the node that makes it; -1 when it comes from outside."""
+    died: int
+    """Index of the last node that uses it; the number of nodes when it outlives the step."""
+    name: str | None
+    """Of the input, or of the parameter whose gradient it is."""
+    module: str
+    phase: str
+
+
+def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[Lifetime]:
+    """Every storage that the step uses, in order of birth; `sizes` gives the symbols values."""
+    nodes = list(step.nodes)
+    born: dict[int, int] = {}
+    died: dict[int, int] = {}
+    outside = {
+        value.storage: (entry.kind, entry.name)
+        for entry, node in zip(step.inputs, step.placeholders, strict=True)
+        for value in values_of(node)
+    }
+    returned = {value.storage for node in step.output.all_input_nodes for value in values_of(node)}
+    for at, node in enumerate(nodes):
+        for value in values_of(node):
+            born.setdefault(value.storage, at)
+            died[value.storage] = max(died.get(value.storage, at), at)
+        for source in node.all_input_nodes:
+            for value in values_of(source):
+                died[value.storage] = at
+    weights = _of_weights(step, nodes)
+    found = []
+    for storage, (kind, name) in outside.items():
+        size = known(step.storages[storage].bytes, dict(sizes or {}))
+        found.append(Lifetime(storage, size, kind, -1, len(nodes), name, "", ""))
+    for storage, at in sorted(born.items(), key=lambda entry: entry[1]):
+        if storage in outside or step.storages[storage].name is not None:
+            continue
+        node, last = nodes[at], nodes[died[storage]]
+        end = len(nodes) if storage in returned else died[storage]
+        size = known(step.storages[storage].bytes, dict(sizes or {}))
+        kind = _kind(step, storage, node, last, weights)
+        of = step.gradients.get(storage)
+        found.append(Lifetime(storage, size, kind, at, end, of, node.meta["module"], node.meta["phase"]))
+    return found
+
+
+def _kind(step: StepGraph, storage: int, born: fx.Node, last: fx.Node, weights: set[int]) -> Kind:
+    if storage in step.gradients:
+        return "gradient"
+    if storage in weights:
+        return "parameter"
+    early = born.meta["phase"] in ("forward", "loss") and not born.meta["recomputed"]
+    return "activation" if early and last.meta["phase"] == "backward" else "temporary"
+
+
+def _of_weights(step: StepGraph, nodes: list[fx.Node]) -> set[int]:
+    """Storages computed from parameters alone: gathered or cast ones."""
+    kinds: dict[int, bool] = {}
+    for entry, node in zip(step.inputs, step.placeholders, strict=True):
+        for value in values_of(node):
+            kinds[value.storage] = entry.kind == "parameter"
+    found = set()
+    for node in nodes:
+        sources = [value.storage for source in node.all_input_nodes for value in values_of(source)]
+        alone = bool(sources) and all(kinds.get(storage, False) for storage in sources)
+        for storage in (*(value.storage for value in values_of(node)), *node.meta["writes"]):
+            kinds[storage] = alone and kinds.get(storage, True)
+    for storage, alone in kinds.items():
+        if alone and step.storages[storage].name is None:
+            found.add(storage)
+    return found
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The worst moment of a step."""
+
+    bytes: int
+    """Alive at once, what comes from outside included."""
+    at: int
+    """Index of the node."""
+    by_kind: dict[Kind, int]
+    alive: list[Lifetime]
+    """Largest first."""
+
+
+def peak(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> Peak:
+    """How many bytes are alive at the worst moment, and which."""
+    return peak_of(lifetimes(step, sizes))
+
+
+def peak_of(found: list[Lifetime]) -> Peak:
+    """The worst moment of storages whose lifetimes are given."""
+    changes: Counter[int] = Counter()
+    for life in found:
+        changes[life.born] += life.bytes
+        changes[life.died + 1] -= life.bytes
+    alive = most = 0
+    at = -1
+    for moment in sorted(changes):
+        alive += changes[moment]
+        if alive > most:
+            most, at = alive, moment
+    there = sorted((x for x in found if x.born <= at <= x.died), key=lambda x: (-x.bytes, x.storage))
+    by_kind: Counter[Kind] = Counter()
+    for life in there:
+        by_kind[life.kind] += life.bytes
+    return Peak(most, at, dict(by_kind), there)

@@ -1,0 +1,201 @@
+"""The whole step as one graph: the gradients of all micro-batches, the norm, the clipping, the update.
+
+It is the eager step (`step`) with what the host decides put into tensors:
+
+- the learning rate's scale and the step's number are inputs, so that one graph serves every step;
+- the host is asked twice: at "load" for what this rank says, when the device has been given the backward pass, and at
+  "check" it is shown what the step came to, and may raise before anything is updated;
+- clipping multiplies by min(1, clip / norm) always, which is by 1 where eager does not clip.
+
+Gradients are added up as they come, each into the first one of its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.compat.fake import faked
+from hyper_parallel.compat.symbols import fake_mode_with_symbols
+from hyper_parallel.graph import Kind, StepGraph, capture, host, phase
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.documents import documents_known
+from hyper_parallel.shard.experts.routing import update_biases
+from hyper_parallel.shard.loss import causal_lm_loss
+from hyper_parallel.train.batches import MicroBatch
+from hyper_parallel.train.optimizer import Optimizer, build_optimizer
+from hyper_parallel.train.recipe import SAID, Recipe
+
+_MICRO = ("input_ids", "labels", "position_ids", "rows")
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a graph is captured for."""
+
+    micro_batches: tuple[tuple[int, int], ...]
+    """(rows, positions) of each."""
+    documents: tuple[bool, ...]
+    """Of each, whether its rows hold several documents."""
+
+
+def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str = "cpu") -> StepGraph:
+    """The graph of one rank's step. The model was parallelized in the traceable lowering; it may be on the meta device.
+
+    The inputs are named ``parameter.<name>``, ``buffer.<name>``, the names of the optimizer's tensors, and those of
+    `batch_inputs`. Raises CaptureError where the step cannot be followed.
+    """
+    mode = fake_mode_with_symbols()
+    handle, model = recipe.handle, recipe.model.train()
+    with faked(model, mode):
+        # Built outside of the mode, so that its tensors are inputs and their making is no part of the step.
+        with mode:
+            optimizer = build_optimizer(model, recipe.optimizer.config)
+            micro = [_micro_batch(rows, length, device) for rows, length in shape.micro_batches]
+            step = torch.zeros((), dtype=torch.int64, device=device)
+            tokens = torch.ones((), device=device)
+            lr_scale = torch.ones((), dtype=torch.float64)
+        body = _Body(replace(recipe, optimizer=optimizer), micro, shape.documents, step, tokens, lr_scale)
+        tensors = {
+            **state(handle, optimizer),
+            **{
+                name: ("input", tensor)
+                for name, tensor in batch_inputs(micro, step, tokens, lr_scale).items()
+            },
+        }
+        try:
+            with mode:
+                return capture(body, tensors, model, lambda: body.gradients)
+        finally:
+            body.forget()
+
+
+def state(handle: ShardedModel, optimizer: Optimizer) -> dict[str, tuple[Kind, Tensor]]:
+    """Everything that lives across steps, by the names of the graph's inputs."""
+    parameters: dict[str, tuple[Kind, Tensor]] = {
+        f"parameter.{p.name}": ("parameter", p.parameter) for p in handle.parameters()
+    }
+    buffers: dict[str, tuple[Kind, Tensor]] = {
+        f"buffer.{name}": ("buffer", tensor) for name, tensor in handle.model.named_buffers()
+    }
+    moments: dict[str, tuple[Kind, Tensor]] = {
+        name: ("optimizer", tensor) for name, tensor in optimizer.tensors().items()
+    }
+    return {**parameters, **buffers, **moments}
+
+
+def batch_inputs(
+    micro: list[MicroBatch], step: Tensor, tokens: Tensor, lr_scale: Tensor
+) -> dict[str, Tensor]:
+    """What a step is given besides its state, by the names of the graph's inputs."""
+    named = {f"micro.{i}.{key}": getattr(batch, key) for i, batch in enumerate(micro) for key in _MICRO}
+    return {**named, "step": step, "tokens": tokens, "lr_scale": lr_scale}
+
+
+def _micro_batch(rows: int, length: int, device: torch.device | str) -> MicroBatch:
+    ids, labels, positions = (torch.zeros(rows, length, dtype=torch.int64, device=device) for _ in range(3))
+    return MicroBatch(ids, labels, positions, torch.arange(rows, device=device))
+
+
+class _Body:
+    """The step's own code, on whatever tensors the model has."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        micro: list[MicroBatch],
+        documents: tuple[bool, ...],
+        step: Tensor,
+        tokens: Tensor,
+        lr_scale: Tensor,
+    ) -> None:
+        self._recipe, self._micro, self._documents = recipe, micro, documents
+        self._step, self._tokens, self._lr_scale = step, tokens, lr_scale
+        self._names = {p.parameter: p.name for p in recipe.handle.parameters() if p.parameter.requires_grad}
+        self._of: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The gradients by the names of their parameters."""
+        return {self._names[parameter]: gradient for parameter, gradient in self._of.items()}
+
+    def __call__(self) -> dict[str, Tensor]:
+        recipe, handle = self._recipe, self._recipe.handle
+        total = torch.zeros((), device=self._tokens.device)
+        hooks = [parameter.register_hook(self._add_to(parameter)) for parameter in self._names]
+        try:
+            for index in range(len(self._micro)):
+                total = total + self._accumulate(index)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for parameter, gradient in self._of.items():
+            parameter.grad = gradient
+        with phase("clip"):
+            norm = handle.grad_norm()
+            said = host("load", [total], SAID)
+            values, loads = recipe.summed(total, norm, self._tokens, said)
+            host("check", [values, loads])
+            if recipe.clip is not None:
+                self._clip(norm, recipe.clip)
+        with phase("optimizer"):
+            recipe.optimizer.step(self._lr_scale)
+            if recipe.router_bias_rate:
+                update_biases(recipe.model, loads, recipe.router_bias_rate)
+        return {}
+
+    def _accumulate(self, index: int) -> Tensor:
+        recipe, micro = self._recipe, self._micro[index]
+        last = index == len(self._micro) - 1
+        with (
+            documents_known(self._documents[index]),
+            recipe.handle.micro_batch(seed=recipe.seed, step=self._step, rows=micro.rows, last=last),
+        ):
+            loss = causal_lm_loss(
+                recipe.model,
+                micro.input_ids,
+                micro.labels,
+                micro.position_ids,
+                self._tokens,
+                recipe.loss,
+                micro_batches=len(self._micro),
+            )
+            with phase("backward"):
+                # Not `backward()`, which would copy each gradient that somebody looks at.
+                torch.autograd.grad(loss, list(self._names), allow_unused=True)
+        return loss.detach()
+
+    def _add_to(self, parameter: nn.Parameter):  # type: ignore[no-untyped-def]
+        def add(gradient: Tensor) -> None:
+            with torch.no_grad():
+                known = self._of.get(parameter)
+                if known is not None:
+                    known.add_(gradient)
+                else:
+                    self._of[parameter] = self._own(gradient, parameter)
+
+        return add
+
+    def _own(self, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+        """A gradient that may be written to: laid out as its parameter, sharing memory with no other."""
+        gradient = gradient.detach()
+        taken = {other.untyped_storage()._cdata for other in self._of.values()}
+        if gradient.stride() != parameter.stride() or gradient.untyped_storage()._cdata in taken:
+            return torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient)
+        return gradient
+
+    def _clip(self, norm: Tensor, clip: float) -> None:
+        factor = torch.where(norm > clip, (clip / (norm + 1e-6)).clamp(max=1.0), torch.ones_like(norm))
+        for gradient in self._of.values():
+            gradient.mul_(factor)
+
+    def forget(self) -> None:
+        """Let go of the gradients."""
+        for parameter in self._names:
+            parameter.grad = None
+        self._of.clear()

@@ -1,0 +1,110 @@
+"""What a capture writes down, and that running it is running the step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hyper_parallel.compat.symbols import fake_mode_with_symbols
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph import StepGraph, capture, executable, host, lifetimes, peak, phase
+
+
+def _fake(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape)
+
+
+def _linear_step() -> StepGraph:
+    """Forward, loss, backward and a plain gradient step of one layer."""
+    mode = fake_mode_with_symbols()
+    with mode:
+        model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh())
+        x = _fake(5, 4)
+
+        def step() -> dict[str, torch.Tensor]:
+            out = model(x)
+            with phase("loss"):
+                loss = out.square().sum()
+            with phase("backward"):
+                (gradient,) = torch.autograd.grad(loss, [model[0].weight])
+            host("check", [loss.detach()])
+            with phase("optimizer"), torch.no_grad():
+                model[0].weight.add_(gradient, alpha=-0.1)
+            return {"loss": loss.detach()}
+
+        return capture(step, {"weight": ("parameter", model[0].weight), "x": ("input", x)}, model)
+
+
+def _eager(weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = weight.clone().requires_grad_()
+    loss = torch.tanh(nn.functional.linear(x, leaf)).square().sum()
+    (gradient,) = torch.autograd.grad(loss, [leaf])
+    return loss.detach(), weight.clone().add_(gradient, alpha=-0.1)
+
+
+def test_a_graph_computes_what_eager_computes_and_updates_state_in_place() -> None:
+    weight, x = torch.randn(3, 4), torch.randn(5, 4)
+    loss, updated = _eager(weight, x)
+    seen = []
+    outputs = executable(_linear_step()).run(
+        {"weight": weight, "x": x}, lambda point, values: seen.append((point, values[0].item()))
+    )
+    assert torch.equal(outputs["loss"], loss)
+    assert torch.equal(weight, updated)
+    assert seen == [("check", loss.item())]
+
+
+def test_what_the_host_raises_leaves_the_state_as_it_was() -> None:
+    weight, x = torch.randn(3, 4), torch.randn(5, 4)
+    before = weight.clone()
+
+    def refuse(point: str, values: object) -> None:
+        raise ArithmeticError(point)
+
+    with pytest.raises(ArithmeticError, match="check"):
+        executable(_linear_step()).run({"weight": weight, "x": x}, refuse)
+    assert torch.equal(weight, before)
+
+
+def test_nodes_know_their_phase_and_module() -> None:
+    where = {(str(node.target), node.meta["phase"], node.meta["module"]) for node in _linear_step().nodes}
+    assert ("aten.tanh.default", "forward", "1") in where
+    assert ("aten.tanh_backward.default", "backward", "1") in where
+    assert ("aten.add_.Tensor", "optimizer", "") in where
+
+
+def test_a_tensor_that_nobody_told_of_is_refused() -> None:
+    mode = fake_mode_with_symbols()
+    with mode:
+        x, forgotten = _fake(2, 2), _fake(2, 2)
+        with pytest.raises(CaptureError, match=r"\(2, 2\) that comes from outside"):
+            capture(lambda: {"y": x + forgotten}, {"x": ("input", x)})
+
+
+def test_views_share_a_storage_and_the_peak_counts_it_once() -> None:
+    mode = fake_mode_with_symbols()
+    with mode:
+        x = _fake(8, 8)
+        step = capture(lambda: {"y": (x + 1).view(64).t().reshape(8, 8) * 2}, {"x": ("input", x)})
+    assert peak(step).bytes == 3 * 8 * 8 * 4
+    assert [life.kind for life in lifetimes(step)] == ["input", "temporary", "temporary"]
+
+
+def test_numbers_read_from_tensors_are_sizes_of_the_run() -> None:
+    mode = fake_mode_with_symbols()
+    with mode:
+        x, n = _fake(6, 2), torch.zeros((), dtype=torch.int64)
+
+        def step() -> dict[str, torch.Tensor]:
+            count = n.item()
+            torch._check(count >= 0)
+            torch._check(count <= 6)
+            return {"y": torch.cat([x.narrow(0, 0, count), x.narrow(0, 0, count) + 1])}
+
+        graph = capture(step, {"x": ("input", x), "n": ("input", n)})
+    run = executable(graph)
+    x = torch.randn(6, 2)
+    for count in (2, 5):
+        outputs = run.run({"x": x, "n": torch.tensor(count)})
+        assert torch.equal(outputs["y"], torch.cat([x[:count], x[:count] + 1]))
