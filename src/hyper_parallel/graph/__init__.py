@@ -5,6 +5,7 @@
 
 from hyper_parallel.graph.capture import capture
 from hyper_parallel.graph.execute import Executable, executable
+from hyper_parallel.graph.groups import Group, group_of, is_collective, is_wait
 from hyper_parallel.graph.host import host
 from hyper_parallel.graph.lifetimes import Lifetime, Peak, lifetimes, peak
 from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value, values_of
@@ -13,6 +14,7 @@ from hyper_parallel.graph.phase import PHASES, Phase, phase
 __all__ = [
     "PHASES",
     "Executable",
+    "Group",
     "Input",
     "Kind",
     "Lifetime",
@@ -23,7 +25,10 @@ __all__ = [
     "Value",
     "capture",
     "executable",
+    "group_of",
     "host",
+    "is_collective",
+    "is_wait",
     "lifetimes",
     "peak",
     "phase",

@@ -49,12 +49,14 @@ def capture(
     tensors: Mapping[str, tuple[Kind, torch.Tensor]],
     modules: nn.Module | None = None,
     gradients: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    groups: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
 ) -> StepGraph:
     """What `step` computes, as a graph. To be called inside the fake mode that its tensors belong to.
 
     `tensors`: every tensor that the step reads from outside, by name and kind; `step` finds them where it expects
     them, in modules for example. What it returns are the outputs. `modules`: the model whose modules' names the nodes
-    are given. `gradients`: called after the step, the gradient of each parameter by its name.
+    are given. `gradients`: called after the step, the gradient of each parameter by its name. `groups`: the axis and
+    the ranks of each process group, by its name, so that collectives can be asked for them (`groups.group_of`).
 
     Raises CaptureError when the step reads a tensor that it was not told of, or cannot be followed.
     """
@@ -63,7 +65,9 @@ def capture(
         recorder.give(name, kind, tensor)
     with recorder.following(modules), recorder:
         returned = dict(step())
-    return recorder.finished(returned, dict(gradients()) if gradients is not None else {})
+    found = recorder.finished(returned, dict(gradients()) if gradients is not None else {})
+    found.groups = dict(groups or {})
+    return found
 
 
 class _Recorder(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -86,6 +86,8 @@ class StepGraph:
     """Storage of a gradient to the name of its parameter."""
     sizes: dict[Any, fx.Node] = field(default_factory=dict)
     """Symbol of a size that depends on the data to the node that computes it; empty where none does."""
+    groups: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Name of a process group to its (axis, ranks); read by `groups.group_of`."""
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -121,6 +123,7 @@ class StepGraph:
             dict(self.constants),
             dict(self.gradients),
             sizes,
+            self.groups,
         )
 
 

@@ -33,6 +33,7 @@ class Groups:
         self.cluster = cluster
         self.device = collectives.device_type()
         self._made: dict[str, dist.ProcessGroup] = {}
+        self._members: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._levels: dict[str, Levels | None] = {}
 
     @classmethod
@@ -50,8 +51,25 @@ class Groups:
     def group(self, axis: str) -> dist.ProcessGroup:
         """This rank's process group of an axis, joint or fold. Its ranks stand in ascending order."""
         if axis not in self._made:
-            self._made[axis] = _mine_of(self.mesh.groups(axis))
+            self._made[axis] = self._mine_of(axis, self.mesh.groups(axis))
         return self._made[axis]
+
+    def members(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name of each group that has been made, and of the group of all ranks, to its (axis, ranks).
+
+        Those of an axis's levels are of that axis; their ranks say on which level.
+        """
+        everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        whole = self.mesh.joint(*self.mesh.names), tuple(range(self.mesh.world))
+        return {str(everyone.group_name): whole, **self._members}
+
+    def _mine_of(self, axis: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+        """The process group of this rank, of groups that all ranks make together."""
+        mine = dist.get_rank()
+        made: list[dist.ProcessGroup] = [dist.new_group(list(ranks)) for ranks in groups]
+        group, ranks = next(pair for pair in zip(made, groups, strict=True) if mine in pair[1])
+        self._members[str(group.group_name)] = (axis, ranks)
+        return group
 
     def name(self, axis: str) -> str:
         """The name of the process group of an axis, joint or fold."""
@@ -80,7 +98,7 @@ class Groups:
                 for high in range(outer)
                 for low in range(inner)
             )
-            parts.append(Part(level, size, str(_mine_of(split).group_name)))
+            parts.append(Part(level, size, str(self._mine_of(axis, split).group_name)))
             outer *= size
         return Levels(tuple(parts), self.name(axis))
 
@@ -115,10 +133,3 @@ class Groups:
         return DeviceMesh.from_group(
             groups if len(axes) > 1 else groups[0], self.device, members, mesh_dim_names=axes
         )
-
-
-def _mine_of(groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-    """The process group of this rank, of groups that all ranks make together."""
-    mine = dist.get_rank()
-    made: list[dist.ProcessGroup] = [dist.new_group(list(ranks)) for ranks in groups]
-    return next(group for group, ranks in zip(made, groups, strict=True) if mine in ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from hyper_parallel.compat.local_tensor import on_rank, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
-from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.axis import MeshAxes
 from hyper_parallel.shard.context.split import length_multiple
 from hyper_parallel.shard.dropout import Draw, drawing
 from hyper_parallel.shard.plan.nouns import Plan
@@ -67,7 +67,7 @@ class ShardedModel:
     model: nn.Module
     strategy: Strategy
     plan: Plan
-    axes: Mapping[str, Axis]
+    axes: MeshAxes
     """Every axis, joint or fold by name."""
     skeleton: nn.Module | None
     """The model as it was, without values; weights are initialised and loaded by its structure."""
@@ -106,6 +106,11 @@ class ShardedModel:
             ShardedParameter(name, layouts[name], parameter)
             for name, parameter in self.model.named_parameters()
         ]
+
+    def process_groups(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name of each process group that the model's collectives use to its (axis, ranks); empty on one device."""
+        groups = self.axes.groups
+        return groups.members() if groups is not None else {}
 
     def check_length(self, length: int) -> None:
         """Raise StrategyError when rows of `length` positions cannot be split evenly over context and tensor."""

@@ -68,7 +68,7 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
         }
         try:
             with mode:
-                return capture(body, tensors, model, lambda: body.gradients)
+                return capture(body, tensors, model, lambda: body.gradients, handle.process_groups())
         finally:
             body.forget()
 
