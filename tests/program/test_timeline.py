@@ -55,7 +55,7 @@ def test_memory_over_time_and_its_peak() -> None:
     assert list(zip(curve.times, curve.total, strict=True)) == [
         (0, 40), (0, 140), (0, 170), (5, 70), (6, 120), (10, 70), (11, 40)
     ]  # fmt: skip
-    assert timeline.tiers == ("device", "host")
+    assert timeline.program.tiers == ("device", "host")
     assert timeline.memory("all", "host").by_kind == {"activation": (0, 100)}
     peak = timeline.peak
     assert (peak.bytes, peak.time, peak.rank) == (170, 0, 0)

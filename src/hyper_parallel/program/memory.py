@@ -111,13 +111,6 @@ def peak(program: Program, name: str, spans: Iterable[Span], tier: str) -> Peak:
     return Peak(program.first(name), tier, time, tuple(largest))
 
 
-def tiers(program: Program) -> tuple[str, ...]:
-    """The tiers that hold anything, `device` first."""
-    names = {held.tier for of in program.resident.values() for held in of}
-    names |= {held.tier for ops in program.ops.values() for op in ops for held in op.allocates}
-    return tuple(sorted(names, key=lambda name: (name != "device", name)))
-
-
 def _changes(program: Program, name: str, spans: Iterable[Span]) -> Iterator[tuple[float, Bytes, int, Op]]:
     """(time, storage, +1 or −1, op), in the order of time; at one time in the order of the ops, so that an op that
     takes no time makes what it frees first."""

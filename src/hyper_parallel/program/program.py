@@ -45,6 +45,13 @@ class Program:
         """How many ranks there are."""
         return len(self.classes)
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers that hold anything, `device` first."""
+        names = {held.tier for of in self.resident.values() for held in of}
+        names |= {held.tier for ops in self.ops.values() for op in ops for held in op.allocates}
+        return tuple(sorted(names, key=lambda name: (name != "device", name)))
+
     def __post_init__(self) -> None:
         firsts: dict[str, int] = {}
         for rank in sorted(self.classes):

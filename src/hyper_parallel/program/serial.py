@@ -65,6 +65,7 @@ def dump_timeline(timeline: Timeline) -> str:
             "timeline": {
                 **{name: getattr(timeline, name) for name in _PLAIN},
                 "alone": dataclasses.astuple(timeline.alone) if timeline.alone else None,
+                "capacity": dict(timeline.capacity),
                 "engines": list(engines.numbers),
                 "ops": [[place, span.op.index] for place, span in zip(classes, timeline.spans, strict=True)],
                 "spans": rows,
@@ -205,7 +206,9 @@ def _load_timeline(data: dict[str, Any]) -> Timeline:
         rank = program.first(names[place])
         spans.append(Span(rank, told["engines"][engine], start, end, op, ready[0] if ready else start))
     alone = Alone(*told["alone"]) if told["alone"] else None
-    return Timeline(program, tuple(spans), alone=alone, **{name: told[name] for name in _PLAIN})
+    return Timeline(
+        program, tuple(spans), alone=alone, capacity=told["capacity"], **{name: told[name] for name in _PLAIN}
+    )
 
 
 def _changed(work: Work) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from hyper_parallel.program.op import copy_tiers, is_comm, is_compute
 from hyper_parallel.program.span import Span
@@ -31,6 +31,11 @@ class Sum:
     def total(self) -> float:
         """All seconds."""
         return self.compute + self.communication + self.copies + self.host
+
+    def __iadd__(self, other: Sum) -> Sum:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        return self
 
 
 def sums(spans: Iterable[tuple[Span, float]], key: Callable[[Span], str]) -> dict[str, Sum]:

@@ -14,8 +14,8 @@ Both are 1 when communication costs nothing, and 0 when it adds all of its time 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hyper_parallel.program import memory
@@ -69,6 +69,8 @@ class Timeline:
     peak_flops: float | None = None
     """FLOP/s of one device at its best in the dtype that the step mostly multiplies in."""
     alone: Alone | None = None
+    capacity: Mapping[str, float] = field(default_factory=dict)
+    """What a device has of each tier, in bytes; of a tier that several share, its part."""
 
     @property
     def word(self) -> str:
@@ -128,11 +130,6 @@ class Timeline:
             both = self.alone.compute + self.alone.communication
             whole = (both - self.step) / self.alone.communication
         return Masked(1 - self.exposed / sent if sent else None, whole)
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """The tiers that hold anything, `device` first."""
-        return memory.tiers(self.program)
 
     def memory(self, name: str, tier: str = "device") -> Curve:
         """Bytes alive over time, by kind, on a rank of a class."""

@@ -21,15 +21,18 @@ def simulate(
     check_fits(program, cluster)
     costs = Costs(cluster, algorithm)
     dtype = main_dtype(op for ops in program.ops.values() for op in ops)
+    spans = Run(program, costs).spans()
+    tiers = [cluster.tier(name) for name in program.tiers]
     return Timeline(
         program,
-        Run(program, costs).spans(),
+        spans,
         predicted=True,
         device=costs.device.name,
         cluster=cluster.name,
         source=cluster.source,
         peak_flops=costs.device.peak(dtype) if dtype else None,
         alone=Alone(_step(program, costs, "compute"), _step(program, costs, "comm")) if masking else None,
+        capacity={tier.name: tier.bytes / tier.ranks for tier in tiers},
     )
 
 

@@ -1,0 +1,271 @@
+"""What the table and the page show of a Timeline: the same facts and figures, formatted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hyper_parallel.program import Alive, Sum, Timeline, pattern
+from hyper_parallel.units import format_bytes, format_count, format_duration
+
+ROWS = 14
+"""The most rows of a sheet whose names are the model's; the rest is one row."""
+
+NONE = "–"
+
+_BESIDE = "communication runs beside computation: what it costs is the exposed communication"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A small table."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+    """How many columns hold names; the others hold numbers."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number, and what it means."""
+
+    name: str
+    value: str
+    meaning: str = ""
+
+
+def heading(timeline: Timeline) -> str:
+    """What is shown, in a line: predicted or measured, for what, from which constants."""
+    program = timeline.program
+    where = timeline.cluster or timeline.device
+    ranks = f"{program.world} rank{'s' * (program.world != 1)}"
+    classes = f" in {len(program.ops)} classes" if len(program.ops) > 1 else ""
+    told = f"{timeline.word} step of {ranks}{classes} on {where}"
+    if timeline.device and timeline.device != where:
+        told += f" ({timeline.device})"
+    return told + (f"; constants: {timeline.source}" if timeline.source else "")
+
+
+def facts(timeline: Timeline) -> list[Fact]:
+    """The figures that come first."""
+    masked, step = timeline.masked, timeline.step
+    found = [Fact("step", format_duration(step), f"{timeline.word} seconds of the whole step")]
+    if timeline.mfu is not None:
+        found.append(Fact("MFU", _percent(timeline.mfu), "model FLOPs / (step · ranks · peak FLOP/s)"))
+    found.append(
+        Fact(
+            "computing",
+            _percent(_part(timeline.computing, step)),
+            "of the step, a kernel runs; mean of all ranks",
+        )
+    )
+    found.append(
+        Fact(
+            "exposed communication",
+            format_duration(timeline.exposed),
+            f"{_percent(_part(timeline.exposed, step))} of the step: nothing is computed, and only a collective runs",
+        )
+    )
+    found.append(
+        Fact(
+            "masked, by blocked time", _percent(masked.blocked), "1 − exposed / time in which collectives run"
+        )
+    )
+    found.append(
+        Fact(
+            "masked, end to end", _percent(masked.end_to_end), "(T_comp + T_comm − step) / T_comm, each alone"
+        )
+    )
+    for tier in timeline.program.tiers:
+        peak = timeline.peak_in(tier)
+        has = timeline.capacity.get(tier)
+        of = f" of {format_bytes(has)} ({_percent(peak.bytes / has)})" if has else ""
+        if has and peak.bytes > has:
+            of += ": it does not fit"
+        found.append(
+            Fact(
+                f"peak of {tier} memory",
+                format_bytes(peak.bytes),
+                f"on rank {peak.rank} at {format_duration(peak.time)}{of}",
+            )
+        )
+    return found
+
+
+def sheets(timeline: Timeline) -> list[Sheet]:
+    """Where the time goes, and where the memory goes. Empty ones are left out."""
+    made = [
+        _balance(timeline),
+        _classes(timeline),
+        _sums("time by phase", "phase", timeline.by_phase(), timeline.step, ordered=True),
+        _sums("time by module", "module", timeline.by_module(), timeline.step),
+        _sums("time by kind of work", "kind", timeline.by_kind(), timeline.step),
+        _axes(timeline),
+        *(_kinds(timeline, tier) for tier in timeline.program.tiers),
+        *(_alive(timeline, tier) for tier in timeline.program.tiers),
+    ]
+    return [sheet for sheet in made if sheet.rows]
+
+
+def _balance(timeline: Timeline) -> Sheet:
+    """A rank's step, which these parts add up to."""
+    bubbles, step = timeline.bubbles, timeline.step
+    parts = {
+        "computing": timeline.computing,
+        "exposed communication": bubbles.communication,
+        "waiting: imbalance": bubbles.imbalance,
+        "waiting: fill and drain": bubbles.fill_drain,
+        "waiting: copies between tiers": bubbles.copies,
+        "waiting: runtime": bubbles.runtime,
+    }
+    shown = step * 1e-9
+    rows = [
+        (name, format_duration(seconds), _percent(_part(seconds, step)))
+        for name, seconds in parts.items()
+        if seconds > shown or name in ("computing", "exposed communication")
+    ]
+    return Sheet(
+        "where the step goes",
+        ("on a rank, mean of all", "seconds", "of step"),
+        (*rows, ("step", format_duration(step), _percent(1.0))),
+        note="the rows add up to the step",
+    )
+
+
+def _classes(timeline: Timeline) -> Sheet:
+    """What differs between rank classes."""
+    program = timeline.program
+    rows = []
+    if len(program.ops) > 1:
+        for name, bubbles in timeline.bubbles_by_class.items():
+            peak = timeline.peak_of(name)
+            rows.append(
+                (
+                    name,
+                    ranks_told(timeline, name),
+                    format_duration(timeline.step - bubbles.total),
+                    format_duration(bubbles.communication),
+                    format_duration(bubbles.imbalance),
+                    format_duration(bubbles.fill_drain),
+                    format_bytes(peak.bytes) if peak.bytes else NONE,
+                )
+            )
+    columns = ("class", "ranks", "computing", "exposed", "imbalance", "fill and drain", "peak")
+    return Sheet("rank classes", columns, tuple(rows), left=2)
+
+
+def _sums(title: str, what: str, found: Mapping[str, Sum], step: float, *, ordered: bool = False) -> Sheet:
+    rows = list(found.items())
+    if not ordered:
+        rows.sort(key=lambda row: -row[1].total)
+        if len(rows) > ROWS:
+            rest = Sum()
+            for _, one in rows[ROWS - 1 :]:
+                rest += one
+            rows = [*rows[: ROWS - 1], (f"{len(rows) - ROWS + 1} others", rest)]
+    copies = any(one.copies for _, one in rows)
+    columns = (
+        what,
+        "computing",
+        "of step",
+        "communicating",
+        *(["copying"] if copies else []),
+        "ops",
+        "FLOPs",
+    )
+    return Sheet(
+        title,
+        columns,
+        tuple(
+            (
+                name or "(none)",
+                _duration(one.compute),
+                _percent(_part(one.compute, step)) if one.compute else NONE,
+                _duration(one.communication),
+                *([_duration(one.copies)] if copies else []),
+                f"{one.count:.0f}" if one.count == round(one.count) else f"{one.count:.1f}",
+                format_count(one.flops) if one.flops else NONE,
+            )
+            for name, one in rows
+        ),
+        note=_BESIDE if any(one.communication for _, one in rows) and not ordered else "",
+    )
+
+
+def _axes(timeline: Timeline) -> Sheet:
+    rows = tuple(
+        (axis or "(none)", _duration(one.communication), _percent(_part(one.communication, timeline.step)),
+         f"{one.count:.0f}")
+        for axis, one in sorted(timeline.by_axis().items(), key=lambda item: -item[1].communication)
+    )  # fmt: skip
+    return Sheet("collectives by axis", ("axis", "communicating", "of step", "calls"), rows)
+
+
+def _kinds(timeline: Timeline, tier: str) -> Sheet:
+    peak = timeline.peak_in(tier)
+    counts = {str(kind): count for kind, count in peak.by_kind.items()}
+    if counts:
+        counts["sum"] = peak.bytes
+    rows = [(name, format_bytes(count), _percent(_part(count, peak.bytes))) for name, count in counts.items()]
+    title = f"{tier} memory at its peak"
+    return Sheet(title, (f"rank {peak.rank}, {format_duration(peak.time)}", "bytes", "of peak"), tuple(rows))
+
+
+def _alive(timeline: Timeline, tier: str) -> Sheet:
+    """The largest storages at the peak; equal ones of different layers are one row."""
+    groups: dict[tuple[str, str, str, str], list[Alive]] = {}
+    for alive in timeline.peak_in(tier).alive:
+        op = alive.op
+        key = (pattern(alive.name), pattern(op.module) if op else "", op.part if op else "", alive.held.kind)
+        groups.setdefault(key, []).append(alive)
+    sizes = {key: sum(alive.held.bytes for alive in group) for key, group in groups.items()}
+    largest = sorted(groups, key=lambda key: -sizes[key])
+    rows = [
+        (
+            key[0],
+            key[1] or NONE,
+            key[2] or "before the step",
+            key[3],
+            str(len(groups[key])),
+            format_bytes(sizes[key]),
+        )
+        for key in largest[:ROWS]
+    ]
+    if len(largest) > ROWS:
+        rest = largest[ROWS:]
+        count, size = sum(len(groups[key]) for key in rest), sum(sizes[key] for key in rest)
+        rows.append((f"{len(rest)} others", NONE, NONE, NONE, str(count), format_bytes(size)))
+    columns = ("made by", "module", "phase", "kind", "storages", "bytes")
+    return Sheet(f"alive at the peak of {tier} memory", columns, tuple(rows), left=4)
+
+
+def ranks_told(timeline: Timeline, name: str) -> str:
+    """The ranks of a class, as people write them: `0–7, 16`."""
+    runs: list[list[int]] = []
+    for rank in sorted(rank for rank, of in timeline.program.classes.items() if of == name):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    told = [f"{first}–{last}" if last > first else str(first) for first, last in runs]
+    return ", ".join(told[:3]) + (f", … ({timeline.program.size(name)} ranks)" if len(told) > 3 else "")
+
+
+def shown_together(timelines: Iterable[Timeline]) -> str:
+    """`predicted`, `measured`, or `predicted and measured`."""
+    return " and ".join(dict.fromkeys(timeline.word for timeline in timelines))
+
+
+def _duration(seconds: float) -> str:
+    return format_duration(seconds) if seconds else NONE
+
+
+def _part(of: float, whole: float) -> float | None:
+    return of / whole if whole else None
+
+
+def _percent(share: float | None) -> str:
+    return NONE if share is None else f"{100 * share:.1f}%"

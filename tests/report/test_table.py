@@ -1,0 +1,76 @@
+"""What the table says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.programs import Ops, one_f_one_b, program, toy
+from hyper_parallel.program import Bytes, Timeline
+from hyper_parallel.report import table
+from hyper_parallel.report.sheets import ROWS, facts, sheets
+from hyper_parallel.simulate import simulate
+
+
+def _values(timeline: Timeline) -> dict[str, str]:
+    return {fact.name: fact.value for fact in facts(timeline)}
+
+
+def test_it_begins_with_predicted_or_measured(timeline: Timeline) -> None:
+    text = table(timeline)
+    assert text.startswith("predicted step of 64 ranks on h100x64 (NVIDIA H100 80GB HBM3); constants: ")
+    measured = table(replace(timeline, predicted=False))
+    assert measured.startswith("measured step")
+    assert "predicted" not in measured
+    assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    timeline = simulate(one_f_one_b(4, 8, 1.0, 2.0), toy())
+    balance = sheets(timeline)[0]
+    assert [(row[0], row[1]) for row in balance.rows] == [
+        ("computing", "24.0 s"), ("exposed communication", "0 s"), ("waiting: fill and drain", "9.00 s"),
+        ("step", "33.0 s"),
+    ]  # fmt: skip
+    classes = next(sheet for sheet in sheets(timeline) if sheet.title == "rank classes")
+    assert [row[1] for row in classes.rows] == ["0", "1", "2", "3"]
+
+
+def test_figures_are_those_of_the_timeline(timeline: Timeline) -> None:
+    values = _values(timeline)
+    assert timeline.mfu is not None
+    assert values["MFU"] == f"{100 * timeline.mfu:.1f}%"
+    assert values["masked, by blocked time"] == f"{100 * timeline.masked.blocked:.1f}%"  # type: ignore[operator]
+    phases = next(sheet for sheet in sheets(timeline) if sheet.title == "time by phase")
+    assert [row[0] for row in phases.rows] == ["forward", "loss", "backward", "clip", "optimizer"]
+
+
+def test_equal_layers_are_one_row(timeline: Timeline) -> None:
+    modules = next(sheet for sheet in sheets(timeline) if sheet.title == "time by module")
+    assert "model.layers.*.mlp" in [row[0] for row in modules.rows]
+    alive = next(sheet for sheet in sheets(timeline) if sheet.title == "alive at the peak of device memory")
+    gate = next(row for row in alive.rows if row[0] == "gate")
+    assert gate[1:5] == ("model.layers.*.mlp", "forward", "activation", "4")
+
+
+def test_many_modules_end_in_one_row() -> None:
+    ops = Ops()
+    for place in range(30):
+        ops.kernel("k", 30 - place, module=f"m{place:02}_")
+    modules = next(s for s in sheets(simulate(program(ops), toy())) if s.title == "time by module")
+    assert len(modules.rows) == ROWS
+    assert modules.rows[0][0] == "m00_"
+    assert modules.rows[-1][:2] == (f"{30 - ROWS + 1} others", f"{sum(range(1, 30 - ROWS + 2)):.0f} s")
+
+
+def test_memory_that_does_not_fit_is_told() -> None:
+    ops = Ops()
+    ops.kernel("k", 1)
+    ran = program(ops, resident=[Bytes(1, 4 * 10**15, "parameter")])
+    found = next(fact for fact in facts(simulate(ran, toy())) if fact.name == "peak of device memory")
+    assert found.meaning.endswith("(400.0%): it does not fit")
+
+
+def test_names_with_brackets_are_shown_as_they_are() -> None:
+    ops = Ops()
+    ops.kernel("k", 1, module="[bold]block[/bold]")
+    assert "[bold]block[/bold]" in table(simulate(program(ops), toy()))
