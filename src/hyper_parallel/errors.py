@@ -57,6 +57,10 @@ class CaptureError(HyperParallelError):
     """A step could not be written down as a graph; the message names what stopped it."""
 
 
+class GraphError(HyperParallelError):
+    """A rewrite of a step's graph that would change what the step computes, or whose conditions do not hold."""
+
+
 class NonFiniteError(HyperParallelError):
     """A loss or gradient that is not finite, found before the optimizer touched anything."""
 

@@ -9,7 +9,10 @@ from hyper_parallel.graph.groups import Group, group_of, is_collective, is_wait
 from hyper_parallel.graph.host import host
 from hyper_parallel.graph.lifetimes import Lifetime, Peak, lifetimes, peak
 from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value, values_of
+from hyper_parallel.graph.order import check_order, dependencies, legal, reorder
+from hyper_parallel.graph.passes import Pass, Ran, rewritten, run_passes, validate
 from hyper_parallel.graph.phase import PHASES, Phase, phase
+from hyper_parallel.graph.text import changes, text
 
 __all__ = [
     "PHASES",
@@ -18,19 +21,30 @@ __all__ = [
     "Input",
     "Kind",
     "Lifetime",
+    "Pass",
     "Peak",
     "Phase",
+    "Ran",
     "StepGraph",
     "Storage",
     "Value",
     "capture",
+    "changes",
+    "check_order",
+    "dependencies",
     "executable",
     "group_of",
     "host",
     "is_collective",
     "is_wait",
+    "legal",
     "lifetimes",
     "peak",
     "phase",
+    "reorder",
+    "rewritten",
+    "run_passes",
+    "text",
+    "validate",
     "values_of",
 ]

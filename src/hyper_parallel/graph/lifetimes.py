@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import fx
 
+from hyper_parallel.graph.effects import begun, touched
+from hyper_parallel.graph.groups import is_wait
 from hyper_parallel.graph.nouns import Kind, StepGraph, values_of
 from hyper_parallel.graph.sizes import known
 
@@ -50,9 +52,9 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
         for value in values_of(node):
             born.setdefault(value.storage, at)
             died[value.storage] = max(died.get(value.storage, at), at)
-        for source in node.all_input_nodes:
-            for value in values_of(source):
-                died[value.storage] = at
+        # What a collective was given is held until it has been waited for.
+        for storage in touched(node) | (touched(begun(node)) if is_wait(node) else set()):
+            died[storage] = at
     weights = _of_weights(step, nodes)
     found = []
     for storage, (kind, name) in outside.items():

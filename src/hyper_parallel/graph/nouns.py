@@ -108,14 +108,18 @@ class StepGraph:
 
     def copy(self) -> StepGraph:
         """Another graph of the same nodes, to be changed without changing this one."""
+        return self.copied()[0]
+
+    def copied(self) -> tuple[StepGraph, dict[fx.Node, fx.Node]]:
+        """A copy, and which of its nodes each node of this graph became. Nodes keep their names."""
         graph = fx.Graph()
         known: dict[fx.Node, fx.Node] = {}
         returned = graph.graph_copy(self.graph, known)
-        graph.output(returned)
+        known[self.output] = graph.output(returned)
         for old, new in known.items():
             new.meta = dict(old.meta)
         sizes = {symbol: known[node] for symbol, node in self.sizes.items()}
-        return StepGraph(
+        made = StepGraph(
             graph,
             list(self.inputs),
             list(self.outputs),
@@ -125,6 +129,7 @@ class StepGraph:
             sizes,
             self.groups,
         )
+        return made, known
 
 
 def values_of(node: fx.Node) -> Iterator[Value]:

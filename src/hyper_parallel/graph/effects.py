@@ -1,0 +1,72 @@
+"""What running a node does to memory: which storages it reads, which it writes, and which it only looks at.
+
+An operator's schema says which arguments it writes to. Two things no schema says: a collective goes on reading its
+arguments, and writing its result, until it has been waited for, so the wait reads and writes them too; and a view reads
+nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from hyper_parallel.compat.dispatch import written
+from hyper_parallel.graph.groups import is_collective, is_wait
+from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.nouns import values_of
+
+
+def touched(node: fx.Node) -> set[int]:
+    """The storages that a node's arguments lie in."""
+    return {value.storage for source in node.all_input_nodes for value in values_of(source)}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only gives memory that is there already another shape."""
+    if node.op != "call_function" or is_wait(node) or node.target is HOST or writes(node):
+        return False
+    results = {value.storage for value in values_of(node)}
+    return bool(results) and results <= touched(node)
+
+
+def reads(node: fx.Node) -> set[int]:
+    """The storages whose contents a node needs."""
+    if node.op != "output" and is_view(node):
+        return set()
+    found = touched(node)
+    if is_wait(node):
+        found |= touched(begun(node))
+    return found
+
+
+def writes(node: fx.Node) -> set[int]:
+    """The storages that a node changes."""
+    if node.op != "call_function":
+        return set()
+    if is_wait(node):
+        return {value.storage for value in values_of(node)}
+    target: Any = node.target
+    return {
+        value.storage
+        for argument in written(target, node.args, node.kwargs)
+        if isinstance(argument, fx.Node)
+        for value in values_of(argument)
+    }
+
+
+def begun(node: fx.Node) -> fx.Node:
+    """The collective that a node waits for."""
+    while is_wait(node) or node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    assert is_collective(node), f"{node} waits for {node.target}, which is no collective"
+    return node
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether a node takes random numbers from a generator, so that running it twice gives two results."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -1,0 +1,129 @@
+"""The order that a graph's edges do not show, which every rewrite must keep.
+
+A node must run after
+
+- the nodes that compute its arguments;
+- the last write to each storage that it reads, through whatever view (read after write);
+- every read of a storage that it writes, since the last write, and that write (write after read, write after write);
+- the collective before it in the same process group, since the other ranks run them in that order;
+- the node before it that draws from the same random generator;
+- host points, if it writes what outlives the step: nothing is updated before the host has looked at what it asked to
+  see. Host points keep their order, and run after the updates that were before them.
+
+Any order that keeps these computes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from hyper_parallel.errors import GraphError
+from hyper_parallel.graph.effects import draws_random, reads, writes
+from hyper_parallel.graph.groups import group_name, is_collective
+from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.nouns import StepGraph
+
+
+def dependencies(step: StepGraph) -> dict[fx.Node, set[fx.Node]]:
+    """Each computing node to the ones that must run before it; what follows from these is left out."""
+    found = _Found(step)
+    for node in step.nodes:
+        found.add(node)
+    return found.needs
+
+
+def check_order(step: StepGraph, order: Sequence[fx.Node]) -> None:
+    """Raise GraphError unless the step's nodes may run in this order."""
+    needs = dependencies(step)
+    place = {node: at for at, node in enumerate(order)}
+    if len(place) != len(order) or place.keys() != needs.keys():
+        raise GraphError(
+            f"an order of {len(order)} nodes ({len(place)} different) is not one of the graph's {len(needs)}; "
+            "give each computing node of the graph once"
+        )
+    for node, before in needs.items():
+        for other in before:
+            if place[other] > place[node]:
+                raise GraphError(
+                    f"{node} ({node.target}) may not run before {other} ({other.target}): {_why(node, other)}"
+                )
+
+
+def legal(step: StepGraph, order: Sequence[fx.Node]) -> bool:
+    """Whether the step's nodes may run in this order."""
+    try:
+        check_order(step, order)
+    except GraphError:
+        return False
+    return True
+
+
+def reorder(step: StepGraph, order: Sequence[fx.Node]) -> StepGraph:
+    """The same graph with its computing nodes in another order. Raises GraphError when that order is not legal."""
+    check_order(step, order)
+    made, new = step.copied()
+    end = made.output
+    for node in order:
+        end.prepend(new[node])
+    return made
+
+
+class _Found:
+    """Walks the nodes in order and remembers who touched what last."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self.needs: dict[fx.Node, set[fx.Node]] = {}
+        self._lasting = {storage.index for storage in step.storages if storage.name is not None}
+        self._wrote: dict[int, fx.Node] = {}
+        self._read: dict[int, list[fx.Node]] = {}
+        self._chains: dict[str, fx.Node] = {}
+        self._updates: list[fx.Node] = []
+        """Writes to what outlives the step, since the last host point."""
+
+    def add(self, node: fx.Node) -> None:
+        """One more node."""
+        needs = {source for source in node.all_input_nodes if source.op == "call_function"}
+        changed, looked_at = writes(node), reads(node)
+        for storage in looked_at | changed:
+            if storage in self._wrote:
+                needs.add(self._wrote[storage])
+        for storage in changed:
+            needs.update(self._read.pop(storage, ()))
+            self._wrote[storage] = node
+        for storage in looked_at - changed:
+            self._read.setdefault(storage, []).append(node)
+        if is_collective(node):
+            self._chain(node, f"group {group_name(node)}", needs)
+        if draws_random(node):
+            self._chain(node, "random", needs)
+        if node.target is HOST:
+            needs.update(self._updates)
+            self._updates.clear()
+            self._chain(node, "host", needs)
+        elif changed & self._lasting:
+            self._updates.append(node)
+            if "host" in self._chains:
+                needs.add(self._chains["host"])
+        needs.discard(node)
+        self.needs[node] = needs
+
+    def _chain(self, node: fx.Node, name: str, needs: set[fx.Node]) -> None:
+        if name in self._chains:
+            needs.add(self._chains[name])
+        self._chains[name] = node
+
+
+def _why(node: fx.Node, other: fx.Node) -> str:
+    if other in node.all_input_nodes:
+        return "it uses its result"
+    if node.target is HOST or other.target is HOST:
+        return "what the host is asked comes before the updates that follow it, and after those before it"
+    if writes(node) & writes(other):
+        return "both write to the same memory"
+    if writes(other) & reads(node):
+        return "it reads what that one writes"
+    if writes(node) & reads(other):
+        return "it writes what that one still reads"
+    return "other ranks, or the random generator, take them in this order"

@@ -1,0 +1,168 @@
+"""Rewrites of a graph: what each needs and gives is declared, checked before any runs, and the result validated.
+
+A pass never changes the graph that it is given. What validation proves of its result: the graph is well formed; inputs
+and outputs are the same; and every node that was there before still reads what the same writes left in memory, and
+still runs after everything that it had to run after. A node that a pass makes again from another one is held to the
+same (`meta["origin"]`, the name of the node that it repeats).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import fx
+
+from hyper_parallel.errors import GraphError
+from hyper_parallel.graph.effects import is_view, reads, touched, writes
+from hyper_parallel.graph.nouns import StepGraph, values_of
+from hyper_parallel.graph.order import dependencies
+
+
+class Pass(Protocol):
+    """One rewrite."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """What earlier passes must have provided."""
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What later passes may rely on."""
+
+    @property
+    def conflicts(self) -> frozenset[str]:
+        """What no earlier pass may have provided."""
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """The rewritten graph; `step` stays as it is."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one pass made of a graph."""
+
+    name: str
+    before: StepGraph
+    after: StepGraph
+
+
+def run_passes(step: StepGraph, passes: Sequence[Pass]) -> list[Ran]:
+    """Run passes one after the other; the last one's `after` is the result.
+
+    Raises GraphError when a pass requires what none before it provides, or conflicts with what one did: before any
+    has run; and when what a pass made is not the same step.
+    """
+    check_declared(passes)
+    ran: list[Ran] = []
+    for one in passes:
+        before = ran[-1].after if ran else step
+        after = one(before)
+        try:
+            validate(before, after)
+        except GraphError as error:
+            raise GraphError(f"pass {one.name!r}: {error}") from None
+        ran.append(Ran(one.name, before, after))
+    return ran
+
+
+def rewritten(step: StepGraph, passes: Sequence[Pass]) -> StepGraph:
+    """What the passes make of a graph. Raises GraphError as `run_passes` does."""
+    ran = run_passes(step, passes)
+    return ran[-1].after if ran else step
+
+
+def check_declared(passes: Iterable[Pass]) -> None:
+    """Raise GraphError unless each pass finds what it requires, and nothing that it conflicts with."""
+    provided: dict[str, str] = {}
+    for one in passes:
+        missing = sorted(one.requires - provided.keys())
+        if missing:
+            there = ", ".join(provided) or "nothing"
+            raise GraphError(
+                f"pass {one.name!r} requires {', '.join(missing)}, and the passes before it provide {there}; "
+                "put the pass that provides it first"
+            )
+        for known in sorted(one.conflicts & provided.keys()):
+            raise GraphError(
+                f"pass {one.name!r} conflicts with {known}, which pass {provided[known]!r} provides; "
+                f"put {one.name!r} before it, or leave one of the two out"
+            )
+        provided.update(dict.fromkeys(sorted(one.provides), one.name))
+
+
+def validate(before: StepGraph, after: StepGraph) -> None:
+    """Raise GraphError unless `after` is well formed and computes what `before` does, as far as order can tell."""
+    try:
+        after.graph.lint()
+    except RuntimeError as error:
+        raise GraphError(f"the graph is not well formed: {error}") from None
+    _same_ends(before, after)
+    for node in after.nodes:
+        _check_meta(node)
+    _same_order(before, after)
+    _same_contents(before, after)
+
+
+def _same_ends(before: StepGraph, after: StepGraph) -> None:
+    if before.inputs != after.inputs:
+        raise GraphError("the inputs are not the same as before")
+    if before.outputs != after.outputs:
+        raise GraphError(f"the outputs are {after.outputs}, and were {before.outputs}")
+
+    def returned(step: StepGraph) -> list[tuple[object, ...]]:
+        return [
+            (value.shape, value.dtype) for node in step.output.all_input_nodes for value in values_of(node)
+        ]
+
+    if returned(before) != returned(after):
+        raise GraphError("an output has another shape or dtype than before")
+
+
+def _check_meta(node: fx.Node) -> None:
+    missing = {"phase", "module", "recomputed", "reads", "writes"} - node.meta.keys()
+    if missing:
+        raise GraphError(f"{node} ({node.target}) lacks meta {', '.join(sorted(missing))}")
+
+
+def _same_order(before: StepGraph, after: StepGraph) -> None:
+    place = {node.name: at for at, node in enumerate(after.nodes)}
+    for node, needs in dependencies(before).items():
+        for other in needs:
+            if place.get(other.name, -1) > place.get(node.name, len(place)):
+                raise GraphError(f"{node} ({node.target}) now runs before {other} ({other.target})")
+
+
+def _same_contents(before: StepGraph, after: StepGraph) -> None:
+    known = _last_writers(before)
+    for name, (origin, seen) in _writers_seen(after).items():
+        for storage, writer in seen.items():
+            expected = known.get(origin, {}).get(storage, writer)
+            if writer != expected:
+                raise GraphError(
+                    f"{name} now reads memory as {writer or 'the step found it'}"
+                    f"{' left it' if writer else ''}, and not as {expected or 'the step found it'}"
+                    f"{' left it' if expected else ''}"
+                )
+
+
+def _last_writers(step: StepGraph) -> dict[str, dict[int, str]]:
+    return {name: seen for name, (_, seen) in _writers_seen(step).items()}
+
+
+def _writers_seen(step: StepGraph) -> dict[str, tuple[str, dict[int, str]]]:
+    """Each node's name to its origin, and to the last write to each storage that it reads, "" where there is none."""
+    wrote: dict[int, str] = {}
+    found = {}
+    for node in step.nodes:
+        origin = node.meta.get("origin", node.name)
+        if not is_view(node):
+            found[node.name] = (origin, {s: wrote.get(s, "") for s in reads(node) | touched(node)})
+        for storage in writes(node):
+            wrote[storage] = origin
+    return found

@@ -1,0 +1,106 @@
+"""What passes declare is checked before they run, and what they made afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hyper_parallel.compat.symbols import fake_mode_with_symbols
+from hyper_parallel.errors import GraphError
+from hyper_parallel.graph import StepGraph, capture, changes, run_passes, text
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+    does: Callable[[StepGraph], StepGraph] = StepGraph.copy
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        return self.does(step)
+
+
+def _step() -> StepGraph:
+    with fake_mode_with_symbols():
+        x = torch.empty(8, 8)
+
+        def body() -> dict[str, torch.Tensor]:
+            y = x * 2
+            z = y + 1
+            y.add_(5)
+            return {"y": y, "z": z}
+
+        return capture(body, {"x": ("input", x)})
+
+
+def _never(step: StepGraph) -> StepGraph:
+    raise AssertionError("ran")
+
+
+def test_what_a_pass_requires_must_be_provided_before_any_runs() -> None:
+    passes = [_Named("first", does=_never), _Named("second", requires=frozenset({"buckets"}))]
+    with pytest.raises(GraphError, match=r"'second' requires buckets, and .* provide nothing"):
+        run_passes(_step(), passes)
+
+
+def test_what_a_pass_conflicts_with_is_named() -> None:
+    passes = [
+        _Named("first", provides=frozenset({"frozen"}), does=_never),
+        _Named("second", conflicts=frozenset({"frozen"})),
+    ]
+    with pytest.raises(GraphError, match="'second' conflicts with frozen, which pass 'first' provides"):
+        run_passes(_step(), passes)
+
+
+def _moves_the_read(step: StepGraph) -> StepGraph:
+    made = step.copy()
+    write = next(node for node in made.nodes if node.target is torch.ops.aten.add_.Tensor)
+    read = next(node for node in made.nodes if node.target is torch.ops.aten.add.Tensor)
+    write.append(read)
+    return made
+
+
+def _repeats_too_late(step: StepGraph) -> StepGraph:
+    made = step.copy()
+    read = next(node for node in made.nodes if node.target is torch.ops.aten.add.Tensor)
+    with made.graph.inserting_before(made.output):
+        again = made.graph.node_copy(read)
+    again.meta = {**read.meta, "recomputed": True, "origin": read.name}
+    return made
+
+
+def _loses_an_output(step: StepGraph) -> StepGraph:
+    made = step.copy()
+    made.outputs.pop()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (_moves_the_read, "pass 'bad': .* now runs before"),
+        (_repeats_too_late, "now reads memory as add__tensor left it, and not as the step found it"),
+        (_loses_an_output, "the outputs are"),
+    ],
+)
+def test_a_pass_that_changes_the_step_is_refused(
+    does: Callable[[StepGraph], StepGraph], message: str
+) -> None:
+    with pytest.raises(GraphError, match=message):
+        run_passes(_step(), [_Named("bad", does=does)])
+
+
+def test_a_graph_prints_one_line_a_node_and_a_diff() -> None:
+    step = _step()
+    shown = text(step).splitlines()
+    assert len(shown) == 3 + 1
+    assert shown[0] == "mul_tensor = mul.Tensor(in_0) f32[8,8] forward +256 B"
+    assert shown[-1] == "peak 768 B at node 1"
+    moved = changes(step, _moves_the_read(step)).splitlines()
+    assert [line for line in moved if line.startswith("-add")]
+    assert moved[-1] == "3 nodes, 3 after; peak 768 B, 768 B after"
