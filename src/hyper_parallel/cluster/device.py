@@ -89,7 +89,10 @@ class Device:
     def launch_seconds(self, work: Work) -> float:
         """What the operator costs before it does anything."""
         measured = self.efficiency.memory_of(work)
-        return self.launch if measured is None or measured.launch is None else measured.launch
+        if measured is None or measured.launch is None:
+            # No kernel runs for a view; what it costs the host is known where it was measured.
+            return 0.0 if work.kind == "view" else self.launch
+        return measured.launch
 
     def compute_seconds(self, work: Work) -> float:
         """How long the arithmetic takes at the rate that this shape reaches."""
@@ -127,6 +130,7 @@ class Device:
             vector={dtype: rate / times for dtype, rate in self.vector.items()},
             memory=replace(memory, read=memory.read / times, write=memory.write / times),
             launch=self.launch * times,
+            efficiency=self.efficiency.slowed(times),
         )
 
     def peak(self, dtype: str) -> float:

@@ -69,8 +69,7 @@ def counting() -> Iterator[list[Collective]]:
         yield counter.counted
 
 
-# Functional operators: their kind and which argument is the group. The first is the input, the result the output.
-_FUNCTIONAL: Mapping[str, tuple[str, int]] = {
+FUNCTIONAL: Mapping[str, tuple[str, int]] = {
     "all_reduce": ("all_reduce", 2),
     "all_reduce_": ("all_reduce", 2),
     "all_reduce_coalesced": ("all_reduce", 2),
@@ -87,6 +86,7 @@ _FUNCTIONAL: Mapping[str, tuple[str, int]] = {
     "isend": ("send", 3),
     "irecv": ("recv", 3),
 }
+"""Functional operators: their kind and which argument is the group. The first is the input, the result the output."""
 # Those of torch.distributed: their kind and which arguments are the output, the input and the group.
 _IN_PLACE: Mapping[str, tuple[str, int | None, int | None, int]] = {
     "allreduce_": ("all_reduce", 0, 0, 1),
@@ -129,9 +129,9 @@ class _Counter(TorchDispatchMode):
         return result
 
     def _functional(self, name: str, args: Sequence[Any], result: Any) -> None:
-        if name not in _FUNCTIONAL:
+        if name not in FUNCTIONAL:
             return
-        kind, at = _FUNCTIONAL[name]
+        kind, at = FUNCTIONAL[name]
         given = 0 if kind == "recv" else _bytes(args[0])
         got = 0 if kind == "send" else _bytes(result)
         kept = None

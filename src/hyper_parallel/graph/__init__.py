@@ -4,6 +4,7 @@
 """
 
 from hyper_parallel.graph.capture import capture
+from hyper_parallel.graph.costs import costs, is_view
 from hyper_parallel.graph.execute import Executable, executable
 from hyper_parallel.graph.groups import Group, group_of, is_collective, is_wait
 from hyper_parallel.graph.host import host
@@ -31,11 +32,13 @@ __all__ = [
     "capture",
     "changes",
     "check_order",
+    "costs",
     "dependencies",
     "executable",
     "group_of",
     "host",
     "is_collective",
+    "is_view",
     "is_wait",
     "legal",
     "lifetimes",

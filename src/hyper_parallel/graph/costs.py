@@ -1,0 +1,354 @@
+"""What each node of a graph does, in numbers that a cluster can price: a `Work`, or a `Collective`.
+
+FLOPs of matrix products and attention stand in `graph.products`. Everything else:
+
+    vector FLOPs = elements × FLOPs to each              elements of the largest of what it reads and writes
+    read         = Σ bytes of its inputs, each once      an expanded dim counts once, a value given twice once
+    written      = Σ bytes of its results, and of what it writes to in place
+    fresh        = bytes of results in new memory
+
+Views cost no bytes. What looks up rows (an embedding, `gather`, `index_select`) reads the rows and not the table; what
+adds into rows of a tensor (`scatter_add_`, `index_put_`) reads and writes those rows. The numbers are one rank's, at
+the sizes of the graph; sizes that the data decide are given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from hyper_parallel.compat.counting import FUNCTIONAL
+from hyper_parallel.compat.dispatch import written
+from hyper_parallel.graph.groups import group_of, is_collective, is_wait
+from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.nouns import StepGraph, Value, values_of
+from hyper_parallel.graph.products import attention, is_attention, operands_of, operator_name, product
+from hyper_parallel.graph.sizes import known
+from hyper_parallel.program import Collective
+from hyper_parallel.workload.work import Work, WorkKind
+
+_LOOKS_UP = frozenset({"embedding", "gather", "index", "index_select", "take", "take_along_dim"})
+"""They read, of their first argument, as much as they give."""
+_ADDS_INTO = frozenset(
+    {"scatter_add", "scatter", "scatter_reduce", "index_add", "index_copy", "index_put", "put"}
+)
+"""They change, of their first argument, as much as their source has."""
+_OVERWRITES = frozenset({"copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli"})
+"""In place, they do not read what they write."""
+_NOTHING = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "sym_size", "sym_numel"}
+)
+_MAKES = frozenset(
+    {
+        "zeros",
+        "ones",
+        "full",
+        "arange",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+    }
+    | {"scalar_tensor", "eye", "lift_fresh_copy", "linspace"}
+)
+_COPIES = frozenset(
+    {
+        "clone",
+        "copy",
+        "_to_copy",
+        "contiguous",
+        "cat",
+        "stack",
+        "fill",
+        "zero",
+        "repeat",
+        "flip",
+        "roll",
+        "tril",
+        "triu",
+    }
+    | {
+        "slice_backward",
+        "select_backward",
+        "constant_pad_nd",
+        "embedding_dense_backward",
+        "repeat_interleave",
+    }
+    | {"slice_scatter", "select_scatter", "_foreach_copy", "split_with_sizes_copy", "as_strided_scatter"}
+    | _MAKES
+    | _LOOKS_UP
+    | _ADDS_INTO
+)
+_REDUCES = frozenset(
+    {"sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "prod", "var", "var_mean", "std"}
+    | {"norm", "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm"}
+    | {"_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward", "cumsum", "cumprod"}
+    | {"native_group_norm_backward", "nll_loss_forward", "nll_loss_backward", "sort", "topk", "argsort", "bincount"}
+    | {"_fused_rms_norm", "_fused_rms_norm_backward", "histc", "unique", "searchsorted", "_foreach_norm", "nonzero"}
+)  # fmt: skip
+_ADDS_UP = frozenset({"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "logsumexp", "any", "all"})
+"""They are given dims."""
+_TOGETHER = 32
+"""Elements that lie together: from so many on, memory is as good as contiguous."""
+_FLOPS = {
+    **dict.fromkeys(
+        ("exp", "log", "sin", "cos", "tanh", "sigmoid", "rsqrt", "sqrt", "div", "reciprocal", "pow"), 4.0
+    ),
+    **dict.fromkeys(("silu", "gelu", "logaddexp", "softplus", "erf"), 8.0),
+    **dict.fromkeys(("silu_backward", "gelu_backward"), 12.0),
+    **dict.fromkeys(("tanh_backward", "sigmoid_backward", "_softmax_backward_data"), 3.0),
+    **dict.fromkeys(("_softmax", "_log_softmax", "logsumexp", "native_layer_norm", "_fused_rms_norm"), 6.0),
+    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), 12.0),
+    **dict.fromkeys(("_fused_adamw", "_fused_adam"), 14.0),
+}
+"""FLOPs to an element, where it is not one; a square root, a quotient or a power counts as four."""
+
+
+def costs(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> dict[fx.Node, Work | Collective]:
+    """What every node does that does anything; host points, waits and numbers are left out.
+
+    `sizes` gives the symbols of `step.sizes` values. Raises KeyError for a symbol without one, and CaptureError for a
+    collective over a group of which the capture was not told.
+    """
+    pricer = _Pricer(step, dict(sizes or {}))
+    found: dict[fx.Node, Work | Collective] = {}
+    for node in step.nodes:
+        cost = pricer.cost(node)
+        if cost is not None:
+            found[node] = cost
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at memory that is there: it writes nothing, and its results lie in what it reads."""
+    results = list(values_of(node))
+    reads = set(node.meta.get("reads", ()))
+    return bool(results) and not node.meta.get("writes") and all(value.storage in reads for value in results)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A value with its sizes as ints."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    bytes: int
+    storage: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.shape, self.stride
+
+
+class _Pricer:
+    """Prices nodes, each value's sizes worked out once."""
+
+    def __init__(self, step: StepGraph, sizes: dict[Any, int]) -> None:
+        self._step, self._sizes = step, sizes
+        self._sized: dict[int, _Sized] = {}
+        self._alive: list[Value] = []
+
+    def cost(self, node: fx.Node) -> Work | Collective | None:
+        if is_collective(node):
+            return self._collective(node)
+        target: Any = node.target
+        if is_wait(node) or target is HOST or not hasattr(target, "_schema"):
+            return None
+        name = operator_name(node)
+        if name in _NOTHING:
+            return None
+        op = f"{target.namespace}.{target.__name__}"
+        if name in ("_local_scalar_dense", "item"):
+            return Work("host", op=op)
+        if is_view(node):
+            return Work("view", op=op, dtype=self._dtype(node))
+        work = self._product(node, name, op) or self._attention(node, name, op)
+        return work or self._plain(node, name, op)
+
+    def _collective(self, node: fx.Node) -> Collective:
+        group = group_of(self._step, node)
+        kind, _ = FUNCTIONAL[str(getattr(node.target, "__name__", "")).split(".")[0]]
+        given = sum(value.bytes for value in self._flat(node.args[0]))
+        return Collective(kind, group.ranks, given, group.axis, group.axis)
+
+    def _product(self, node: fx.Node, name: str, op: str) -> Work | None:
+        places = operands_of(name)
+        if places is None:
+            return None
+        a, b = (next(self._flat(node.args[place])) for place in places)
+        results = self._results(node)
+        flops, shape, layout = product(name, a.matrix, b.matrix, [value.shape for value in results])
+        plain = self._plain(node, name, op)
+        # A bias is added to every element.
+        adds = (
+            float(sum(value.elements for value in results)) if name in ("addmm", "baddbmm", "addmv") else 0.0
+        )
+        return Work(
+            "matmul",
+            flops=flops,
+            vector_flops=adds,
+            read=plain.read,
+            written=plain.written,
+            dtype=a.dtype,
+            shape=shape,
+            op=op,
+            layout=layout,
+            fresh=plain.fresh,
+        )
+
+    def _attention(self, node: fx.Node, name: str, op: str) -> Work | None:
+        if not is_attention(name):
+            return None
+        given = _by_name(node)
+        shapes = {key: next(self._flat(given[key])).shape for key in ("query", "key", "value")}
+        windows = (given.get("window_size_left"), given.get("window_size_right"))
+        flops, shape, layout = attention(name, shapes, bool(given.get("is_causal")), windows)
+        plain = self._plain(node, name, op)
+        return Work(
+            "attention",
+            flops=flops,
+            read=plain.read,
+            written=plain.written,
+            dtype=next(self._flat(given["query"])).dtype,
+            shape=shape,
+            op=op,
+            layout=layout,
+            fresh=plain.fresh,
+        )
+
+    def _plain(self, node: fx.Node, name: str, op: str) -> Work:
+        """Bytes and vector FLOPs of an operator that is no product."""
+        given = list(
+            {id(value): value for arg in (node.args, node.kwargs) for value in self._flat(arg)}.values()
+        )
+        into = [value for arg in written(node.target, node.args, node.kwargs) for value in self._flat(arg)]
+        results = self._results(node)
+        fresh = [value for value in results if value.storage not in node.meta.get("reads", ())]
+        made = float(sum(value.bytes for value in fresh))
+        read = float(sum(value.bytes for value in given))
+        wrote = made + sum(value.bytes for value in into)
+        if name in _MAKES:
+            # What they are made like is only asked for its shape.
+            read = 0.0
+        elif name in _LOOKS_UP and given:
+            read += made - next(self._flat(node.args[0])).bytes
+        elif name in _ADDS_INTO and given:
+            whole = next(self._flat(node.args[0])).bytes
+            source = max((value.bytes for value in given[1:]), default=0)
+            touched = min(whole, source)
+            # In place only what is added to is touched; otherwise all of it is copied first.
+            read, wrote = (read - whole + touched, touched) if into else (read + touched, made + touched)
+        elif name in _OVERWRITES and into:
+            read -= sum(value.bytes for value in into)
+        elif name in ("_fused_adamw", "_fused_adam"):
+            # Gradients are declared as written to, and are only with a scaler.
+            wrote -= sum(value.bytes for value in self._flat(node.args[1]))
+        kind = _kind(name)
+        strided = _across(node, given) if name in _ADDS_UP else _strided(given, [*fresh, *into])
+        elements = max((value.elements for value in (*given, *results)), default=0)
+        if kind == "optimizer":
+            elements = sum(value.elements for value in self._flat(node.args[0]))
+        return Work(
+            kind,
+            vector_flops=0.0 if kind == "copy" else elements * _FLOPS.get(name, 1.0),
+            read=read,
+            written=wrote,
+            dtype=self._dtype(node),
+            op=op,
+            layout="strided" if strided else "",
+            fresh=made,
+        )
+
+    def _dtype(self, node: fx.Node) -> str:
+        """Of the largest input; of the largest result where there is none."""
+        values = [*self._flat(node.args), *self._flat(node.kwargs)] or self._results(node)
+        return max(values, key=lambda value: value.bytes).dtype if values else "float32"
+
+    def _results(self, node: fx.Node) -> list[_Sized]:
+        return [self._of(value) for value in values_of(node)]
+
+    def _flat(self, arg: Any) -> Iterator[_Sized]:
+        """The values of all nodes in an argument."""
+        if isinstance(arg, fx.Node):
+            for value in values_of(arg):
+                yield self._of(value)
+        elif isinstance(arg, tuple | list):
+            for part in arg:
+                yield from self._flat(part)
+        elif isinstance(arg, Mapping):
+            yield from self._flat(list(arg.values()))
+
+    def _of(self, value: Value) -> _Sized:
+        found = self._sized.get(id(value))
+        if found is None:
+            self._alive.append(value)
+            found = self._sized[id(value)] = _Sized(
+                tuple(known(size, self._sizes) for size in value.shape),
+                tuple(known(size, self._sizes) for size in value.stride),
+                str(value.dtype).removeprefix("torch."),
+                known(value.bytes, self._sizes),
+                value.storage,
+            )
+        return found
+
+
+def _by_name(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by the names of its operator's schema."""
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _kind(name: str) -> WorkKind:
+    if name.startswith("_fused_ada") or name in ("_fused_sgd", "_fused_adagrad"):
+        return "optimizer"
+    return "copy" if name in _COPIES else "reduce" if name in _REDUCES else "elementwise"
+
+
+def _strided(given: list[_Sized], made: list[_Sized]) -> bool:
+    """Whether the largest values lie in memory in different orders, or in pieces, so that it is walked in jumps."""
+    values = [value for value in (*given, *made) if 0 not in value.stride]
+    large = max((value.elements for value in values), default=0)
+    orders = {_order(value) for value in values if value.elements * 2 > large}
+    return len(orders) > 1 or None in orders
+
+
+def _order(value: _Sized) -> tuple[int, ...] | None:
+    """The order of a value's dims in memory, the outermost first; None where what lies together is short."""
+    dims = sorted(
+        (-stride, at, size)
+        for at, (size, stride) in enumerate(zip(value.shape, value.stride, strict=True))
+        if size > 1
+    )
+    together = 1
+    for stride, _, size in reversed(dims):
+        if -stride != together:
+            break
+        together *= size
+    if together < min(_TOGETHER, value.elements):
+        return None
+    found = tuple(at for _, at, _ in dims)
+    # In order, whatever the number of dims.
+    return () if list(found) == sorted(found) else found
+
+
+def _across(node: fx.Node, given: list[_Sized]) -> bool:
+    """Whether a reduction adds up numbers that are not neighbours."""
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    if not given or not isinstance(dims, tuple | list) or not dims:
+        return False
+    value = given[0]
+    inner = min(range(len(value.shape)), key=lambda at: (value.shape[at] == 1, value.stride[at]), default=-1)
+    return inner not in [dim % len(value.shape) for dim in dims if isinstance(dim, int)]
