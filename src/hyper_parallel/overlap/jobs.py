@@ -1,0 +1,139 @@
+"""A step's nodes as jobs of a device: what each takes on a cluster, what it holds, and in which lane it runs.
+
+    seconds = device.seconds(work)                      of a kernel                  (`cluster.device`)
+            = cluster.collective_seconds(...)           of a collective, alone       (`cluster.collective`)
+            = 0                                         of views, waits and numbers
+
+A lane is a micro-batch: what depends on its rows, and what is computed for it alone, such as a gathered weight. What
+depends on several belongs to the last of them; clipping and the optimizer have a lane of their own, the last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.graph import StepGraph, lifetimes, values_of
+from hyper_parallel.graph.costs import costs
+from hyper_parallel.graph.effects import begun
+from hyper_parallel.graph.groups import is_wait
+from hyper_parallel.graph.order import dependencies
+from hyper_parallel.overlap.arrange import COMPUTE, FREE, Job
+from hyper_parallel.program import Collective
+
+_MICRO_BATCH = re.compile(r"micro\.(\d+)\.")
+"""An input that a step is given for one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """A step's nodes in its order, with the job that each is."""
+
+    nodes: tuple[fx.Node, ...]
+    jobs: tuple[Job, ...]
+    lanes: int
+    """Micro-batches."""
+
+
+class Prices:
+    """Seconds on a cluster; equal work is priced once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        assert cluster.device is not None, "a cluster with a device"
+        self._cluster, self._device = cluster, cluster.device
+        self._known: dict[Any, float] = {}
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long a kernel takes beside a collective."""
+        return self._device.comm_slowdown
+
+    def seconds(self, cost: Any) -> float:
+        """Of a `Work` or a `Collective`; 0 for a view."""
+        if isinstance(cost, Collective):
+            key = (cost.kind, cost.bytes, cost.ranks)
+            if key not in self._known:
+                self._known[key] = self._cluster.collective_seconds(cost.kind, cost.bytes, cost.ranks)
+            return self._known[key]
+        if cost.kind == "view":
+            return 0.0
+        if cost not in self._known:
+            self._known[cost] = self._device.seconds(cost)
+        return self._known[cost]
+
+
+def jobs_of(step: StepGraph, prices: Prices, sizes: Mapping[Any, int] | None = None) -> Jobs:
+    """The jobs of a step; `sizes` gives the symbols of its sizes values."""
+    nodes = tuple(step.nodes)
+    place = {node: at for at, node in enumerate(nodes)}
+    needs = dependencies(step)
+    done = costs(step, sizes)
+    makes, uses = _memory(step, nodes, dict(sizes or {}))
+    lanes = lanes_of(step)
+    jobs = []
+    for at, node in enumerate(nodes):
+        cost = done.get(node)
+        seconds = prices.seconds(cost) if cost is not None else 0.0
+        queue = FREE if not seconds else COMPUTE
+        if isinstance(cost, Collective):
+            queue = f"comm:{cost.axis}"
+        jobs.append(
+            Job(
+                seconds,
+                queue,
+                tuple(sorted(place[other] for other in needs[node])),
+                place[begun(node)] if is_wait(node) else None,
+                makes[at],
+                uses[at],
+                lanes[node],
+            )
+        )
+    return Jobs(nodes, tuple(jobs), max(lanes.values(), default=0))
+
+
+def lanes_of(step: StepGraph) -> dict[fx.Node, int]:
+    """The lane of each node that computes."""
+    found: dict[fx.Node, int] = {}
+    for entry, node in zip(step.inputs, step.placeholders, strict=True):
+        named = _MICRO_BATCH.match(entry.name)
+        if named:
+            found[node] = int(named.group(1))
+    last = 1 + max(found.values(), default=0)
+    nodes = list(step.nodes)
+    for node in nodes:
+        if node.meta["phase"] in ("clip", "optimizer"):
+            found[node] = last
+            continue
+        of = [found[source] for source in node.all_input_nodes if source in found]
+        if of:
+            found[node] = max(of)
+    for node in reversed(nodes):
+        if node not in found:
+            found[node] = min((found[user] for user in node.users if user in found), default=last)
+    return {node: found[node] for node in nodes}
+
+
+def _memory(
+    step: StepGraph, nodes: Sequence[fx.Node], sizes: Mapping[Any, int]
+) -> tuple[list[tuple[tuple[int, int], ...]], list[tuple[int, ...]]]:
+    """For each node (storage, bytes) that it allocates, and the storages that must be there while it runs."""
+    own = {life.storage: life for life in lifetimes(step, sizes) if life.born >= 0}
+    makes: list[tuple[tuple[int, int], ...]] = []
+    uses: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for node in nodes:
+        held = {value.storage for source in node.all_input_nodes for value in values_of(source)}
+        if is_wait(node):
+            # What a collective was given stays until it is done.
+            held |= {v.storage for source in begun(node).all_input_nodes for v in values_of(source)}
+        made = {value.storage for value in values_of(node)} & own.keys() - seen
+        seen |= made
+        makes.append(tuple(sorted((storage, own[storage].bytes) for storage in made)))
+        held = {storage for storage in held | made if storage in own and own[storage].died < len(nodes)}
+        uses.append(tuple(sorted(held)))
+    return makes, uses
