@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import click
 
 from hyper_parallel._version import __version__
+from hyper_parallel.cli.calibrate import calibrate
 from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.export import export
 from hyper_parallel.cli.inspect import inspect
@@ -50,7 +51,7 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, verify, inspect, export, schema, doctor):
+for _subcommand in (train, verify, inspect, export, schema, calibrate, doctor):
     command.add_command(_subcommand)
 
 

@@ -8,7 +8,7 @@ from hyper_parallel.cluster.cluster import Cluster
 from hyper_parallel.cluster.collective import Leg
 from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.cluster.efficiency import Efficiency, MemoryTable, ShapeTable
-from hyper_parallel.cluster.measured import CollectiveTable, CopyTable
+from hyper_parallel.cluster.measured import CollectiveTable, CopyTable, Shared
 from hyper_parallel.cluster.report import misplaced
 from hyper_parallel.cluster.traffic import Call, Crossing, crossing
 
@@ -24,6 +24,7 @@ __all__ = [
     "Link",
     "MemoryTable",
     "ShapeTable",
+    "Shared",
     "Tier",
     "crossing",
     "misplaced",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hyper_parallel.cluster.collective import BY_LEVELS, Leg, form, legs
 from hyper_parallel.cluster.device import Device, Link, Tier
-from hyper_parallel.cluster.measured import CollectiveTable, CopyTable
+from hyper_parallel.cluster.measured import CollectiveTable, CopyTable, Shared
 from hyper_parallel.cluster.numbers import Count
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import LEVELS, Strategy
@@ -50,9 +50,9 @@ class Cluster:
     """Measured collectives; they go before the closed forms."""
     copies: tuple[CopyTable, ...] = ()
     """Measured copies between tiers; they go before the closed form."""
-    shared: Mapping[int, Device] = field(default_factory=dict, hash=False)
-    """By how many workers compute on this machine at once: what the device is for each. Empty where every worker has
-    a device of its own."""
+    shared: Mapping[int, Shared] = field(default_factory=dict, hash=False)
+    """By how many workers compute on this machine at once: what it is for each. Empty where every worker has a device
+    of its own."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Where each number comes from, by its dotted path."""
     estimates: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -239,15 +239,13 @@ class Cluster:
     def for_workers(self, workers: int) -> Cluster:
         """This cluster as it is when so many workers compute at once; itself where each has its own device.
 
-        Of a number that was not measured, the next measured one is taken, its rates shared among more workers if it
-        is smaller.
+        Of a number that was not measured, the next measured one is taken, its rates divided among more workers if it
+        is smaller: an estimate.
         """
         if not self.shared or workers <= 1:
             return self
-        if workers in self.shared:
-            return replace(self, device=self.shared[workers])
-        larger = [n for n in self.shared if n > workers]
-        if larger:
-            return replace(self, device=self.shared[min(larger)])
-        most = max(self.shared)
-        return replace(self, device=self.shared[most].slowed(workers / most))
+        measured = min((n for n in self.shared if n >= workers), default=max(self.shared))
+        found = self.shared[measured]
+        device = found.device if workers <= measured else found.device.slowed(workers / measured)
+        device = replace(device, memory=replace(device.memory, ranks=workers))
+        return replace(self, device=device, collectives=found.collectives, ranks=workers)

@@ -7,7 +7,8 @@ Matrix products, [m, k] · [k, n] in a batch:
 h are lengths at which half of the best is reached (Hockney's n_½; Hockney and Jesshope, *Parallel Computers 2*, 1988,
 section 1.3.2). c is what the measured points add: at a point the ratio of the measured share to the smooth one, and
 between points the mean of the logarithms of these ratios, weighted by the inverse of the distance in log₂ of the
-shape to the fourth power (Shepard, ACM 1968); far from all points it fades to 1. So the table is exact at its points.
+shape to the fourth power (Shepard, ACM 1968); far from all points it fades to 1. So the table is exact
+at its points, and nowhere above the best of them.
 A table without points is a curve, and a batch larger than 1 is as good as one product.
 
 Attention is the same in (batch · heads, queries, keys, size); its FLOPs are those of its matrix products,
@@ -24,15 +25,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hyper_parallel.cluster.curve import Curve
 from hyper_parallel.cluster.numbers import NotNegative, Positive
 from hyper_parallel.workload.work import Work
 
-_FADE = 1.0
-"""The distance, in doublings, at which the smooth curve weighs as much as a measured point."""
+_FADE = 4.0**-4
+"""The smooth curve's own weight: that of a measured point four doublings away."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class ShapeTable:
     """Measured: batch, the three dims, share of the peak."""
     spread: float | None = None
     """Of the measured times: the mean of (third quartile − first) / median."""
+    residual: float | None = None
+    """Of shapes that were measured between the points: the mean of |predicted / measured − 1|."""
 
     def smooth(self, dims: Sequence[float]) -> float:
         """The share without the measured points; `dims` are the last three."""
@@ -72,7 +75,12 @@ class ShapeTable:
                 return smooth * math.exp(ratio)
             total += ratio / distance**2
             weights += 1 / distance**2
-        return smooth * math.exp(total / weights)
+        return min(self._most, smooth * math.exp(total / weights))
+
+    @cached_property
+    def _most(self) -> float:
+        """The best of the points; beyond them the smooth curve would promise more."""
+        return max(share for *_, share in self.points)
 
     @cached_property
     def _ratios(self) -> tuple[tuple[tuple[float, ...], float], ...]:
@@ -152,6 +160,16 @@ class Efficiency:
     def __post_init__(self) -> None:
         if self.fresh:
             Curve(self.fresh)  # raises for what is no curve
+
+    def slowed(self, times: float) -> Efficiency:
+        """The same shares; launches `times` as long."""
+        return replace(
+            self,
+            memory=tuple(
+                table if table.launch is None else replace(table, launch=table.launch * times)
+                for table in self.memory
+            ),
+        )
 
     @cached_property
     def _found(self) -> dict[tuple[str, str, str, str], MemoryTable | None]:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from hyper_parallel.cluster.collective import form
 from hyper_parallel.cluster.curve import Curve
+from hyper_parallel.cluster.device import Device
 from hyper_parallel.cluster.numbers import Count, NotNegative, Positive
 
 
@@ -69,6 +70,14 @@ class CopyTable:
     @cached_property
     def _curve(self) -> Curve:
         return Curve(self.points)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A machine whose workers share its cores, as each of so many sees it."""
+
+    device: Device
+    collectives: tuple[CollectiveTable, ...] = ()
 
 
 def _seconds(curve: Curve, size: float) -> float:

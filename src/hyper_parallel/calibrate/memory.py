@@ -1,0 +1,148 @@
+"""Memory: its bandwidth, what the first touch of new memory costs, the optimizer's pass, and copies between tiers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from hyper_parallel.calibrate.results import Results
+from hyper_parallel.calibrate.timing import Timer, filled
+from hyper_parallel.compat.kernels import adamw_
+
+_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)
+
+
+def sizes(level: str) -> tuple[int, ...]:
+    """Bytes of a buffer."""
+    return {
+        "full": (2**16, 2**20, 2**22, 2**24, 2**26),
+        "shared": (2**16, 2**20, 2**24, 2**26),
+        "quick": (2**20, 2**24),
+        "tiny": (2**16, 2**20),
+    }[level]
+
+
+def measure_fresh(device: torch.device, level: str, results: Results) -> None:
+    """Extra seconds by ("fresh", bytes): of the first write into a newly allocated buffer above that of the second.
+
+    As a training step does it: many buffers are allocated and kept, then all are freed, and again. What the
+    allocator gives back to the system in between has to be mapped anew, page by page. Before `keep_freed_memory`.
+    """
+    total = {"full": 2**28, "shared": 2**27, "quick": 2**27, "tiny": 2**22}[level]
+    # A block as large as a model's, freed, sets the allocator's thresholds to what they are in training.
+    block = filled(((2**25 if level != "tiny" else 2**20) // 4,), torch.float32, device)
+    del block
+    for size in sizes(level):
+        count = max(2, total // size)
+        extra = []
+        for _ in range(4 if level == "full" else 3):
+            first = again = 0.0
+            kept = []
+            for _ in range(count):
+                started = time.perf_counter()
+                buffer = torch.empty(size, dtype=torch.uint8, device=device)
+                buffer.fill_(1)
+                middle = time.perf_counter()
+                buffer.fill_(2)
+                first += middle - started
+                again += time.perf_counter() - middle
+                kept.append(buffer)
+            extra.append((first - again) / count)
+            del kept, buffer
+        extra = sorted(extra[1:])  # in the first round everything is new
+        results.add(("fresh", size), max(extra[0], 1e-9), (extra[-1] - extra[0]) / max(extra[0], 1e-9))
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed, so that later measurements meet no new pages. Without glibc, nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def measure_bandwidth(timer: Timer, device: torch.device, level: str, results: Results) -> None:
+    """Seconds by ("copied", bytes read and written), far larger than caches; ("vector",) of 2²⁰ FLOPs within them."""
+    size = {"full": 2**27, "shared": 2**26, "quick": 2**26, "tiny": 2**20}[level]
+    source = filled((size // 4,), torch.float32, device)
+    target = torch.empty_like(source)
+    sample = timer.of(lambda: target.copy_(source))
+    results.add(("copied", 2 * size), sample.seconds, sample.spread)
+    small = filled((2**16,), torch.float32, device)
+    sample = timer.of(lambda: small.mul_(1.0))
+    results.add(("vector",), sample.seconds * 16, sample.spread)
+
+
+def measure_optimizer(timer: Timer, device: torch.device, level: str, results: Results) -> None:
+    """Seconds by ("optimizer", bytes read, bytes written) of a fused AdamW update of eight tensors."""
+    for size in sizes(level):
+        each = [max(size // 32, 1)] * 8
+        parameters, gradients, first = ([filled((n,), torch.float32, device) for n in each] for _ in range(3))
+        second = [gradient.square() for gradient in gradients]
+        steps = [torch.zeros((), device=device) for _ in each]
+
+        def step(
+            state: tuple[list[torch.Tensor], ...] = (parameters, gradients, first, second, steps),
+        ) -> None:
+            adamw_(*state, lr=1e-9, betas=(0.9, 0.99), weight_decay=0.0, eps=1e-8)
+
+        sample = timer.of(step)
+        moved = 4 * sum(each)
+        results.add(("optimizer", 4 * moved, 3 * moved), sample.seconds, sample.spread)
+
+
+def measure_copies(timer: Timer, device: torch.device, level: str, results: Results) -> None:
+    """Seconds by ("copy", source, target, bytes) between the device and the host."""
+    for size in sizes(level):
+        here = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
+        there = timer.backend.host_buffer((size,), torch.uint8)
+        there.fill_(1)
+        for source, target, call in (
+            ("device", "host", lambda here=here, there=there: there.copy_(here)),
+            ("host", "device", lambda here=here, there=there: here.copy_(there)),
+        ):
+            sample = timer.of(call)
+            results.add(("copy", source, target, size), sample.seconds, sample.spread)
+
+
+def measure_flash(folder: Path, level: str, results: Results) -> None:
+    """Seconds by ("copy", "host" or "flash", the other, bytes), past the page cache where the system allows it."""
+    direct = getattr(os, "O_DIRECT", 0)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="calibrate-") as file:
+        try:
+            handle = os.open(file.name, os.O_RDWR | direct)
+        except OSError:
+            handle, direct = os.open(file.name, os.O_RDWR), 0
+        if not direct:
+            results.notes.append("the file system has no direct access: flash was measured through its cache")
+        try:
+            for size in sizes(level):
+                with mmap.mmap(-1, size) as buffer:  # aligned to a page, as direct access needs it
+                    buffer[:] = b"\1" * size
+                    # Blocks are allocated by the first write, which is not the medium's speed.
+                    _moved(os.pwritev, handle, buffer)
+                    for source, target, move in (
+                        ("host", "flash", os.pwritev),
+                        ("flash", "host", os.preadv),
+                    ):
+                        taken = sorted(_moved(move, handle, buffer) for _ in range(5 if size <= 2**24 else 3))
+                        spread = (taken[-1] - taken[0]) / taken[len(taken) // 2]
+                        results.add(("copy", source, target, size), taken[len(taken) // 2], spread)
+        finally:
+            os.close(handle)
+
+
+def _moved(move: object, handle: int, buffer: mmap.mmap) -> float:
+    started = time.perf_counter()
+    done = move(handle, [buffer], 0)  # type: ignore[operator]
+    if not getattr(os, "O_DIRECT", 0):
+        os.fsync(handle)
+    assert done == len(buffer), "a whole buffer is moved at once"
+    return time.perf_counter() - started

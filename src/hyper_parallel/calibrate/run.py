@@ -1,0 +1,167 @@
+"""The rounds of a calibration, and the cluster that comes out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from hyper_parallel._version import __version__
+from hyper_parallel.calibrate import workers
+from hyper_parallel.calibrate.collectives import fit as fit_collective
+from hyper_parallel.calibrate.device import device_of
+from hyper_parallel.calibrate.results import Results, averaged
+from hyper_parallel.calibrate.workers import Job
+from hyper_parallel.cluster import Cluster, CollectiveTable, CopyTable, Device, Link, Shared, Tier
+from hyper_parallel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hyper_parallel.compat import Backend
+
+ALONE = ("fresh", "memory", "matmul", "attention", "operators", "tiers", "turns")
+TOGETHER = ("fresh", "memory", "matmul", "attention", "operators", "turns", "collectives")
+TURNS = ("turns", "collectives")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `hyper-parallel calibrate` is told."""
+
+    workers: int = 4
+    """The most workers that compute here at once."""
+    level: str = "full"
+    """`full`, `quick` (fewer shapes and sizes) or `tiny` (a few, for tests)."""
+    device: str = "auto"
+    folder: Path = Path()
+    """Where flash is measured."""
+
+
+def calibrate(settings: Settings, progress: Callable[[str], None]) -> Cluster:
+    """Measure this machine. `progress` is told each part as it begins. Raises LaunchError when workers fail."""
+    from hyper_parallel import compat
+
+    if settings.workers < 1:
+        raise ConfigError(f"--workers must be at least 1; got {settings.workers}")
+    backend = compat.backend(settings.device)
+    cores = _cores()
+
+    def round_(world: int, parts: tuple[str, ...], level: str) -> Results:
+        threads = max(1, cores // world)
+        job = Job(world, threads, backend.name, level, parts, str(settings.folder))
+        said = f"{world} worker{'s' if world > 1 else ''}"
+        return averaged(workers.run(job, lambda part: progress(f"{said}: {part}")))
+
+    alone = round_(1, ALONE, settings.level)
+    peaks = {name: _published(backend, name) for name in ("float32", "bfloat16")}
+    memory = float(backend.memory_total())
+    device = device_of(alone, backend.device_name(), memory, peaks)
+    together: dict[int, Results] = {}
+    shared: dict[int, Shared] = {}
+    own = backend.device_count() >= settings.workers
+    worlds = [n for n in _worlds(settings.workers) if backend.devices_for(n)]
+    fitting = max([1, *(n for n in worlds if n <= cores)])
+    for world in worlds:
+        if own:
+            together[world] = round_(
+                world, ("collectives",), "shared" if settings.level == "full" else settings.level
+            )
+            continue
+        level = "shared" if settings.level == "full" else settings.level
+        together[world] = found = round_(world, TOGETHER if world <= cores else TURNS, level)
+        base = alone if fitting == 1 else together[fitting]
+        if world <= cores:
+            each = device_of(found, device.name, memory, peaks)
+        else:
+            each = (device if fitting == 1 else shared[fitting].device).slowed(_slower(base, found))
+        each = replace(each, memory=replace(each.memory, ranks=world))
+        shared[world] = Shared(each, _collectives(found))
+    largest = together.get(max(worlds, default=0))
+    tables = _collectives(largest) if largest else ()
+    rings = [table for table in tables if table.kind == "all_reduce" and table.ranks == max(worlds)]
+    copies = _copies(alone)
+    return Cluster(
+        device=device,
+        links={"node": Link("node", rings[0].bandwidth, rings[0].latency)} if rings else {},
+        host=_tier("host", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), "device", copies),
+        flash=_tier("flash", float(shutil.disk_usage(settings.folder).total), "host", copies),
+        source=f"measured by hyper-parallel {__version__} calibrate, {cores} cores, PyTorch {_torch()}",
+        name="this-machine",
+        collectives=tables if own else (),
+        copies=copies,
+        shared=shared,
+    )
+
+
+def _worlds(workers: int) -> list[int]:
+    """2, 4, 8 … below the number of workers, and that."""
+    found = [n for n in (2**power for power in range(1, 16)) if n < workers]
+    return [*found, workers] if workers > 1 else []
+
+
+def _slower(base: Results, found: Results) -> float:
+    """How many times as long the operators of `turns` take, as a geometric mean."""
+    ratio = 1.0
+    times = base.table("turns")
+    for key, seconds in times.items():
+        ratio *= found.seconds[("turns", *key)] / seconds
+    return float(f"{max(1.0, ratio ** (1 / len(times))):.5g}")
+
+
+def _collectives(results: Results) -> tuple[CollectiveTable, ...]:
+    grouped: dict[tuple[str, int], dict[int, float]] = {}
+    for (kind, ranks, size), seconds in results.table("collective").items():
+        grouped.setdefault((cast(str, kind), cast(int, ranks)), {})[cast(int, size)] = seconds
+    tables = []
+    for (kind, ranks), points in grouped.items():
+        latency, bandwidth, residual = (float(f"{x:.5g}") for x in fit_collective(kind, ranks, points))
+        rows = tuple((float(size), float(f"{points[size]:.5g}")) for size in sorted(points))
+        spread = float(f"{results.spread('collective', kind, ranks):.5g}")
+        tables.append(CollectiveTable(kind, "node", ranks, rows, latency, bandwidth, residual, spread))
+    return tuple(tables)
+
+
+def _copies(results: Results) -> tuple[CopyTable, ...]:
+    grouped: dict[tuple[str, str], dict[int, float]] = {}
+    for (source, target, size), seconds in results.table("copy").items():
+        grouped.setdefault((cast(str, source), cast(str, target)), {})[cast(int, size)] = seconds
+    return tuple(
+        CopyTable(
+            source,
+            target,
+            tuple((float(size), float(f"{points[size]:.5g}")) for size in sorted(points)),
+            float(f"{results.spread('copy', source, target):.5g}"),
+        )
+        for (source, target), points in grouped.items()
+    )
+
+
+def _tier(name: str, bytes: float, beside: str, copies: tuple[CopyTable, ...]) -> Tier | None:
+    """A tier whose bandwidths are those of its largest copies from and to the tier beside it."""
+    rates = {}
+    for table in copies:
+        size, seconds = table.points[-1]
+        rates[table.source, table.target] = float(f"{size / seconds:.5g}")
+    read, write = rates.get((name, beside)), rates.get((beside, name))
+    return Tier(name, bytes, read, write) if read and write else None
+
+
+def _published(backend: Backend, dtype: str) -> float | None:
+    import torch
+
+    return backend.peak_flops(getattr(torch, dtype))
+
+
+def _torch() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+__all__ = ["Device", "Settings", "calibrate"]

@@ -1,0 +1,89 @@
+"""How long a call takes: repetitions in a quiet machine's sense, with their spread.
+
+    seconds = lower quartile of the repetitions         spread = (third quartile − first) / median      `Timer.of`
+
+A repetition is so many calls that the clock's own cost does not count. The lower quartile and not the median, since
+whatever else runs on the machine only ever adds time; on a quiet machine the two are within a percent. Where workers
+outnumber the cores they take turns, and a repetition is either alone or interrupted: the mean over a window that is
+long against the scheduler's turns is taken there instead (`Timer.mean`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyper_parallel.compat import Backend
+
+KEPT = 64 * 2**20
+"""Bytes of results that stay alive while an operator is repeated, as activations do: more than caches hold."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What repetitions gave."""
+
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Times calls on a device."""
+
+    backend: Backend
+    budget_s: float = 0.04
+    """How long the repetitions of one call may take in all, after the least number of them."""
+    least: int = 5
+    most: int = 15
+
+    def of(self, call: Callable[[], Any]) -> Sample:
+        """The time of one call."""
+        started = time.perf_counter()
+        self._once(call, 1)  # the first call of all also loads and plans
+        calls = max(1, min(30, int(5e-5 / max(self._once(call, 1), 1e-7))))
+        taken: list[float] = []
+        while len(taken) < self.most:
+            taken.append(self._once(call, calls))
+            spent = time.perf_counter() - started
+            # A long call, or a machine that is busy with something else: three are all that there is time for.
+            if spent > self.budget_s and len(taken) >= (self.least if spent < 4 * self.budget_s else 3):
+                break
+        taken.sort()
+        first_quartile, median, third = (taken[len(taken) * part // 4] for part in (1, 2, 3))
+        return Sample(first_quartile, (third - first_quartile) / median)
+
+    def mean(self, call: Callable[[], Any], window_s: float) -> float:
+        """The mean time of one call over at least `window_s`."""
+        call()
+        self.backend.synchronize()
+        calls, started = 0, time.perf_counter()
+        while time.perf_counter() - started < window_s:
+            call()
+            calls += 1
+        self.backend.synchronize()
+        return (time.perf_counter() - started) / calls
+
+    def _once(self, call: Callable[[], Any], calls: int) -> float:
+        self.backend.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self.backend.synchronize()
+        return (time.perf_counter() - started) / calls
+
+
+def keeping(call: Callable[[], Any], bytes: int) -> Callable[[], None]:
+    """`call`, whose last results stay alive so that each is written into other memory; `bytes` of one result."""
+    kept: deque[Any] = deque(maxlen=max(1, min(4096, KEPT // max(bytes, 1))))
+    return lambda: kept.append(call())
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Normal random numbers: of zeros, or of what happens to lie in memory, some kernels take other times."""
+    return torch.randn(shape, device=device).to(dtype)

@@ -1,0 +1,62 @@
+"""``hyper-parallel calibrate``"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+
+@click.command(short_help="Measure this machine, so that predictions hold for it.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("cluster.yaml"),
+    show_default=True,
+    help="The cluster file to write. Flash is measured in its folder.",
+)
+@click.option(
+    "--workers", type=int, default=4, show_default=True, help="The most workers that compute here at once."
+)
+@click.option("--quick", is_flag=True, help="Fewer shapes and sizes: seconds instead of a minute.")
+def calibrate(out: Path, workers: int, quick: bool) -> None:
+    """Measure what this machine reaches and write it as a cluster file.
+
+    Matrix products and attention by shape and dtype, operators by name and size, the first touch of new memory, the
+    optimizer, copies to host memory and flash; with one worker and, where workers share the cores, with several at
+    once; and collectives of real workers by kind, ranks and size. Run it while nothing else computes here: the
+    spread of each figure says how quiet it was.
+
+    \b
+    Examples:
+      hyper-parallel calibrate
+      hyper-parallel calibrate --quick --workers 2 --out here.yaml
+
+    \b
+    Exit codes:
+      0    measured, and the file is written
+      2    the file cannot be written, or a worker failed
+      130  interrupted
+    """
+    from hyper_parallel.calibrate import Settings, render
+    from hyper_parallel.calibrate import calibrate as measure
+    from hyper_parallel.errors import ConfigError
+
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: the folder {out.absolute().parent} does not exist; create it first")
+    started = time.monotonic()
+
+    def progress(said: str) -> None:
+        click.echo(f"  {time.monotonic() - started:5.1f} s  {said}", err=True)
+
+    cluster = measure(
+        Settings(workers=workers, level="quick" if quick else "full", folder=out.absolute().parent), progress
+    )
+    try:
+        cluster.dump(out)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
+    click.echo(render(cluster))
+    click.echo(f"\nwritten: {out} ({time.monotonic() - started:.0f} s)")
+    click.echo(f"next:    hyper-parallel simulate FILE --cluster {out}")
