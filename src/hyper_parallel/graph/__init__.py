@@ -4,11 +4,12 @@
 """
 
 from hyper_parallel.graph.capture import capture
-from hyper_parallel.graph.costs import costs, is_view
+from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.execute import Executable, executable
 from hyper_parallel.graph.groups import Group, group_of, is_collective, is_wait
 from hyper_parallel.graph.host import host
 from hyper_parallel.graph.lifetimes import Lifetime, Peak, lifetimes, peak
+from hyper_parallel.graph.lower import lower
 from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value, values_of
 from hyper_parallel.graph.order import check_order, dependencies, legal, reorder
 from hyper_parallel.graph.passes import Pass, Ran, rewritten, run_passes, validate
@@ -38,10 +39,10 @@ __all__ = [
     "group_of",
     "host",
     "is_collective",
-    "is_view",
     "is_wait",
     "legal",
     "lifetimes",
+    "lower",
     "peak",
     "phase",
     "reorder",

@@ -23,6 +23,7 @@ from torch import fx
 
 from hyper_parallel.compat.counting import FUNCTIONAL
 from hyper_parallel.compat.dispatch import written
+from hyper_parallel.graph.effects import is_view, touched
 from hyper_parallel.graph.groups import group_of, is_collective, is_wait
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.nouns import StepGraph, Value, values_of
@@ -123,13 +124,6 @@ def costs(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> dict[fx.No
         if cost is not None:
             found[node] = cost
     return found
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at memory that is there: it writes nothing, and its results lie in what it reads."""
-    results = list(values_of(node))
-    reads = set(node.meta.get("reads", ()))
-    return bool(results) and not node.meta.get("writes") and all(value.storage in reads for value in results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +228,8 @@ class _Pricer:
         )
         into = [value for arg in written(node.target, node.args, node.kwargs) for value in self._flat(arg)]
         results = self._results(node)
-        fresh = [value for value in results if value.storage not in node.meta.get("reads", ())]
+        old = touched(node)
+        fresh = [value for value in results if value.storage not in old]
         made = float(sum(value.bytes for value in fresh))
         read = float(sum(value.bytes for value in given))
         wrote = made + sum(value.bytes for value in into)
@@ -246,9 +241,9 @@ class _Pricer:
         elif name in _ADDS_INTO and given:
             whole = next(self._flat(node.args[0])).bytes
             source = max((value.bytes for value in given[1:]), default=0)
-            touched = min(whole, source)
+            changed = min(whole, source)
             # In place only what is added to is touched; otherwise all of it is copied first.
-            read, wrote = (read - whole + touched, touched) if into else (read + touched, made + touched)
+            read, wrote = (read - whole + changed, changed) if into else (read + changed, made + changed)
         elif name in _OVERWRITES and into:
             read -= sum(value.bytes for value in into)
         elif name in ("_fused_adamw", "_fused_adam"):

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
+from hyper_parallel.graph.phase import phase
 from hyper_parallel.shard.loss.cross_entropy import cross_entropy_sum
 from hyper_parallel.shard.loss.forward import call, logits_in
 from hyper_parallel.shard.loss.root import Request, root_of
@@ -49,10 +50,12 @@ def causal_lm_loss(
         with root.requested(Request(labels, tokens, options, micro_batches)):
             loss: Tensor = call(model, input_ids, position_ids, **inputs)
             return loss
-    total = cross_entropy_sum(
-        logits_in(call(model, input_ids, position_ids, **inputs)).flatten(0, -2),
-        labels.flatten(),
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-    )
-    return total / tokens
+    logits = logits_in(call(model, input_ids, position_ids, **inputs))
+    with phase("loss"):
+        total = cross_entropy_sum(
+            logits.flatten(0, -2),
+            labels.flatten(),
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
+        )
+        return total / tokens

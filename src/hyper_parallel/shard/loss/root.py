@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.graph.phase import phase
 from hyper_parallel.shard.adapters import base_of, without_adapters
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.experts.routing import auxiliary_loss
@@ -89,7 +90,9 @@ class LossRoot:
                 stack.enter_context(split_logits(self._head))
             chunk = self._chunk(self._request.options, labels_N.size(0))
             if chunk is None:
-                loss = self._loss(logits_in(forward(*args, **kwargs)), labels_N)
+                logits = logits_in(forward(*args, **kwargs))
+                with phase("loss"):
+                    loss = self._loss(logits, labels_N)
             else:
                 loss = self._in_chunks(lambda: logits_in(forward(*args, **kwargs)), labels_N, chunk)
         handle = sharded(self._model)
@@ -143,7 +146,8 @@ class LossRoot:
                 self._instead = lambda output: _with_hidden(output, hidden_1CH)
                 return self._loss(logits(), labels_N[start:stop])
 
-            return chunked_sum(loss, _hidden(self._output).flatten(0, 1), self._weights(), chunk)
+            with phase("loss"):
+                return chunked_sum(loss, _hidden(self._output).flatten(0, 1), self._weights(), chunk)
         finally:
             self._instead = self._output = None
 
