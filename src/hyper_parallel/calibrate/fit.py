@@ -3,7 +3,7 @@
     peak = max flops / (seconds − launch)               of products large enough to have settled     `peak_of`
     share = flops / (peak · (seconds − launch))         `shape_table`
     share = bytes / (bandwidth · (seconds − launch))    `memory_table`
-    launch = t₀ − b₀ · (t₁ − t₀) / (b₁ − b₀)            from the two smallest sizes, at least half of t₀     `_launch`
+    launch = t₀ − b₀ · (t₁ − t₀) / (b₁ − b₀)            from the two smallest sizes, at least t₀ / 5     `_launch`
 
 A product's smooth curve is the best of a grid of half lengths, each with the `best` whose logarithm is the mean of
 those that the points ask for (`shape_table`).
@@ -93,7 +93,7 @@ def _launch(points: Mapping[float, float]) -> float:
     if smallest == 0 or not others:
         return time
     slope = max(0.0, (points[others[0]] - time) / (others[0] - smallest))
-    return max(time / 2, time - slope * smallest)
+    return max(time / 5, time - slope * smallest)
 
 
 def _short(number: float) -> float:
