@@ -18,6 +18,8 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.program import Bytes, Collective, Kind, Op, Program
 from hyper_parallel.workload.work import Work
 
+TITLE = "A step shaped like Llama 3.1 8B, tensor 8 · shard 8, written by hand"
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -279,4 +281,4 @@ if __name__ == "__main__":
     from hyper_parallel.simulate import simulate
 
     predicted = simulate(llama_step(), Cluster.named("h100x64"))
-    Path(sys.argv[1]).write_text(page(predicted, "Llama 3.1 8B, tensor 8 · shard 8"), encoding="utf-8")
+    Path(sys.argv[1]).write_text(page(predicted, TITLE), encoding="utf-8")

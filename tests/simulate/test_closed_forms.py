@@ -233,6 +233,13 @@ def test_more_ranks_than_devices_are_refused() -> None:
         simulate(program(Ops(), ranks=8), toy(ranks=4))
 
 
+def test_a_timeline_says_where_its_constants_come_from() -> None:
+    known = simulate(program(Ops()), toy())
+    assert (known.cluster, known.source) == ("toy", "made up for a test")
+    guessed = simulate(program(Ops()), toy(estimates={"device.launch": "as of others"}))
+    assert guessed.source == "made up for a test (1 estimate among them)"
+
+
 def test_an_empty_program_takes_no_time() -> None:
     timeline = simulate(Program({}, {}), toy())
     assert timeline.step == 0

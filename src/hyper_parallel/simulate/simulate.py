@@ -29,7 +29,7 @@ def simulate(
         predicted=True,
         device=costs.device.name,
         cluster=cluster.name,
-        source=cluster.source,
+        source=_source(cluster),
         peak_flops=costs.device.peak(dtype) if dtype else None,
         alone=Alone(_step(program, costs, "compute"), _step(program, costs, "comm")) if masking else None,
         capacity={tier.name: tier.bytes / tier.ranks for tier in tiers},
@@ -44,6 +44,15 @@ def alone(program: Program, cluster: Cluster, only: Only, *, algorithm: str | No
     program.check()
     check_fits(program, cluster)
     return _step(program, Costs(cluster, algorithm), only)
+
+
+def _source(cluster: Cluster) -> str:
+    """Where the constants come from, and how many of them are not public."""
+    if not cluster.estimates:
+        return cluster.source
+    count = len(cluster.estimates)
+    told = f"{count} estimate{'s' * (count != 1)} among them"
+    return f"{cluster.source} ({told})" if cluster.source else told
 
 
 def _step(program: Program, costs: Costs, only: Only) -> float:

@@ -83,6 +83,12 @@ function paint(name) {
   return paints.get(name);
 }
 
+// Black or white, whichever reads better on a colour that is written #rrggbb.
+function inkOn(colour) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  return red * .299 + green * .587 + blue * .114 > 165 ? "#1b2430" : "#fff";
+}
+
 class Panel {
   constructor(one, section) {
     this.one = one;
@@ -192,7 +198,7 @@ class Panel {
       pen.fillRect(left, y + 2, wide > 4 ? wide - .6 : wide, ROW - 5);
       drawn = Math.max(Math.ceil(left), right);
       if (wide > 34 && shown) {
-        pen.fillStyle = "#fff";
+        pen.fillStyle = inkOn(this.colourOf(lane.l[i]));
         const inner = Math.max(left, gutter);
         pen.fillText(clip(pen, this.one.names[this.one.labels[lane.l[i]][0]], Math.min(right, width) - inner - 8), inner + 4, y + ROW / 2);
       }
