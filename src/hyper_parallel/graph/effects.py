@@ -47,7 +47,8 @@ def writes(node: fx.Node) -> set[int]:
     if node.op != "call_function":
         return set()
     if is_wait(node):
-        return {value.storage for value in values_of(node)}
+        # Waiting for one result of a coalesced collective brings all of them, and may do so each time.
+        return {value.storage for value in values_of(begun(node))}
     target: Any = node.target
     return {
         value.storage

@@ -15,7 +15,8 @@ from typing import Protocol
 from torch import fx
 
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph.effects import is_view, reads, touched, writes
+from hyper_parallel.graph.effects import begun, is_view, reads, touched, writes
+from hyper_parallel.graph.groups import is_wait
 from hyper_parallel.graph.nouns import StepGraph, values_of
 from hyper_parallel.graph.order import dependencies
 
@@ -161,8 +162,11 @@ def _writers_seen(step: StepGraph) -> dict[str, tuple[str, dict[int, str]]]:
     found = {}
     for node in step.nodes:
         origin = node.meta.get("origin", node.name)
+        waited = is_wait(node)
         if not is_view(node):
-            found[node.name] = (origin, {s: wrote.get(s, "") for s in reads(node) | touched(node)})
+            looked_at = touched(begun(node)) if waited else reads(node) | touched(node)
+            found[node.name] = (origin, {s: wrote.get(s, "") for s in looked_at})
         for storage in writes(node):
-            wrote[storage] = origin
+            # Collectives that are made one bring their results at any of their waits.
+            wrote[storage] = "a collective" if waited else origin
     return found

@@ -1,0 +1,135 @@
+"""Rewrites of captured steps on real ranks: what runs is what ran before, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import hyper_parallel as hp
+from harness.ranks import run_ranks
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
+from hyper_parallel.graph import StepGraph, executable
+from hyper_parallel.graph.groups import is_collective
+from hyper_parallel.graph.passes import Pass, run_passes
+from hyper_parallel.overlap.buckets import Buckets
+from hyper_parallel.overlap.jobs import Prices
+from hyper_parallel.overlap.schedule import Schedule
+from hyper_parallel.overlap.usual import Usual
+from hyper_parallel.train.batches import MicroBatch, StepBatch
+from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.train.recipe import Recipe
+from hyper_parallel.train.schedule import schedule
+from hyper_parallel.train.step import said_by
+from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
+
+ROWS, LENGTH, MICRO = 2, 16, 2
+
+
+def _model(experts: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LENGTH,
+    }
+    with torch.device("meta"):
+        if experts:
+            return MixtralForCausalLM(
+                MixtralConfig(**sizes, num_local_experts=4, experts_implementation="grouped_mm")
+            )
+        return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+
+
+def _recipe(strategy: dict[str, Any], experts: bool) -> Recipe:
+    model = _model(experts)
+    hp.parallelize(model, hp.Strategy.model_validate({"version": 1, **strategy}), lowering="traceable")
+    hp.init_weights(model, seed=0)
+    optimizer = build_optimizer(model, AdamWConfig(lr=1e-2))
+    plan = schedule(ScheduleConfig(name="constant"), 10)
+    return Recipe(model, hp.sharded(model), optimizer, plan, clip=1.0)
+
+
+class _Step:
+    """One rank's step, run as any graph of it on a state of its own."""
+
+    def __init__(self, rank: int, strategy: dict[str, Any], experts: bool = False) -> None:
+        self.recipe = _recipe(strategy, experts)
+        self.graph = capture_step(self.recipe, BatchShape(((ROWS, LENGTH),) * MICRO, (False,) * MICRO))
+        replica = self.recipe.handle.coordinate.get("shard", 0)
+        draw = torch.Generator().manual_seed(replica)
+        self.micro = []
+        for _ in range(MICRO):
+            ids = torch.randint(64, (ROWS, LENGTH + 1), generator=draw)
+            positions = torch.arange(LENGTH).expand(ROWS, -1).contiguous()
+            rows = torch.arange(ROWS) + ROWS * replica
+            self.micro.append(MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, rows))
+
+    def ran(self, graph: StepGraph, steps: int = 2) -> dict[str, torch.Tensor]:
+        """The state after some steps from the start."""
+        tokens = torch.tensor(float(ROWS * LENGTH * MICRO))
+        batch = StepBatch(0, list(range(ROWS)), self.micro, tokens)
+        held = {
+            k: v.detach().clone() for k, (_, v) in state(self.recipe.handle, self.recipe.optimizer).items()
+        }
+        run = executable(graph)
+
+        def host(point: str, values: Any) -> torch.Tensor | None:
+            return said_by(batch, False, 0.0, tokens.device) if point == "load" else None
+
+        for step in range(steps):
+            scale = torch.tensor(1.0, dtype=torch.float64)
+            run.run({**held, **batch_inputs(self.micro, torch.tensor(step), tokens, scale)}, host)
+        return held
+
+
+def _prices(world: int) -> Prices:
+    return Prices(Cluster.named(f"h100x{world}"))
+
+
+def _unequal(rank: int, world: int, strategy: dict[str, Any], experts: bool) -> dict[str, list[str]]:
+    """By rewrite the tensors of the state that differ from those of the graph as it was captured."""
+    step = _Step(rank, strategy, experts)
+    prices = _prices(world)
+    rewrites: dict[str, list[Pass]] = {
+        "usual": [Usual()],
+        "buckets": [Buckets()],
+        "small buckets": [Buckets(4096), Usual()],
+        "side by side": [Buckets(), Schedule(prices, together=2)],
+        "window": [Schedule(prices, window=1e-4)],
+    }
+    wanted = step.ran(step.graph)
+    start = step.ran(step.graph, 0)
+    assert not torch.equal(wanted["parameter.model.norm.weight"], start["parameter.model.norm.weight"])
+    found = {}
+    for name, passes in rewrites.items():
+        made = run_passes(step.graph, passes)[-1].after
+        assert list(made.nodes) and [n.name for n in made.nodes] != [n.name for n in step.graph.nodes]
+        got = step.ran(made)
+        found[name] = [key for key in wanted if not torch.equal(wanted[key], got[key])]
+    return found
+
+
+def test_order_and_buckets_change_no_bit_with_weights_and_sequence_sharded() -> None:
+    strategy = {"axes": {"shard": 2, "tensor": 2}, "sequence": True}
+    for found in run_ranks(_unequal, 4, strategy, False):
+        assert found == {name: [] for name in found}
+
+
+def _calls(rank: int, world: int) -> tuple[int, int]:
+    step = _Step(rank, {"axes": {"shard": 2}})
+    made = Buckets()(step.graph)
+    return sum(map(is_collective, step.graph.nodes)), sum(map(is_collective, made.nodes))
+
+
+def test_buckets_leave_one_gather_and_one_reduction_a_layer() -> None:
+    before, after = run_ranks(_calls, 2)[0]
+    # 2 micro-batches · (2 layers and the rest) · (gathers, reductions); the gradient's norm; what the ranks tell.
+    assert after == 2 * 3 * 2 + 2 < before
