@@ -180,6 +180,15 @@ def test_json_brings_back_what_was_written() -> None:
     assert dump_timeline(again) == dump_timeline(timeline)
 
 
+def test_json_keeps_the_waits_for_other_ranks() -> None:
+    one, two = Ops(), Ops()
+    for ops, seconds in ((one, 1), (two, 3)):
+        ops.send("reduce", 1, (0, 1), ops.kernel("k", seconds), kind="all_reduce")
+    timeline = simulate(program(one, two), toy())
+    assert timeline.bubbles.imbalance == 1
+    assert load_timeline(dump_timeline(timeline)) == timeline
+
+
 def test_json_is_compact() -> None:
     ops = Ops()
     for _ in range(1000):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.programs import Ops, one_f_one_b, program, toy
 from hyper_parallel.program import Bytes, Program, Span, Timeline
 from hyper_parallel.simulate import simulate
+from hyper_parallel.workload.work import Work
 
 
 def _step() -> Program:
@@ -92,6 +95,46 @@ def test_uneven_stages_are_imbalance_first() -> None:
     # The first stage computes 4 of 9 and the second 8: 4 is imbalance, and the 1 until the first arrives is filling.
     assert (first.imbalance, first.fill_drain) == (4, 1)
     assert (second.imbalance, second.fill_drain) == (0, 1)
+
+
+def _taking_turns() -> Program:
+    """Two ranks that compute equally long in all, and never at once, with an all-reduce after each part."""
+    ops = [Ops(), Ops()]
+    for part in range(4):
+        for rank, of in enumerate(ops):
+            kernel = of.kernel("k", 3 if part % 2 == rank else 1, phase="forward")
+            of.send("reduce", 2, (0, 1), kernel, kind="all_to_all", tag="r")
+            of.ops[kernel] = replace(of.ops[kernel], after=tuple(range(kernel))[-1:])
+    return program(*ops)
+
+
+def test_waits_within_a_group_are_imbalance_also_when_all_compute_equally_long() -> None:
+    timeline = simulate(_taking_turns(), toy())
+    # Each waits 2 in two of the four parts, and all wait for four calls of 2 · (n − 1) / n = 1.
+    for bubbles in timeline.bubbles_by_class.values():
+        assert (bubbles.imbalance, bubbles.fill_drain, bubbles.communication) == (4, 0, 4)
+    # What is counted as communication is the calls alone.
+    assert timeline.communicating == timeline.by_kind()["all_to_all"].communication == 4
+
+
+def test_of_equal_peaks_the_first_is_told() -> None:
+    ops = Ops()
+    for place in range(3):
+        ops.kernel(f"k{place}", 1, allocates=(Bytes(place, 5, "temporary"),), frees=(place,))
+    assert simulate(program(ops), toy()).peak.alive[0].name == "k0"
+
+
+def test_the_peak_of_the_device_is_that_of_the_dtype_of_most_products() -> None:
+    ops = Ops()
+    ops.kernel("k", 5)
+    ops.add("half", "compute", work=Work("matmul", flops=8, dtype="bfloat16"))
+    ops.kernel("k", 2)
+    cluster = toy()
+    assert cluster.device is not None
+    device = replace(cluster.device, matrix={"float32": 1.0, "bfloat16": 4.0})
+    timeline = simulate(program(ops, model_flops=4), replace(cluster, device=device))
+    assert timeline.peak_flops == 4
+    assert timeline.mfu == 4 / (9 * 2 * 4)
 
 
 def test_waiting_for_a_copy_or_the_host_is_told_apart() -> None:
