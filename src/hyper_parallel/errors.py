@@ -57,8 +57,16 @@ class CaptureError(HyperParallelError):
     """A step could not be written down as a graph; the message names what stopped it."""
 
 
+class CompileError(HyperParallelError):
+    """A step's graph could not be compiled; it runs as it is, slower."""
+
+
 class GraphError(HyperParallelError):
     """A rewrite of a step's graph that would change what the step computes, or whose conditions do not hold."""
+
+
+class OutOfMemoryError(HyperParallelError):
+    """The memory of a device, or of the host, ran out in a step; says what filled it and which keys would help."""
 
 
 class NonFiniteError(HyperParallelError):

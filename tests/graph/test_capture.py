@@ -67,6 +67,22 @@ def test_what_the_host_raises_leaves_the_state_as_it_was() -> None:
     assert torch.equal(weight, before)
 
 
+def test_the_node_that_failed_is_found_and_the_host_may_use_autograd() -> None:
+    run = executable(_linear_step())
+    seen = []
+
+    def ask(point: str, values: object) -> None:
+        x = torch.ones(2, requires_grad=True)
+        seen.extend(torch.autograd.grad(x.square().sum(), [x]))
+
+    with pytest.raises(RuntimeError) as caught:
+        run.run({"weight": torch.zeros(3, 5), "x": torch.zeros(5, 4)}, ask)
+    node = run.node_of(caught.value)
+    assert node is not None and node.meta["phase"] == "forward" and node.target is torch.ops.aten.mm.default
+    run.run({"weight": torch.zeros(3, 4), "x": torch.zeros(5, 4)}, ask)
+    assert [x.tolist() for x in seen] == [[2.0, 2.0]]
+
+
 def test_nodes_know_their_phase_and_module() -> None:
     where = {(str(node.target), node.meta["phase"], node.meta["module"]) for node in _linear_step().nodes}
     assert ("aten.tanh.default", "forward", "1") in where

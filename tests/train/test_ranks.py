@@ -14,6 +14,7 @@ from tiny_run import LLAMA, Bigram, metrics, run, run_config
 from harness import run_ranks
 from hyper_parallel.errors import NonFiniteError, StrategyError
 from hyper_parallel.launch.stop import listening
+from hyper_parallel.shard import sharded
 from hyper_parallel.train import register_optimizer
 from hyper_parallel.train.build import build
 from hyper_parallel.train.optimizer import AdamW
@@ -76,11 +77,11 @@ def test_four_workers_checkpoint_is_resumed_by_one(folder: Path, alone: Any) -> 
 
 
 def _stopped(rank: int, world: int, folder: Path, name: str, sections: dict[str, Any]) -> Any:
-    """Rank 1 alone is asked to stop, while it updates in step 3."""
+    """Rank 1 alone is asked to stop, at the end of step 3."""
 
     class Asked(AdamW):
-        def step(self, lr_scale: float) -> None:
-            super().step(lr_scale)
+        def advance(self) -> None:
+            super().advance()
             if rank == 1 and self.state()["step"] == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -103,7 +104,7 @@ def _not_finite(rank: int, world: int, folder: Path) -> str:
     sections = {"strategy": {"axes": {"shard": 2}}, "train": {**TRAIN, "micro_batch": 2}}
     with pytest.raises(NonFiniteError) as caught:
         run(run_config(folder, "not-finite", **sections), model)
-    finite = all(p.to_local().isfinite().all() for p in model.parameters())
+    finite = all(p.local.isfinite().all() for p in sharded(model).parameters())
     return f"{finite} {caught.value}"
 
 

@@ -222,8 +222,10 @@ def test_batch_and_steps_may_change_on_resume(folder: Path, whole: tuple[RunConf
     assert Checkpoint(Path(summary.checkpoint)).state["run"]["consumed"] == 48 + 2 * 4
 
 
-def test_not_finite_stops_before_the_optimizer(folder: Path) -> None:
-    config = run_config(folder, "broken", checkpoint={"every": 1})
+@pytest.mark.parametrize("engine", ["graph", "eager"])
+def test_not_finite_stops_before_the_optimizer(engine: str, folder: Path) -> None:
+    train = {"steps": 6, "batch": 8, "engine": engine}
+    config = run_config(folder, f"broken-{engine}", checkpoint={"every": 1}, train=train)
     model = Bigram(broken_at=3)
     with pytest.raises(NonFiniteError) as caught:
         run(config, model)

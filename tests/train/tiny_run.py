@@ -74,7 +74,9 @@ def metrics(config: RunConfig, name: str = "loss") -> dict[int, float]:
 
 
 class Bigram(nn.Module):
-    """Logits from the token alone. `broken_at` makes the n-th training forward (from 1) return an infinite logit."""
+    """Logits from the token alone. From the training forward `broken_at` on (from 1) they are infinite."""
+
+    calls: torch.Tensor
 
     def __init__(self, vocabulary: int = 300, broken_at: int | None = None) -> None:
         super().__init__()
@@ -82,9 +84,12 @@ class Bigram(nn.Module):
         self.embedding = nn.Embedding(vocabulary, 16)
         self.up = nn.Linear(16, 32)
         self.head = nn.Linear(32, vocabulary, bias=False)
-        self.broken_at, self.calls = broken_at, 0
+        self.broken_at = broken_at
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
         logits = self.head(torch.tanh(self.up(self.embedding(input_ids))))
-        return logits * float("inf") if self.training and self.calls == self.broken_at else logits
+        if self.broken_at is None or not self.training:
+            return logits
+        self.calls += 1
+        return logits * torch.where(self.calls >= self.broken_at, float("inf"), 1.0)

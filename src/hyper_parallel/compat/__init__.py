@@ -6,7 +6,7 @@
 
 from hyper_parallel.compat.accelerator import TorchBackend
 from hyper_parallel.compat.backend import Backend, Event, Stream
-from hyper_parallel.compat.failures import is_lost_peer
+from hyper_parallel.compat.failures import is_lost_peer, is_out_of_memory
 from hyper_parallel.compat.hardware import unused_accelerators
 from hyper_parallel.compat.registry import accelerators, backend, names, register
 
@@ -18,6 +18,7 @@ __all__ = [
     "accelerators",
     "backend",
     "is_lost_peer",
+    "is_out_of_memory",
     "names",
     "register",
     "unused_accelerators",

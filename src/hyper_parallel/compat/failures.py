@@ -1,9 +1,10 @@
-"""Telling the failure that began it from those that follow."""
+"""What kind of failure an exception is, where its class does not say."""
 
 from __future__ import annotations
 
 import re
 
+import torch
 import torch.distributed as dist
 
 # gloo raises a bare RuntimeError, which only its text tells from others.
@@ -12,6 +13,8 @@ _LOST = re.compile(
     r"|nccl communicator was aborted|remote process exited|socket timeout|hccl.*(timeout|abort)",
     re.IGNORECASE,
 )
+
+_FULL = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -24,3 +27,11 @@ def is_lost_peer(error: BaseException) -> bool:
             return True
         seen = seen.__cause__
     return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory, or the host's, ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # The host's allocator raises a bare RuntimeError; back ends outside of PyTorch say it in words of their own.
+    return isinstance(error, RuntimeError) and _FULL.search(str(error)) is not None

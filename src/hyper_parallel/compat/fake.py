@@ -8,8 +8,15 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from hyper_parallel.compat import fsdp
 
@@ -44,19 +51,34 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def asks_for_values(error: Exception) -> bool:
+    """Whether an error says that a value was wanted of a tensor that has none."""
+    return isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode)
+
+
+def has_unknown_shape(error: Exception) -> bool:
+    """Whether an error says that a result's shape depends on values that are not there."""
+    return isinstance(error, DynamicOutputShapeException)
+
+
+def has_no_fake_kernel(error: Exception) -> bool:
+    """Whether an error says that nobody told what an operator makes of tensors without values."""
+    return isinstance(error, UnsupportedOperatorException)
+
+
 def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
     """Exchange the meta parameters and buffers of a parallelized model for fake ones on the CPU."""
     _exchange(model, lambda tensor: _empty(tensor, mode))
 
 
 @contextlib.contextmanager
-def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Inside, the model's parameters and buffers are fake, each with the layout and the device of the real one (the CPU
-    for one on the meta device); afterwards the real ones are there again, untouched."""
+def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Inside, the model's parameters and buffers are fake, each with the layout and the device of the real one
+    (`device` for one on the meta device); afterwards the real ones are there again, untouched."""
     parameters = [(module, dict(module._parameters)) for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:
-        _exchange(model, lambda tensor: _empty(tensor, mode))
+        _exchange(model, lambda tensor: _empty(tensor, mode, device))
         yield
     finally:
         for module, own in parameters:
@@ -65,10 +87,11 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
             module._buffers.update(held)
 
 
-def _empty(like: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    device = "cpu" if like.is_meta else like.device
+def _empty(like: torch.Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> torch.Tensor:
     with mode:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        return torch.empty_strided(
+            like.shape, like.stride(), dtype=like.dtype, device=device if like.is_meta else like.device
+        )
 
 
 def _exchange(model: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -94,6 +94,9 @@ class SampleConfig(Section):
 class TrainConfig(Section):
     """The training loop. The batch is global: it is the same on any number of workers."""
 
+    engine: Literal["graph", "eager"] = "graph"
+    """What runs a step. `graph` captures the whole step once, as one graph, and runs that; a step that cannot be
+    captured is run by `eager`, and a message says why. `eager` runs the model's own code in every step."""
     steps: PositiveInt = 100
     """Optimizer steps."""
     batch: PositiveInt = 32

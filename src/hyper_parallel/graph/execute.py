@@ -33,46 +33,58 @@ class Executable:
     source: str
     """The Python that runs it."""
     function: Callable[[Sequence[torch.Tensor]], Generator[Any, Any, tuple[torch.Tensor, ...]]]
+    lines: Mapping[int, fx.Node]
+    """Line of the source to the node that it runs."""
 
     def run(self, tensors: Mapping[str, torch.Tensor], host: Host | None = None) -> dict[str, torch.Tensor]:
         """Run the step on `tensors`, by the names of the graph's inputs; state is updated in place.
 
         Raises what `host` raises; nothing behind that host point has run then.
         """
-        given = [tensors[name] for name in self.inputs]
-        with below_autograd():
-            steps = self.function(given)
-            del given
-            answer: Any = None
+        steps = self.function([tensors[name] for name in self.inputs])
+        answer: Any = None
+        while True:
             try:
-                while True:
+                # Not around the host, which may compute things of its own, capture another step for one.
+                with below_autograd():
                     point, values = steps.send(answer)
-                    assert host is not None, f"the graph asks the host at {point!r}"
-                    answer = host(point, values)
-                    del values
             except StopIteration as stop:
                 return dict(zip(self.outputs, stop.value, strict=True))
+            assert host is not None, f"the graph asks the host at {point!r}"
+            answer = host(point, values)
+            del values
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """The node in which an error of `run` arose; None where it came from elsewhere."""
+        found, traceback = None, error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code is self.function.__code__:
+                found = self.lines.get(traceback.tb_lineno, found)
+            traceback = traceback.tb_next
+        return found
 
 
-def executable(step: StepGraph) -> Executable:
-    """The Python function of a graph."""
-    writer = _Writer(step)
+def executable(step: StepGraph, stamp: Callable[[], None] | None = None) -> Executable:
+    """The Python function of a graph. `stamp` is called before the first node and after each, when what dies with it
+    was let go."""
+    writer = _Writer(step, stamp)
     source = writer.source()
     namespace = writer.names
     exec(compile(source, f"<step graph of {len(writer.last)} nodes>", "exec"), namespace)
     names = tuple(entry.name for entry in step.inputs)
-    return Executable(names, tuple(step.outputs), source, namespace["step"])
+    return Executable(names, tuple(step.outputs), source, namespace["step"], writer.lines)
 
 
 class _Writer:
     """Writes the source; what has no literal form is given to it by name."""
 
-    def __init__(self, step: StepGraph) -> None:
+    def __init__(self, step: StepGraph, stamp: Callable[[], None] | None = None) -> None:
         self.step = step
-        self.names: dict[str, Any] = dict(step.constants)
+        self.names: dict[str, Any] = {**step.constants, **({"stamp": stamp} if stamp else {})}
         self.last: dict[fx.Node, list[fx.Node]] = {}
         self._variables: dict[fx.Node, str] = {}
         self._functions: dict[Any, str] = {}
+        self.lines: dict[int, fx.Node] = {}
         seen: set[fx.Node] = set()
         for node in reversed(step.graph.nodes):
             for source in (*node.all_input_nodes, node):
@@ -87,9 +99,12 @@ class _Writer:
         if placeholders:
             body.append(f"{', '.join(self._variable(node) for node in placeholders)}, = inputs")
         body.append("del inputs")
+        stamp = ["stamp()"] if "stamp" in self.names else []
+        body += stamp
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 body.append(self._line(node))
+                self.lines[1 + len(body)] = node
             elif node.op == "get_attr":
                 body.append(f"{self._variable(node)} = {node.target}")
             elif node.op == "output":
@@ -98,6 +113,8 @@ class _Writer:
             dead = [self._variable(source) for source in self.last.get(node, [])]
             if dead:
                 body.append(f"del {', '.join(dead)}")
+            if node.op == "call_function":
+                body += stamp
         if not any(node.target is HOST for node in self.step.nodes):
             body.append("yield")  # a generator all the same
         return "def step(inputs):\n" + "".join(f"    {line}\n" for line in body)

@@ -6,7 +6,8 @@ modules compute with the weights of those below them (Mamba's mixer with its con
 
 In the traceable lowering the chain is: cast to the compute dtype, gather over the storage axes (gradient: sum and
 scatter), over `replicate` (gradient: sum), over axes whose ranks contribute different terms (gradient: sum), and the
-choice of the rows that this rank's heads need. FSDP2 does the first two itself.
+choice of the rows that this rank's heads need. FSDP2 does the first two itself. What is gathered or summed once for
+several micro-batches, `kept` says.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
 from hyper_parallel.shard.axis import Axis, _Moved
+from hyper_parallel.shard.kept import kept
 from hyper_parallel.shard.plan.nouns import ParameterPlan
 from hyper_parallel.shard.wrap import Forward, wrap
 
@@ -69,17 +71,26 @@ class Access:
             per_rank_int(lambda rank: whole.local_shape(whole.mesh.coordinate(rank))[dim]) if splits else 0
         )
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
+        # Asked now: a backward pass may run in a thread of its own.
+        between, key = kept(), id(self)
+
+        def made(x: torch.Tensor) -> torch.Tensor:
             x = x.to(self.dtypes.compute)
             return storage._gather(x, dim, length) if splits else x.view_as(x)
 
-        def backward(gradient: torch.Tensor) -> torch.Tensor:
-            gradient = gradient.to(self.dtypes.reduce)
-            if storage.size > 1:
-                gradient = storage._reduce_scatter(gradient, dim) if splits else storage._reduce(gradient)
-            if replicate.size > 1:
-                gradient = replicate._reduce(gradient)
-            return gradient.to(stored)
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return made(x) if between is None else between.weight(key, lambda: made(x))
+
+        def backward(gradient: torch.Tensor) -> torch.Tensor | None:
+            found: torch.Tensor | None = gradient.to(self.dtypes.reduce)
+            if found is not None and storage.size > 1:
+                found = found if between is None else between.whole(key, found)
+                if found is not None:
+                    found = storage._reduce_scatter(found, dim) if splits else storage._reduce(found)
+            if found is not None and replicate.size > 1:
+                found = found if between is None else between.shards(key, found)
+                found = None if found is None else replicate._reduce(found)
+            return None if found is None else found.to(stored)
 
         return _Moved.apply(x, forward, backward)  # type: ignore[no-any-return]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.axis import MeshAxes
 from hyper_parallel.shard.context.split import length_multiple
 from hyper_parallel.shard.dropout import Draw, drawing
+from hyper_parallel.shard.kept import Kept
 from hyper_parallel.shard.plan.nouns import Plan
 from hyper_parallel.strategy import Strategy
 
@@ -73,6 +74,8 @@ class ShardedModel:
     """The model as it was, without values; weights are initialised and loaded by its structure."""
     routing: Routing | None = None
     """What is seen of its routers; None when it has no experts."""
+    kept: Kept = field(default_factory=Kept)
+    """What is kept between micro-batches in the traceable lowering."""
 
     @property
     def mesh(self) -> Mesh:
@@ -199,6 +202,7 @@ class ShardedModel:
             keep_gradients=level == "optimizer",
         )
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.kept.micro_batch(level, last=last))
             if rows is not None:
                 stack.enter_context(drawing(Draw(seed, step, rows)))
             yield

@@ -44,6 +44,7 @@ def parallelize(
     *,
     lowering: Lowering = "fsdp",
     alone: bool = False,
+    like: ShardedModel | None = None,
 ) -> nn.Module:
     """Spread `model` as `strategy` declares. Returns the same object, with the same parameter names.
 
@@ -54,6 +55,8 @@ def parallelize(
     where they are used, which a graph can capture and simulated ranks can run. Both give the same values.
 
     `alone`: the strategy is that of one device, and the process group that there may be has no part in it.
+
+    `like`: a model that was parallelized by the same strategy in this process; its process groups serve this one too.
 
     Raises StrategyError when the strategy does not fit the model or the process group.
     """
@@ -68,7 +71,11 @@ def parallelize(
         raise StrategyError(
             f"alone=True computes on one device, but the strategy's axes multiply to {mesh.world}"
         )
-    groups = None if alone else Groups.of(mesh, placed_on(strategy))
+    if like is not None:
+        assert like.mesh == mesh, f"{like.mesh} is not {mesh}"
+        groups = like.axes.groups
+    else:
+        groups = None if alone else Groups.of(mesh, placed_on(strategy))
     axes = MeshAxes(mesh, groups)
     skeleton = copy.deepcopy(model) if any(p.is_meta for p in model.parameters()) else None
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hyper_parallel.data import Order, PackedText
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.documents import several_documents
 from hyper_parallel.shard.loss import valid_tokens
 
 
@@ -21,6 +22,8 @@ class MicroBatch:
     position_ids: Tensor
     rows: Tensor
     """int64 [B]: the index in the step's global batch of each row; random numbers are a function of it."""
+    several: bool | None = None
+    """Whether some row holds several documents; None where nobody looked."""
 
 
 @dataclass(frozen=True)
@@ -79,4 +82,5 @@ def load_rows(text: PackedText, rows: list[int], at: int, device: torch.device) 
         labels=batch["labels"].to(device),
         position_ids=batch["position_ids"].to(device),
         rows=torch.arange(at, at + len(rows), device=device),
+        several=several_documents(batch["position_ids"]),
     )

@@ -14,8 +14,11 @@ from torch import nn
 
 from hyper_parallel.config import ModelConfig, RunConfig
 from hyper_parallel.data import TextData, Tokenizer
-from hyper_parallel.errors import ConfigError, StrategyError, nearest
+from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
+from hyper_parallel.shard.parallelize import Lowering
+from hyper_parallel.train.engine import check_length, try_graph
+from hyper_parallel.train.graphs import Graphs
 from hyper_parallel.workload import Flops, flops_of_model
 
 # Names that Transformers reads from a config although `to_dict` of a default one does not show them.
@@ -36,25 +39,29 @@ class Built:
     flops: Flops
     fresh: bool
     """The values are still to be drawn or loaded: the model is on the meta device."""
+    graphs: Graphs | None = None
+    """What the engine `graph` runs; None for `eager`, also where the step cannot be captured."""
 
 
-def build(config: RunConfig, model: nn.Module | None = None) -> Built:
+def build(config: RunConfig, model: nn.Module | None = None, device: torch.device | str = "cpu") -> Built:
     """The text and the parallelized model. `model` replaces the one that the run file describes.
 
-    Raises ConfigError, StrategyError or DataError.
+    `device`: where the step will run. Every rank comes to the same engine. Raises ConfigError, StrategyError or
+    DataError.
     """
     plain, text = unsharded(config, model)
     # Counted before the weights are split.
     flops = flops_of_model(plain)
     hf: Any = getattr(plain, "config", None)
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
-    parallelize(plain, config.effective_strategy)
-    try:
-        sharded(plain).check_length(config.data.sequence)
-    except StrategyError as error:
-        raise StrategyError(f"data.sequence: {error}") from None
+    captured, handle = None, None
+    if config.train.engine == "graph":
+        captured, handle = try_graph(config, plain, text, device)
+    lowering: Lowering = "fsdp" if captured is None else "traceable"
+    parallelize(plain, config.effective_strategy, lowering=lowering, like=handle)
+    check_length(sharded(plain), config)
     fresh = any(parameter.is_meta for parameter in plain.parameters())
-    return Built(plain, as_dict, text, flops, fresh)
+    return Built(plain, as_dict, text, flops, fresh, captured)
 
 
 def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Module, TextData]:

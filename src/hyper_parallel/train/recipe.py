@@ -8,18 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.config import RunConfig
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError
-from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.experts.routing import imbalance, take_loads
 from hyper_parallel.shard.handle import LOSS_AXES, ROW_AXES
 from hyper_parallel.train.batches import StepBatch
 from hyper_parallel.train.guard import shorten
-from hyper_parallel.train.optimizer import Optimizer
-from hyper_parallel.train.schedule import Schedule
+from hyper_parallel.train.optimizer import Optimizer, build_optimizer
+from hyper_parallel.train.schedule import Schedule, schedule
 
-SAID = 3
-"""Numbers that a rank says in a step: valid tokens of the next batch, whether it was asked to stop, its memory."""
+SAID = 4
+"""Numbers that a rank says in a step: valid tokens of the next batch, whether it was asked to stop, its memory, whether
+it has no graph for the next batch."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class StepResult:
     """Some rank was asked to stop."""
     memory: float
     """Sum over the ranks of what each said that it holds, in bytes."""
+    graph_ends: bool = False
+    """Some rank has no graph for its next batch, so that all go on eagerly."""
     expert_imbalance: float | None = None
     """The largest ratio, over the layers, of the busiest expert's load to the mean; None without experts."""
     expert_loads: Tensor | None = None
@@ -60,12 +64,27 @@ class Recipe:
     loss: LossConfig | None = None
     router_bias_rate: float = 0.0
 
+    @classmethod
+    def of(cls, config: RunConfig, model: nn.Module) -> Recipe:
+        """The step of a run, on a model that was parallelized; its optimizer begins anew."""
+        train = config.train
+        return cls(
+            model,
+            sharded(model),
+            build_optimizer(model, train.optimizer),
+            schedule(train.schedule, train.steps),
+            seed=config.seed,
+            clip=train.clip,
+            loss=train.loss,
+            router_bias_rate=train.router_bias_rate,
+        )
+
     def tokens(self, batch: StepBatch) -> Tensor:
         """Valid tokens of a step over all ranks: zero-dim fp32. A collective."""
         return self.handle.all_reduce(batch.tokens * _speaks(self.handle, ROW_AXES), self.handle.mesh.names)
 
     def summed(self, loss: Tensor, norm: Tensor, tokens: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
-        """(fp32 [7] for `result`, each expert's load) from this rank's part of the loss, and what it says, fp32 [3].
+        """(fp32 [8] for `result`, each expert's load) from this rank's part of the loss, and what it says, fp32 [4].
 
         One collective. The loss and the tokens are of all ranks only where one speaks for those that hold the same.
         """
@@ -82,14 +101,14 @@ class Recipe:
 
         Raises DataError when no token of the batch bears loss.
         """
-        loss, _, stops, held, norm, valid, ratio = values.tolist()
+        loss, _, stops, held, ends, norm, valid, ratio = values.tolist()
         if valid == 0:
             raise DataError(
                 f"step {batch.step + 1}: no token of the batch bears loss (rows {shorten(batch.rows)}); "
                 "check that the data's answers are not empty or cut off, or raise train.batch"
             )
         experts = (ratio, loads) if loads.numel() else (None, None)
-        return StepResult(loss, norm, int(valid), stops > 0, held, *experts)
+        return StepResult(loss, norm, int(valid), stops > 0, held, ends > 0, *experts)
 
 
 def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:

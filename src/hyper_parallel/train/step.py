@@ -68,7 +68,11 @@ class Stepper:
 
     def begin(self, batch: StepBatch) -> None:
         """Take the batch that the next `run` computes; a collective, needed before the first one only."""
-        self._batch, self._tokens = batch, self._recipe.tokens(batch)
+        self.take(batch, self._recipe.tokens(batch))
+
+    def take(self, batch: StepBatch, tokens: Tensor) -> None:
+        """Take the next batch, whose valid `tokens` over all ranks are known."""
+        self._batch, self._tokens = batch, tokens
 
     def run(self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float) -> StepResult:
         """One step on the batch at hand.
@@ -96,13 +100,19 @@ class Stepper:
             update_biases(model, loads, recipe.router_bias_rate)
         model.zero_grad(set_to_none=True)
         if following is not None:
-            self._batch, self._tokens = following, values[1]
+            self.take(following, values[1])
         return result
 
 
-def said_by(following: StepBatch | None, stop: bool, memory: float, device: torch.device) -> Tensor:
-    """What a rank says in a step, fp32 [3]: see `recipe.SAID`."""
-    said = torch.tensor([0.0, float(stop), memory], device=device)
+def said_by(
+    following: StepBatch | None,
+    stop: bool,
+    memory: float,
+    device: torch.device,
+    graph_ends: bool = False,
+) -> Tensor:
+    """What a rank says in a step, fp32 [4]: see `recipe.SAID`."""
+    said = torch.tensor([0.0, float(stop), memory, float(graph_ends)], device=device)
     if following is not None:
         said[0] = following.tokens
     return said

@@ -23,12 +23,11 @@ from hyper_parallel.shard.experts.routing import by_layer, has_biases
 from hyper_parallel.train.batches import Batches
 from hyper_parallel.train.build import Built, build, fill
 from hyper_parallel.train.evaluate import Evaluation
+from hyper_parallel.train.graph_step import GraphStepper
 from hyper_parallel.train.meter import Meter
-from hyper_parallel.train.optimizer import build_optimizer
 from hyper_parallel.train.progress import Progress, shown
 from hyper_parallel.train.recipe import Recipe, StepResult
 from hyper_parallel.train.sample import sample
-from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.state import RunCheckpoints, RunState
 from hyper_parallel.train.step import Stepper
 from hyper_parallel.train.summary import Summary
@@ -83,7 +82,7 @@ class _Run:
     def __init__(self, config: RunConfig, model: nn.Module | None, worker: Worker) -> None:
         self.config, self.worker = config, worker
         self.leads = worker.rank == 0
-        self.built: Built = build(config, model)
+        self.built: Built = build(config, model, worker.device)
         fill(self.built, config, worker.device)
         self.model = self.built.model
         self.handle = sharded(self.model)
@@ -92,8 +91,8 @@ class _Run:
                 f"train.router_bias_rate is {config.train.router_bias_rate}, but no router of "
                 f"{type(self.model).__name__} has a bias to correct; leave it out"
             )
-        self.optimizer = build_optimizer(self.model, config.train.optimizer)
-        self.checkpoints = RunCheckpoints(config, self.built, self.optimizer)
+        self.recipe = Recipe.of(config, self.model)
+        self.checkpoints = RunCheckpoints(config, self.built, self.recipe.optimizer)
         self.state, self.start = RunState(), 0
         self.progress: Progress | None = None
         self.trackers = Trackers([])
@@ -109,7 +108,6 @@ class _Run:
             device,
             LossConfig(chunk=train.loss.chunk),
         )
-        self.schedule = schedule(train.schedule, train.steps)
         self.tokens_per_step = train.batch * config.data.sequence
         compute = getattr(torch, config.effective_strategy.precision.compute)
         self.meter = Meter(
@@ -173,18 +171,8 @@ class _Run:
         train, state = self.config.train, self.state
         if state.step >= train.steps:
             return False
-        stepper = Stepper(
-            Recipe(
-                self.model,
-                self.handle,
-                self.optimizer,
-                self.schedule,
-                seed=self.config.seed,
-                clip=train.clip,
-                loss=train.loss,
-                router_bias_rate=train.router_bias_rate,
-            )
-        )
+        graphs = self.built.graphs
+        stepper = Stepper(self.recipe) if graphs is None else GraphStepper(self.recipe, graphs)
         stepper.begin(self.batches.load(state.step, state.consumed))
         for step in range(state.step, train.steps):
             done, last = step + 1, step + 1 == train.steps
@@ -226,7 +214,7 @@ class _Run:
         record = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "lr": self.config.train.optimizer.lr * self.schedule(step),
+            "lr": self.config.train.optimizer.lr * self.recipe.schedule(step),
             "loss_tokens": float(result.tokens),
             "tokens": float(self.state.tokens),
             "memory": result.memory,

@@ -12,7 +12,7 @@ Gradients are added up as they come, each into the first one of its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,7 @@ from hyper_parallel.compat.fake import faked
 from hyper_parallel.compat.symbols import fake_mode_with_symbols
 from hyper_parallel.graph import Kind, StepGraph, capture, host, phase
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.documents import documents_known
+from hyper_parallel.shard.documents import documents_known, several_documents
 from hyper_parallel.shard.experts.routing import update_biases
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.train.batches import MicroBatch
@@ -41,6 +41,22 @@ class BatchShape:
     documents: tuple[bool, ...]
     """Of each, whether its rows hold several documents."""
 
+    @classmethod
+    def of(cls, micro: Sequence[MicroBatch]) -> BatchShape:
+        """The shape of a rank's micro-batches, a function of them alone.
+
+        Where more than two differ in whether they hold several documents, all are computed as if they did, which is
+        right for one document too: else there would be a graph for each of their 2^n combinations.
+        """
+        several = tuple(
+            several_documents(batch.position_ids) if batch.several is None else batch.several
+            for batch in micro
+        )
+        if len(several) > 2 and any(several):
+            several = (True,) * len(several)
+        shapes = ((batch.input_ids.size(0), batch.input_ids.size(1)) for batch in micro)
+        return cls(tuple(shapes), several)
+
 
 def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str = "cpu") -> StepGraph:
     """The graph of one rank's step. The model was parallelized in the traceable lowering; it may be on the meta device.
@@ -50,7 +66,7 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
     """
     mode = fake_mode_with_symbols()
     handle, model = recipe.handle, recipe.model.train()
-    with faked(model, mode):
+    with faked(model, mode, device):
         # Built outside of the mode, so that its tensors are inputs and their making is no part of the step.
         with mode:
             optimizer = build_optimizer(model, recipe.optimizer.config)
@@ -169,7 +185,9 @@ class _Body:
         return loss.detach()
 
     def _add_to(self, parameter: nn.Parameter):  # type: ignore[no-untyped-def]
-        def add(gradient: Tensor) -> None:
+        def add(gradient: Tensor | None) -> None:
+            if gradient is None:  # kept whole until the last micro-batch
+                return
             with torch.no_grad():
                 known = self._of.get(parameter)
                 if known is not None:

@@ -76,6 +76,10 @@ class AdamW:
                     eps=self.config.eps,
                 )
 
+    def advance(self) -> None:
+        """Count an update that a step's graph did."""
+        self._step += 1
+
     def pieces(self) -> dict[str, Piece]:
         """``optimizer.exp_avg.<parameter>`` and ``optimizer.exp_avg_sq.<parameter>``, laid out as the parameter."""
         pieces: dict[str, Piece] = {}

@@ -119,6 +119,10 @@ class Muon:
             pieces.append(orthogonalise(part, self.config.steps) * max(1.0, outputs / inputs) ** 0.5)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, how.output)
 
+    def advance(self) -> None:
+        """Count an update that a step's graph did."""
+        self._others.advance()
+
     def pieces(self) -> dict[str, Piece]:
         """``optimizer.momentum.<parameter>`` for the hidden matrices, and AdamW's for the rest."""
         momenta = zip(self._hidden, self._momentum, strict=True)

@@ -27,6 +27,10 @@ class Optimizer(Protocol):
         """
         ...
 
+    def advance(self) -> None:
+        """A step's graph has done an update on the tensors: count it, as `step` would have."""
+        ...
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state that `step` reads or writes, by a name of its own."""
         ...

@@ -1,0 +1,89 @@
+"""What the traceable lowering keeps from one micro-batch of a step to the next, as FSDP2 does in the eager one.
+
+| `memory.shard` | gathered weights | gradients |
+|---|---|---|
+| `parameters` | gathered in each micro-batch | reduced over the shards in each |
+| `gradients` | gathered once a step | reduced over the shards in each |
+| `optimizer` | gathered once a step | kept whole, reduced in the last |
+
+Over the copies of a shard (`replicate`) gradients are summed in the last micro-batch only, at every level.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+
+from torch import Tensor
+
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.strategy.memory import ShardLevel
+
+
+class Kept:
+    """Weights and gradients of one model, from a step's first micro-batch to its last."""
+
+    def __init__(self) -> None:
+        self._weights: dict[Hashable, Tensor] = {}
+        self._gradients: dict[Hashable, Tensor] = {}
+        self._level: ShardLevel = "parameters"
+        self._last = True
+
+    @contextlib.contextmanager
+    def micro_batch(self, level: ShardLevel, *, last: bool) -> Iterator[None]:
+        """Compute one micro-batch inside; after the `last` one nothing is kept.
+
+        Raises StrategyError when a gradient was kept for the last one, which then did not use its parameter.
+        """
+        self._level, self._last = level, last
+        token = _current.set(self)
+        left = True
+        try:
+            yield
+            left = last
+            if last and self._gradients:
+                raise StrategyError(
+                    "a parameter had a gradient in an earlier micro-batch of the step and none in the last one, in "
+                    "which gradients are reduced; set strategy.memory.shard to gradients or parameters without a "
+                    "'replicate' axis, or leave train.micro_batch out"
+                )
+        finally:
+            _current.reset(token)
+            if left:
+                self._weights.clear()
+                self._gradients.clear()
+
+    def weight(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives, made once a step where the level keeps weights. Without autograd."""
+        if self._level == "parameters":
+            return make()
+        if key not in self._weights:
+            self._weights[key] = make()
+        # Autograd writes its mark on the tensor that a function returns.
+        return self._weights[key].detach()
+
+    def whole(self, key: Hashable, gradient: Tensor) -> Tensor | None:
+        """The sum over the micro-batches of a gradient before it is scattered; None while it is kept."""
+        return self._summed(key, gradient) if self._level == "optimizer" else gradient
+
+    def shards(self, key: Hashable, gradient: Tensor) -> Tensor | None:
+        """The sum over the micro-batches of a gradient before it is summed over copies; None while it is kept."""
+        return self._summed((key, "copies"), gradient)
+
+    def _summed(self, key: Hashable, gradient: Tensor) -> Tensor | None:
+        before = self._gradients.pop(key, None)
+        # Not in place: autograd may have given one tensor to two parameters.
+        total = gradient if before is None else before + gradient
+        if self._last:
+            return total
+        self._gradients[key] = total
+        return None
+
+
+_current: ContextVar[Kept | None] = ContextVar("kept", default=None)
+
+
+def kept() -> Kept | None:
+    """That of the micro-batch at hand; None outside of one, where nothing is kept."""
+    return _current.get()

@@ -1,0 +1,142 @@
+"""Runs steps from their graphs: the same order of operations as the eager step, and the same results.
+
+What the graph leaves to the host is here: the next batch is loaded, and a graph for it captured where there is none
+yet, while the device computes; the numbers of the step are looked at before anything is updated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.compat import is_out_of_memory
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.launch import logs
+from hyper_parallel.train.batches import StepBatch
+from hyper_parallel.train.graphs import ELSEWHERE, Graphs, eagerly
+from hyper_parallel.train.guard import non_finite
+from hyper_parallel.train.out_of_memory import post_mortem
+from hyper_parallel.train.recipe import Recipe, StepResult
+from hyper_parallel.train.step import Stepper, accumulate, said_by
+from hyper_parallel.train.whole_step import BatchShape, batch_inputs, state
+
+log = logging.getLogger(__name__)
+
+
+class GraphStepper:
+    """Runs steps from graphs, one after the other; holds the batch that was loaded ahead.
+
+    Where a rank has no graph for its next batch, all ranks go on eagerly from that step on, on the same model.
+    """
+
+    def __init__(self, recipe: Recipe, graphs: Graphs) -> None:
+        self._recipe, self._graphs = recipe, graphs
+        self._eager: Stepper | None = None
+
+    def begin(self, batch: StepBatch) -> None:
+        """Take the batch that the next `run` computes; collectives, needed before the first one only."""
+        recipe = self._recipe
+        self._state = {
+            name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()
+        }
+        ready = self._graphs.ready(BatchShape.of(batch.micro))
+        ends = recipe.handle.all_reduce(batch.tokens.new_tensor(float(not ready)), recipe.handle.mesh.names)
+        self._take(batch, recipe.tokens(batch), ends.item() > 0)
+
+    def run(self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float) -> StepResult:
+        """One step on the batch at hand. Arguments and errors are those of `Stepper.run`.
+
+        Raises OutOfMemoryError, with what filled the memory, when the device's or the host's ran out.
+        """
+        if self._eager is not None:
+            return self._eager.run(load_next=load_next, stop=stop, memory=memory)
+        recipe, batch = self._recipe, self._batch
+        shape = BatchShape.of(batch.micro)
+        graph = self._graphs[shape]
+        host = _Host(recipe, self._graphs, batch, load_next, stop, memory)
+        device = self._tokens.device
+        given = {
+            **self._state,
+            **batch_inputs(
+                batch.micro,
+                torch.tensor(batch.step, device=device),
+                self._tokens,
+                torch.tensor(recipe.schedule(batch.step), dtype=torch.float64),
+            ),
+        }
+        try:
+            with logs.at(batch.step + 1):
+                graph.executable.run(given, host)
+        except _NotFinite:
+            pass
+        except HyperParallelError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise post_mortem(graph, error, recipe.handle.strategy, batch.step) from error
+            raise
+        result = host.result
+        if not result.finite:
+            self._raise_non_finite(batch, result)
+        recipe.optimizer.advance()
+        if host.following is not None:
+            self._take(host.following, host.tokens, result.graph_ends)
+        return result
+
+    def _take(self, batch: StepBatch, tokens: Tensor, graph_ends: bool) -> None:
+        self._batch, self._tokens = batch, tokens
+        if graph_ends:
+            log.warning("%s", eagerly(self._graphs.refused or ELSEWHERE))
+            self._eager = Stepper(self._recipe)
+            self._eager.take(batch, tokens)
+
+    def _raise_non_finite(self, batch: StepBatch, result: StepResult) -> None:
+        """The graph has let go of the gradients; the parameters are what they were, so these are computed again."""
+        recipe = self._recipe
+        model = recipe.model.train()
+        accumulate(model, recipe.handle, batch, self._tokens, recipe.seed, recipe.loss)
+        raise non_finite(recipe.handle, batch.step, batch.rows, result.loss, result.grad_norm)
+
+
+class _NotFinite(Exception):
+    """Ends the run of a graph before its update."""
+
+
+class _Host:
+    """What a step's graph asks the host."""
+
+    result: StepResult
+    tokens: Tensor
+    """Valid tokens of the following batch over all ranks."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        graphs: Graphs,
+        batch: StepBatch,
+        load_next: Callable[[], StepBatch] | None,
+        stop: bool,
+        memory: float,
+    ) -> None:
+        self._recipe, self._graphs, self._batch = recipe, graphs, batch
+        self._load_next, self._stop, self._memory = load_next, stop, memory
+        self.following: StepBatch | None = None
+
+    def __call__(self, point: str, values: Sequence[Tensor]) -> Tensor | None:
+        if point == "load":
+            return self._load(values[0].device)
+        assert point == "check", point
+        summed, loads = values
+        self.result = self._recipe.result(summed, loads, self._batch)
+        self.tokens = summed[1]
+        if not self.result.finite:
+            raise _NotFinite
+        return None
+
+    def _load(self, device: torch.device) -> Tensor:
+        self.following = self._load_next() if self._load_next is not None else None
+        ends = self.following is not None and not self._graphs.ready(BatchShape.of(self.following.micro))
+        return said_by(self.following, self._stop, self._memory, device, ends)

@@ -1,0 +1,106 @@
+"""The graphs of a run: one for each shape of batch, captured when first needed, on a shadow of the model.
+
+The shadow is the model on the meta device, parallelized like the real one and over the same process groups. So a step
+is known to be capturable before the real model is parallelized for it, and capturing allocates nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph import Executable, StepGraph, executable
+from hyper_parallel.graph.passes import rewritten
+from hyper_parallel.train.passes import passes_for
+from hyper_parallel.train.recipe import Recipe
+from hyper_parallel.train.whole_step import BatchShape, capture_step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step as a graph, and ready to run."""
+
+    step: StepGraph
+    executable: Executable
+
+
+class Graphs:
+    """The graphs of one rank of a run."""
+
+    def __init__(self, shadow: Recipe, device: torch.device | str) -> None:
+        """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run."""
+        self.shadow, self._device = shadow, device
+        self._captured: dict[BatchShape, Captured] = {}
+        self.refused: str | None = None
+        """Why a shape could not be captured; None while every one could."""
+
+    def __getitem__(self, shape: BatchShape) -> Captured:
+        """The graph of a shape for which `ready` was true."""
+        return self._captured[shape]
+
+    def ready(self, shape: BatchShape) -> bool:
+        """Whether there is a graph for this shape; it is captured now if there was none. No collective.
+
+        Raises HyperParallelError for what would stop an eager step as well.
+        """
+        if self.refused is not None:
+            return False
+        if shape not in self._captured:
+            try:
+                self._captured[shape] = self._capture(shape)
+            except CaptureError as error:
+                log.debug("the step could not be captured", exc_info=True)
+                self.refused = str(error)
+        return self.refused is None
+
+    def _capture(self, shape: BatchShape) -> Captured:
+        begun = time.perf_counter()
+        step = capture_step(self.shadow, shape, self._device)
+        step = rewritten(step, passes_for(self.shadow.handle.strategy))
+        captured = Captured(step, executable(step))
+        log.info(
+            "the step as a graph: %d nodes, captured in %.1f s (%s)",
+            len(list(step.nodes)),
+            time.perf_counter() - begun,
+            _described(shape),
+        )
+        return captured
+
+
+ELSEWHERE = "another worker's step cannot be captured; its log says why"
+
+
+def eagerly(why: str) -> str:
+    """What is shown when a run goes on eagerly, and `why`."""
+    return (
+        f"{why}\nEvery step runs eagerly instead: as right, but without what the graph gives (speed, offload, "
+        "simulation). train.engine=eager asks for this and is silent."
+    )
+
+
+def _described(shape: BatchShape) -> str:
+    sizes = " + ".join(
+        f"{rows} × {length}{', packed' if packed else ''}"
+        for (rows, length), packed in zip(shape.micro_batches, shape.documents, strict=True)
+    )
+    return f"rows × positions: {sizes}"
+
+
+def shadow_of(model: nn.Module) -> nn.Module:
+    """A copy of a model without its values: every parameter and buffer is on the meta device."""
+    known: dict[int, object] = {}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            empty = torch.empty_like(parameter, device="meta")
+            known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+        for buffer in model.buffers():
+            known[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, known)
