@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from click.testing import CliRunner
 
 from hyper_parallel.calibrate import Settings, calibrate, render
 from hyper_parallel.cli.calibrate import calibrate as command
-from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster import Cluster, Efficiency, ShapeTable
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.workload import Work
 
@@ -78,6 +79,14 @@ def test_the_tables_show_each_with_its_spread(measured: tuple[Cluster, list[str]
         "fit off by",
     ):
         assert words in shown, words
+
+
+def test_a_busy_machine_is_told(measured: tuple[Cluster, list[str]]) -> None:
+    for spread, told in ((0.01, False), (0.9, True)):
+        tables = (ShapeTable("float32", "nn", spread=spread),)
+        device = replace(measured[0].device, efficiency=Efficiency(matmul=tables))  # type: ignore[type-var]
+        shown = render(Cluster(device=device))
+        assert ("something else computes here" in " ".join(shown.split())) is told
 
 
 def test_the_command_refuses_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from hyper_parallel.cluster.efficiency import attention_flops
 from hyper_parallel.units import format_bytes
 from hyper_parallel.workload import Work
 
+QUIET = 0.2
+"""The spread above which a table counts as disturbed by something else that ran."""
+
 
 @dataclass(frozen=True)
 class _Row:
@@ -36,7 +39,28 @@ def render(cluster: Cluster, width: int = 100) -> str:
         console.print(_collectives("Collectives", cluster.collectives))
     if cluster.copies:
         console.print(_copies(cluster.copies))
+    if warning := _busy(cluster):
+        console.print(warning)
     return out.getvalue().rstrip()
+
+
+def _busy(cluster: Cluster) -> str:
+    """What to do if most figures were disturbed; nothing if they were not."""
+    assert cluster.device is not None, "a calibrated cluster has a device"
+    efficiency = cluster.device.efficiency
+    spreads = [
+        table.spread
+        for tables in (efficiency.matmul, efficiency.attention, efficiency.memory)
+        for table in tables
+        if table.spread is not None
+    ]
+    disturbed = sum(spread > QUIET for spread in spreads)
+    if disturbed * 4 <= len(spreads):
+        return ""
+    return (
+        f"warning: {disturbed} of {len(spreads)} tables of one worker spread by more than {100 * QUIET:.0f}%: "
+        "something else computes here, and predictions will be off. Run it again when nothing does."
+    )
 
 
 def _rates(cluster: Cluster) -> Table:
