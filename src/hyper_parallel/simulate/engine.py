@@ -79,6 +79,8 @@ class Run:
         self._ops: list[Op] = []
         self._class: list[int] = []
         self._kind: list[int] = []
+        self._runs_on: list[str] = []
+        """The engine or queue of each op."""
         self._pending: list[int] = []
         self._then: list[list[int]] = []
         """The ops that wait for each."""
@@ -105,6 +107,7 @@ class Run:
                 self._ops.append(op)
                 self._class.append(place)
                 self._kind.append(_kind(op))
+                self._runs_on.append(op.engine)
                 self._then.append([])
                 ahead = last.get(op.queue)
                 self._pending.append(len(op.after) + (ahead is not None))
@@ -136,9 +139,9 @@ class Run:
             raise ProgramError(self._circle())
         firsts = [self._program.first(name) for name in self._program.ops]
         return tuple(
-            Span(firsts[place], op.engine, start, end, op, ready)
-            for place, op, start, end, ready in zip(
-                self._class, self._ops, self._start, self._end, self._ready, strict=True
+            Span(firsts[place], engine, start, end, op, ready)
+            for place, engine, op, start, end, ready in zip(
+                self._class, self._runs_on, self._ops, self._start, self._end, self._ready, strict=True
             )
         )
 
@@ -147,7 +150,7 @@ class Run:
         self._ready[number] = self._now
         kind = self._kind[number]
         if kind == _KERNEL:
-            engine = self._engines[self._class[number]][self._ops[number].engine == "matrix"]
+            engine = self._engines[self._class[number]][self._runs_on[number] == "matrix"]
             if engine.running is None:
                 self._kernel_starts(number, engine)
             else:
@@ -194,7 +197,7 @@ class Run:
 
     def _kernel_ends(self, kernel: _Kernel) -> None:
         number = kernel.op
-        engine = self._engines[self._class[number]][self._ops[number].engine == "matrix"]
+        engine = self._engines[self._class[number]][self._runs_on[number] == "matrix"]
         engine.running = None
         self._finish(number)
         while engine.waiting and engine.running is None:

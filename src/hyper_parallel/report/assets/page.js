@@ -23,6 +23,9 @@ function unpack(one) {
     for (const lane of group.lanes) {
       lane.start = absolute(lane.t);
       lane.end = Float64Array.from(lane.d, (length, i) => lane.start[i] + length);
+      // Seconds of all ops before each, so that what fills a pixel is one subtraction.
+      lane.before = new Float64Array(lane.d.length + 1);
+      lane.d.forEach((length, i) => { lane.before[i + 1] = lane.before[i] + length; });
     }
     for (const tier of Object.keys(group.memory)) group.memory[tier] = levels(group.memory[tier], one.kinds.length);
   }
@@ -181,8 +184,17 @@ class Panel {
     pen.beginPath();
     pen.rect(gutter, y, width - gutter, ROW);
     pen.clip();
-    // Ops narrower than a pixel are drawn once for each pixel, so that a frame costs what the screen is wide.
-    let drawn = -Infinity;
+    // Ops narrower than a pixel are drawn a pixel at a time, as pale as they leave it empty, in the colour of the first;
+    // equal neighbours in one stroke. So a frame costs what the screen is wide, however many ops there are.
+    let run = null;
+    const flush = () => {
+      if (!run) return;
+      pen.globalAlpha = run.pale;
+      pen.fillStyle = run.colour;
+      pen.fillRect(run.from, y + 2, run.to - run.from, ROW - 5);
+      pen.globalAlpha = 1;
+      run = null;
+    };
     for (let i = above(lane.end, view.from); i < lane.start.length; i++) {
       const waited = lane.w ? lane.w[i] : 0;
       if (lane.start[i] - waited > view.to) break;
@@ -191,19 +203,22 @@ class Panel {
         pen.fillStyle = pattern(pen);
         pen.fillRect(left - waited * scale, y + 5, waited * scale, ROW - 10);
       }
-      if (lane.end[i] === lane.start[i] || right <= drawn) continue;
-      const wide = Math.max(right - left, 1), shown = this.matches(lane.l[i]);
-      pen.globalAlpha = shown ? 1 : .13;
-      pen.fillStyle = this.colourOf(lane.l[i]);
-      pen.fillRect(left, y + 2, wide > 4 ? wide - .6 : wide, ROW - 5);
-      drawn = Math.max(Math.ceil(left), right);
-      if (wide > 34 && shown) {
-        pen.fillStyle = inkOn(this.colourOf(lane.l[i]));
-        const inner = Math.max(left, gutter);
-        pen.fillText(clip(pen, this.one.names[this.one.labels[lane.l[i]][0]], Math.min(right, width) - inner - 8), inner + 4, y + ROW / 2);
+      if (lane.end[i] === lane.start[i]) continue;
+      const colour = this.colourOf(lane.l[i]), shown = this.matches(lane.l[i]);
+      if (right - left < 1) {
+        const column = Math.floor(left);
+        const next = Math.max(i + 1, above(lane.end, view.from + (column + 1 - gutter) / scale));
+        const filled = Math.min(1, Math.ceil((lane.before[next] - lane.before[i]) * scale * 5) / 5);
+        const pale = shown ? Math.max(.3, filled) : .13;
+        if (run && run.colour === colour && run.pale === pale && column === run.to) run.to = column + 1;
+        else { flush(); run = { from: column, to: column + 1, colour, pale }; }
+        i = next - 1;
+        continue;
       }
-      pen.globalAlpha = 1;
+      flush();
+      this.drawOp(pen, lane.l[i], left, right, y, colour, shown);
     }
+    flush();
     const chosen = this.rows[this.choice.row], at = this.choice.at;
     if (chosen && chosen.lane === lane && at >= 0) {
       pen.strokeStyle = paint("ink");
@@ -211,6 +226,19 @@ class Panel {
       pen.strokeRect(this.x(lane.start[at]), y + 2, Math.max(3, (lane.end[at] - lane.start[at]) * scale), ROW - 5);
     }
     pen.restore();
+  }
+
+  drawOp(pen, label, left, right, y, colour, shown) {
+    const wide = right - left;
+    pen.globalAlpha = shown ? 1 : .13;
+    pen.fillStyle = colour;
+    pen.fillRect(left, y + 2, wide > 4 ? wide - .6 : wide, ROW - 5);
+    if (wide > 34 && shown) {
+      const from = Math.max(left, this.gutter), room = Math.min(right, this.width) - from - 8;
+      pen.fillStyle = inkOn(colour);
+      pen.fillText(clip(pen, this.one.names[this.one.labels[label][0]], room), from + 4, y + ROW / 2);
+    }
+    pen.globalAlpha = 1;
   }
 
   // The whole step in small: the first lane, and the part of it that is shown.
@@ -222,7 +250,7 @@ class Panel {
       let drawn = -Infinity;
       first.lane.start.forEach((start, i) => {
         const left = start / whole * room, right = first.lane.end[i] / whole * room;
-        if (right <= drawn) return;
+        if (Math.max(right, left + 1) <= drawn) return;
         pen.fillStyle = this.colourOf(first.lane.l[i]);
         pen.fillRect(gutter + left, 3, Math.max(1, right - left), MAP - 10);
         drawn = Math.max(Math.ceil(left), right);
