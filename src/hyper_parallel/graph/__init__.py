@@ -14,6 +14,8 @@ from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value, v
 from hyper_parallel.graph.order import check_order, dependencies, legal, reorder
 from hyper_parallel.graph.passes import Pass, Ran, rewritten, run_passes, validate
 from hyper_parallel.graph.phase import PHASES, Phase, phase
+from hyper_parallel.graph.recompute import inside, layers, recompute, regather, repeatable
+from hyper_parallel.graph.sooner import sooner
 from hyper_parallel.graph.text import changes, text
 
 __all__ = [
@@ -38,16 +40,22 @@ __all__ = [
     "executable",
     "group_of",
     "host",
+    "inside",
     "is_collective",
     "is_wait",
+    "layers",
     "legal",
     "lifetimes",
     "lower",
     "peak",
     "phase",
+    "recompute",
+    "regather",
     "reorder",
+    "repeatable",
     "rewritten",
     "run_passes",
+    "sooner",
     "text",
     "validate",
     "values_of",

@@ -55,7 +55,7 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
         # What a collective was given is held until it has been waited for.
         for storage in touched(node) | (touched(begun(node)) if is_wait(node) else set()):
             died[storage] = at
-    weights = _of_weights(step, nodes)
+    weights = of_weights(step, nodes)
     found = []
     for storage, (kind, name) in outside.items():
         size = known(step.storages[storage].bytes, dict(sizes or {}))
@@ -81,7 +81,7 @@ def _kind(step: StepGraph, storage: int, born: fx.Node, last: fx.Node, weights: 
     return "activation" if early and last.meta["phase"] == "backward" else "temporary"
 
 
-def _of_weights(step: StepGraph, nodes: list[fx.Node]) -> set[int]:
+def of_weights(step: StepGraph, nodes: list[fx.Node]) -> set[int]:
     """Storages computed from parameters alone: gathered or cast ones."""
     kinds: dict[int, bool] = {}
     for entry, node in zip(step.inputs, step.placeholders, strict=True):

@@ -15,7 +15,7 @@ Any order that keeps these computes the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
@@ -26,17 +26,20 @@ from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.nouns import StepGraph
 
 
-def dependencies(step: StepGraph) -> dict[fx.Node, set[fx.Node]]:
-    """Each computing node to the ones that must run before it; what follows from these is left out."""
-    found = _Found(step)
+def dependencies(step: StepGraph, free: Collection[fx.Node] = ()) -> dict[fx.Node, set[fx.Node]]:
+    """Each computing node to the ones that must run before it; what follows from these is left out.
+
+    `free`: collectives whose place among the others of their group has yet to be chosen, on every rank alike.
+    """
+    found = _Found(step, free)
     for node in step.nodes:
         found.add(node)
     return found.needs
 
 
-def check_order(step: StepGraph, order: Sequence[fx.Node]) -> None:
-    """Raise GraphError unless the step's nodes may run in this order."""
-    needs = dependencies(step)
+def check_order(step: StepGraph, order: Sequence[fx.Node], free: Collection[fx.Node] = ()) -> None:
+    """Raise GraphError unless the step's nodes may run in this order; `free` as of `dependencies`."""
+    needs = dependencies(step, free)
     place = {node: at for at, node in enumerate(order)}
     if len(place) != len(order) or place.keys() != needs.keys():
         raise GraphError(
@@ -60,9 +63,12 @@ def legal(step: StepGraph, order: Sequence[fx.Node]) -> bool:
     return True
 
 
-def reorder(step: StepGraph, order: Sequence[fx.Node]) -> StepGraph:
-    """The same graph with its computing nodes in another order. Raises GraphError when that order is not legal."""
-    check_order(step, order)
+def reorder(step: StepGraph, order: Sequence[fx.Node], free: Collection[fx.Node] = ()) -> StepGraph:
+    """The same graph with its computing nodes in another order; `free` as of `dependencies`.
+
+    Raises GraphError when that order is not legal.
+    """
+    check_order(step, order, free)
     made, new = step.copied()
     end = made.output
     for node in order:
@@ -70,10 +76,29 @@ def reorder(step: StepGraph, order: Sequence[fx.Node]) -> StepGraph:
     return made
 
 
+def later(step: StepGraph, movable: Collection[fx.Node]) -> list[fx.Node]:
+    """The step's order with some nodes as late as what needs them allows; the others stay where they are.
+
+    Collectives among the movable ones find a new place among those of their group, so every rank must move the same.
+    """
+    nodes = list(step.nodes)
+    place = {node: at for at, node in enumerate(nodes)}
+    # From the end: when a movable node is reached, all that needs it has its place.
+    wanted: dict[fx.Node, int] = {}
+    needs = dependencies(step, movable)
+    for node in reversed(nodes):
+        place[node] = wanted.get(node, place[node])
+        for other in needs[node]:
+            if other in movable:
+                wanted[other] = min(place[node], wanted.get(other, place[node]))
+    return sorted(nodes, key=lambda node: (place[node], node not in movable))
+
+
 class _Found:
     """Walks the nodes in order and remembers who touched what last."""
 
-    def __init__(self, step: StepGraph) -> None:
+    def __init__(self, step: StepGraph, free: Collection[fx.Node]) -> None:
+        self._free = free
         self.needs: dict[fx.Node, set[fx.Node]] = {}
         self._lasting = {storage.index for storage in step.storages if storage.name is not None}
         self._wrote: dict[int, fx.Node] = {}
@@ -94,7 +119,7 @@ class _Found:
             self._wrote[storage] = node
         for storage in looked_at - changed:
             self._read.setdefault(storage, []).append(node)
-        if is_collective(node):
+        if is_collective(node) and node not in self._free:
             self._chain(node, f"group {group_name(node)}", needs)
         if draws_random(node):
             self._chain(node, "random", needs)

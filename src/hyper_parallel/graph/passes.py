@@ -8,7 +8,7 @@ same (`meta["origin"]`, the name of the node that it repeats).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +16,13 @@ from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.effects import begun, is_view, reads, touched, writes
-from hyper_parallel.graph.groups import is_wait
+from hyper_parallel.graph.groups import is_collective, is_wait
 from hyper_parallel.graph.nouns import StepGraph, values_of
 from hyper_parallel.graph.order import dependencies
+
+
+SCHEDULE = "schedule"
+"""What a pass provides that chooses the order of collectives too: the same on every rank, by what all ranks know."""
 
 
 class Pass(Protocol):
@@ -65,7 +69,7 @@ def run_passes(step: StepGraph, passes: Sequence[Pass]) -> list[Ran]:
         before = ran[-1].after if ran else step
         after = one(before)
         try:
-            validate(before, after)
+            validate(before, after, chosen=SCHEDULE in one.provides)
         except GraphError as error:
             raise GraphError(f"pass {one.name!r}: {error}") from None
         ran.append(Ran(one.name, before, after))
@@ -97,8 +101,11 @@ def check_declared(passes: Iterable[Pass]) -> None:
         provided.update(dict.fromkeys(sorted(one.provides), one.name))
 
 
-def validate(before: StepGraph, after: StepGraph) -> None:
-    """Raise GraphError unless `after` is well formed and computes what `before` does, as far as order can tell."""
+def validate(before: StepGraph, after: StepGraph, *, chosen: bool = False) -> None:
+    """Raise GraphError unless `after` is well formed and computes what `before` does, as far as order can tell.
+
+    `chosen`: the collectives of a group may be in another order than before.
+    """
     try:
         after.graph.lint()
     except RuntimeError as error:
@@ -106,7 +113,7 @@ def validate(before: StepGraph, after: StepGraph) -> None:
     _same_ends(before, after)
     for node in after.nodes:
         _check_meta(node)
-    _same_order(before, after)
+    _same_order(before, after, [node for node in before.nodes if is_collective(node)] if chosen else [])
     _same_contents(before, after)
 
 
@@ -131,9 +138,9 @@ def _check_meta(node: fx.Node) -> None:
         raise GraphError(f"{node} ({node.target}) lacks meta {', '.join(sorted(missing))}")
 
 
-def _same_order(before: StepGraph, after: StepGraph) -> None:
+def _same_order(before: StepGraph, after: StepGraph, free: Collection[fx.Node]) -> None:
     place = {node.name: at for at, node in enumerate(after.nodes)}
-    for node, needs in dependencies(before).items():
+    for node, needs in dependencies(before, free).items():
         for other in needs:
             if place.get(other.name, -1) > place.get(node.name, len(place)):
                 raise GraphError(f"{node} ({node.target}) now runs before {other} ({other.target})")

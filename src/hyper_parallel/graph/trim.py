@@ -6,18 +6,27 @@ from typing import Any
 
 from torch import fx
 
+from hyper_parallel.graph.effects import draws_random
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.nouns import StepGraph
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether running a node does more than giving its value: it writes, talks to other ranks or to the host."""
+    """Whether running a node does more than giving its value.
+
+    It writes, talks to other ranks or to the host, or draws random numbers, of which the next one gets others.
+    """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     target: Any = node.target
     schema = getattr(target, "_schema", None)
     mutable = schema is not None and schema.is_mutable
-    return mutable or target is HOST or getattr(target, "namespace", "") == "_c10d_functional"
+    return (
+        mutable
+        or target is HOST
+        or draws_random(node)
+        or getattr(target, "namespace", "") == "_c10d_functional"
+    )
 
 
 def trim(step: StepGraph) -> StepGraph:
