@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from hyper_parallel.calibrate import Settings, calibrate, render
 from hyper_parallel.cli.calibrate import calibrate as command
-from hyper_parallel.cluster import Cluster, Efficiency, ShapeTable
+from hyper_parallel.cluster import Cluster, Efficiency, ShapeTable, Shared
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.workload import Work
 
@@ -79,6 +79,14 @@ def test_the_tables_show_each_with_its_spread(measured: tuple[Cluster, list[str]
         "fit off by",
     ):
         assert words in shown, words
+
+
+def test_what_was_not_measured_is_called_an_estimate(measured: tuple[Cluster, list[str]]) -> None:
+    device = measured[0].device
+    assert device is not None
+    shared = {2: Shared(device), 4: Shared(device.slowed(2), slower=2.0)}
+    shown = " ".join(render(Cluster(device=device, shared=shared)).split())
+    assert shown.count("(estimate)") == 1
 
 
 def test_a_busy_machine_is_told(measured: tuple[Cluster, list[str]]) -> None:

@@ -69,7 +69,9 @@ def _rates(cluster: Cluster) -> Table:
     table = Table(title=f"{cluster.device.name}: what a worker reaches", title_justify="left")
     table.add_column("")
     for world in devices:
-        table.add_column("alone" if world == 1 else f"each of {world}", justify="right")
+        estimated = world in cluster.shared and cluster.shared[world].slower is not None
+        said = "alone" if world == 1 else f"each of {world}" + (" (estimate)" if estimated else "")
+        table.add_column(said, justify="right")
     table.add_column("spread", justify="right")
     for row in _rows(cluster.device):
         table.add_row(row.what, *map(row.shown, devices.values()), _spread(row.tables))

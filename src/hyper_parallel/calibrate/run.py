@@ -52,7 +52,10 @@ def calibrate(settings: Settings, progress: Callable[[str], None]) -> Cluster:
         threads = max(1, cores // world)
         job = Job(world, threads, backend.name, level, parts, str(settings.folder))
         said = f"{world} worker{'s' if world > 1 else ''}"
-        return averaged(workers.run(job, lambda part: progress(f"{said}: {part}")))
+        found = averaged(workers.run(job, lambda part: progress(f"{said}: {part}")))
+        for note in found.notes:
+            progress(f"{said}: {note}")
+        return found
 
     alone = round_(1, ALONE, settings.level)
     peaks = {name: _published(backend, name) for name in ("float32", "bfloat16")}
@@ -72,12 +75,13 @@ def calibrate(settings: Settings, progress: Callable[[str], None]) -> Cluster:
         level = "shared" if settings.level == "full" else settings.level
         together[world] = found = round_(world, TOGETHER if world <= cores else TURNS, level)
         base = alone if fitting == 1 else together[fitting]
-        if world <= cores:
+        slower = None if world <= cores else _slower(base, found)
+        if slower is None:
             each = device_of(found, device.name, memory, peaks)
         else:
-            each = (device if fitting == 1 else shared[fitting].device).slowed(_slower(base, found))
+            each = (device if fitting == 1 else shared[fitting].device).slowed(slower)
         each = replace(each, memory=replace(each.memory, ranks=world))
-        shared[world] = Shared(each, _collectives(found))
+        shared[world] = Shared(each, _collectives(found), slower)
     largest = together.get(max(worlds, default=0))
     tables = _collectives(largest) if largest else ()
     rings = [table for table in tables if table.kind == "all_reduce" and table.ranks == max(worlds)]

@@ -78,6 +78,9 @@ class Shared:
 
     device: Device
     collectives: tuple[CollectiveTable, ...] = ()
+    slower: Positive | None = None
+    """Where workers outnumber the cores: how many times as long a few operators took as with one worker a core. The
+    device is estimated with it; None where the device was measured."""
 
 
 def _seconds(curve: Curve, size: float) -> float:
