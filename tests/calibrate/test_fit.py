@@ -20,11 +20,23 @@ def test_the_fit_finds_the_latency_and_bandwidth_of_a_closed_form(kind: str) -> 
     assert residual < 1e-6
 
 
-def test_the_fit_never_has_a_negative_latency_or_bandwidth() -> None:
-    for points in ({2**10: 1e-4, 2**20: 1e-5}, {2**10: 1e-7, 2**20: 1e-2, 2**21: 3e-2}):
-        latency, bandwidth, residual = fit_collective("all_reduce", 4, points)
-        assert latency >= 0 < bandwidth
-        assert residual > 0
+def test_without_latency_the_fit_is_the_best_bandwidth() -> None:
+    points = {2**10: 1e-7, 2**20: 1e-2, 2**21: 3e-2}
+
+    def off(bandwidth: float) -> float:
+        closed = form("all_reduce")
+        return sum((closed(4, size, 0.0, bandwidth) / seconds - 1) ** 2 for size, seconds in points.items())
+
+    latency, bandwidth, residual = fit_collective("all_reduce", 4, points)
+    assert latency == 0
+    assert residual > 0
+    assert off(bandwidth) < min(off(bandwidth * 1.01), off(bandwidth / 1.01))
+
+
+def test_without_a_bandwidth_in_sight_the_fit_still_has_one() -> None:
+    latency, bandwidth, _ = fit_collective("all_reduce", 4, {2**10: 1e-4, 2**20: 1e-5})
+    assert latency > 0
+    assert bandwidth > 0
 
 
 def test_a_table_of_products_gives_back_the_measured_seconds() -> None:
