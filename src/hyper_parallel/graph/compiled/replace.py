@@ -1,0 +1,80 @@
+"""Regions exchanged for calls: each becomes one node, and the rest of the graph reads what that node gives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from hyper_parallel.graph.compiled.regions import Region, again, original, takes_a_view
+from hyper_parallel.graph.effects import writes
+from hyper_parallel.graph.nouns import StepGraph, values_of
+
+Function = Callable[..., Sequence[torch.Tensor]]
+"""A region's inputs to its outputs."""
+
+
+class _Call:
+    """The target of a region's node."""
+
+    def __init__(self, name: str, function: Function) -> None:
+        self.__name__ = name
+        self._op = function  # what a graph that runs calls
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._op(*tensors)
+
+
+def replace(step: StepGraph, found: Sequence[Region], functions: Sequence[tuple[str, Function]]) -> None:
+    """Exchange, in place, each region of `regions(step)` for a call of its function, which has a name."""
+    outputs: dict[fx.Node, fx.Node] = {}
+    for region, (name, function) in zip(found, functions, strict=True):
+        _replace(step, region, _Call(name, function), outputs)
+    for node in reversed([*step.graph.nodes]):
+        if not node.users and node.op == "call_function" and takes_a_view(node):
+            step.graph.erase_node(node)  # only regions looked through it
+    step.graph.lint()
+
+
+def _replace(step: StepGraph, region: Region, call: _Call, made: dict[fx.Node, fx.Node]) -> None:
+    """One node in the place of the region's last, and a node for each of its outputs, written into `made`."""
+    graph, last, inside = step.graph, region.nodes[-1], frozenset(region.nodes)
+    meta = {
+        "phase": last.meta["phase"],
+        "module": last.meta["module"],
+        "recomputed": all(node.meta["recomputed"] for node in region.nodes),
+    }
+    given = {value.storage for node in region.inputs for value in values_of(node)}
+    written = {storage for node in region.nodes for storage in writes(node)} & given
+    with graph.inserting_after(last):
+        node = graph.call_function(call, tuple(made.get(source, source) for source in region.inputs))
+    node.meta.update(
+        meta,
+        value=tuple(output.meta["value"] for output in region.outputs),
+        reads=tuple(sorted(given)),
+        writes=tuple(sorted(written)),
+    )
+    following = node.next
+    with graph.inserting_before(following):
+        for at, output in enumerate(region.outputs):
+            made[output] = graph.call_function(operator.getitem, (node, at))
+            made[output].meta.update(meta, value=output.meta["value"], reads=(), writes=())
+
+        def outside(source: fx.Node) -> fx.Node:
+            """What a node of the region is, behind it."""
+            root = original(source)
+            if root not in inside:
+                return root
+            if root not in made:
+                assert takes_a_view(root), f"{root} is no output of its region"
+                made[root] = again(root, graph, outside)
+            return made[root]
+
+        for old in region.nodes:
+            if any(user not in inside for user in old.users):
+                new = outside(old)
+                old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
+    for old in reversed(region.nodes):
+        graph.erase_node(old)
