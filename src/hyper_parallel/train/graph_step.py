@@ -76,7 +76,7 @@ class GraphStepper:
             raise
         except Exception as error:
             if is_out_of_memory(error):
-                raise post_mortem(graph, error, recipe.handle.strategy, batch.step) from error
+                raise post_mortem(graph, error, recipe.handle, batch.step) from error
             raise
         result = host.result
         if not result.finite:

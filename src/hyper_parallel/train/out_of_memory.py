@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from hyper_parallel.errors import OutOfMemoryError
 from hyper_parallel.graph import Kind, Lifetime, StepGraph, lifetimes
+from hyper_parallel.shard import ShardedModel
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.graphs import Captured
 from hyper_parallel.units import format_bytes
@@ -19,15 +20,23 @@ _LOGITS = 0.3
 """Share of the memory alive from which on tensors of the loss are what to begin with."""
 
 
-def post_mortem(graph: Captured, error: BaseException, strategy: Strategy, step: int) -> OutOfMemoryError:
+def post_mortem(graph: Captured, error: BaseException, handle: ShardedModel, step: int) -> OutOfMemoryError:
     """The error that tells why `step`, counted from 0, ran out of memory where `error` arose."""
     node = graph.executable.node_of(error)
     if node is None:
         return OutOfMemoryError(f"step {step + 1}: out of memory outside of the step's graph: {error}")
-    return OutOfMemoryError(f"step {step + 1}: out of memory {describe(graph.step, node, strategy)}")
+    said = describe(graph.step, node, handle.strategy, head_of(handle.model))
+    return OutOfMemoryError(f"step {step + 1}: out of memory {said}")
 
 
-def describe(step: StepGraph, node: fx.Node, strategy: Strategy) -> str:
+def head_of(model: nn.Module) -> str | None:
+    """The name of the module that gives the logits; None where the model does not tell."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def describe(step: StepGraph, node: fx.Node, strategy: Strategy, head: str | None = None) -> str:
     """The node, what was alive at it, largest first, and the keys of the run file that would make it less."""
     at = list(step.nodes).index(node)
     sizes = dict.fromkeys(step.sizes, 0)
@@ -48,15 +57,21 @@ def describe(step: StepGraph, node: fx.Node, strategy: Strategy) -> str:
         lines.append(f"  {format_bytes(rest):>10}  {len(alive) - _SHOWN} more")
     if step.sizes:
         lines.append("  tensors whose size depends on the data, such as experts' rows, are not counted")
-    lines.append(f"what would help: {'; '.join(remedies(alive, kinds, strategy))}")
+    lines.append(f"what would help: {'; '.join(remedies(alive, kinds, strategy, head))}")
     return "\n".join(lines)
 
 
-def remedies(alive: list[Lifetime], kinds: Mapping[Kind, int], strategy: Strategy) -> list[str]:
+def remedies(
+    alive: list[Lifetime], kinds: Mapping[Kind, int], strategy: Strategy, head: str | None
+) -> list[str]:
     """Keys of the run file, that which would help most first."""
     total = max(sum(kinds.values()), 1)
     working = kinds.get("activation", 0) + kinds.get("temporary", 0)
-    loss = sum(x.bytes for x in alive if x.phase == "loss" and x.kind in ("activation", "temporary"))
+    loss = sum(
+        x.bytes
+        for x in alive
+        if (x.phase == "loss" or x.module == head) and x.kind in ("activation", "temporary")
+    )
     state = total - working - kinds.get("input", 0)
     found: list[str] = []
     if loss > _LOGITS * total:
@@ -76,7 +91,7 @@ def remedies(alive: list[Lifetime], kinds: Mapping[Kind, int], strategy: Strateg
 
 
 def _line(life: Lifetime) -> str:
-    what = f"{life.kind} {life.name}" if life.name else life.kind
+    what = f"{life.kind} {life.name.removeprefix(f'{life.kind}.')}" if life.name else life.kind
     return f"  {format_bytes(life.bytes):>10}  {what}{_where(life.module, life.phase)}"
 
 

@@ -1,0 +1,176 @@
+"""The step's graph against the eager step: every loss, norm, parameter and moment, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import TRAIN, Ran, both, differences, of_graph, packed_text, run_engine
+from peft import LoraConfig, get_peft_model
+from tiny_run import LLAMA, Bigram
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from harness import run_ranks
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.train import graphs
+from hyper_parallel.train.whole_step import BatchShape, capture_step
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+MUON = {"name": "muon", "lr": 0.01}
+
+ALONE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2-dropout": {"model": {"config": GPT2}},
+    "tied": {"model": {"config": {**LLAMA, "tie_word_embeddings": True}}},
+    "bf16": {"strategy": {"precision": {"compute": "bfloat16"}}},
+    "recompute": {"strategy": {"memory": {"recompute": "layer"}}},
+    "not-clipped": {"train": {"clip": None}},
+    "muon": {"train": {"optimizer": MUON}},
+    "mixtral": {"model": {"config": MIXTRAL}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_twenty_steps_are_equal_to_the_bit(name: str, folder: Path) -> None:
+    graph, eager = both(0, folder, name, ALONE[name])
+    assert of_graph(graph) and not eager.notes
+    assert differences(graph, eager) == {}
+    norms = graph.metrics["grad_norm"].values()
+    if name == "llama":
+        assert min(norms) < TRAIN["clip"] < max(norms)
+
+
+def test_each_shape_of_batch_has_a_graph_of_its_own(folder: Path) -> None:
+    graph, eager = both(0, folder, "packed", {"data": packed_text(folder)})
+    assert of_graph(graph)
+    captured = {note.partition("(")[2] for note in graph.notes}
+    assert len(captured) == len(graph.notes) > 1
+    assert any("packed" in note for note in captured)
+    assert differences(graph, eager) == {}
+
+
+def _adapted() -> nn.Module:
+    torch.manual_seed(0)
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=300, **settings))
+    return get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "up_proj"], lora_dropout=0.1))
+
+
+def test_adapters(folder: Path) -> None:
+    graph, eager = both(0, folder, "lora", {}, model=_adapted)
+    assert of_graph(graph)
+    assert differences(graph, eager) == {}
+
+
+def _both(rank: int, world: int, folder: Path, name: str, sections: dict[str, Any]) -> tuple[Ran, Ran]:
+    return both(rank, folder, name, sections)
+
+
+TWO: dict[str, dict[str, Any]] = {
+    "parameters": {"strategy": {"axes": {"shard": 2}}},
+    "gradients": {"strategy": {"axes": {"shard": 2}, "memory": {"shard": "gradients"}}},
+    "optimizer-bf16": {
+        "strategy": {
+            "axes": {"shard": 2},
+            "memory": {"shard": "optimizer"},
+            "precision": {"compute": "bfloat16"},
+        }
+    },
+    "replicate": {"strategy": {"axes": {"replicate": 2}}, "train": {"optimizer": MUON}},
+    "tensor": {"strategy": {"axes": {"tensor": 2}, "sequence": True}},
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_workers_are_equal_to_the_bit(name: str, folder: Path) -> None:
+    sections = {**TWO[name], "train": {"micro_batch": 2, **TWO[name].get("train", {})}}
+    for graph, eager in run_ranks(_both, 2, folder, name, sections):
+        assert of_graph(graph)
+        assert differences(graph, eager) == {}
+
+
+class Asks(Bigram):
+    """Wants to know a value while it computes."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input_ids)
+        if logits.sum() > 1e9:
+            raise ArithmeticError
+        return logits
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why(folder: Path) -> None:
+    graph, eager = both(0, folder, "asks", {}, model=Asks)
+    [said] = graph.notes
+    reason, lost = said.splitlines()
+    assert f"{__file__}:" in reason and "if logits.sum() > 1e9" in reason
+    assert "train.engine=eager" in lost
+    assert not eager.notes
+    assert differences(graph, eager) == {}
+
+
+def _one_asks(rank: int, world: int, folder: Path) -> tuple[Ran, Ran]:
+    sections = {"strategy": {"axes": {"shard": 2}}}
+    return both(rank, folder, "one-asks", sections, model=Asks if rank == 1 else Bigram)
+
+
+def test_ranks_agree_on_the_engine(folder: Path) -> None:
+    (first, expected), (second, _) = run_ranks(_one_asks, 2, folder)
+    assert first.notes[-1].startswith(graphs.ELSEWHERE) and "if logits.sum()" in second.notes[-1]
+    assert differences(first, expected) == {}
+
+
+def _later(rank: int, world: int, folder: Path) -> tuple[Ran, Ran]:
+    """Rank 1 cannot capture steps with rows of several documents."""
+
+    def capture(recipe: Any, shape: BatchShape, *more: Any) -> StepGraph:
+        if rank == 1 and any(shape.documents):
+            raise CaptureError("no packed rows here")
+        return capture_step(recipe, shape, *more)
+
+    graphs.capture_step = capture
+    sections = {
+        "strategy": {"axes": {"shard": 2}},
+        "data": packed_text(folder / str(rank)),
+        "train": {"batch": 4, "micro_batch": 2},
+    }
+    return both(rank, folder, "later", sections)
+
+
+def test_ranks_leave_the_graph_together_in_the_middle_of_a_run(folder: Path) -> None:
+    for rank in range(2):
+        (folder / str(rank)).mkdir()
+    found = run_ranks(_later, 2, folder)
+    for rank, (graph, eager) in enumerate(found):
+        assert "the step as a graph" in graph.notes[0]
+        said = [note for note in graph.notes if "eagerly" in note]
+        assert len(said) == 1 and said[0].startswith("no packed rows here" if rank else graphs.ELSEWHERE)
+        assert differences(graph, eager) == {}
+
+
+@pytest.mark.parametrize(("before", "after"), [("graph", "eager"), ("eager", "graph")])
+def test_a_run_goes_on_with_the_other_engine(before: str, after: str, folder: Path) -> None:
+    sections: dict[str, Any] = {"train": {"schedule": {"name": "constant"}}}
+    whole = run_engine(0, folder, "whole", after, sections)
+    name = f"from-{before}"
+    run_engine(0, folder, name, before, {"train": {**sections["train"], "steps": 9}})
+    (folder / f"{name}-{before}").rename(folder / f"{name}-{after}")
+    resumed = run_engine(0, folder, name, after, sections)
+    del resumed.metrics["eval_loss"], whole.metrics["eval_loss"]  # one more evaluation, after step 9
+    assert differences(resumed, whole) == {}
