@@ -94,8 +94,12 @@ def _prices(world: int) -> Prices:
     return Prices(Cluster.named(f"h100x{world}"))
 
 
-def _unequal(rank: int, world: int, strategy: dict[str, Any], experts: bool) -> dict[str, list[str]]:
-    """By rewrite the tensors of the state that differ from those of the graph as it was captured."""
+_Named = dict[str, list[str]]
+
+
+def _unequal(rank: int, world: int, strategy: dict[str, Any], experts: bool) -> tuple[_Named, _Named]:
+    """By rewrite the tensors of the state that differ from those of the graph as it was captured, and its
+    collectives in order."""
     step = _Step(rank, strategy, experts)
     prices = _prices(world)
     rewrites: dict[str, list[Pass]] = {
@@ -108,19 +112,22 @@ def _unequal(rank: int, world: int, strategy: dict[str, Any], experts: bool) -> 
     wanted = step.ran(step.graph)
     start = step.ran(step.graph, 0)
     assert not torch.equal(wanted["parameter.model.norm.weight"], start["parameter.model.norm.weight"])
-    found = {}
+    found, orders = {}, {}
     for name, passes in rewrites.items():
         made = run_passes(step.graph, passes)[-1].after
-        assert list(made.nodes) and [n.name for n in made.nodes] != [n.name for n in step.graph.nodes]
+        orders[name] = [str(node.target) for node in made.nodes if is_collective(node)]
+        assert [n.name for n in made.nodes] != [n.name for n in step.graph.nodes]
         got = step.ran(made)
         found[name] = [key for key in wanted if not torch.equal(wanted[key], got[key])]
-    return found
+    return found, orders
 
 
 def test_order_and_buckets_change_no_bit_with_weights_and_sequence_sharded() -> None:
     strategy = {"axes": {"shard": 2, "tensor": 2}, "sequence": True}
-    for found in run_ranks(_unequal, 4, strategy, False):
-        assert found == {name: [] for name in found}
+    ranks = run_ranks(_unequal, 4, strategy, False, timeout=120)
+    for unequal, order in ranks:
+        assert unequal == {name: [] for name in unequal}
+        assert order == ranks[0][1]
 
 
 def _calls(rank: int, world: int) -> tuple[int, int]:
@@ -130,6 +137,7 @@ def _calls(rank: int, world: int) -> tuple[int, int]:
 
 
 def test_buckets_leave_one_gather_and_one_reduction_a_layer() -> None:
-    before, after = run_ranks(_calls, 2)[0]
-    # 2 micro-batches · (2 layers and the rest) · (gathers, reductions); the gradient's norm; what the ranks tell.
-    assert after == 2 * 3 * 2 + 2 < before
+    before, after = run_ranks(_calls, 2, timeout=120)[0]
+    # Of each micro-batch: gathers of 2 layers and the rest, reductions of 2 layers, the embedding and the last norm;
+    # and once the gradient's norm, and what the ranks tell each other.
+    assert after == 2 * (3 + 4) + 2 < before

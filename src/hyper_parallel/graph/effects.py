@@ -69,5 +69,17 @@ def begun(node: fx.Node) -> fx.Node:
 
 
 def draws_random(node: fx.Node) -> bool:
-    """Whether a node takes random numbers from a generator, so that running it twice gives two results."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a node takes random numbers from a generator, so that running it twice gives two results.
+
+    Attention is marked so for its dropout, and draws none where that is zero.
+    """
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    for at, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = (
+                node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            )
+            return bool(given != 0)
+    return True

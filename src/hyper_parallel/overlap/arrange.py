@@ -12,6 +12,11 @@ what is on the longest path to the end among all that waits for nothing:
 
     level(v) = seconds(v) + max over what follows v of level                          `_levels`
 
+Of micro-batches that run side by side, that one has its turn that comes soonest to its next collective, so that it is
+sent while another one computes; kernel by kernel in turn, all would wait at the same time:
+
+    lead(v) = seconds(v) + min over what follows v of lead; 0 of a collective          `_leads`
+
 A collective is given to its queue when that would run empty before the next kernel ends, so that a more urgent one may
 still overtake. Waits come last: right before the first thing that needs them.
 
@@ -142,11 +147,14 @@ class _Arranging:
                 assert other < index, f"job {index} comes after {other}, which is behind it"
                 self.then[other].append(index)
         levels = _levels(jobs, self.then)
+        self.leads = _leads(jobs, self.then)
         self.rank = [(job.lane // together, -levels[index], index) for index, job in enumerate(jobs)]
         self.memory = _Memory(jobs)
         self.lanes = _Lanes(jobs, window)
-        self.kernels: list[tuple[tuple[int, float, int], int]] = []
-        """Kernels that wait for nothing, the most urgent first."""
+        self.kernels: dict[int, list[tuple[tuple[int, float, int], int]]] = {job.lane: [] for job in jobs}
+        """By lane the kernels that wait for nothing, the most urgent first."""
+        self.lane = min(self.kernels, default=0)
+        """Of the last kernel."""
         self.begins: dict[str, list[tuple[tuple[int, float, int], int]]] = {name: [] for name in self.queues}
         self.stalled: list[tuple[float, tuple[int, float, int], int]] = []
         """What waits for a collective that runs, the soonest first."""
@@ -160,7 +168,7 @@ class _Arranging:
             took = self.jobs[kernel].seconds if kernel is not None else 0.0
             if self._begin_until(self.now + took, force=kernel is None and not self.stalled):
                 if kernel is not None:
-                    heapq.heappush(self.kernels, (self.rank[kernel], kernel))
+                    self._offer(kernel)
                 continue
             if kernel is not None:
                 self._run(kernel)
@@ -209,27 +217,33 @@ class _Arranging:
         if self.due[index] > self.now:
             heapq.heappush(self.stalled, (self.due[index], self.rank[index], index))
         elif queue == COMPUTE:
-            heapq.heappush(self.kernels, (self.rank[index], index))
+            heapq.heappush(self.kernels[self.jobs[index].lane], (self.rank[index], index))
         else:
             heapq.heappush(self.begins[queue], (self.rank[index], index))
 
     def _next_kernel(self) -> int | None:
-        """Take the most urgent kernel that fits; the earliest of the list where nothing fits and nothing is waited
-        for."""
-        aside: list[tuple[tuple[int, float, int], int]] = []
+        """Take the most urgent kernel that fits; of lanes that are equally urgent, of the one that comes soonest to its
+        next collective. Where nothing fits and nothing is waited for, take the earliest of the list."""
+        tops = [(lane, waiting[0]) for lane, waiting in self.kernels.items() if waiting]
+        tops.sort(key=lambda top: (top[1][0][0], self.leads[top[1][1]], top[0] != self.lane, top[1]))
+        lanes = [lane for lane, _ in tops]
+        aside: list[int] = []
         chosen = None
-        while self.kernels and len(aside) < 32:
-            entry = heapq.heappop(self.kernels)
-            if self._fits(entry[1]):
-                chosen = entry[1]
-                break
-            aside.append(entry)
+        for lane in lanes:
+            waiting = self.kernels[lane]
+            tried = 0
+            while waiting and chosen is None and tried < 16:
+                index = heapq.heappop(waiting)[1]
+                if self._fits(index):
+                    chosen = index
+                else:
+                    aside.append(index)
+                    tried += 1
         if chosen is None and aside and not self.stalled:
-            entry = min(aside, key=lambda one: one[1])
-            aside.remove(entry)
-            chosen = entry[1]
-        for entry in aside:
-            heapq.heappush(self.kernels, entry)
+            chosen = min(aside)
+            aside.remove(chosen)
+        for index in aside:
+            self._offer(index)
         return chosen
 
     def _begin_until(self, time: float, force: bool) -> bool:
@@ -249,6 +263,7 @@ class _Arranging:
         self._emit(index)
         beside = any(free > self.now for free in self.queues.values())
         self.now += self.jobs[index].seconds * (self.slowdown if beside else 1.0)
+        self.lane = self.jobs[index].lane
         self._after(index)
 
     def _begin(self, index: int) -> None:
@@ -341,3 +356,13 @@ def _levels(jobs: Sequence[Job], then: Sequence[Sequence[int]]) -> list[float]:
         longest = max((levels[other] for other in then[index]), default=0.0)
         levels[index] = jobs[index].seconds + longest
     return levels
+
+
+def _leads(jobs: Sequence[Job], then: Sequence[Sequence[int]]) -> list[float]:
+    """Seconds of kernels from the start of each job to the next collective that follows from it."""
+    leads = [0.0] * len(jobs)
+    for index in range(len(jobs) - 1, -1, -1):
+        if jobs[index].queue in (COMPUTE, FREE):
+            soonest = min((leads[other] for other in then[index]), default=math.inf)
+            leads[index] = jobs[index].seconds + soonest
+    return leads

@@ -22,6 +22,7 @@ from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.effects import begun
 from hyper_parallel.graph.groups import group_name, is_collective, is_wait
 from hyper_parallel.graph.order import dependencies
+from hyper_parallel.graph.passes import SCHEDULE
 from hyper_parallel.overlap.jobs import lanes_of
 from hyper_parallel.overlap.settle import settled
 from hyper_parallel.overlap.stored import kind_of, layer_of, reductions, runs
@@ -44,7 +45,7 @@ class Buckets:
     name: str = "buckets"
     requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset({"buckets"})
-    conflicts: frozenset[str] = frozenset({"schedule", "buckets"})
+    conflicts: frozenset[str] = frozenset({SCHEDULE, "buckets"})
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The graph with fewer collectives."""
@@ -53,7 +54,8 @@ class Buckets:
         of_layers: dict[object, list[fx.Node]] = defaultdict(list)
         lanes = lanes_of(made)
         for node in reductions(made):
-            of_layers[lanes[node], layer_of(node)].append(node)
+            if layer_of(node):  # outside of layers they are far apart, and large
+                of_layers[lanes[node], layer_of(node)].append(node)
         candidates += of_layers.values()
         buckets = [bucket for one in candidates for bucket in self._cut(one)]
         while True:

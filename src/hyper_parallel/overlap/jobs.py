@@ -21,7 +21,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, lifetimes, values_of
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.effects import begun
-from hyper_parallel.graph.groups import is_wait
+from hyper_parallel.graph.groups import is_collective, is_wait
 from hyper_parallel.graph.order import dependencies
 from hyper_parallel.overlap.arrange import COMPUTE, FREE, Job
 from hyper_parallel.program import Collective
@@ -71,7 +71,8 @@ def jobs_of(step: StepGraph, prices: Prices, sizes: Mapping[Any, int] | None = N
     """The jobs of a step; `sizes` gives the symbols of its sizes values."""
     nodes = tuple(step.nodes)
     place = {node: at for at, node in enumerate(nodes)}
-    needs = dependencies(step)
+    # Which of a group's collectives comes first is for the new order to say.
+    needs = dependencies(step, [node for node in nodes if is_collective(node)])
     done = costs(step, sizes)
     makes, uses = _memory(step, nodes, dict(sizes or {}))
     lanes = lanes_of(step)

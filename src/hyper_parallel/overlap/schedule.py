@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.groups import is_collective
 from hyper_parallel.graph.order import reorder
+from hyper_parallel.graph.passes import SCHEDULE
 from hyper_parallel.overlap.arrange import arrange
 from hyper_parallel.overlap.jobs import Prices, jobs_of
 
@@ -31,12 +33,13 @@ class Schedule:
 
     name: str = "schedule"
     requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset({"schedule"})
+    provides: frozenset[str] = frozenset({SCHEDULE})
     conflicts: frozenset[str] = frozenset()
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The same nodes in another order."""
         found = jobs_of(step, self.prices, self.sizes)
+        free = [node for node in found.nodes if is_collective(node)]
         made = arrange(
             found.jobs,
             window=self.window,
@@ -44,4 +47,4 @@ class Schedule:
             together=self.together,
             slowdown=self.prices.slowdown,
         )
-        return reorder(step, [found.nodes[index] for index in made.order])
+        return reorder(step, [found.nodes[index] for index in made.order], free)

@@ -14,8 +14,9 @@ from torch import fx
 
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.effects import begun
-from hyper_parallel.graph.groups import group_name, is_wait
+from hyper_parallel.graph.groups import group_name, is_collective, is_wait
 from hyper_parallel.graph.order import dependencies, reorder
+from hyper_parallel.graph.passes import SCHEDULE
 from hyper_parallel.overlap.settle import settled
 from hyper_parallel.overlap.stored import layer_of, reductions, runs
 
@@ -25,14 +26,15 @@ class Usual:
 
     name = "usual"
     requires: frozenset[str] = frozenset()
-    provides = frozenset({"schedule"})
-    conflicts = frozenset({"schedule"})
+    provides = frozenset({SCHEDULE})
+    conflicts = frozenset({SCHEDULE})
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The same nodes in the usual order."""
         nodes = list(step.nodes)
         place = {node: at for at, node in enumerate(nodes)}
         wish: dict[fx.Node, tuple[float, int]] = {}
+        free = [node for node in nodes if is_collective(node)]
         found = runs(step)
         for before, run in itertools.pairwise(found):
             ahead = min((place[wait] for wait in before.waits), default=place[before.asks[-1]]) - 0.5
@@ -50,4 +52,4 @@ class Usual:
         for node in nodes:
             if is_wait(node) and begun(node) in until:
                 wish[node] = (until[begun(node)], place[node])
-        return reorder(step, settled(nodes, dependencies(step), wish))
+        return reorder(step, settled(nodes, dependencies(step, free), wish), free)
