@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -27,6 +28,11 @@ def running_backward() -> int | None:
 def below_autograd() -> contextlib.AbstractContextManager[None]:
     """Operators in the block go straight to the device's kernels: nothing is recorded for a backward pass."""
     return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+
+
+def outside_modes() -> contextlib.AbstractContextManager[Any]:
+    """Operators in the block are those of real tensors, whatever modes are on."""
+    return _disable_current_modes()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def kernel(operator: Any) -> Callable[..., Any]:

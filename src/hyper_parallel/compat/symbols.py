@@ -7,6 +7,7 @@ from typing import Any
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import CleanDiv, FloorDiv
 
@@ -14,6 +15,11 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv
 def expression(number: int | torch.SymInt) -> Any:
     """The sympy expression of a number."""
     return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
+
+
+def is_symbolic(number: int | torch.SymInt) -> bool:
+    """Whether a number is one that only a run knows."""
+    return isinstance(number, torch.SymInt) and isinstance(number.node, SymNode)
 
 
 def floor_division(found: Any) -> bool:

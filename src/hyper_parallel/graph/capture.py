@@ -2,7 +2,7 @@
 
 The recorder stands below autograd, where `loss.backward()` is operators like any others, and above the fake tensors,
 which give each result its shape and storage. It needs no values and allocates nothing. It is told the tensors that
-come from outside; one that it meets and was not told of is an error, and a real tensor is a constant.
+come from outside; one that it meets and was not told of is an error. What `torch.tensor` makes is a constant.
 
 Which module a node belongs to: in the forward pass the innermost module whose forward runs. A node of the backward pass
 runs under an autograd node, which bears the number that its operator of the forward pass had; the recorder knows which
@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
-from hyper_parallel.compat.dispatch import next_sequence, running_backward, written
+from hyper_parallel.compat.dispatch import next_sequence, outside_modes, running_backward, written
 from hyper_parallel.compat.fake import is_fake
-from hyper_parallel.errors import CaptureError
+from hyper_parallel.compat.fake_kernels import fake_kernel
+from hyper_parallel.errors import CaptureError, HyperParallelError
+from hyper_parallel.graph.blame import explained
 from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value
 from hyper_parallel.graph.phase import current_phase
 from hyper_parallel.graph.sizes import Sizes
@@ -42,6 +44,11 @@ _QUESTIONS = frozenset(
     }
 )
 """What is asked of a fake tensor and computes nothing."""
+_LIFT = torch.ops.aten.lift_fresh.default
+_SHOWN = frozenset(
+    {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
+)
+"""What takes values out of a tensor without an operator."""
 
 
 def capture(
@@ -58,25 +65,51 @@ def capture(
     are given. `gradients`: called after the step, the gradient of each parameter by its name. `groups`: the axis and
     the ranks of each process group, by its name, so that collectives can be asked for them (`groups.group_of`).
 
-    Raises CaptureError when the step reads a tensor that it was not told of, or cannot be followed.
+    Raises CaptureError, which names the line and the operator, when the step reads a tensor that it was not told of, or
+    cannot be followed; and whatever of our own errors the step raises.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(modules)
     for name, (kind, tensor) in tensors.items():
         recorder.give(name, kind, tensor)
-    with recorder.following(modules), recorder:
-        returned = dict(step())
+    try:
+        with recorder.following(), recorder.sizes.told(), recorder, _NothingShown():
+            returned = dict(step())
+    except CaptureError as error:
+        raise recorder.explained(error) from error
+    except HyperParallelError:
+        raise
+    except Exception as error:
+        # Whatever it is: a step that fails for another reason fails when it runs eagerly, too.
+        raise recorder.explained(error) from error
     found = recorder.finished(returned, dict(gradients()) if gradients is not None else {})
     found.groups = dict(groups or {})
     return found
 
 
+class _NothingShown(TorchFunctionMode):
+    """Refuses to show the values of tensors: a graph would not show them again."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _SHOWN:
+            raise CaptureError(
+                f"Tensor.{func.__name__} shows a tensor's values, which are not there before the step runs; "
+                "leave it out of the step"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class _Recorder(TorchDispatchMode):
     """Writes down what is dispatched inside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
         super().__init__()
+        self._names = {module: name for name, module in model.named_modules()} if model is not None else {}
+        self._last: Any = None
+        """The operator that was dispatched last."""
         self._graph = fx.Graph()
-        self._sizes = Sizes(self._graph)
+        self.sizes = Sizes(self._graph)
         self._inputs: list[Input] = []
         self._storages: list[Storage] = []
         self._by_address: dict[int, int] = {}
@@ -100,9 +133,9 @@ class _Recorder(TorchDispatchMode):
         self._tell(tensor, node)
 
     @contextlib.contextmanager
-    def following(self, model: nn.Module | None) -> Iterator[None]:
+    def following(self) -> Iterator[None]:
         """Know which of the model's modules is running."""
-        names = {module: name for name, module in model.named_modules()} if model is not None else {}
+        names = self._names
 
         def enter(module: nn.Module, _: Any) -> None:
             if module in names:
@@ -137,23 +170,42 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim" or func in _QUESTIONS:
             return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+        self._last = func
+        if func is _LIFT and not is_fake(args[0]):
+            return self._constant(args[0])
+        reads: set[int] = set()
+        nodes = tuple(self._argument(arg, func, reads) for arg in args)
+        named = {key: self._argument(arg, func, reads) for key, arg in kwargs.items()}
+        result = (fake_kernel(func) or func)(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             # What was waited for is the same memory; the fake kernel says that it is new.
             result = args[0]
         if func is torch.ops.aten.detach.default:
-            self._tell(result, self._node_of(args[0], func))
+            self._tell(result, nodes[0])
             return result
-        reads: set[int] = set()
-        node = self._graph.call_function(
-            func,
-            tuple(self._argument(arg, func, reads) for arg in args),
-            {key: self._argument(arg, func, reads) for key, arg in kwargs.items()},
-        )
+        node = self._graph.call_function(func, nodes, named)
         writes = {self._storage(tensor) for tensor in written(func, args, kwargs)}
         node.meta.update(self._where(), reads=tuple(sorted(reads)), writes=tuple(sorted(writes)))
         node.meta["value"] = self._results(result, node)
         return result
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A real tensor, just made of numbers, as the graph's own: each run begins with a copy of it."""
+        name = f"constant_{len(self._constants)}"
+        result: torch.Tensor = _LIFT(tensor)
+        with outside_modes():
+            self._constants[name] = tensor.detach().clone()
+        node = self._graph.create_node("get_attr", name)
+        node.meta.update(self._where(), reads=(), writes=(), value=self._value(tensor, name))
+        copy = self._graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta.update(self._where(), reads=(node.meta["value"].storage,), writes=())
+        copy.meta["value"] = self._results(result, copy)
+        return result
+
+    def explained(self, error: Exception) -> CaptureError:
+        """Why the capture stopped, with the place."""
+        last = "" if self._last is None else str(self._last)
+        return explained(error, last, self._where()["module"], self._names)
 
     def _where(self) -> dict[str, Any]:
         backward = running_backward()
@@ -165,27 +217,26 @@ class _Recorder(TorchDispatchMode):
         return {"phase": current_phase(), "module": module, "recomputed": recomputed}
 
     def _argument(self, arg: Any, func: Any, reads: set[int]) -> Any:
-        def convert(x: Any) -> Any:
-            if isinstance(x, torch.Tensor):
-                node = self._node_of(x, func)
-                if is_fake(x):
-                    reads.add(self._storage(x))
-                return node
-            if isinstance(x, torch.SymInt):
-                return self._sizes.argument(x)
-            if isinstance(x, torch.SymFloat | torch.SymBool):
-                raise CaptureError(f"{func} is given {x}, a number that depends on the data and is no size")
-            return x
-
-        return tree_map(convert, arg)
+        if isinstance(arg, torch.Tensor):
+            node = self._node_of(arg, func)
+            reads.add(self._storage(arg))
+            return node
+        if isinstance(arg, tuple | list):
+            parts = [self._argument(part, func, reads) for part in arg]
+            return parts if isinstance(arg, list) else tuple(parts)
+        if isinstance(arg, torch.SymInt):
+            return self.sizes.argument(arg)
+        if isinstance(arg, torch.SymFloat | torch.SymBool):
+            raise CaptureError(f"{func} is given {arg}, a number that depends on the data and is no size")
+        return arg
 
     def _results(self, result: Any, node: fx.Node) -> Any:
         if isinstance(result, torch.Tensor):
             self._tell(result, node)
-            self._sizes.bind_value(result, node)
+            self.sizes.bind_value(result, node)
             return self._value(result)
         if isinstance(result, torch.SymInt):
-            self._sizes.bind(result, node)
+            self.sizes.bind(result, node)
             return None
         if isinstance(result, tuple | list):
             made: list[Value | None] = []
@@ -196,7 +247,7 @@ class _Recorder(TorchDispatchMode):
                 item = self._graph.call_function(operator.getitem, (node, index))
                 item.meta.update(node.meta, reads=(), writes=(), value=self._value(part))
                 self._tell(part, item)
-                self._sizes.bind_value(part, item)
+                self.sizes.bind_value(part, item)
                 made.append(item.meta["value"])
             return tuple(made)
         return None
@@ -214,17 +265,10 @@ class _Recorder(TorchDispatchMode):
             # The same memory under another name: an optimizer's own view of a parameter.
             self._tell(tensor, given[1])
             return given[1]
-        if is_fake(tensor):
-            raise CaptureError(
-                f"{func} reads a tensor of {tuple(tensor.shape)} that comes from outside of the step and is none of "
-                "its inputs; register it as a buffer of its module, or compute it in the forward pass"
-            )
-        name = f"constant_{len(self._constants)}"
-        self._constants[name] = tensor.detach().clone()
-        made = self._graph.create_node("get_attr", name)
-        made.meta.update(self._where(), reads=(), writes=(), value=self._value(tensor, name))
-        self._tell(tensor, made)
-        return made
+        raise CaptureError(
+            f"{func} reads a tensor of {tuple(tensor.shape)} that comes from outside of the step and is none of its "
+            "inputs; register it as a buffer of its module (register_buffer), or compute it in the forward pass"
+        )
 
     def _storage(self, tensor: torch.Tensor, name: str | None = None) -> int:
         storage = tensor.untyped_storage()
@@ -254,6 +298,13 @@ class _Recorder(TorchDispatchMode):
             tuple(self._node_of(tensor, f"the output {name!r}") for name, tensor in returned.items())
         )
         output.meta.update(self._where(), reads=(), writes=())
+        before = output
+        for node in self._graph.nodes:
+            if "phase" not in node.meta:
+                # Arithmetic on sizes is where the node before it is.
+                where = {key: before.meta[key] for key in ("phase", "module", "recomputed")}
+                node.meta.update(where, reads=(), writes=())
+            before = node
         step = StepGraph(
             self._graph,
             self._inputs,
@@ -261,7 +312,8 @@ class _Recorder(TorchDispatchMode):
             self._storages,
             self._constants,
             {self._storage(gradient): name for name, gradient in gradients.items()},
-            {symbol: node for symbol, node in self._sizes.nodes.items() if symbol.is_Symbol},
+            {symbol: node for symbol, node in self.sizes.nodes.items() if symbol.is_Symbol},
+            even=self.sizes.even,
         )
         return trim(step)
 

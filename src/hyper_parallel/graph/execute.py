@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat.dispatch import below_autograd, kernel
+from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.nouns import StepGraph
 
@@ -66,7 +67,15 @@ class Executable:
 
 def executable(step: StepGraph, stamp: Callable[[], None] | None = None) -> Executable:
     """The Python function of a graph. `stamp` is called before the first node and after each, when what dies with it
-    was let go."""
+    was let go.
+
+    Raises CaptureError for a step that was captured for costs, whose sizes are of rows that spread evenly.
+    """
+    if step.balanced:
+        raise CaptureError(
+            "this graph takes tokens to spread evenly over the experts, and is right for costs only; capture the step "
+            "without `spread_evenly` to run it"
+        )
     writer = _Writer(step, stamp)
     source = writer.source()
     namespace = writer.names

@@ -65,6 +65,15 @@ class Input:
     kind: Kind
 
 
+@dataclass(frozen=True)
+class Even:
+    """What a size that depends on the data is, where rows spread evenly."""
+
+    rows: int
+    scales: bool
+    """More popular experts make it larger in proportion."""
+
+
 @dataclass(eq=False)
 class StepGraph:
     """One rank's step: a flat graph of ATen operators, in the order in which they run.
@@ -86,6 +95,10 @@ class StepGraph:
     """Storage of a gradient to the name of its parameter."""
     sizes: dict[Any, fx.Node] = field(default_factory=dict)
     """Symbol of a size that depends on the data to the node that computes it; empty where none does."""
+    even: dict[Any, Even] = field(default_factory=dict)
+    """Symbol to what it is where tokens spread evenly, for `sizes.balanced_sizes`."""
+    balanced: bool = False
+    """The sizes are those of rows that spread evenly, whatever the data: right for costs, and never to be run."""
     groups: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Name of a process group to its (axis, ranks); read by `groups.group_of`."""
 
@@ -127,6 +140,8 @@ class StepGraph:
             dict(self.constants),
             dict(self.gradients),
             sizes,
+            dict(self.even),
+            self.balanced,
             self.groups,
         )
         return made, known

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from hyper_parallel.compat.symbols import expression, floor_division
+from hyper_parallel.compat.symbols import expression, floor_division, is_symbolic
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph.nouns import Even, StepGraph
+
+_even: ContextVar[dict[Any, Even] | None] = ContextVar("even_sizes", default=None)
 
 
 class Sizes:
@@ -20,6 +26,16 @@ class Sizes:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self.nodes: dict[Any, fx.Node] = {}
+        self.even: dict[Any, Even] = {}
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside, `expected` tells what these sizes are likely to be."""
+        token = _even.set(self.even)
+        try:
+            yield
+        finally:
+            _even.reset(token)
 
     def bind(self, number: Any, node: fx.Node) -> None:
         """`node` computes `number`."""
@@ -64,7 +80,42 @@ class Sizes:
                 return node
         if floor_division(found):
             return self._graph.call_function(operator.floordiv, tuple(parts))
-        raise NotImplementedError(f"a size of the form {found} ({type(found).__name__})")
+        raise CaptureError(
+            f"a size is {found}, which this engine cannot compute in a graph ({type(found).__name__})"
+        )
+
+
+def expected(numbers: Sequence[int], even: Sequence[int], scales: bool) -> None:
+    """Tell what `numbers`, read from a tensor, are where rows spread evenly; nothing happens outside of a capture.
+
+    They may be taken for sizes of tensors from here on. `scales`: they grow with the popularity of this rank's experts.
+    """
+    known_even = _even.get()
+    if known_even is None:
+        return
+    for number, rows in zip(numbers, even, strict=True):
+        if is_symbolic(number):
+            torch._check(number >= 0)
+            found = expression(number)
+            if found.is_Symbol:
+                known_even[found] = Even(rows, scales)
+
+
+def balanced_sizes(step: StepGraph, load: float = 1.0) -> dict[Any, int]:
+    """Each symbol of the step to the rows that it stands for where they spread evenly, this rank's experts `load` times
+    as popular as the mean.
+
+    Raises CaptureError when the step has a size of which nothing is known.
+    """
+    unknown = [str(symbol) for symbol in step.sizes if symbol not in step.even]
+    if unknown:
+        raise CaptureError(
+            f"the sizes {', '.join(sorted(unknown)[:5])} depend on the data, and nobody told what they are on average; "
+            "give them values, or tell them in the model's code (hyper_parallel.graph.sizes.expected)"
+        )
+    return {
+        symbol: round(even.rows * load) if even.scales else even.rows for symbol, even in step.even.items()
+    }
 
 
 def known(number: Any, values: dict[Any, int]) -> int:

@@ -26,6 +26,7 @@ from hyper_parallel.inspect.resident import count_micro_batches
 from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.axis import MeshAxes
 from hyper_parallel.shard.documents import documents_known
+from hyper_parallel.shard.experts.spread import spread_evenly
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.train.optimizer import build_optimizer
 
@@ -68,7 +69,7 @@ def measure(model: nn.Module, config: RunConfig, rows: int) -> Measured:
     mode = fake_mode()
     make_fake(model, mode)
     model.train()
-    with mode, documents_known(several=False):
+    with mode, documents_known(several=False), spread_evenly():
         with counting() as calls:
             measured = _memory(model, handle, config, rows, patterns)
         # With all of ZeRO a micro-batch sends what it sends, whatever came before it.

@@ -24,6 +24,7 @@ from hyper_parallel.graph import Kind, StepGraph, capture, host, phase
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.documents import documents_known, several_documents
 from hyper_parallel.shard.experts.routing import update_biases
+from hyper_parallel.shard.experts.spread import even_load
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.train.batches import MicroBatch
 from hyper_parallel.train.optimizer import Optimizer, build_optimizer
@@ -62,7 +63,9 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
     """The graph of one rank's step. The model was parallelized in the traceable lowering; it may be on the meta device.
 
     The inputs are named ``parameter.<name>``, ``buffer.<name>``, the names of the optimizer's tensors, and those of
-    `batch_inputs`. Raises CaptureError where the step cannot be followed.
+    `batch_inputs`. It is written for any routing of tokens to experts; under `shard.experts.spread.spread_evenly` for
+    one that spreads evenly, which is quick for any number of experts, right for costs, and refused by
+    `graph.executable`. Raises CaptureError where the step cannot be followed.
     """
     mode = fake_mode_with_symbols()
     handle, model = recipe.handle, recipe.model.train()
@@ -84,7 +87,9 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
         }
         try:
             with mode:
-                return capture(body, tensors, model, lambda: body.gradients, handle.process_groups())
+                found = capture(body, tensors, model, lambda: body.gradients, handle.process_groups())
+                found.balanced = even_load() is not None and bool(handle.plan.experts)
+                return found
         finally:
             body.forget()
 

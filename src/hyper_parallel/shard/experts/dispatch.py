@@ -24,10 +24,12 @@ import torch
 from torch import nn
 
 from hyper_parallel.compat import collectives
-from hyper_parallel.compat.fake import is_fake
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
+from hyper_parallel.compat.symbols import is_symbolic
+from hyper_parallel.graph.sizes import expected
 from hyper_parallel.shard.axis import Axis, _Moved
 from hyper_parallel.shard.experts.grouped import apply_experts
+from hyper_parallel.shard.experts.spread import even_load, evenly
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -53,7 +55,12 @@ def compute(
     rows = _to_rows(x, order, back, ids.size(1))
     counts = count(keys, experts + len(replicas))
     if expert.size == 1:
-        groups = evenly(rows.size(0), experts) if is_fake(counts) else counts.tolist()
+        even = evenly(rows.size(0), experts)
+        if even_load() is not None:
+            groups = even
+        else:
+            groups = counts.tolist()
+            expected(groups, even, scales=False)
         computed = apply_experts(module, weights, rows, groups)
     else:
         computed = _elsewhere(module, weights, rows, counts, expert, experts, replicas)
@@ -79,11 +86,8 @@ def _elsewhere(
     n, local = expert.size, experts // expert.size
     leaving = counts[:experts].view(n, local)
     arriving = collectives.all_to_all(leaving, [1] * n, [1] * n, expert.group)
-    if is_fake(counts):
-        told = _told_evenly(rows.size(0), expert, experts, len(replicas))
-    else:
-        told = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[experts:]]).tolist()
-    send, receive, groups, hot = told[:n], told[n : 2 * n], told[2 * n : 2 * n + local], told[2 * n + local :]
+    told = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[experts:]])
+    send, receive, groups, hot = _read(told, rows.size(0), expert, experts, len(replicas))
     away = rows.narrow(0, 0, sum(send)) if replicas else rows
 
     arrived = expert.exchange(away, send, receive)
@@ -104,22 +108,37 @@ def _elsewhere(
     return torch.cat([returned, here])
 
 
-# Counts where there are none to be read: tensors without values, on which costs are worked out.
+def _read(
+    told: torch.Tensor, rows: int, expert: Axis, experts: int, replicas: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Rows to each rank, from each rank, to each of this rank's experts, to each replica, once the host has waited."""
+    sizes = expert.size, expert.size, experts // expert.size, replicas
+    load = even_load()
+    if load is not None:
+        return _told_evenly(rows, expert, experts, replicas, load)
+    whole = told.tolist()
+    parts = []
+    for size in sizes:
+        parts.append(whole[:size])
+        whole = whole[size:]
+    send, receive, groups, hot = parts
+    if any(map(is_symbolic, send)):
+        even = _told_evenly(rows, expert, experts, replicas, 1.0)
+        for part, likely, scales in zip(parts, even, (False, True, True, False), strict=True):
+            expected(part, likely, scales)
+    return send, receive, groups, hot
 
 
-def evenly(rows: int, bins: int) -> list[int]:
-    """`rows` spread over `bins` as evenly as they go; the first ones have one more."""
-    return [rows // bins + (at < rows % bins) for at in range(bins)]
-
-
-def _told_evenly(rows: int, expert: Axis, experts: int, replicas: int) -> list[int]:
-    """What the owners would tell each other if the rows of every rank were spread evenly over the experts."""
+def _told_evenly(
+    rows: int, expert: Axis, experts: int, replicas: int, load: float
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """What `_read` gives if the rows of every rank were spread evenly over the experts, and this rank's were `load`
+    times as popular."""
     n, local = expert.size, experts // expert.size
     counts = evenly(rows, experts + replicas)
     send = [sum(counts[at * local : (at + 1) * local]) for at in range(n)]
-    me = per_rank_int(expert.index)
-    groups = [n * counts[me * local + at] for at in range(local)]
-    return [*send, *[send[me]] * n, *groups, *counts[experts:]]
+    come = round(send[per_rank_int(expert.index)] * load)
+    return send, [come] * n, evenly(n * come, local), counts[experts:]
 
 
 # Replicas.
