@@ -14,6 +14,7 @@ from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.export import export
 from hyper_parallel.cli.inspect import inspect
 from hyper_parallel.cli.schema import schema
+from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
 from hyper_parallel.cli.verify import verify
 from hyper_parallel.errors import PREFIX, HyperParallelError, WorkersFailedError
@@ -51,7 +52,7 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, verify, inspect, export, schema, calibrate, doctor):
+for _subcommand in (train, verify, inspect, simulate, export, schema, calibrate, doctor):
     command.add_command(_subcommand)
 
 

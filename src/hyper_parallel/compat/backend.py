@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hyper_parallel.compat.clock import Clock, EventClock
+
 
 class Event(Protocol):
     """A point in a stream's order. An event that was never recorded counts as reached.
@@ -90,6 +92,10 @@ class Backend(ABC):
     @abstractmethod
     def Event(self, timing: bool = False) -> Event:
         """A new event; `timing` allows `elapsed_time`."""
+
+    def Clock(self) -> Clock:
+        """A new clock for the work of the calling thread on the current device."""
+        return EventClock(self)
 
     @abstractmethod
     def memory_allocated(self) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.compat.backend import Backend
+from hyper_parallel.compat.clock import HostClock
 from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream, synchronize_all
 
 
@@ -45,6 +46,9 @@ class CpuBackend(Backend):
 
     def Event(self, timing: bool = False) -> CpuEvent:
         return CpuEvent(timing)
+
+    def Clock(self) -> HostClock:
+        return HostClock()
 
     def memory_allocated(self) -> int:
         resident = _status_bytes("VmRSS")

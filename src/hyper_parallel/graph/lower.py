@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch import fx
@@ -53,20 +54,32 @@ def lower(
     if classes is None:
         (only,) = steps
         classes = {0: only}
-    ops, resident = {}, {}
-    for name, step in steps.items():
-        ops[name], resident[name] = lowered(step, sizes=sizes, views=views)
-    return Program(ops, dict(classes), resident, model_flops, micro_batches)
+    found = {name: lowered(step, sizes=sizes, views=views) for name, step in steps.items()}
+    return Program(
+        {name: one.ops for name, one in found.items()},
+        dict(classes),
+        {name: one.resident for name, one in found.items()},
+        model_flops,
+        micro_batches,
+    )
 
 
-def lowered(
-    step: StepGraph, *, sizes: Mapping[Any, int] | None = None, views: bool = True
-) -> tuple[tuple[Op, ...], tuple[Bytes, ...]]:
-    """The ops of one rank class, and what is resident; arguments and errors as of `lower`."""
+@dataclass(frozen=True)
+class Lowered:
+    """One rank class of a Program."""
+
+    ops: tuple[Op, ...]
+    nodes: tuple[fx.Node, ...]
+    """Of each op, what it was."""
+    resident: tuple[Bytes, ...]
+
+
+def lowered(step: StepGraph, *, sizes: Mapping[Any, int] | None = None, views: bool = True) -> Lowered:
+    """The ops of one rank class; arguments and errors as of `lower`."""
     writer = _Writer(step, sizes, views)
     for at, node in enumerate(step.nodes):
         writer.add(at, node)
-    return writer.ops, writer.resident
+    return Lowered(writer.ops, writer.nodes, writer.resident)
 
 
 _Draft = tuple[fx.Node, Work | Collective | None, str, tuple[int, ...], tuple[Bytes, ...]]
@@ -132,12 +145,19 @@ class _Writer:
         return index
 
     @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """Of each op."""
+        return tuple(node for node, *_ in self._written)
+
+    @property
     def ops(self) -> tuple[Op, ...]:
         """What was written."""
         return tuple(
             Op(
                 index,
-                f"host {node.args[0]}" if node.target is HOST else operator_name(node),
+                f"host {node.args[0]}"
+                if node.target is HOST
+                else operator_name(node).removesuffix("_for_cpu"),
                 node.meta["module"],
                 node.meta["phase"],
                 queue,

@@ -1,0 +1,99 @@
+"""``hyper-parallel simulate``"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from hyper_parallel.cli.arguments import as_json, run_file
+from hyper_parallel.errors import ConfigError
+
+
+@click.command(short_help="Predict a step on any cluster: time, communication, memory.")
+@run_file
+@click.option(
+    "--cluster",
+    required=True,
+    metavar="NAME",
+    help="A preset such as h100, h100x64 or cloudmatrix384, or the path of a cluster file.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="How many devices; must be what the strategy's axes multiply to, which is what leaving it out means.",
+)
+@click.option(
+    "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a trace for ui.perfetto.dev."
+)
+@click.option(
+    "--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page that works offline."
+)
+@as_json
+def simulate(
+    file: Path,
+    overrides: tuple[str, ...],
+    cluster: str,
+    ranks: int | None,
+    trace: Path | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Predict what a step of FILE would take on a cluster that need not be there.
+
+    One rank's whole step is captured as a graph on tensors without memory, each operator is priced on the
+    cluster's device and each collective on its links, and the step is simulated. A table shows where the time and
+    the memory would go, and whether the step fits. Every number is predicted; where the cluster's constants come from
+    is told beside them.
+
+    \b
+    Examples:
+      hyper-parallel simulate examples/simulate/llama-8b.yaml --cluster h100x64
+      hyper-parallel simulate run.yaml --cluster cloudmatrix384 strategy.axes.tensor=8 --html step.html
+      hyper-parallel calibrate && hyper-parallel simulate run.yaml --cluster cluster.yaml     this machine
+
+    \b
+    Exit codes:
+      0    predicted, whether or not it fits the memory
+      2    a mistake in the file or the arguments, told in one line
+      130  interrupted
+    """
+    from hyper_parallel import config
+
+    run = config.load(file, overrides)
+    for option, path in (("--trace", trace), ("--html", html)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(
+                f"{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
+            )
+    # Only now, because these need torch.
+    from hyper_parallel.predict import cluster_of, predict_run
+
+    machine = cluster_of(cluster, run, ranks)
+    begun = time.monotonic()
+
+    def progress(said: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"  {time.monotonic() - begun:5.1f} s  {said}", err=True)
+
+    found = predict_run(run, machine, progress=progress)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
+    from hyper_parallel.report import page, perfetto
+
+    if trace is not None:
+        perfetto_text = perfetto(found.timeline)
+        _write("--trace", trace, perfetto_text)
+        click.echo(f"written: {trace} (open it at ui.perfetto.dev)", err=True)
+    if html is not None:
+        _write("--html", html, page(found.timeline, f"{file.stem} on {found.timeline.cluster}"))
+        click.echo(f"written: {html}", err=True)
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,95 @@
+"""A step's graph run with a clock: when each node began and ended, as a measured Timeline.
+
+A node's time is that from the end of the node before it to its own end: its operator, the Python around it, and the
+release of what dies with it. A collective runs from the node that begins it until somebody has waited for it, as far as
+the host can see; the wait is idle time. So is what the host does at a host point. Memory is that of `graph.lifetimes`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import torch
+
+from hyper_parallel.compat.clock import Clock
+from hyper_parallel.graph.effects import begun
+from hyper_parallel.graph.execute import Executable, Host, executable
+from hyper_parallel.graph.groups import is_collective, is_wait
+from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.lower import Lowered, lowered
+from hyper_parallel.graph.nouns import StepGraph
+from hyper_parallel.program import Program, Span, Timeline
+
+
+class Profiler:
+    """Runs a graph and measures it."""
+
+    def __init__(self, step: StepGraph, clock: Clock, sizes: Mapping[object, int] | None = None) -> None:
+        """`clock`: of the device that runs it (`Backend.Clock`). `sizes`: values of sizes that the data decide, by
+        which the Timeline counts bytes and FLOPs."""
+        self.executable: Executable = executable(step, clock.stamp)
+        self._clock = clock
+        self._step, self._sizes = step, sizes
+        self._runs: list[list[float]] = []
+
+    def run(self, tensors: Mapping[str, torch.Tensor], host: Host | None = None) -> dict[str, torch.Tensor]:
+        """`Executable.run`, measured."""
+        try:
+            returned = self.executable.run(tensors, host)
+        except BaseException:
+            self._clock.read()
+            raise
+        self._runs.append(self._clock.read())
+        return returned
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds of each run."""
+        return [stamps[-1] for stamps in self._runs]
+
+    def timeline(
+        self,
+        classes: Mapping[int, str] | None = None,
+        *,
+        device: str,
+        model_flops: float = 0.0,
+        micro_batches: int = 1,
+        peak_flops: float | None = None,
+        capacity: float | None = None,
+    ) -> Timeline:
+        """The run whose length is the median of all.
+
+        `classes`: every rank's class, of which there is one; left out, there is one rank. `capacity`: bytes of the
+        device's memory. The others are those of `lower` and of Timeline.
+        """
+        found = lowered(self._step, sizes=self._sizes)
+        classes = dict(classes or {0: "all"})
+        (name,) = set(classes.values())
+        program = Program({name: found.ops}, classes, {name: found.resident}, model_flops, micro_batches)
+        middle = statistics.median_low(self.steps)
+        stamps = next(stamps for stamps in self._runs if stamps[-1] == middle)
+        return Timeline(
+            program,
+            _spans(self._step, found, stamps, program.first(name)),
+            predicted=False,
+            device=device,
+            peak_flops=peak_flops,
+            capacity={} if capacity is None else {"device": capacity},
+        )
+
+
+def _spans(step: StepGraph, found: Lowered, stamps: list[float], rank: int) -> tuple[Span, ...]:
+    """A span for each op. `stamps`: of the beginning and of the end of each node."""
+    place = {node: at for at, node in enumerate(step.nodes)}
+    assert len(stamps) == len(place) + 1, f"{len(stamps)} stamps of {len(place)} nodes"
+    waited = {begun(node): stamps[place[node] + 1] for node in reversed(list(step.nodes)) if is_wait(node)}
+    spans = []
+    for op, node in zip(found.ops, found.nodes, strict=True):
+        start, end = stamps[place[node]], stamps[place[node] + 1]
+        if is_collective(node):
+            end = waited.get(node, end)
+        elif is_wait(node) or node.target is HOST:
+            start = end
+        spans.append(Span(rank, op.engine, start, end, op, start))
+    return tuple(spans)

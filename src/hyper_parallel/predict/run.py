@@ -1,0 +1,132 @@
+"""From a run file to a prediction: the step captured as one rank of ranks that are not there, then simulated.
+
+Every rank of a strategy runs the same ops on as many bytes (their indices differ, and weights that do not divide are
+taken as rank 0 has them), so that one rank class stands for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.inspect.run import micro_batch, model_of
+from hyper_parallel.predict.prediction import Prediction
+from hyper_parallel.predict.program import program_of
+from hyper_parallel.simulate import simulate
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.train.out_of_memory import head_of
+from hyper_parallel.workload import flops_of_model
+
+Progress = Callable[[str], None]
+
+
+def predict_run(
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    model: nn.Module | None = None,
+    progress: Progress | None = None,
+) -> Prediction:
+    """What a step of a run would take on a cluster. Nothing is allocated, and no data or weights are read.
+
+    `model`: on the meta device, in place of the one that the file describes. `progress` is told what is being done.
+
+    Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
+    """
+    say = progress or (lambda _: None)
+    strategy = config.effective_strategy
+    notes: list[str] = []
+    world = strategy.axes.world
+    plain = model if model is not None else model_of(config, notes)
+    parameters = sum(p.numel() for p in plain.parameters())
+    tokens = config.train.batch * config.data.sequence
+    flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
+    views = prices_views(cluster)
+    program = program_of(
+        plain, config, classes=dict.fromkeys(range(world), "all"), views=views, say=say, notes=notes
+    )
+    program = replace(program, model_flops=flops)
+    say(f"simulating {len(program.ops['all']):,} ops on {cluster.name or cluster.source}")
+    timeline = simulate(program, cluster, algorithm=_algorithm(strategy))
+    if any(_has_experts(name) for name, _ in plain.named_modules()):
+        notes.append("every expert is taken to get as many rows as the others")
+    return Prediction(
+        timeline,
+        strategy,
+        parameters,
+        tokens,
+        config.data.sequence,
+        micro_batch(config),
+        head_of(plain),
+        tuple(notes),
+    )
+
+
+def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluster:
+    """The cluster that a command names, as `ranks` workers of this run see it.
+
+    Raises ConfigError for a cluster that is not known or too small, and for ranks that the strategy does not have.
+    """
+    cluster = Cluster.named(name)
+    axes = config.effective_strategy.axes
+    world = axes.world
+    if ranks is not None and ranks != world:
+        degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in axes.order if axes.degree(axis) > 1)
+        raise ConfigError(
+            f"--ranks {ranks}: the strategy's axes multiply to {world} ({degrees or 'one rank'}); "
+            + _axes_for(ranks, world, axes.replicate, axes.shard)
+        )
+    if cluster.ranks is not None and not cluster.shared and cluster.ranks < world:
+        raise ConfigError(
+            f"--cluster {name}: has {cluster.ranks} devices, and the strategy's axes multiply to {world}; "
+            f"name {name.rpartition('x')[0] or name}x{world}, or make the axes smaller"
+        )
+    if world > 1 and not cluster.links and not cluster.shared:
+        raise ConfigError(
+            f"--cluster {name}: describes no links between devices, and the strategy has {world} ranks; measure "
+            "them with hyper-parallel calibrate --workers, or set axes of one rank"
+        )
+    return replace(cluster.for_workers(world), name=cluster.name or name)
+
+
+def prices_views(cluster: Cluster) -> bool:
+    """Whether a view takes time on this cluster's device: the host's, where it was measured."""
+    device = cluster.device
+    return device is not None and any(
+        table.kind == "view" or ".view" in table.op for table in device.efficiency.memory
+    )
+
+
+def _axes_for(ranks: int, world: int, replicate: int, shard: int) -> str:
+    """What to write so that the axes multiply to so many."""
+    if ranks % world == 0 and ranks > world:
+        times = ranks // world
+        return f"for {ranks} set strategy.axes.shard={shard * times} or strategy.axes.replicate={replicate * times}"
+    fixed = world // shard
+    if ranks % fixed == 0:
+        return f"for {ranks} set strategy.axes.shard={ranks // fixed}"
+    return f"choose degrees that multiply to {ranks} (its factors: {_factors(ranks)}), or leave --ranks out"
+
+
+def _factors(number: int) -> str:
+    found, divisor = [], 2
+    while number > 1 and divisor <= math.isqrt(number):
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return " · ".join(map(str, [*found, *([number] if number > 1 else [])])) or "1"
+
+
+def _algorithm(strategy: Strategy) -> str | None:
+    return "flat" if strategy.placement.collectives == "flat" else None
+
+
+def _has_experts(name: str) -> bool:
+    return name.rpartition(".")[2] == "experts"
