@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from hyper_parallel.compat.symbols import fake_mode_with_symbols
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph import StepGraph, capture, changes, run_passes, text
+from hyper_parallel.graph import Rewrite, StepGraph, capture, changes, run_passes, text
 
 
-@dataclass(frozen=True)
-class _Named:
-    name: str
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset()
-    conflicts: frozenset[str] = frozenset()
-    does: Callable[[StepGraph], StepGraph] = StepGraph.copy
-
-    def __call__(self, step: StepGraph) -> StepGraph:
-        return self.does(step)
+def _pass(
+    name: str, does: Callable[[StepGraph], StepGraph] = StepGraph.copy, **declared: frozenset[str]
+) -> Rewrite:
+    return Rewrite(name, does, **declared)
 
 
 def _step() -> StepGraph:
@@ -43,15 +36,15 @@ def _never(step: StepGraph) -> StepGraph:
 
 
 def test_what_a_pass_requires_must_be_provided_before_any_runs() -> None:
-    passes = [_Named("first", does=_never), _Named("second", requires=frozenset({"buckets"}))]
+    passes = [_pass("first", does=_never), _pass("second", requires=frozenset({"buckets"}))]
     with pytest.raises(GraphError, match=r"'second' requires buckets, and .* provide nothing"):
         run_passes(_step(), passes)
 
 
 def test_what_a_pass_conflicts_with_is_named() -> None:
     passes = [
-        _Named("first", provides=frozenset({"frozen"}), does=_never),
-        _Named("second", conflicts=frozenset({"frozen"})),
+        _pass("first", provides=frozenset({"frozen"}), does=_never),
+        _pass("second", conflicts=frozenset({"frozen"})),
     ]
     with pytest.raises(GraphError, match="'second' conflicts with frozen, which pass 'first' provides"):
         run_passes(_step(), passes)
@@ -92,7 +85,7 @@ def test_a_pass_that_changes_the_step_is_refused(
     does: Callable[[StepGraph], StepGraph], message: str
 ) -> None:
     with pytest.raises(GraphError, match=message):
-        run_passes(_step(), [_Named("bad", does=does)])
+        run_passes(_step(), [_pass("bad", does=does)])
 
 
 def test_a_graph_prints_one_line_a_node_and_a_diff() -> None:

@@ -6,13 +6,14 @@
 from hyper_parallel.graph.capture import capture
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.execute import Executable, executable
+from hyper_parallel.graph.fit import fit
 from hyper_parallel.graph.groups import Group, group_of, is_collective, is_wait
 from hyper_parallel.graph.host import host
 from hyper_parallel.graph.lifetimes import Lifetime, Peak, lifetimes, peak
 from hyper_parallel.graph.lower import lower
 from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value, values_of
 from hyper_parallel.graph.order import check_order, dependencies, legal, reorder
-from hyper_parallel.graph.passes import Pass, Ran, rewritten, run_passes, validate
+from hyper_parallel.graph.passes import Pass, Ran, Rewrite, rewritten, run_passes, validate
 from hyper_parallel.graph.phase import PHASES, Phase, phase
 from hyper_parallel.graph.recompute import inside, layers, recompute, regather, repeatable
 from hyper_parallel.graph.sooner import sooner
@@ -29,6 +30,7 @@ __all__ = [
     "Peak",
     "Phase",
     "Ran",
+    "Rewrite",
     "StepGraph",
     "Storage",
     "Value",
@@ -38,6 +40,7 @@ __all__ = [
     "costs",
     "dependencies",
     "executable",
+    "fit",
     "group_of",
     "host",
     "inside",

@@ -8,7 +8,7 @@ same (`meta["origin"]`, the name of the node that it repeats).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,6 @@ from hyper_parallel.graph.effects import begun, is_view, reads, touched, writes
 from hyper_parallel.graph.groups import is_collective, is_wait
 from hyper_parallel.graph.nouns import StepGraph, values_of
 from hyper_parallel.graph.order import dependencies
-
 
 SCHEDULE = "schedule"
 """What a pass provides that chooses the order of collectives too: the same on every rank, by what all ranks know."""
@@ -46,6 +45,21 @@ class Pass(Protocol):
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The rewritten graph; `step` stays as it is."""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A function of a graph as a pass."""
+
+    name: str
+    does: Callable[[StepGraph], StepGraph]
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """The rewritten graph."""
+        return self.does(step)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,12 @@ def repeatable(step: StepGraph, storages: Iterable[int], *, collectives: bool = 
     return [storage for storage in storages if repeater.refusal(storage) is None]
 
 
+def chains(step: StepGraph, storages: Iterable[int]) -> dict[int, list[fx.Node]]:
+    """Those of the storages that `recompute` does not refuse, to the nodes that it would repeat for each alone."""
+    repeater = _Repeater(step, frozenset(), False)
+    return {storage: repeater.chain(storage) for storage in storages if repeater.refusal(storage) is None}
+
+
 def regather(step: StepGraph, kept: Callable[[str], bool] = lambda module: False) -> StepGraph:
     """Let go of weights that were gathered or cast after their use in the forward pass, and make them again.
 
@@ -204,21 +210,29 @@ class _Repeater:
 
     def _repeat_storage(self, storage: int, late: int) -> None:
         """Insert what makes a storage before the node at `late`, as far as it is not there yet."""
+        needed = [node for node in self.chain(storage) if node not in self._again]
+        with self._step.graph.inserting_before(self._nodes[late]):
+            for node in needed:
+                self._copy(node)
+
+    def chain(self, storage: int) -> list[fx.Node]:
+        """The nodes, in order, that make a storage from what stays."""
+        late = self.late(storage)
+        assert late is not None
         needed: set[int] = set()
         pending = [storage]
         seen = {storage}
         while pending:
-            current = pending.pop()
-            history = [at for at in self._history(current, late) if self._nodes[at] not in self._again]
+            history = self._history(pending.pop(), late)
             needed.update(history)
             for at in history:
+                if self._nodes[at] in self._again:
+                    continue
                 for other in reads(self._nodes[at]) | touched(self._nodes[at]):
                     if other not in seen and not self._stays(other, late):
                         seen.add(other)
                         pending.append(other)
-        with self._step.graph.inserting_before(self._nodes[late]):
-            for at in sorted(needed):
-                self._copy(self._nodes[at])
+        return [self._nodes[at] for at in sorted(needed)]
 
     def _stays(self, storage: int, late: int) -> bool:
         """Whether a storage is used as it is: it is alive at `late`, or cannot be repeated."""

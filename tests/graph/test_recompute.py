@@ -1,0 +1,118 @@
+"""Recomputation on a small Llama: what it saves, what it leaves alone, and that the bits stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
+from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.errors import GraphError
+from hyper_parallel.graph import (
+    StepGraph,
+    executable,
+    fit,
+    is_collective,
+    layers,
+    lifetimes,
+    peak,
+    recompute,
+    regather,
+    sooner,
+    validate,
+)
+from hyper_parallel.train.recipe import SAID
+from hyper_parallel.train.whole_step import capture_step
+from hyper_parallel.verify.families import FAMILIES
+from hyper_parallel.verify.matrix import draw_batch
+
+LAYERS = ("model.layers.0", "model.layers.1")
+
+
+def _captured(**strategy: object) -> StepGraph:
+    family = FAMILIES["llama"]
+    config = family_config(family, strategy, None)
+    world = config.strategy.axes.world
+    with fake_ranks(world, 0):
+        recipe = recipe_of(family, config)
+        micro = micro_batches(recipe.handle, config, draw_batch(family))
+        return capture_step(recipe, shape_of(micro, True))
+
+
+def _updated(step: StepGraph) -> dict[str, torch.Tensor]:
+    """The state after one step on one device, from the same values each time."""
+    family = FAMILIES["llama"]
+    config = family_config(family, {}, None)
+    recipe = recipe_of(family, config)
+    tensors = inputs_of(recipe, micro_batches(recipe.handle, config, draw_batch(family)), 100.0)
+    executable(step).run(tensors, lambda point, values: torch.zeros(SAID) if point == "load" else None)
+    return tensors
+
+
+def _kept(step: StepGraph) -> int:
+    """Bytes of the layers' activations that live from the forward into the backward pass."""
+    found = (life for life in lifetimes(step) if life.kind == "activation")
+    return sum(life.bytes for life in found if life.module.startswith(LAYERS))
+
+
+def test_layers_computed_again_leave_the_same_bits_and_less_alive() -> None:
+    step = _captured()
+    small = layers(step, LAYERS)
+    validate(step, small)
+    assert _kept(small) < _kept(step) / 4
+    assert peak(small).bytes < peak(step).bytes
+    expected, got = _updated(step), _updated(small)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_a_graph_keeps_no_more_than_wrapped_layers_do() -> None:
+    wrapped = _captured(memory={"recompute": "layer"})
+    assert peak(layers(_captured(), LAYERS)).bytes <= peak(wrapped).bytes
+
+
+def test_a_goal_in_bytes_is_met_with_the_same_bits() -> None:
+    step = _captured()
+    most, least = peak(step).bytes, peak(layers(step, LAYERS)).bytes
+    goal = (most + least) // 2
+    small = fit(step, goal)
+    validate(step, small)
+    assert peak(small).bytes <= goal
+    expected, got = _updated(step), _updated(small)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    with pytest.raises(GraphError, match="at best; give it that much"):
+        fit(step, 1000)
+
+
+def test_weights_are_gathered_again_and_live_twice_but_briefly() -> None:
+    step = _captured(axes={"shard": 2})
+    again = regather(step)
+    validate(step, again)
+    gathers = [node for node in again.nodes if is_collective(node) and "all_gather" in str(node.target)]
+    repeated = [node for node in gathers if node.meta["recomputed"]]
+    assert repeated and all(node.meta["phase"] == "backward" for node in repeated)
+    assert peak(again).bytes < peak(step).bytes
+    turn = next(at for at, node in enumerate(again.nodes) if node.meta["phase"] == "backward")
+    through = [
+        life for life in lifetimes(again) if life.kind == "parameter" and -1 < life.born < turn < life.died
+    ]
+    assert not through
+
+
+def test_what_cannot_be_computed_again_says_why() -> None:
+    step = _captured(axes={"tensor": 2})
+    outside = next(storage.index for storage in step.storages if storage.name is not None)
+    with pytest.raises(GraphError, match="comes from outside"):
+        recompute(step, [outside])
+    late = next(life for life in lifetimes(step) if life.phase == "optimizer")
+    with pytest.raises(GraphError, match="not made in the forward pass"):
+        recompute(step, [late.storage])
+    # Collectives that gather no weights stay, unless they are asked for.
+    few, more = layers(step, LAYERS), layers(step, LAYERS, collectives=True)
+    count = [sum(map(is_collective, each.nodes)) for each in (step, few, more)]
+    assert count[0] == count[1] < count[2]
+    assert _kept(more) < _kept(few) < _kept(step)
+
+
+def test_sooner_never_raises_the_peak() -> None:
+    step = _captured()
+    assert peak(sooner(step)).bytes <= peak(step).bytes
