@@ -14,6 +14,7 @@ from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph, executable
 from hyper_parallel.graph.groups import is_collective
 from hyper_parallel.graph.passes import Pass, run_passes
+from hyper_parallel.overlap import Overlap
 from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.jobs import Prices
 from hyper_parallel.overlap.schedule import Schedule
@@ -108,6 +109,7 @@ def _unequal(rank: int, world: int, strategy: dict[str, Any], experts: bool) -> 
         "small buckets": [Buckets(4096), Usual()],
         "side by side": [Buckets(), Schedule(prices, together=2)],
         "window": [Schedule(prices, window=1e-4)],
+        "chosen": [Overlap(Cluster.named(f"h100x{world}"))],
     }
     wanted = step.ran(step.graph)
     start = step.ran(step.graph, 0)

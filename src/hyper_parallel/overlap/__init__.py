@@ -2,3 +2,8 @@
 
 `overlap` rewrites a step's graph so that collectives run while kernels do, as far as the simulation says that it pays.
 """
+
+from hyper_parallel.overlap.choose import Overlap, Overlapped, Tried, overlap
+from hyper_parallel.overlap.usual import Usual
+
+__all__ = ["Overlap", "Overlapped", "Tried", "Usual", "overlap"]

@@ -1,0 +1,166 @@
+"""The overlap pass: rewrites are tried on paper, and what the simulation says is fastest is made.
+
+Tried are, each with the others: collectives in buckets or alone, one or two micro-batches side by side, and how far
+collectives and kernels may run ahead. Each is priced by `arrange` (every collective alone on its link); the best few,
+and the step as it is, are simulated, where collectives share links. A rewrite that does not pay is not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.graph import StepGraph, lifetimes
+from hyper_parallel.graph.groups import is_collective
+from hyper_parallel.graph.lower import lower
+from hyper_parallel.graph.order import reorder
+from hyper_parallel.graph.passes import SCHEDULE, validate
+from hyper_parallel.graph.sizes import balanced_sizes
+from hyper_parallel.overlap.arrange import Arranged, arrange
+from hyper_parallel.overlap.buckets import Buckets
+from hyper_parallel.overlap.jobs import Jobs, Prices, jobs_of
+from hyper_parallel.overlap.stored import layer_of
+from hyper_parallel.program import Timeline
+from hyper_parallel.simulate import simulate
+from hyper_parallel.units import format_bytes, format_seconds
+
+_AHEAD = (0.1, 1.0, 2.0, 4.0)
+"""How far to run ahead, in layers' passes."""
+_SIMULATED = 3
+"""Of the tried ones, how many are simulated."""
+_PAYS = 0.999
+"""Of the step's time, what must be left at most: less gained than that is noise of the model."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A way to rewrite the step."""
+
+    buckets: bool
+    """Collectives of a layer made one."""
+    together: int
+    """Micro-batches side by side."""
+    window: float
+    """Seconds to run ahead at most."""
+    seconds: float
+    """Foreseen time of the step, every collective alone on its link."""
+    bytes: int
+    """Foreseen peak, with what is there from the start."""
+
+    def __str__(self) -> str:
+        buckets = "buckets" if self.buckets else "no buckets"
+        beside = f"{self.together} micro-batches side by side" if self.together > 1 else "one after the other"
+        return f"{buckets}, {beside}, at most {format_seconds(self.window)} ahead"
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """A step with its communication beside its computation."""
+
+    step: StepGraph
+    """The step as it was where `chosen` is None."""
+    before: Timeline
+    after: Timeline
+    """Both simulated."""
+    tried: tuple[Tried, ...]
+    """By foreseen time."""
+    chosen: Tried | None
+
+    def __str__(self) -> str:
+        lines = [f"overlap, simulated on {self.before.cluster or self.before.device}:"]
+        lines.append(f"  {self.chosen}" if self.chosen else "  nothing pays; the step stays as it is")
+        for word, timeline in (("before", self.before), ("after", self.after)):
+            masked = timeline.masked
+            lines.append(
+                f"  {word:7s} step {format_seconds(timeline.step)}, masked {_percent(masked.blocked)} by blocked time, "
+                f"{_percent(masked.end_to_end)} end to end, peak {format_bytes(timeline.peak.bytes)}"
+            )
+        return "\n".join(lines)
+
+
+def overlap(
+    step: StepGraph,
+    cluster: Cluster,
+    *,
+    memory: float | None = None,
+    sizes: Mapping[Any, int] | None = None,
+) -> Overlapped:
+    """The step rewritten for a cluster, and what that is predicted to bring.
+
+    `memory`: bytes that a device may hold at once, in all; left out, what the device has. A step that already holds
+    more may go on holding as much. `sizes`: values of sizes that the data decide; left out, rows spread evenly.
+
+    The result depends on these arguments alone. Every rank must give the same, or their collectives do not meet.
+    """
+    prices = Prices(cluster)
+    known = balanced_sizes(step) if sizes is None else sizes
+    resident = sum(life.bytes for life in lifetimes(step, known) if life.born < 0)
+    before = _simulated(step, cluster, known)
+    device = cluster.device
+    assert device is not None, "a cluster that prices has a device"
+    room = memory if memory is not None else device.memory.bytes / device.memory.ranks
+    budget = max(room, before.peak.bytes) - resident
+    found: list[tuple[Tried, Arranged, Jobs, StepGraph]] = []
+    for bucketed in (False, True):
+        graph = Buckets()(step) if bucketed else step
+        jobs = jobs_of(graph, prices, known)
+        unit = _layer_seconds(jobs)
+        for together in range(1, min(2, jobs.lanes) + 1):
+            for ahead in _AHEAD:
+                made = arrange(
+                    jobs.jobs,
+                    window=ahead * unit,
+                    budget=budget,
+                    together=together,
+                    slowdown=prices.slowdown,
+                )
+                if made.bytes <= budget:
+                    tried = Tried(bucketed, together, ahead * unit, made.seconds, made.bytes + resident)
+                    found.append((tried, made, jobs, graph))
+    found.sort(key=lambda one: (one[0].seconds, one[0].bytes))
+    best, chosen, after = step, None, before
+    for tried, made, jobs, graph in found[:_SIMULATED]:
+        free = [node for node in jobs.nodes if is_collective(node)]
+        candidate = reorder(graph, [jobs.nodes[index] for index in made.order], free)
+        timeline = _simulated(candidate, cluster, known)
+        if timeline.step < after.step * (_PAYS if chosen is None else 1.0):
+            best, chosen, after = candidate, tried, timeline
+    if chosen is not None:
+        validate(step, best, chosen=True)
+    return Overlapped(best, before, after, tuple(one[0] for one in found), chosen)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """`overlap` as a pass."""
+
+    cluster: Cluster
+    memory: float | None = None
+
+    name: str = "overlap"
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset({SCHEDULE, "overlap"})
+    conflicts: frozenset[str] = frozenset({SCHEDULE})
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """The rewritten step, or the same one where nothing pays."""
+        return overlap(step, self.cluster, memory=self.memory).step
+
+
+def _simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> Timeline:
+    ranks = {rank for _, members in step.groups.values() for rank in members} | {0}
+    program = lower({"all": step}, dict.fromkeys(sorted(ranks), "all"), sizes=sizes, views=False)
+    return simulate(program, cluster)
+
+
+def _layer_seconds(jobs: Jobs) -> float:
+    """What a layer takes in one direction when everything runs one after the other: the mean."""
+    layers = {layer_of(node) for node in jobs.nodes} - {""}
+    lanes = [job.seconds for job in jobs.jobs if job.lane < jobs.lanes]
+    return sum(lanes) / max(1, jobs.lanes) / max(1, len(layers)) / 2
+
+
+def _percent(share: float | None) -> str:
+    return "nothing is sent" if share is None else f"{share:.1%}"

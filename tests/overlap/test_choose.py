@@ -1,0 +1,80 @@
+"""What the overlap pass chooses: what is predicted to pay, within memory, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import hyper_parallel as hp
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.overlap import Usual, overlap
+from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.train.recipe import Recipe
+from hyper_parallel.train.schedule import schedule
+from hyper_parallel.train.whole_step import BatchShape, capture_step
+
+
+@pytest.fixture(scope="module")
+def step() -> StepGraph:
+    """Two micro-batches of a Llama of three layers, tensor 2 · shard 2, as rank 0 of ranks that are not there."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with fake_ranks(4, 0):
+        with torch.device("meta"):
+            model = LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=2048,
+                    hidden_size=2048,
+                    intermediate_size=4096,
+                    num_hidden_layers=3,
+                    num_attention_heads=16,
+                    max_position_embeddings=4096,
+                )
+            )
+        strategy = {"version": 1, "axes": {"shard": 2, "tensor": 2}, "sequence": True}
+        hp.parallelize(model, hp.Strategy.model_validate(strategy), lowering="traceable")
+        optimizer = build_optimizer(model, AdamWConfig(lr=1e-3))
+        plan = schedule(ScheduleConfig(name="constant"), 10)
+        recipe = Recipe(model, hp.sharded(model), optimizer, plan, clip=1.0)
+        return capture_step(recipe, BatchShape(((1, 4096),) * 2, (False,) * 2))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    """Four H100s with a tenth of their links, on which communication is a good part of the step."""
+    h100 = Cluster.named("h100x4")
+    return replace(
+        h100, links={name: replace(x, bandwidth=x.bandwidth / 10) for name, x in h100.links.items()}
+    )
+
+
+def test_what_pays_is_chosen_and_beats_the_usual_schedule(step: StepGraph, cluster: Cluster) -> None:
+    found = overlap(step, cluster)
+    usual = overlap(Usual()(step), cluster).before
+    assert found.chosen is not None and found.chosen.together == 2
+    assert found.after.step < usual.step < found.before.step
+    assert found.after.masked.blocked is not None and found.before.masked.blocked is not None
+    assert found.before.masked.blocked < 0.05 and found.after.masked.blocked > 0.8
+    assert "simulated" in str(found) and "masked" in str(found)
+
+
+def test_the_peak_stays_within_the_memory_that_is_given(step: StepGraph, cluster: Cluster) -> None:
+    free = overlap(step, cluster)
+    room = (free.before.peak.bytes + free.after.peak.bytes) // 2
+    tight = overlap(step, cluster, memory=room)
+    assert free.after.peak.bytes > room >= tight.after.peak.bytes
+    assert free.after.step < tight.after.step < tight.before.step
+
+
+def test_a_rewrite_that_does_not_pay_is_not_made(step: StepGraph, cluster: Cluster) -> None:
+    quick = {
+        name: replace(link, bandwidth=1e18, latency=0.0, setup=0.0) for name, link in cluster.links.items()
+    }
+    found = overlap(step, replace(cluster, links=quick))
+    assert found.chosen is None and found.step is step and found.after is found.before
+    assert "nothing pays" in str(found)
