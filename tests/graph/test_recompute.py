@@ -65,9 +65,13 @@ def test_layers_computed_again_leave_the_same_bits_and_less_alive() -> None:
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-def test_a_graph_keeps_no_more_than_wrapped_layers_do() -> None:
-    wrapped = _captured(memory={"recompute": "layer"})
-    assert peak(layers(_captured(), LAYERS)).bytes <= peak(wrapped).bytes
+def test_a_strategy_that_recomputes_layers_has_them_in_its_graph() -> None:
+    step, asked = _captured(), _captured(memory={"recompute": "layer"})
+    assert _kept(asked) == _kept(layers(step, LAYERS)) < _kept(step) / 4
+    again = [node for node in asked.nodes if node.meta["recomputed"]]
+    assert {node.meta["phase"] for node in again} == {"backward"}
+    expected, got = _updated(step), _updated(asked)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 def test_a_goal_in_bytes_is_met_with_the_same_bits() -> None:

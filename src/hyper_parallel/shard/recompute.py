@@ -6,6 +6,9 @@ the element, so no generator state needs saving.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,6 +16,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.shard.wrap import Forward, wrap
+
+_left = ContextVar("left_to_the_graph", default=False)
+
+
+@contextlib.contextmanager
+def left_to_the_graph() -> Iterator[None]:
+    """Inside, layers are computed once: whoever captures the step has its graph compute them again (`graph.layers`),
+    each operator as late as possible and only what is needed."""
+    token = _left.set(True)
+    try:
+        yield
+    finally:
+        _left.reset(token)
 
 
 def apply_recompute(layers: nn.ModuleList) -> None:
@@ -22,6 +38,6 @@ def apply_recompute(layers: nn.ModuleList) -> None:
 
 
 def _recomputed(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
+    if _left.get() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

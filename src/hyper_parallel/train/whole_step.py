@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat.fake import faked
 from hyper_parallel.compat.symbols import fake_mode_with_symbols
-from hyper_parallel.graph import Kind, StepGraph, capture, host, phase
+from hyper_parallel.graph import Kind, Rewrite, StepGraph, capture, host, layers, phase, rewritten
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.documents import documents_known, several_documents
 from hyper_parallel.shard.experts.routing import update_biases
 from hyper_parallel.shard.experts.spread import even_load
 from hyper_parallel.shard.loss import causal_lm_loss
+from hyper_parallel.shard.recompute import left_to_the_graph
+from hyper_parallel.shard.structure import layers_or_refuse
 from hyper_parallel.train.batches import MicroBatch
 from hyper_parallel.train.optimizer import Optimizer, build_optimizer
 from hyper_parallel.train.recipe import SAID, Recipe
@@ -86,12 +88,22 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
             },
         }
         try:
-            with mode:
+            with mode, left_to_the_graph():
                 found = capture(body, tensors, model, lambda: body.gradients, handle.process_groups())
                 found.balanced = even_load() is not None and bool(handle.plan.experts)
-                return found
         finally:
             body.forget()
+    return _recomputed(found, handle) if handle.strategy.memory.recompute == "layer" else found
+
+
+def _recomputed(step: StepGraph, handle: ShardedModel) -> StepGraph:
+    """The step with each layer computed again in the backward pass, its collectives too."""
+    name, found = layers_or_refuse(handle.model, "memory.recompute: layer")
+    modules = [f"{name}.{index}" for index in range(len(found))]
+    # Weights that are gathered are freed, or kept, by a pass of their own; on one device they are only cast.
+    alone = handle.strategy.axes.world == 1
+    again = Rewrite("layers", lambda step: layers(step, modules, weights=alone, collectives=True))
+    return rewritten(step, [again])
 
 
 def state(handle: ShardedModel, optimizer: Optimizer) -> dict[str, tuple[Kind, Tensor]]:
