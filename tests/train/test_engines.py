@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from harness import run_ranks
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.train import graphs
+from hyper_parallel.train import graphs, register_optimizer
+from hyper_parallel.train.optimizer import AdamW
 from hyper_parallel.train.whole_step import BatchShape, capture_step
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -139,6 +140,24 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why(folder: Path) 
     assert f"{__file__}:" in reason and "if logits.sum() > 1e9" in reason
     assert "train.engine=eager" in lost
     assert not eager.notes
+    assert differences(graph, eager) == {}
+
+
+def test_an_optimizer_that_a_graph_cannot_hold_runs_eagerly(folder: Path) -> None:
+    class Plain:
+        """What the seam asked for before there were graphs."""
+
+        def __init__(self, inner: AdamW) -> None:
+            self.config, self.step, self.pieces = inner.config, inner.step, inner.pieces
+            self.state, self.load_state = inner.state, inner.load_state
+
+    register_optimizer("adamw", lambda model, parameters, config: Plain(AdamW(parameters, config)))
+    try:
+        graph, eager = both(0, folder, "plain", {"train": {"steps": 3}})
+    finally:
+        register_optimizer("adamw", lambda model, parameters, config: AdamW(parameters, config))
+    [said] = graph.notes
+    assert "the optimizer Plain has no 'tensors'" in said and "train.engine=eager" in said
     assert differences(graph, eager) == {}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hyper_parallel.errors import CaptureError
+from hyper_parallel.errors import CaptureError, GraphError, HyperParallelError
 from hyper_parallel.graph import Executable, StepGraph, executable
 from hyper_parallel.graph.passes import rewritten
 from hyper_parallel.train.passes import passes_for
@@ -56,9 +56,15 @@ class Graphs:
         if shape not in self._captured:
             try:
                 self._captured[shape] = self._capture(shape)
-            except CaptureError as error:
+            except (CaptureError, GraphError) as error:
                 log.debug("the step could not be captured", exc_info=True)
                 self.refused = str(error)
+            except HyperParallelError:
+                raise
+            # An optimizer of the user's is built here, on tensors of a kind that it was not written for.
+            except Exception as error:
+                log.debug("the step could not be captured", exc_info=True)
+                self.refused = f"the step cannot be captured: {type(error).__name__}: {error}"
         return self.refused is None
 
     def _capture(self, shape: BatchShape) -> Captured:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat.fake import faked
 from hyper_parallel.compat.symbols import fake_mode_with_symbols
+from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import Kind, Rewrite, StepGraph, capture, host, layers, phase, rewritten
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.documents import documents_known, several_documents
@@ -74,7 +75,7 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
     with faked(model, mode, device):
         # Built outside of the mode, so that its tensors are inputs and their making is no part of the step.
         with mode:
-            optimizer = build_optimizer(model, recipe.optimizer.config)
+            optimizer = _capturable(build_optimizer(model, recipe.optimizer.config))
             micro = [_micro_batch(rows, length, device) for rows, length in shape.micro_batches]
             step = torch.zeros((), dtype=torch.int64, device=device)
             tokens = torch.ones((), device=device)
@@ -104,6 +105,16 @@ def _recomputed(step: StepGraph, handle: ShardedModel) -> StepGraph:
     alone = handle.strategy.axes.world == 1
     again = Rewrite("layers", lambda step: layers(step, modules, weights=alone, collectives=True))
     return rewritten(step, [again])
+
+
+def _capturable(optimizer: Optimizer) -> Optimizer:
+    for name in ("tensors", "advance"):
+        if not hasattr(optimizer, name):
+            raise CaptureError(
+                f"the step cannot be captured: the optimizer {type(optimizer).__name__} has no {name!r}, which its "
+                "part in a step's graph needs (train/optimizer/seam.py)"
+            )
+    return optimizer
 
 
 def state(handle: ShardedModel, optimizer: Optimizer) -> dict[str, tuple[Kind, Tensor]]:
@@ -196,7 +207,8 @@ class _Body:
                 recipe.loss,
                 micro_batches=len(self._micro),
             )
-            with phase("backward"):
+            # In this thread, on any device: an engine's own thread would not know the phase.
+            with phase("backward"), torch.autograd.set_multithreading_enabled(False):
                 # Not `backward()`, which would copy each gradient that somebody looks at.
                 torch.autograd.grad(loss, list(self._names), allow_unused=True)
         return loss.detach()
