@@ -97,7 +97,7 @@ def overlap(
     prices = Prices(cluster)
     known = balanced_sizes(step) if sizes is None else sizes
     resident = sum(life.bytes for life in lifetimes(step, known) if life.born < 0)
-    before = _simulated(step, cluster, known)
+    before = simulated(step, cluster, known)
     device = cluster.device
     assert device is not None, "a cluster that prices has a device"
     room = memory if memory is not None else device.memory.bytes / device.memory.ranks
@@ -124,7 +124,7 @@ def overlap(
     for tried, made, jobs, graph in found[:_SIMULATED]:
         free = [node for node in jobs.nodes if is_collective(node)]
         candidate = reorder(graph, [jobs.nodes[index] for index in made.order], free)
-        timeline = _simulated(candidate, cluster, known)
+        timeline = simulated(candidate, cluster, known)
         if timeline.step < after.step * (_PAYS if chosen is None else 1.0):
             best, chosen, after = candidate, tried, timeline
     if chosen is not None:
@@ -149,7 +149,8 @@ class Overlap:
         return overlap(step, self.cluster, memory=self.memory).step
 
 
-def _simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> Timeline:
+def simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> Timeline:
+    """What a step would take where every rank runs it."""
     ranks = {rank for _, members in step.groups.values() for rank in members} | {0}
     program = lower({"all": step}, dict.fromkeys(sorted(ranks), "all"), sizes=sizes, views=False)
     return simulate(program, cluster)
