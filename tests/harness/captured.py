@@ -52,6 +52,14 @@ def recipe_of(family: Settings, config: RunConfig) -> Recipe:
     )
 
 
+def text_batch(family: Settings) -> Tensors:
+    """Rows of packed documents, of a family that sees images too: what training is given."""
+    if "vision_config" not in family:
+        return draw_batch(family)
+    special = min(family[key] for key in family if key.endswith("token_id"))
+    return draw_batch({"vocab_size": special})
+
+
 def micro_batches(handle: ShardedModel, config: RunConfig, whole: Tensors) -> list[MicroBatch]:
     """This rank's share of a batch."""
     share = whole["input_ids"].size(0) // handle.strategy.axes.data
@@ -85,7 +93,7 @@ def replayed_cell(
     family: Settings, strategy: Settings, train: Settings | None = None, packed: bool = True
 ) -> Report:
     """One captured step on every rank, against one device."""
-    batch = draw_batch(family)
+    batch = text_batch(family)
     if not packed:
         batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).repeat(batch["input_ids"].size(0), 1)
     one = one_device(family, strategy, batch, train)

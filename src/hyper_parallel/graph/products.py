@@ -36,6 +36,7 @@ _OPERANDS = {
     "linear": (0, 1),
     "_scaled_mm": (0, 1),
     "_grouped_mm": (0, 1),
+    "grouped_mm": (0, 1),
     "_scaled_grouped_mm": (0, 1),
     "_int_mm": (0, 1),
     "convolution": (0, 1),
@@ -59,7 +60,7 @@ def product(name: str, a: Matrix, b: Matrix, out: Sequence[Shape]) -> tuple[floa
     """(FLOPs, (batch, m, n, k), layout) of the matrix product `name` of two operands; `out` are its results' shapes."""
     if name.startswith("convolution"):
         return _convolution(name, a[0], b[0], out)
-    if name.startswith(("_grouped", "_scaled_grouped")):
+    if name.startswith(("_grouped", "grouped", "_scaled_grouped")):
         return _grouped(a, b, out[0])
     if name == "linear":
         b = (b[0][::-1], b[1][::-1])

@@ -53,6 +53,8 @@ class Documents:
 
     def together(self, queries: Interval, keys: Interval) -> bool | None:
         """Whether in every row all of both are of one document (True), nothing is (False), or neither (None)."""
+        if self is UNKNOWN:
+            return None
         first_q, last_q = self.queries[:, queries[0]], self.queries[:, queries[1] - 1]
         first_k, last_k = self.keys[:, keys[0]], self.keys[:, keys[1] - 1]
         if bool(((last_q < first_k) | (last_k < first_q)).all()):
@@ -60,6 +62,10 @@ class Documents:
         if bool(((first_q == last_q) & (first_k == last_k) & (first_q == first_k)).all()):
             return True
         return None
+
+
+UNKNOWN = Documents(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
+"""Documents that only a run knows: a mask tells them apart wherever causality and the window leave anything to see."""
 
 
 def relation(

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyper_parallel.compat.fake import is_fake
 from hyper_parallel.compat.local_tensor import is_simulated, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Interval
-from hyper_parallel.shard.context.blocks import Documents
+from hyper_parallel.shard.context.blocks import UNKNOWN, Documents
 from hyper_parallel.shard.context.split import PositionSplit, pieces
 
 
@@ -50,9 +51,11 @@ class Positions:
 
     @property
     def documents(self) -> Documents | None:
-        """The documents on the host; copied there once."""
+        """The documents on the host; copied there once. UNKNOWN where the tensors have no values."""
         if self._queries is None or self._keys is None or is_simulated():
             return None
+        if is_fake(self._queries):
+            return UNKNOWN
         if self._host is None:
             both: Any = torch.stack([self._queries, self._keys]).cpu().numpy()
             self._host = Documents(both[0], both[1])
