@@ -13,6 +13,7 @@ from hyper_parallel.graph import (
     executable,
     fit,
     is_collective,
+    is_wait,
     layers,
     lifetimes,
     peak,
@@ -20,7 +21,10 @@ from hyper_parallel.graph import (
     regather,
     sooner,
     validate,
+    values_of,
+    workspaces,
 )
+from hyper_parallel.graph.effects import begun
 from hyper_parallel.train.recipe import SAID
 from hyper_parallel.train.whole_step import capture_step
 from hyper_parallel.verify.families import FAMILIES
@@ -120,3 +124,18 @@ def test_what_cannot_be_computed_again_says_why() -> None:
 def test_sooner_never_raises_the_peak() -> None:
     step = _captured()
     assert peak(sooner(step)).bytes <= peak(step).bytes
+
+
+def test_gloo_takes_what_it_gathers_and_what_it_scatters_once_more() -> None:
+    step = _captured(axes={"shard": 2})
+    taken = workspaces(step)
+    nodes = list(step.nodes)
+    for life in taken:
+        (made,) = values_of(nodes[life.born])
+        gathers = "all_gather" in str(nodes[life.born].target)
+        assert life.bytes == made.elements * made.dtype.itemsize * (1 if gathers else 2)
+        assert is_wait(nodes[life.died]) and begun(nodes[life.died]) is nodes[life.born]
+    assert len(taken) == sum(
+        "all_gather" in str(n.target) or "reduce_scatter" in str(n.target) for n in nodes
+    )
+    assert not workspaces(_captured())

@@ -18,6 +18,7 @@ from hyper_parallel.graph.phase import PHASES, Phase, phase
 from hyper_parallel.graph.recompute import inside, layers, recompute, regather, repeatable
 from hyper_parallel.graph.sooner import sooner
 from hyper_parallel.graph.text import changes, text
+from hyper_parallel.graph.workspaces import workspaces
 
 __all__ = [
     "PHASES",
@@ -62,4 +63,5 @@ __all__ = [
     "text",
     "validate",
     "values_of",
+    "workspaces",
 ]
