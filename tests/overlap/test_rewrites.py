@@ -14,6 +14,7 @@ from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph, executable
 from hyper_parallel.graph.groups import is_collective
 from hyper_parallel.graph.passes import Pass, run_passes
+from hyper_parallel.graph.sizes import balanced_sizes
 from hyper_parallel.overlap import Overlap
 from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.jobs import Prices
@@ -111,6 +112,10 @@ def _unequal(rank: int, world: int, strategy: dict[str, Any], experts: bool) -> 
         "window": [Schedule(prices, window=1e-4)],
         "chosen": [Overlap(Cluster.named(f"h100x{world}"))],
     }
+    if step.graph.sizes:
+        sizes = balanced_sizes(step.graph)
+        rewrites["side by side"] = [Schedule(prices, together=2, sizes=sizes)]
+        rewrites["window"] = [Schedule(prices, window=1e-4, sizes=sizes)]
     wanted = step.ran(step.graph)
     start = step.ran(step.graph, 0)
     assert not torch.equal(wanted["parameter.model.norm.weight"], start["parameter.model.norm.weight"])
@@ -130,6 +135,15 @@ def test_order_and_buckets_change_no_bit_with_weights_and_sequence_sharded() -> 
     for unequal, order in ranks:
         assert unequal == {name: [] for name in unequal}
         assert order == ranks[0][1]
+
+
+def test_order_changes_no_bit_with_rows_that_travel_to_experts() -> None:
+    strategy = {"axes": {"shard": 2, "expert": 2}}
+    ranks = run_ranks(_unequal, 2, strategy, True, timeout=120)
+    for unequal, order in ranks:
+        assert unequal == {name: [] for name in unequal}
+        assert order == ranks[0][1]
+        assert any("all_to_all" in call for call in order["chosen"])
 
 
 def _calls(rank: int, world: int) -> tuple[int, int]:
