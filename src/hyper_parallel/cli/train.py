@@ -12,7 +12,8 @@ from hyper_parallel.cli.arguments import run_file
 
 @click.command(short_help="Train what a run file describes.")
 @run_file
-def train(file: Path, overrides: tuple[str, ...]) -> None:
+@click.option("--profile", is_flag=True, help="Measure a few steps, operator by operator (train.profile).")
+def train(file: Path, overrides: tuple[str, ...], profile: bool) -> None:
     """Train what FILE describes.
 
     The workers are started on this machine, as many as the strategy's axes multiply to. Under torchrun, Slurm or
@@ -41,5 +42,7 @@ def train(file: Path, overrides: tuple[str, ...]) -> None:
     from hyper_parallel.cli.preflight import check
 
     run = config.load(file, overrides)
+    if profile and run.train.profile is None:
+        run = config.load(file, [*overrides, "train.profile={}"])
     check(run)
     sys.exit(launch.run(run, "hyper_parallel.train.entry:main"))

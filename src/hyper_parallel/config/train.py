@@ -91,12 +91,26 @@ class SampleConfig(Section):
     """0 takes the most likely token each time; above, tokens are drawn, the same ones for the same seed."""
 
 
+class ProfileConfig(Section):
+    """What is measured of a run's steps. The trace and the page are written to ``profile`` in the run's folder."""
+
+    steps: PositiveInt = 5
+    """Steps that are measured, after the first two; the page shows the one of median length."""
+    cluster: str | None = None
+    """A cluster file, such as `hyper-parallel calibrate` writes, or a preset: what is predicted for it is shown beside
+    what was measured."""
+
+
 class TrainConfig(Section):
     """The training loop. The batch is global: it is the same on any number of workers."""
 
     engine: Literal["graph", "eager"] = "graph"
     """What runs a step. `graph` captures the whole step once, as one graph, and runs that; a step that cannot be
     captured is run by `eager`, and a message says why. `eager` runs the model's own code in every step."""
+    compile: bool | Literal["auto"] = "auto"
+    """Whether the layers of a captured step are compiled by PyTorch's Inductor: faster steps after a longer start, and
+    results that differ in the last digits (docs/compile.md). What is compiled is kept in `data.cache`. `auto` compiles
+    runs whose model is estimated to compute for five minutes or longer. What cannot be compiled runs as it is."""
     steps: PositiveInt = 100
     """Optimizer steps."""
     batch: PositiveInt = 32
@@ -120,6 +134,8 @@ class TrainConfig(Section):
     """A sample of text at the end."""
     log_every: PositiveInt = 1
     """Steps between records of metrics."""
+    profile: ProfileConfig | None = None
+    """Measure a few steps, operator by operator; needs `engine: graph`. `train --profile` asks for it too."""
 
     @field_validator("optimizer", mode="before")
     @classmethod
@@ -131,6 +147,10 @@ class TrainConfig(Section):
     def _batches_divide(self) -> TrainConfig:
         if self.micro_batch is not None and self.batch % self.micro_batch:
             raise ValueError(f"'micro_batch' ({self.micro_batch}) must divide 'batch' ({self.batch})")
+        if self.profile is not None and self.engine != "graph":
+            raise ValueError(
+                "'profile' measures the operators of a graph; set engine to graph, or leave it out"
+            )
         if self.schedule.warmup > self.steps:
             raise ValueError(
                 f"'schedule.warmup' ({self.schedule.warmup}) is longer than 'steps' ({self.steps})"

@@ -19,6 +19,7 @@ from hyper_parallel.train.batches import StepBatch
 from hyper_parallel.train.graphs import ELSEWHERE, Graphs, eagerly
 from hyper_parallel.train.guard import non_finite
 from hyper_parallel.train.out_of_memory import post_mortem
+from hyper_parallel.train.profiling import Profiling
 from hyper_parallel.train.recipe import Recipe, StepResult
 from hyper_parallel.train.step import Stepper, accumulate, said_by
 from hyper_parallel.train.whole_step import BatchShape, batch_inputs, state
@@ -32,8 +33,8 @@ class GraphStepper:
     Where a rank has no graph for its next batch, all ranks go on eagerly from that step on, on the same model.
     """
 
-    def __init__(self, recipe: Recipe, graphs: Graphs) -> None:
-        self._recipe, self._graphs = recipe, graphs
+    def __init__(self, recipe: Recipe, graphs: Graphs, profiling: Profiling | None = None) -> None:
+        self._recipe, self._graphs, self._profiling = recipe, graphs, profiling
         self._eager: Stepper | None = None
 
     def begin(self, batch: StepBatch) -> None:
@@ -69,7 +70,8 @@ class GraphStepper:
         }
         try:
             with logs.at(batch.step + 1):
-                graph.executable.run(given, host)
+                runner = self._profiling.runner(graph) if self._profiling else graph.executable
+                runner.run(given, host)
         except _NotFinite:
             pass
         except HyperParallelError:
@@ -81,6 +83,8 @@ class GraphStepper:
         result = host.result
         if not result.finite:
             self._raise_non_finite(batch, result)
+        if self._profiling:
+            self._profiling.ended(len(batch.micro))
         recipe.optimizer.advance()
         if host.following is not None:
             self._take(host.following, host.tokens, result.graph_ends)

@@ -25,6 +25,7 @@ from hyper_parallel.train.build import Built, build, fill
 from hyper_parallel.train.evaluate import Evaluation
 from hyper_parallel.train.graph_step import GraphStepper
 from hyper_parallel.train.meter import Meter
+from hyper_parallel.train.profiling import Profiling
 from hyper_parallel.train.progress import Progress, shown
 from hyper_parallel.train.recipe import Recipe, StepResult
 from hyper_parallel.train.sample import sample
@@ -117,6 +118,15 @@ class _Run:
             worker.backend.peak_flops(compute),
         )
         self.eval_after: float | None = None
+        self.profiling: Profiling | None = None
+        if train.profile is not None and self.leads:
+            self.profiling = Profiling(
+                train.profile,
+                Path(config.out),
+                worker,
+                self.built.flops.per_token(config.data.sequence) * self.tokens_per_step,
+                worker.backend.peak_flops(compute),
+            )
 
     def run(self) -> Summary:
         try:
@@ -172,7 +182,9 @@ class _Run:
         if state.step >= train.steps:
             return False
         graphs = self.built.graphs
-        stepper = Stepper(self.recipe) if graphs is None else GraphStepper(self.recipe, graphs)
+        stepper = (
+            Stepper(self.recipe) if graphs is None else GraphStepper(self.recipe, graphs, self.profiling)
+        )
         stepper.begin(self.batches.load(state.step, state.consumed))
         for step in range(state.step, train.steps):
             done, last = step + 1, step + 1 == train.steps
