@@ -5,7 +5,8 @@ machine, nothing allocated and nothing sent.
 
 Each case runs in a fresh process with two threads. Seconds are of building the model without values, of spreading it,
 and of capturing the step with AdamW in bfloat16; memory is the process's high-water mark, libraries included. Limits
-are those that the project set itself.
+are those that the project set itself. Beside wall-clock seconds stand those of the processor and the machine's load
+when the case began: with a load above the number of cores the first are longer than a capture takes by itself.
 """
 
 from __future__ import annotations
@@ -106,9 +107,8 @@ def main() -> None:
             "limits": limits,
             "held": held,
         }
-        print(
-            f"{name}: {best['seconds']:.1f} s, {best['gib']:.2f} GiB, {best['nodes']:,} nodes; held: {held}"
-        )
+        spent = f"{best['seconds']:.1f} s ({best['cpu_s']:.1f} s of processor, load {best['load']:.1f})"
+        print(f"{name}: {spent}, {best['gib']:.2f} GiB, {best['nodes']:,} nodes; held: {held}", flush=True)
     print(f"written to {write('capture', {'cases': found})}")
 
 
@@ -150,7 +150,8 @@ def measured(case: Case) -> dict[str, Any]:
         }
     )
     transformers_config(config.model)  # imports Transformers, which is no part of what is measured
-    begun = time.perf_counter()
+    load = os.getloadavg()[0]
+    begun, used = time.perf_counter(), time.process_time()
     with fake_ranks(world, 0):
         model = build_model(case.model)
         built = time.perf_counter()
@@ -163,6 +164,8 @@ def measured(case: Case) -> dict[str, Any]:
     ended = time.perf_counter()
     return {
         "seconds": ended - begun,
+        "cpu_s": time.process_time() - used,
+        "load": load,
         "build_s": built - begun,
         "parallelize_s": spread - built,
         "capture_s": ended - spread,
