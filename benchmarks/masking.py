@@ -1,6 +1,6 @@
 """How much communication runs beside computation, without and with the overlap pass: simulated, and on real workers.
 
-    python benchmarks/masking.py [--only WORD] [--layers N] [--no-workers]
+    python benchmarks/masking.py [--only WORD] [--layers N] [--again] [--no-workers]
 
 Simulated. A case is a model of a published shape, a cluster preset and a strategy. The step of one rank is captured,
 with two micro-batches, layers recomputed in the backward pass and weights gathered again, as training rewrites it. It
@@ -23,7 +23,8 @@ share of the collectives' time that no wait was blocked for.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Any
 
 import measure
@@ -77,14 +78,21 @@ class Case:
         return world
 
 
-_ROWS = ((1, 4096), (2, 4096), (4, 4096), (4, 8192), (8, 8192), (16, 8192))
+_ROWS = ((1, 1024), (1, 1536), (1, 2048), (1, 4096))
 CASES = (
     Case("llama-70b", 16, "h100", {"shard": 8, "tensor": 8}, ((2, 8192), (4, 8192), (6, 8192), (8, 8192))),
-    Case("llama-70b", 16, "cloudmatrix384", {"shard": 8, "tensor": 8}, ((1, 4096), (2, 8192), (4, 8192))),
+    Case(
+        "llama-70b",
+        16,
+        "cloudmatrix384",
+        {"shard": 8, "tensor": 8},
+        ((1, 2048), (1, 3072), (1, 4096), (2, 8192)),
+    ),
     Case("mixtral-8x7b", 8, "h100", {"shard": 8, "expert": 8}, _ROWS),
     Case("mixtral-8x7b", 8, "cloudmatrix384", {"shard": 8, "expert": 8}, _ROWS),
-    Case("deepseek-v3", 6, "h100", {"shard": 64, "expert": 8}, _ROWS[:4]),
-    Case("deepseek-v3", 6, "cloudmatrix384", {"shard": 64, "expert": 64}, _ROWS[:4]),
+    Case("deepseek-v3", 6, "h100", {"shard": 64, "expert": 8}, _ROWS),
+    Case("deepseek-v3", 6, "cloudmatrix384", {"shard": 64, "expert": 64}, _ROWS),
+    Case("deepseek-v3", 6, "cloudmatrix384", {"shard": 64, "expert": 16}, _ROWS),
 )
 
 
@@ -233,17 +241,20 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="run cases whose name holds this")
     parser.add_argument("--layers", type=int, help="of every case, in place of its own")
+    parser.add_argument("--again", action="store_true", help="run cases that the result has already")
     parser.add_argument("--no-workers", action="store_true", help="only simulate")
     arguments = parser.parse_args()
-    results = []
+    known = measure.RESULTS / "masking.json"
+    result: dict[str, Any] = json.loads(known.read_text()) if known.exists() else {}
+    cases: dict[str, Any] = result.setdefault("simulated", {})
     for case in CASES:
-        if arguments.only in case.name:
-            if arguments.layers:
-                case = Case(case.model, arguments.layers, case.cluster, case.axes, case.batches)
+        if arguments.layers:
+            case = replace(case, layers=arguments.layers)
+        if arguments.only in case.name and (arguments.again or case.name not in cases):
             print(case.name, flush=True)
-            results.append(run(case))
-    result: dict[str, Any] = {"simulated": results}
-    print(table(results))
+            cases[case.name] = run(case)
+            measure.write("masking", result)
+    print(table(list(cases.values())))
     if not arguments.no_workers:
         import masking_workers
 
