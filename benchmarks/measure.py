@@ -7,12 +7,14 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -55,6 +57,18 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) 
         "theirs_s": statistics.median(theirs),
         "pairs": float(len(ratios)),
     }
+
+
+def timed(step: Callable[[], object], world: int) -> float:
+    """Seconds of one step, of the slowest rank."""
+    if world > 1:
+        dist.barrier()
+    start = time.perf_counter()
+    step()
+    seconds = torch.tensor(time.perf_counter() - start)
+    if world > 1:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def write(name: str, result: dict[str, Any]) -> Path:

@@ -12,14 +12,13 @@ import argparse
 import os
 import socket
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measure import paired_ratio, write
+from measure import paired_ratio, timed, write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -170,18 +169,6 @@ def plain_eager() -> Step:
         return float(loss.detach())
 
     return step
-
-
-def timed(step: Step, world: int) -> float:
-    """Seconds of one step, of the slowest rank."""
-    if world > 1:
-        dist.barrier()
-    start = time.perf_counter()
-    step()
-    seconds = torch.tensor(time.perf_counter() - start)
-    if world > 1:
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
 
 
 def worker(rank: int, world: int, port: int, pairs: int, answers: Any) -> None:

@@ -11,15 +11,20 @@ from tiny_run import run_config
 
 from harness import run_ranks
 from hyper_parallel.compat import inductor
+from hyper_parallel.errors import CompileError
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.compiled import Compiled
+from hyper_parallel.train import graphs
 from hyper_parallel.train.compiling import artifacts_of
 from hyper_parallel.workload import Flops
 
 NEEDS_COMPILER = pytest.mark.skipif(inductor.missing() is not None, reason="no C++ compiler")
 
 FLOPS = Flops(matmul_parameters=10**6, heads_times_size=32, windows=(None,))
-FAR = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Largest relative difference of a loss or norm in 20 steps: sums in another order, in fp32; in bf16 also values
-that are not rounded between operators that became one, 2^-8 each."""
+FAR = {"float32": 1e-4, "bfloat16": 1e-3}
+"""Largest relative difference of each loss in 20 steps, and of the first gradient norm: sums in another order, in fp32;
+in bf16 also values that are not rounded (2^-8 each, both ways) between operators that became one. Later norms are of
+other parameters, and differ more than the losses do."""
 
 
 def _compiled(rank: int, world: int, folder: Path, name: str, sections: dict[str, Any]) -> tuple[Ran, Ran]:
@@ -36,20 +41,20 @@ def _compiled(rank: int, world: int, folder: Path, name: str, sections: dict[str
 
 def _assert_near(plain: Ran, made: Ran, dtype: str) -> None:
     assert any(note.startswith("compiled ") for note in made.notes), made.notes
-    for metric in ("loss", "grad_norm"):
-        for step, value in plain.metrics[metric].items():
-            assert made.metrics[metric][step] == pytest.approx(value, rel=FAR[dtype]), (metric, step)
+    losses, norms = plain.metrics["loss"], plain.metrics["grad_norm"]
+    assert len(losses) == 20
+    assert made.metrics["loss"] == pytest.approx(losses, rel=FAR[dtype])
+    assert made.metrics["grad_norm"][1] == pytest.approx(norms[1], rel=FAR[dtype])
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("dtype", FAR)
-def test_twenty_compiled_steps(dtype: str, tmp_path: Path) -> None:
-    sections = {"strategy": {"precision": {"compute": dtype}}, "train": {"steps": 20}}
-    _assert_near(*_compiled(0, 1, tmp_path, dtype, sections), dtype)
+def test_twenty_compiled_steps_in_bf16(tmp_path: Path) -> None:
+    sections = {"strategy": {"precision": {"compute": "bfloat16"}}}
+    _assert_near(*_compiled(0, 1, tmp_path, "bf16", sections), "bfloat16")
 
 
 @NEEDS_COMPILER
-def test_two_compiled_workers(tmp_path: Path) -> None:
+def test_twenty_compiled_steps_of_two_workers(tmp_path: Path) -> None:
     sections = {"strategy": {"axes": {"tensor": 2}, "sequence": True}}
     first, second = run_ranks(_compiled, 2, tmp_path, "tensor", sections, timeout=240.0)
     _assert_near(*first, "float32")
@@ -57,15 +62,18 @@ def test_two_compiled_workers(tmp_path: Path) -> None:
 
 
 def _one_fails(rank: int, world: int, folder: Path) -> Ran:
-    if rank == 1:
-        inductor.missing = lambda: "a C++ compiler"
+    def stand_in(step: StepGraph, _: Path) -> Compiled:
+        if rank == 1:
+            raise CompileError("a C++ compiler is missing")
+        return Compiled(step, regions=1, artifacts=1, made=1, share=1.0, seconds=0.0)
+
+    graphs.compiled = stand_in
     sections = {"strategy": {"axes": {"shard": 2}}, "train": {"compile": True, "steps": 2}}
     return run_engine(rank, folder, "fails", "graph", sections)
 
 
-@NEEDS_COMPILER
 def test_where_one_rank_cannot_compile_none_does_and_each_says_why(tmp_path: Path) -> None:
-    first, second = run_ranks(_one_fails, 2, tmp_path, timeout=240.0)
+    first, second = run_ranks(_one_fails, 2, tmp_path, timeout=120.0)
     assert any("another worker's step cannot be compiled" in note for note in first.notes)
     assert any("a C++ compiler is missing. It runs uncompiled" in note for note in second.notes)
     assert len(first.metrics["loss"]) == 2

@@ -147,6 +147,8 @@ class TrainConfig(Section):
     def _batches_divide(self) -> TrainConfig:
         if self.micro_batch is not None and self.batch % self.micro_batch:
             raise ValueError(f"'micro_batch' ({self.micro_batch}) must divide 'batch' ({self.batch})")
+        if self.profile is not None and self.compile is True:
+            raise ValueError("'profile' measures single operators; set compile to auto, or leave it out")
         if self.profile is not None and self.engine != "graph":
             raise ValueError(
                 "'profile' measures the operators of a graph; set engine to graph, or leave it out"

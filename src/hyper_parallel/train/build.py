@@ -17,6 +17,7 @@ from hyper_parallel.data import TextData, Tokenizer
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering
+from hyper_parallel.train.compiling import artifacts_of
 from hyper_parallel.train.engine import check_length, try_graph
 from hyper_parallel.train.graphs import Graphs
 from hyper_parallel.workload import Flops, flops_of_model
@@ -56,7 +57,7 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
     captured, handle = None, None
     if config.train.engine == "graph":
-        captured, handle = try_graph(config, plain, text, device)
+        captured, handle = try_graph(config, plain, text, device, artifacts_of(config, flops, device))
     lowering: Lowering = "fsdp" if captured is None else "traceable"
     parallelize(plain, config.effective_strategy, lowering=lowering, like=handle)
     check_length(sharded(plain), config)

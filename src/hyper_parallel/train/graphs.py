@@ -10,12 +10,14 @@ import copy
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from hyper_parallel.errors import CaptureError, GraphError, HyperParallelError
+from hyper_parallel.errors import CaptureError, CompileError, GraphError, HyperParallelError
 from hyper_parallel.graph import Executable, StepGraph, executable
+from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.passes import rewritten
 from hyper_parallel.train.passes import passes_for
 from hyper_parallel.train.recipe import Recipe
@@ -29,18 +31,24 @@ class Captured:
     """A step as a graph, and ready to run."""
 
     step: StepGraph
+    """What runs: where layers are compiled, each is a node."""
     executable: Executable
+    plain: StepGraph
+    """The same before compiling."""
 
 
 class Graphs:
     """The graphs of one rank of a run."""
 
-    def __init__(self, shadow: Recipe, device: torch.device | str) -> None:
-        """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run."""
-        self.shadow, self._device = shadow, device
+    def __init__(self, shadow: Recipe, device: torch.device | str, artifacts: Path | None = None) -> None:
+        """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run; `artifacts`:
+        the folder of what is compiled for it, None to compile nothing."""
+        self.shadow, self._device, self._artifacts = shadow, device, artifacts
         self._captured: dict[BatchShape, Captured] = {}
         self.refused: str | None = None
         """Why a shape could not be captured; None while every one could."""
+        self.uncompiled: str | None = None
+        """Why a graph could not be compiled; None while every one could that was to be."""
 
     def __getitem__(self, shape: BatchShape) -> Captured:
         """The graph of a shape for which `ready` was true."""
@@ -71,17 +79,52 @@ class Graphs:
         begun = time.perf_counter()
         step = capture_step(self.shadow, shape, self._device)
         step = rewritten(step, passes_for(self.shadow.handle.strategy))
-        captured = Captured(step, executable(step))
         log.info(
             "the step as a graph: %d nodes, captured in %.1f s (%s)",
             len(list(step.nodes)),
             time.perf_counter() - begun,
             _described(shape),
         )
-        return captured
+        run = self._compiled(step)
+        return Captured(run, executable(run), step)
+
+    def _compiled(self, step: StepGraph) -> StepGraph:
+        """What is to run: `step` compiled, or as it is."""
+        if self._artifacts is None:
+            return step
+        log.info(
+            "the step is being compiled; later runs of the same step take what is compiled from the cache"
+        )
+        try:
+            done = compiled(step, self._artifacts)
+        except CompileError as error:
+            log.debug("the step could not be compiled", exc_info=True)
+            self.uncompiled, self._artifacts = str(error), None
+            log.warning("%s", uncompiled_because(self.uncompiled))
+            return step
+        log.info("%s", done)
+        return done.step
+
+    def as_captured(self) -> None:
+        """Compile nothing, and forget what was compiled."""
+        self._artifacts = None
+        self._captured = {
+            shape: Captured(graph.plain, executable(graph.plain), graph.plain)
+            for shape, graph in self._captured.items()
+        }
 
 
 ELSEWHERE = "another worker's step cannot be captured; its log says why"
+
+ELSEWHERE_UNCOMPILED = "another worker's step cannot be compiled; its log says why"
+
+
+def uncompiled_because(why: str) -> str:
+    """What is shown when a run's graphs are not compiled although they were to be, and `why`."""
+    return (
+        f"the step cannot be compiled: {why}. It runs uncompiled: as right, but slower. train.compile=false asks for "
+        "this and is silent."
+    )
 
 
 def eagerly(why: str) -> str:
