@@ -86,13 +86,13 @@ CASES = (
         16,
         "cloudmatrix384",
         {"shard": 8, "tensor": 8},
-        ((1, 2048), (1, 3072), (1, 4096), (2, 8192)),
+        ((1, 1536), (1, 1024), (1, 2048)),
     ),
     Case("mixtral-8x7b", 8, "h100", {"shard": 8, "expert": 8}, _ROWS),
     Case("mixtral-8x7b", 8, "cloudmatrix384", {"shard": 8, "expert": 8}, _ROWS),
     Case("deepseek-v3", 6, "h100", {"shard": 64, "expert": 8}, _ROWS),
     Case("deepseek-v3", 6, "cloudmatrix384", {"shard": 64, "expert": 64}, _ROWS),
-    Case("deepseek-v3", 6, "cloudmatrix384", {"shard": 64, "expert": 16}, _ROWS),
+    Case("deepseek-v3", 6, "cloudmatrix384", {"shard": 64, "expert": 16}, ((2, 4096), (1, 4096), (1, 2048))),
 )
 
 

@@ -1,8 +1,9 @@
 """The overlap pass: rewrites are tried on paper, and what the simulation says is fastest is made.
 
-Tried are, each with the others: collectives in buckets or alone, one or two micro-batches side by side, and how far
-collectives and kernels may run ahead. Each is priced by `arrange` (every collective alone on its link); the best few,
-and the step as it is, are simulated, where collectives share links. A rewrite that does not pay is not made.
+Tried are the usual schedule, and, each with the others: collectives in buckets or alone, one or two micro-batches side
+by side, and how far collectives and kernels may run ahead. Each is priced by `arrange` (every collective alone on its
+link); the best few, and the step as it is, are simulated, where collectives share links. A rewrite that does not pay is
+not made.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hyper_parallel.overlap.arrange import Arranged, arrange
 from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.jobs import Jobs, Prices, jobs_of
 from hyper_parallel.overlap.stored import layer_of
+from hyper_parallel.overlap.usual import Usual
 from hyper_parallel.program import Timeline
 from hyper_parallel.simulate import simulate
 from hyper_parallel.units import format_bytes, format_seconds
@@ -48,8 +50,14 @@ class Tried:
     """Foreseen time of the step, every collective alone on its link."""
     bytes: int
     """Foreseen peak, with what is there from the start."""
+    usual: bool = False
+    """The usual schedule (`Usual`)."""
 
     def __str__(self) -> str:
+        if self.usual:
+            return (
+                "the usual schedule: weights asked for a layer ahead, gradients reduced beside the next layer"
+            )
         buckets = "buckets" if self.buckets else "no buckets"
         beside = f"{self.together} micro-batches side by side" if self.together > 1 else "one after the other"
         return f"{buckets}, {beside}, at most {format_seconds(self.window)} ahead"
@@ -121,6 +129,12 @@ def overlap(
                     found.append((tried, made, jobs, graph))
     found.sort(key=lambda one: (one[0].seconds, one[0].bytes))
     best, chosen, after = step, None, before
+    usual = Usual()(step)
+    timeline = simulated(usual, cluster, known)
+    if timeline.step < before.step * _PAYS and timeline.peak.bytes <= budget + resident:
+        # It needs little memory, and so is there where nothing else fits.
+        chosen = Tried(False, 1, 0.0, timeline.step, timeline.peak.bytes, usual=True)
+        best, after = usual, timeline
     for tried, made, jobs, graph in found[:_SIMULATED]:
         free = [node for node in jobs.nodes if is_collective(node)]
         candidate = reorder(graph, [jobs.nodes[index] for index in made.order], free)
