@@ -114,3 +114,8 @@ def test_mfu_and_presets_read_one_table() -> None:
                 assert found is None  # no maker's figure
             else:
                 assert found == (cluster.device.matrix[dtype] if public else None)
+
+
+def test_a_preset_whose_name_ends_like_a_number_of_devices() -> None:
+    assert Cluster.named("cloudmatrix384").ranks is None
+    assert Cluster.named("cloudmatrix384x768").ranks == 768

@@ -102,7 +102,7 @@ def test_micro_batches_and_layers() -> None:
 
 
 def test_experts_behind_a_dense_layer() -> None:
-    repeated, whole, notes = _both(*MODELS["deepseek"], "strategy.axes={shard: 4, expert: 4}")
+    repeated, whole, notes = _both(*MODELS["deepseek"], "strategy.axes={shard: 4, expert: 2}")
     repeated.check()
     assert any("layers were captured" in note for note in notes), notes
     # Each layer's loads are looked at in the clipping, a few numbers at a time, which is not repeated.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.workload import Flops, flops_of_config, flops_of_model, mfu
@@ -74,3 +74,14 @@ def test_a_config_without_the_needed_field_is_refused() -> None:
 
 def test_mfu() -> None:
     assert mfu(3e12, seconds=2, devices=3, peak=1e12) == pytest.approx(0.5)
+
+
+def test_of_experts_those_count_that_a_token_goes_through() -> None:
+    sizes = {
+        "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(**sizes))
+    attention, router, expert = 4 * 8 * 8, 4 * 8, 3 * 8 * 16
+    assert flops_of_model(model).matmul_parameters == 2 * (attention + router + 2 * expert) + 8 * 32

@@ -88,8 +88,11 @@ class Layers:
         for storage, name in step.gradients.items():
             self._of[storage] = self.named(name)
         self._nodes: dict[fx.Node, Tag] = {}
+        self._last: Tag = None
+        """Of the last node that is of a layer."""
         for node in step.nodes:
             tag = self._nodes[node] = self._tag(node)
+            self._last = self._last if tag is None else tag
             for value in values_of(node):
                 self._of.setdefault(value.storage, tag)
         for node in reversed(list(step.nodes)):
@@ -132,4 +135,7 @@ class Layers:
             return tag
         tags = {self._of.get(value.storage) for source in node.all_input_nodes for value in values_of(source)}
         tags.discard(None)
+        if len(tags) == 2 and node.meta["phase"] == "backward" and self._last in tags:
+            # A sum of gradients that two layers have to give: it runs with the one whose turn it is.
+            return self._last
         return tags.pop() if len(tags) == 1 else None

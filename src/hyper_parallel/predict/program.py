@@ -131,8 +131,9 @@ def _repeated(
 
 def _of_all_layers(found: Lowered, layers: Layers, kept: Kept) -> Repeated:
     tags = [None if layer is None else kept.block(layer) for layer in layers.of_all(found)]
-    for op, node, tag in zip(found.ops, found.nodes, tags, strict=True):
-        if tag is None and layers.spans(node) and op.work is not None and op.work.read > _FEW:
+    for op, node in zip(found.ops, found.nodes, strict=True):
+        outside = layers.of(node) is None and layers.spans(node)
+        if outside and op.work is not None and op.work.read > _FEW:
             raise Unlike(f"{op.name} reads {op.work.read:.0f} bytes of several layers at once")
 
     def block_of(name: str) -> Tag:

@@ -90,7 +90,9 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
         }
         try:
             with mode, left_to_the_graph():
-                found = capture(body, tensors, model, lambda: body.gradients, handle.process_groups())
+                found = capture(body, tensors, model, lambda: body.gradients)
+                # Asked for now: the step has made those that it was the first to need.
+                found.groups = handle.process_groups()
                 found.balanced = even_load() is not None and bool(handle.plan.experts)
         finally:
             body.forget()

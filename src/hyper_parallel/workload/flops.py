@@ -7,12 +7,12 @@ For a token of a sequence of S tokens, forward and backward,
     K(S)  = W − W² / (2 S)         causal with a sliding window of W < S
 
 N counts the elements of every matrix that a token is multiplied with, the head included also when it is tied;
-an embedding lookup multiplies nothing and is not counted; nor are norms, activations and biases. H · Q is the
-number of query heads times their size. The factor 6 is 2 for a multiply and an add, times 3 for the forward
-pass and the two products of the backward pass; recomputation is not counted. This is the convention of PaLM
-(Chowdhery et al., arXiv 2204.02311, appendix B) and of Megatron-LM (Narayanan et al., arXiv 2104.04473,
-appendix), except that both of them count the whole S × S attention matrix: here only the part that the mask
-keeps, on average, is counted, once. Packed documents count as one sequence.
+of a mixture's experts those that a token goes through; an embedding lookup multiplies nothing and is not counted;
+nor are norms, activations and biases. H · Q is the number of query heads times their size. The factor 6 is 2 for a
+multiply and an add, times 3 for the forward pass and the two products of the backward pass; recomputation is not
+counted. This is the convention of PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) and of Megatron-LM
+(Narayanan et al., arXiv 2104.04473, appendix), except that both of them count the whole S × S attention matrix: here
+only the part that the mask keeps, on average, is counted, once. Packed documents count as one sequence.
 
     mfu = flops / (seconds · devices · peak)            `mfu`
 """
@@ -85,7 +85,8 @@ def flops_of_config(config: Mapping[str, Any]) -> Flops:
 
 
 def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Flops:
-    """From a whole (not yet sharded) module: every parameter of two dims, embeddings that are only looked up left out.
+    """From a whole (not yet sharded) module: every parameter of two dims, embeddings that are only looked up left out,
+    and of experts, which are parameters of three, those that a token goes through.
 
     `config` is its Transformers config as a dict; without one (and without `model.config`) the attention
     term, which no parameter shows, is 0. Works on the meta device.
@@ -96,19 +97,30 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
         own: Any = getattr(model, "config", None)
         config = own.to_dict() if hasattr(own, "to_dict") else None
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    multiplied: dict[tuple[int, str], int] = {}
+    chosen = _experts_chosen(config)
+    multiplied: dict[tuple[int, str], float] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             # A tied head is an embedding's parameter held by a module that multiplies with it.
             if parameter.ndim == 2 and (id(parameter) not in lookups or isinstance(module, nn.Linear)):
                 multiplied[id(parameter), name] = parameter.numel()
-    matrices = sum(multiplied.values())
+            elif parameter.ndim == 3 and chosen is not None:
+                # A matrix for each expert: a token is multiplied with those of its own.
+                multiplied[id(parameter), name] = parameter.numel() * chosen / parameter.shape[0]
+    matrices = round(sum(multiplied.values()))
     if config is None:
         return Flops(matrices, 0, ())
     layers = _field(config, "num_hidden_layers", "n_layer")
     heads = _field(config, "num_attention_heads", "n_head")
     size = config.get("head_dim") or _field(config, "hidden_size", "n_embd") // heads
     return Flops(matrices, heads * size, _windows(config, layers))
+
+
+def _experts_chosen(config: Mapping[str, Any] | None) -> int | None:
+    """How many experts a token goes through; None where there are none."""
+    known = config or {}
+    found = next((known[key] for key in ("num_experts_per_tok", "moe_topk") if known.get(key)), None)
+    return None if found is None else int(found)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

@@ -37,7 +37,8 @@ def named(name: str) -> Cluster:
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
         return Cluster.load(name)
     match = re.fullmatch(r"(.+)x(\d+)", name)
-    if match is None or name.lower() in _ALIASES:
+    # A name may itself end in what looks like a number of devices: cloudmatrix384.
+    if match is None or name.lower() in _ALIASES or name.lower() in _PRESETS:
         return preset(name)
     if int(match[2]) < 1:
         raise ConfigError(f"a cluster has at least one device; got {name!r}")
