@@ -79,11 +79,12 @@ def test_where_one_rank_cannot_compile_none_does_and_each_says_why(tmp_path: Pat
     assert len(first.metrics["loss"]) == 2
 
 
-def test_a_long_run_is_compiled_unasked(tmp_path: Path) -> None:
+def test_auto_compiles_long_runs(tmp_path: Path) -> None:
     def folder(**train: Any) -> Path | None:
         return artifacts_of(run_config(tmp_path, train=train), FLOPS, "cpu")
 
     assert folder() is None
+    assert folder(steps=10**6) is None
     assert folder(compile=True) == tmp_path / "cache" / "compiled"
-    assert folder(steps=10**6) == tmp_path / "cache" / "compiled"
-    assert folder(steps=10**6, compile=False) is None
+    assert folder(steps=10**6, compile="auto") == tmp_path / "cache" / "compiled"
+    assert folder(compile="auto") is None

@@ -107,7 +107,7 @@ class TrainConfig(Section):
     engine: Literal["graph", "eager"] = "graph"
     """What runs a step. `graph` captures the whole step once, as one graph, and runs that; a step that cannot be
     captured is run by `eager`, and a message says why. `eager` runs the model's own code in every step."""
-    compile: bool | Literal["auto"] = "auto"
+    compile: bool | Literal["auto"] = False
     """Whether the layers of a captured step are compiled by PyTorch's Inductor: faster steps after a longer start, and
     results that differ in the last digits (docs/compile.md). What is compiled is kept in `data.cache`. `auto` compiles
     runs whose model is estimated to compute for five minutes or longer. What cannot be compiled runs as it is."""
@@ -148,7 +148,7 @@ class TrainConfig(Section):
         if self.micro_batch is not None and self.batch % self.micro_batch:
             raise ValueError(f"'micro_batch' ({self.micro_batch}) must divide 'batch' ({self.batch})")
         if self.profile is not None and self.compile is True:
-            raise ValueError("'profile' measures single operators; set compile to auto, or leave it out")
+            raise ValueError("'profile' measures single operators; leave compile out")
         if self.profile is not None and self.engine != "graph":
             raise ValueError(
                 "'profile' measures the operators of a graph; set engine to graph, or leave it out"
