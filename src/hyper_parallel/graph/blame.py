@@ -11,14 +11,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from hyper_parallel.compat.fake import asks_for_values, has_no_fake_kernel, has_unknown_shape
 from hyper_parallel.errors import CaptureError
 
-_OURS = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
+_NOT_THEIRS = ("hyper_parallel", "torch", "transformers")
 _STANDARD = sysconfig.get_path("stdlib")
 
 
@@ -95,13 +93,13 @@ def _is_users(file: str) -> bool:
     if file.startswith("<"):
         return False
     return not (
-        file.startswith((_OURS, _TORCH))
-        or _is_of("transformers", file)
+        any(_is_of(package, file) for package in _NOT_THEIRS)
         or (file.startswith(_STANDARD) and "site-packages" not in file)
     )
 
 
 def _is_of(package: str, file: str) -> bool:
+    # Both as they were imported: a link on the way to a package is in the names of its frames too.
     root: Any = getattr(sys.modules.get(package), "__file__", None)
     return root is not None and file.startswith(str(Path(root).parent))
 
