@@ -58,6 +58,7 @@ def test_positions_restart_with_every_piece_and_count_on_through_padding(
 ) -> None:
     packed = PackedText(corpus, sequence, pad=PAD, pack=pack)
     document = np.repeat(np.arange(corpus.documents), np.diff(corpus.offsets))
+    assert packed.several == bool((packed.batch(range(len(packed)))["position_ids"][:, 1:] == 0).any())
     for row in range(len(packed)):
         batch = packed.batch([row])
         ids, positions = batch["input_ids"][0].tolist(), batch["position_ids"][0].tolist()

@@ -61,6 +61,11 @@ class PackedText:
     def __len__(self) -> int:
         return len(self._plan.rows) - 1
 
+    @property
+    def several(self) -> bool:
+        """Whether any row holds pieces of several documents."""
+        return len(self._plan.starts) > len(self)
+
     def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
         """`input_ids`, `labels` (shifted, -100 bears no loss) and `position_ids`: int64 [len(rows),
         sequence]."""

@@ -5,6 +5,7 @@ Each section is read by its own engine; a section that no engine reads yet is re
 
 from hyper_parallel.strategy.axes import AXIS_NAMES, EXPERT_SPANS, Axes
 from hyper_parallel.strategy.memory import Memory
+from hyper_parallel.strategy.overlap import Overlap
 from hyper_parallel.strategy.placement import LEVELS, Devices, Placement
 from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.strategy import Strategy
@@ -16,6 +17,7 @@ __all__ = [
     "Axes",
     "Devices",
     "Memory",
+    "Overlap",
     "Placement",
     "Precision",
     "Strategy",

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from hyper_parallel.strategy.axes import Axes
 from hyper_parallel.strategy.context import Context
 from hyper_parallel.strategy.memory import Memory
+from hyper_parallel.strategy.overlap import Overlap
 from hyper_parallel.strategy.placement import Placement
 from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.section import Section
@@ -68,6 +69,8 @@ class Strategy(Section):
     """Dtypes of parameters, arithmetic and gradient reduction."""
     memory: Memory = Memory()
     """What is recomputed rather than kept."""
+    overlap: Overlap = Overlap()
+    """Which collectives run beside which kernels."""
 
     @field_validator("expert_replicas")
     @classmethod

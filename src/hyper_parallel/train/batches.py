@@ -23,7 +23,7 @@ class MicroBatch:
     rows: Tensor
     """int64 [B]: the index in the step's global batch of each row; random numbers are a function of it."""
     several: bool | None = None
-    """Whether some row holds several documents; None where nobody looked."""
+    """Whether some row may hold several documents; None where nobody looked."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,13 @@ class Batches:
         micro_batch: int | None,
         handle: ShardedModel,
         device: torch.device,
+        *,
+        alike: bool = False,
     ) -> None:
+        """`alike`: every micro-batch says that it may hold several documents if any row of the text does, so that all
+        steps of all ranks are computed in the same way."""
         self._text, self._order, self._batch, self._device = text, order, batch, device
+        self._several = text.several if alike else None
         self._share = share_of(handle, batch)
         self._micro = micro_batch or self._share.stop - self._share.start
 
@@ -67,20 +72,25 @@ class Batches:
         """The batch of `step`, before which `consumed` rows were consumed."""
         rows = self._order.rows(consumed, self._batch)
         micro = [
-            load_rows(self._text, rows[at : at + self._micro], at, self._device)
+            load_rows(self._text, rows[at : at + self._micro], at, self._device, self._several)
             for at in range(self._share.start, self._share.stop, self._micro)
         ]
         tokens = torch.stack([valid_tokens(m.labels) for m in micro]).sum().float()
         return StepBatch(step, rows, micro, tokens)
 
 
-def load_rows(text: PackedText, rows: list[int], at: int, device: torch.device) -> MicroBatch:
-    """`rows` of `text` on `device`, as rows `at` and following of their global batch."""
+def load_rows(
+    text: PackedText, rows: list[int], at: int, device: torch.device, several: bool | None = None
+) -> MicroBatch:
+    """`rows` of `text` on `device`, as rows `at` and following of their global batch.
+
+    `several`: whether they are to be computed as rows of several documents; None to look.
+    """
     batch = text.batch(rows)
     return MicroBatch(
         input_ids=batch["input_ids"].to(device),
         labels=batch["labels"].to(device),
         position_ids=batch["position_ids"].to(device),
         rows=torch.arange(at, at + len(rows), device=device),
-        several=several_documents(batch["position_ids"]),
+        several=several_documents(batch["position_ids"]) if several is None else several,
     )

@@ -21,6 +21,7 @@ from hyper_parallel.train.graphs import (
     shadow_of,
     uncompiled_because,
 )
+from hyper_parallel.train.overlapping import APART, DIGEST, order_digest, schedule_for
 from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.whole_step import BatchShape
 
@@ -49,12 +50,24 @@ def try_graph(
     parallelize(shadow, config.effective_strategy, lowering="traceable")
     handle = sharded(shadow)
     check_length(handle, config)
-    graphs = Graphs(Recipe.of(config, shadow), device, artifacts)
+    schedule = schedule_for(config.effective_strategy, device)
+    graphs = Graphs(Recipe.of(config, shadow), device, artifacts, schedule)
     train = config.train
-    batches = Batches(text.train, text.order, train.batch, train.micro_batch, handle, torch.device("cpu"))
-    ready = graphs.ready(BatchShape.of(batches.load(0, 0).micro))
-    told = torch.tensor([float(not ready), float(graphs.uncompiled is not None)], device=device)
-    refused, uncompiled = handle.all_reduce(told, handle.mesh.names).tolist()
+    batches = Batches(
+        text.train,
+        text.order,
+        train.batch,
+        train.micro_batch,
+        handle,
+        torch.device("cpu"),
+        alike=schedule is not None,
+    )
+    shape = BatchShape.of(batches.load(0, 0).micro)
+    refused, uncompiled, apart = _tried(graphs, shape, device)
+    if apart and not refused:
+        log.warning("%s", APART)
+        graphs.unscheduled()
+        refused, uncompiled, _ = _tried(graphs, shape, device)
     if uncompiled:
         if graphs.uncompiled is None:
             log.warning("%s", uncompiled_because(ELSEWHERE_UNCOMPILED))
@@ -63,6 +76,23 @@ def try_graph(
         return graphs, handle
     log.warning("%s", eagerly(graphs.refused or ELSEWHERE))
     return None, handle
+
+
+def _tried(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> tuple[bool, bool, bool]:
+    """Whether some rank cannot capture a step of this shape; cannot compile it; and whether the ranks' collectives are
+    in different orders. A collective."""
+    ready = graphs.ready(shape)
+    own = [0.0] * DIGEST
+    if ready and graphs.schedule is not None:
+        own = order_digest(graphs[shape].plain)
+    told = torch.tensor(
+        [float(not ready), float(graphs.uncompiled is not None), *own, *(-byte for byte in own)],
+        device=device,
+    )
+    handle = graphs.shadow.handle
+    refused, uncompiled, *orders = handle.all_reduce(told, handle.mesh.names, "max").tolist()
+    apart = any(most != -least for most, least in zip(orders[:DIGEST], orders[DIGEST:], strict=True))
+    return bool(refused), bool(uncompiled), apart
 
 
 def check_length(handle: ShardedModel, config: RunConfig) -> None:

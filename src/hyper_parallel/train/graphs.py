@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.errors import CaptureError, CompileError, GraphError, HyperParallelError
-from hyper_parallel.graph import Executable, StepGraph, executable
+from hyper_parallel.graph import Executable, Pass, StepGraph, executable
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.passes import rewritten
 from hyper_parallel.train.passes import passes_for
@@ -40,10 +40,18 @@ class Captured:
 class Graphs:
     """The graphs of one rank of a run."""
 
-    def __init__(self, shadow: Recipe, device: torch.device | str, artifacts: Path | None = None) -> None:
+    def __init__(
+        self,
+        shadow: Recipe,
+        device: torch.device | str,
+        artifacts: Path | None = None,
+        schedule: Pass | None = None,
+    ) -> None:
         """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run; `artifacts`:
-        the folder of what is compiled for it, None to compile nothing."""
+        the folder of what is compiled for it, None to compile nothing; `schedule`: what chooses the order of its
+        collectives, for which all ranks must ask for the same shapes in every step."""
         self.shadow, self._device, self._artifacts = shadow, device, artifacts
+        self.schedule = schedule
         self._captured: dict[BatchShape, Captured] = {}
         self.refused: str | None = None
         """Why a shape could not be captured; None while every one could."""
@@ -78,7 +86,8 @@ class Graphs:
     def _capture(self, shape: BatchShape) -> Captured:
         begun = time.perf_counter()
         step = capture_step(self.shadow, shape, self._device)
-        step = rewritten(step, passes_for(self.shadow.handle.strategy))
+        passes = passes_for(self.shadow.handle.strategy)
+        step = rewritten(step, passes if self.schedule is None else (*passes, self.schedule))
         log.info(
             "the step as a graph: %d nodes, captured in %.1f s (%s)",
             len(list(step.nodes)),
@@ -104,6 +113,11 @@ class Graphs:
             return step
         log.info("%s", done)
         return done.step
+
+    def unscheduled(self) -> None:
+        """Choose no order of collectives, and forget the graphs for which one was."""
+        self.schedule = None
+        self._captured = {}
 
     def as_captured(self) -> None:
         """Compile nothing, and forget what was compiled."""

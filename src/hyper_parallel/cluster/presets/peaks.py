@@ -1,4 +1,5 @@
-"""Published dense peak FLOP/s by the name that PyTorch gives a device: the denominator of MFU."""
+"""What is published of a device, by the name that PyTorch gives it: its dense peak FLOP/s (the denominator of MFU), and
+the preset of its machines."""
 
 from __future__ import annotations
 
@@ -27,10 +28,19 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     for words, peaks, _ in (*nvidia.FORM_FACTORS, *ascend.FORM_FACTORS):
         if all(word in device_name for word in words):
             return peaks.get(dtype)
-    for words, name in _MARKS:
-        if all(word in device_name for word in words):
-            found = preset(name)
-            assert found.device is not None, "a preset describes its device"
-            public = f"device.matrix.{dtype}" in found.sources
-            return found.device.matrix[dtype] if public else None
-    return None
+    name = preset_of(device_name)
+    if name is None:
+        return None
+    found = preset(name)
+    assert found.device is not None, "a preset describes its device"
+    public = f"device.matrix.{dtype}" in found.sources
+    return found.device.matrix[dtype] if public else None
+
+
+def preset_of(device_name: str) -> str | None:
+    """The preset of machines with this device; None where there is none.
+
+    >>> preset_of("NVIDIA H100 80GB HBM3")
+    'h100'
+    """
+    return next((name for words, name in _MARKS if all(word in device_name for word in words)), None)

@@ -1,0 +1,31 @@
+"""When collectives run: beside kernels, as far as that pays."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from hyper_parallel.strategy.section import Section
+
+
+class Overlap(Section):
+    """How communication is hidden behind computation, in a step that runs from its graph."""
+
+    schedule: Literal["auto", "usual", "none"] = "auto"
+    """`auto` simulates orders of the step on `cluster` and takes the fastest if it beats that of the model's code.
+    `usual` simulates nothing: weights are gathered one layer ahead, gradients reduced beside the next layer. `none`
+    keeps the order of the model's code. On the CPU, where collectives take the cores that kernels need, `auto` does
+    nothing unless `cluster` is given."""
+    cluster: str | None = None
+    """The machine that `auto` simulates: a preset such as `h100`, or a cluster file such as `hyper-parallel calibrate`
+    writes. Left out: the preset of the device that is there; where there is none, `auto` is `usual`."""
+
+    @model_validator(mode="after")
+    def _simulates(self) -> Overlap:
+        if self.cluster is not None and self.schedule != "auto":
+            raise ValueError(
+                f"'cluster' is what 'schedule: auto' simulates, and schedule is {self.schedule}; "
+                "set schedule to auto, or leave cluster out"
+            )
+        return self

@@ -1,0 +1,95 @@
+"""The order of a run's collectives: which pass chooses it, and whether all ranks came to the same.
+
+Collectives of different ranks meet in the order in which each rank begins them. The order is a function of the step's
+graph and of the cluster's description, of which every rank has its own; so all compare a digest before the first step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import replace
+
+import torch
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.presets import preset_of
+from hyper_parallel.compat import backend
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.graph import Pass, Rewrite, StepGraph, is_collective
+from hyper_parallel.graph.groups import group_of
+from hyper_parallel.graph.nouns import values_of
+from hyper_parallel.graph.passes import SCHEDULE
+from hyper_parallel.overlap import Usual, overlap
+from hyper_parallel.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+DIGEST = 8
+"""Numbers of a digest, each a byte."""
+
+APART = (
+    "the ranks found different orders of collectives, so all keep the order of the model's code: as right, but with "
+    "less communication hidden. Ranks with other devices or other cluster files do this; "
+    "strategy.overlap.schedule=usual depends on neither, and none is silent."
+)
+
+
+def schedule_for(strategy: Strategy, device: torch.device | str) -> Pass | None:
+    """The pass that orders a step's collectives; None where they stay in the order of the model's code.
+
+    `device`: where the step will run. Raises ConfigError for a cluster that is not known or has no device.
+    """
+    asked = strategy.overlap
+    if asked.schedule == "none" or strategy.axes.world == 1:
+        return None
+    if asked.schedule == "usual":
+        return Usual()
+    kind = torch.device(device).type
+    if asked.cluster is None and kind == "cpu":
+        return None
+    cluster = _cluster(strategy, kind)
+    return Usual() if cluster is None else _simulated(cluster)
+
+
+def _cluster(strategy: Strategy, kind: str) -> Cluster | None:
+    """What is simulated; None where nothing is known of the device."""
+    name = strategy.overlap.cluster
+    if name is not None:
+        cluster = Cluster.named(name).for_workers(strategy.axes.world)
+        if cluster.device is None:
+            raise ConfigError(
+                f"strategy.overlap.cluster: {name} describes no device, without which nothing can be simulated; "
+                "give it a device, or leave it out"
+            )
+        return cluster
+    known = preset_of(backend(kind).device_name())
+    if known is None:
+        return None
+    found, node = Cluster.preset(known), strategy.placement.devices.node
+    return replace(found, node=node) if node else found
+
+
+def _simulated(cluster: Cluster) -> Pass:
+    def choose(step: StepGraph) -> StepGraph:
+        begun = time.perf_counter()
+        found = overlap(step, cluster)
+        log.info("%s\n  (found in %.1f s)", found, time.perf_counter() - begun)
+        return found.step
+
+    return Rewrite("overlap", choose, provides=frozenset({SCHEDULE}))
+
+
+def order_digest(step: StepGraph) -> list[float]:
+    """The collectives of a step, in order, as `DIGEST` numbers; steps with the same can run on different ranks.
+
+    Of each its name in the graph, so that two of one kind and size are not taken for each other; its operator, axis,
+    dtype and shape.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST)
+    for node in step.nodes:
+        if is_collective(node):
+            kinds = [(value.dtype, tuple(value.shape)) for value in values_of(node)]
+            digest.update(f"{node.name} {node.target} {group_of(step, node).axis} {kinds}\n".encode())
+    return [float(byte) for byte in digest.digest()]
