@@ -46,7 +46,7 @@ def test_two_workers_are_equal_to_the_bit(axis: str, tmp_path: Path) -> None:
         assert differences(usual, plain) == {}
         assert of_graph(chosen)
         [told] = _simulated(chosen)
-        assert "nothing pays" not in told
+        assert "nothing pays" not in told and APART not in chosen.notes
         assert differences(chosen, plain) == {}
 
 
@@ -56,7 +56,7 @@ def test_four_workers_are_equal_to_the_bit(tmp_path: Path) -> None:
     for plain, chosen in run_ranks(
         _runs, 4, tmp_path, "four", sections, [NONE, {"cluster": "h100x4"}], timeout=240
     ):
-        assert of_graph(chosen) and len(_simulated(chosen)) == 1
+        assert of_graph(chosen) and len(_simulated(chosen)) == 1 and APART not in chosen.notes
         assert differences(chosen, plain) == {}
 
 
