@@ -12,7 +12,8 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.overlap import Usual, overlap
+from hyper_parallel.overlap import Usual, choose, overlap
+from hyper_parallel.overlap.chunks import NO_CHUNKS, WHOLE
 from hyper_parallel.train.optimizer import build_optimizer
 from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.schedule import schedule
@@ -21,7 +22,12 @@ from hyper_parallel.train.whole_step import BatchShape, capture_step
 
 @pytest.fixture(scope="module")
 def step() -> StepGraph:
-    """Two micro-batches of a Llama of three layers, tensor 2 · shard 2, as rank 0 of ranks that are not there."""
+    """Two micro-batches."""
+    return _step(2)
+
+
+def _step(micro_batches: int) -> StepGraph:
+    """A step of a Llama of three layers, tensor 2 · shard 2, as rank 0 of ranks that are not there."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with fake_ranks(4, 0):
@@ -41,15 +47,19 @@ def step() -> StepGraph:
         optimizer = build_optimizer(model, AdamWConfig(lr=1e-3))
         plan = schedule(ScheduleConfig(name="constant"), 10)
         recipe = Recipe(model, hp.sharded(model), optimizer, plan, clip=1.0)
-        return capture_step(recipe, BatchShape(((1, 4096),) * 2, (False,) * 2))
+        return capture_step(recipe, BatchShape(((1, 4096),) * micro_batches, (False,) * micro_batches))
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Cluster:
     """Four H100s with a tenth of their links, on which communication is a good part of the step."""
+    return _slow(10)
+
+
+def _slow(times: float) -> Cluster:
     h100 = Cluster.named("h100x4")
     return replace(
-        h100, links={name: replace(x, bandwidth=x.bandwidth / 10) for name, x in h100.links.items()}
+        h100, links={name: replace(x, bandwidth=x.bandwidth / times) for name, x in h100.links.items()}
     )
 
 
@@ -78,3 +88,16 @@ def test_a_rewrite_that_does_not_pay_is_not_made(step: StepGraph, cluster: Clust
     found = overlap(step, replace(cluster, links=quick))
     assert found.chosen is None and found.step is step and found.after is found.before
     assert "nothing pays" in str(found)
+
+
+def test_collectives_go_in_pieces_where_no_other_micro_batch_hides_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One micro-batch, so that a layer's own products are all that can run beside its collectives."""
+    step, cluster = _step(1), _slow(20)
+    found = overlap(step, cluster)
+    monkeypatch.setattr(choose, "chunks_for", lambda *_: NO_CHUNKS)
+    whole = overlap(step, cluster)
+    assert found.chosen is not None and found.chosen.chunks.forward != WHOLE
+    assert "in pieces: forward gathers in" in str(found)
+    assert found.after.step < whole.after.step

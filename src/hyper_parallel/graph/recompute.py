@@ -253,7 +253,7 @@ class _Repeater:
                 old = self._step.storages[value.storage]
                 self._step.storages.append(Storage(len(self._step.storages), old.bytes, old.device))
         again.meta = {
-            **_meta(node, places),
+            **moved_meta(node, places),
             "phase": "backward",
             "recomputed": True,
             "origin": node.meta.get("origin", node.name),
@@ -273,7 +273,7 @@ class _Repeater:
             }
             for source, again in instead.items():
                 node.replace_input_with(source, again)
-            node.meta = _meta(node, {storage: self._moved[storage]})
+            node.meta = moved_meta(node, {storage: self._moved[storage]})
 
     @staticmethod
     def _places(node: fx.Node, instead: Mapping[fx.Node, fx.Node]) -> dict[int, int]:
@@ -285,7 +285,7 @@ class _Repeater:
         }
 
 
-def _meta(node: fx.Node, places: Mapping[int, int]) -> dict[str, Any]:
+def moved_meta(node: fx.Node, places: Mapping[int, int]) -> dict[str, Any]:
     """A node's meta with some storages in the place of others."""
 
     def moved(value: Any) -> Any:

@@ -2,14 +2,15 @@
 
 Tried are the usual schedule, and, each with the others: collectives in buckets or alone, one or two micro-batches side
 by side, and how far collectives and kernels may run ahead. Each is priced by `arrange` (every collective alone on its
-link); the best few, and the step as it is, are simulated, where collectives share links. A rewrite that does not pay is
-not made.
+link). For the best of each number of micro-batches, collectives in pieces are tried on a few layers (`overlap.pieces`).
+The best few, and the step as it is, are simulated, where collectives share links. A rewrite that does not pay is not
+made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hyper_parallel.cluster import Cluster
@@ -21,7 +22,9 @@ from hyper_parallel.graph.passes import SCHEDULE, validate
 from hyper_parallel.graph.sizes import balanced_sizes
 from hyper_parallel.overlap.arrange import Arranged, arrange
 from hyper_parallel.overlap.buckets import Buckets
+from hyper_parallel.overlap.chunks import NO_CHUNKS, WHOLE, Chunks
 from hyper_parallel.overlap.jobs import Jobs, Prices, jobs_of
+from hyper_parallel.overlap.pieces import chunks_for
 from hyper_parallel.overlap.stored import layer_of
 from hyper_parallel.overlap.usual import Usual
 from hyper_parallel.program import Timeline
@@ -52,6 +55,8 @@ class Tried:
     """Foreseen peak, with what is there from the start."""
     usual: bool = False
     """The usual schedule (`Usual`)."""
+    chunks: Chunks = NO_CHUNKS
+    """Collectives in pieces."""
 
     def __str__(self) -> str:
         if self.usual:
@@ -60,7 +65,8 @@ class Tried:
             )
         buckets = "buckets" if self.buckets else "no buckets"
         beside = f"{self.together} micro-batches side by side" if self.together > 1 else "one after the other"
-        return f"{buckets}, {beside}, at most {format_seconds(self.window)} ahead"
+        pieces = f"; in pieces: {self.chunks}" if str(self.chunks) else ""
+        return f"{buckets}, {beside}, at most {format_seconds(self.window)} ahead{pieces}"
 
 
 @dataclass(frozen=True)
@@ -110,24 +116,41 @@ def overlap(
     assert device is not None, "a cluster that prices has a device"
     room = memory if memory is not None else device.memory.bytes / device.memory.ranks
     budget = max(room, before.peak.bytes) - resident
-    found: list[tuple[Tried, Arranged, Jobs, StepGraph]] = []
+    found: list[_Found] = []
+
+    def add(tried: Tried, graph: StepGraph, jobs: Jobs) -> None:
+        made = arrange(
+            jobs.jobs,
+            window=tried.window,
+            budget=budget,
+            together=tried.together,
+            slowdown=prices.slowdown,
+        )
+        if made.bytes <= budget:
+            found.append(
+                (replace(tried, seconds=made.seconds, bytes=made.bytes + resident), made, jobs, graph)
+            )
+
     for bucketed in (False, True):
         graph = Buckets()(step) if bucketed else step
         jobs = jobs_of(graph, prices, known)
         unit = _layer_seconds(jobs)
         for together in range(1, min(2, jobs.lanes) + 1):
             for ahead in _AHEAD:
-                made = arrange(
-                    jobs.jobs,
-                    window=ahead * unit,
-                    budget=budget,
-                    together=together,
-                    slowdown=prices.slowdown,
-                )
-                if made.bytes <= budget:
-                    tried = Tried(bucketed, together, ahead * unit, made.seconds, made.bytes + resident)
-                    found.append((tried, made, jobs, graph))
-    found.sort(key=lambda one: (one[0].seconds, one[0].bytes))
+                add(Tried(bucketed, together, ahead * unit, 0.0, 0), graph, jobs)
+    for together in (1, 2):
+        best_of = min((one[0] for one in found if one[0].together == together), key=_rank, default=None)
+        if best_of is None:
+            continue
+        chunks = chunks_for(step, prices, known, together, best_of.window)
+        # What pays on layers alone may not beside their neighbours, less so in the busier backward pass.
+        for one in dict.fromkeys((chunks, replace(chunks, backward=WHOLE))):
+            if one != NO_CHUNKS:
+                graph = Buckets()(one(step)) if best_of.buckets else one(step)
+                jobs = jobs_of(graph, prices, known)
+                for window in (best_of.window, best_of.window / 2):
+                    add(replace(best_of, chunks=one, window=window), graph, jobs)
+    found.sort(key=lambda one: _rank(one[0]))
     best, chosen, after = step, None, before
     usual = Usual()(step)
     timeline = simulated(usual, cluster, known)
@@ -144,6 +167,13 @@ def overlap(
     if chosen is not None:
         validate(step, best, chosen=True)
     return Overlapped(best, before, after, tuple(one[0] for one in found), chosen)
+
+
+_Found = tuple[Tried, Arranged, Jobs, StepGraph]
+
+
+def _rank(tried: Tried) -> tuple[float, int]:
+    return tried.seconds, tried.bytes
 
 
 @dataclass(frozen=True)

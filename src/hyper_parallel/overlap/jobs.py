@@ -77,17 +77,24 @@ def jobs_of(step: StepGraph, prices: Prices, sizes: Mapping[Any, int] | None = N
     makes, uses = _memory(step, nodes, dict(sizes or {}))
     lanes = lanes_of(step)
     jobs = []
+    pieces: dict[tuple[str, int], int] = {}
     for at, node in enumerate(nodes):
         cost = done.get(node)
         seconds = prices.seconds(cost) if cost is not None else 0.0
+        after = {place[other] for other in needs[node]}
         queue = FREE if not seconds else COMPUTE
         if isinstance(cost, Collective):
             queue = f"comm:{cost.axis}"
+            # Pieces of one collective go in their order, so that what an early one waits for is more urgent.
+            whole, piece = node.meta.get("chunk", ("", 0))
+            if (whole, piece - 1) in pieces:
+                after.add(pieces[whole, piece - 1])
+            pieces[whole, piece] = at
         jobs.append(
             Job(
                 seconds,
                 queue,
-                tuple(sorted(place[other] for other in needs[node])),
+                tuple(sorted(after)),
                 place[begun(node)] if is_wait(node) else None,
                 makes[at],
                 uses[at],
