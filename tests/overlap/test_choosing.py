@@ -12,7 +12,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.overlap import Usual, choose, overlap
+from hyper_parallel.overlap import Usual, overlap
 from hyper_parallel.overlap.chunks import NO_CHUNKS, WHOLE
 from hyper_parallel.train.optimizer import build_optimizer
 from hyper_parallel.train.recipe import Recipe
@@ -90,14 +90,12 @@ def test_a_rewrite_that_does_not_pay_is_not_made(step: StepGraph, cluster: Clust
     assert "nothing pays" in str(found)
 
 
-def test_collectives_go_in_pieces_where_no_other_micro_batch_hides_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_collectives_go_in_pieces_where_no_other_micro_batch_hides_them() -> None:
     """One micro-batch, so that a layer's own products are all that can run beside its collectives."""
     step, cluster = _step(1), _slow(20)
     found = overlap(step, cluster)
-    monkeypatch.setattr(choose, "chunks_for", lambda *_: NO_CHUNKS)
-    whole = overlap(step, cluster)
+    whole = overlap(step, cluster, pieces=False)
+    assert whole.chosen is not None and whole.chosen.chunks == NO_CHUNKS
     assert found.chosen is not None and found.chosen.chunks.forward != WHOLE
     assert "in pieces: forward gathers in" in str(found)
     assert found.after.step < whole.after.step

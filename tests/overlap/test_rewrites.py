@@ -114,7 +114,7 @@ def _unequal(rank: int, world: int, strategy: dict[str, Any], experts: bool) -> 
         "small buckets": [Buckets(4096), Usual()],
         "side by side": [Buckets(), Schedule(prices, together=2)],
         "window": [Schedule(prices, window=1e-4)],
-        "chosen": [Overlap(Cluster.named(f"h100x{world}"))],
+        "chosen": [Overlap(Cluster.named(f"h100x{world}"), pieces=False)],
     }
     if step.graph.sizes:
         sizes = balanced_sizes(step.graph)

@@ -127,3 +127,5 @@ def test_a_cluster_needs_a_device_and_a_schedule_that_simulates(tmp_path: Path) 
         _named({"cluster": "h1000"})
     with pytest.raises(ValueError, match="set schedule to auto, or leave cluster out"):
         run_config(tmp_path, strategy={"overlap": {"schedule": "none", "cluster": "h100"}})
+    with pytest.raises(ValueError, match="set schedule to auto, or leave pieces out"):
+        run_config(tmp_path, strategy={"overlap": {"schedule": "usual", "pieces": True}})

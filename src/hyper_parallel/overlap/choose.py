@@ -100,11 +100,14 @@ def overlap(
     *,
     memory: float | None = None,
     sizes: Mapping[Any, int] | None = None,
+    pieces: bool = True,
 ) -> Overlapped:
     """The step rewritten for a cluster, and what that is predicted to bring.
 
     `memory`: bytes that a device may hold at once, in all; left out, what the device has. A step that already holds
     more may go on holding as much. `sizes`: values of sizes that the data decide; left out, rows spread evenly.
+    `pieces`: collectives may go in pieces, with which results are equal up to rounding where a kernel sums in another
+    order for another number of rows or columns; without, they are equal bit for bit.
 
     The result depends on these arguments alone. Every rank must give the same, or their collectives do not meet.
     """
@@ -140,7 +143,7 @@ def overlap(
                 add(Tried(bucketed, together, ahead * unit, 0.0, 0), graph, jobs)
     for together in (1, 2):
         best_of = min((one[0] for one in found if one[0].together == together), key=_rank, default=None)
-        if best_of is None:
+        if best_of is None or not pieces:
             continue
         chunks = chunks_for(step, prices, known, together, best_of.window)
         # What pays on layers alone may not beside their neighbours, less so in the busier backward pass.
@@ -182,6 +185,7 @@ class Overlap:
 
     cluster: Cluster
     memory: float | None = None
+    pieces: bool = True
 
     name: str = "overlap"
     requires: frozenset[str] = frozenset()
@@ -190,7 +194,7 @@ class Overlap:
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The rewritten step, or the same one where nothing pays."""
-        return overlap(step, self.cluster, memory=self.memory).step
+        return overlap(step, self.cluster, memory=self.memory, pieces=self.pieces).step
 
 
 def simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> Timeline:

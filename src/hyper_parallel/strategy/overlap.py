@@ -20,6 +20,9 @@ class Overlap(Section):
     cluster: str | None = None
     """The machine that `auto` simulates: a preset such as `h100`, or a cluster file such as `hyper-parallel calibrate`
     writes. Left out: the preset of the device that is there; where there is none, `auto` is `usual`."""
+    pieces: bool = False
+    """Let `auto` send rows in pieces, each beside the products of another one. Results are then equal up to rounding,
+    since a kernel may sum in another order for another number of rows; without, bit for bit."""
 
     @model_validator(mode="after")
     def _simulates(self) -> Overlap:
@@ -27,5 +30,10 @@ class Overlap(Section):
             raise ValueError(
                 f"'cluster' is what 'schedule: auto' simulates, and schedule is {self.schedule}; "
                 "set schedule to auto, or leave cluster out"
+            )
+        if self.pieces and self.schedule != "auto":
+            raise ValueError(
+                f"'pieces' is for 'schedule: auto', which finds out whether they pay, and schedule is {self.schedule}; "
+                "set schedule to auto, or leave pieces out"
             )
         return self

@@ -50,7 +50,7 @@ def schedule_for(strategy: Strategy, device: torch.device | str) -> Pass | None:
     if asked.cluster is None and kind == "cpu":
         return None
     cluster = _cluster(strategy, kind)
-    return Usual() if cluster is None else _simulated(cluster)
+    return Usual() if cluster is None else _simulated(cluster, asked.pieces)
 
 
 def _cluster(strategy: Strategy, kind: str) -> Cluster | None:
@@ -71,10 +71,10 @@ def _cluster(strategy: Strategy, kind: str) -> Cluster | None:
     return replace(found, node=node) if node else found
 
 
-def _simulated(cluster: Cluster) -> Pass:
+def _simulated(cluster: Cluster, pieces: bool) -> Pass:
     def choose(step: StepGraph) -> StepGraph:
         begun = time.perf_counter()
-        found = overlap(step, cluster)
+        found = overlap(step, cluster, pieces=pieces)
         log.info("%s\n  (found in %.1f s)", found, time.perf_counter() - begun)
         return found.step
 
