@@ -78,21 +78,14 @@ class Case:
         return world
 
 
-_ROWS = ((1, 1024), (1, 1536), (1, 2048), (1, 4096))
 CASES = (
     Case("llama-70b", 16, "h100", {"shard": 8, "tensor": 8}, ((2, 8192), (4, 8192), (6, 8192), (8, 8192))),
-    Case(
-        "llama-70b",
-        16,
-        "cloudmatrix384",
-        {"shard": 8, "tensor": 8},
-        ((1, 1536), (1, 1024), (1, 2048)),
-    ),
-    Case("mixtral-8x7b", 8, "h100", {"shard": 8, "expert": 8}, _ROWS),
-    Case("mixtral-8x7b", 8, "cloudmatrix384", {"shard": 8, "expert": 8}, _ROWS),
-    Case("deepseek-v3", 6, "h100", {"shard": 64, "expert": 8}, _ROWS),
-    Case("deepseek-v3", 6, "cloudmatrix384", {"shard": 64, "expert": 64}, _ROWS),
-    Case("deepseek-v3", 6, "cloudmatrix384", {"shard": 64, "expert": 16}, ((2, 4096), (1, 4096), (1, 2048))),
+    Case("llama-70b", 16, "cloudmatrix384", {"shard": 8, "tensor": 8}, ((1, 2048), (1, 1536), (1, 1024))),
+    Case("llama-70b", 16, "cloudmatrix384", {"shard": 16, "tensor": 4}, ((1, 4096), (1, 3072), (1, 6144))),
+    Case("mixtral-8x7b", 8, "h100", {"shard": 8, "expert": 8}, ((1, 1024), (1, 2048))),
+    Case("mixtral-8x7b", 8, "cloudmatrix384", {"shard": 8, "expert": 4}, ((1, 2048), (1, 3072), (1, 1536))),
+    Case("deepseek-v3", 4, "h100", {"shard": 512, "expert": 8}, ((3, 4096),)),
+    Case("deepseek-v3", 4, "cloudmatrix384", {"shard": 256, "expert": 8}, ((1, 4096), (1, 6144))),
 )
 
 
