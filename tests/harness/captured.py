@@ -12,14 +12,12 @@ from harness.replay import Values, gradients, replay
 from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.shard import ShardedModel, parallelize, sharded
+from hyper_parallel.shard import ShardedModel, parallelize
 from hyper_parallel.shard.handle import cut
 from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.train.batches import MicroBatch
 from hyper_parallel.train.build import fill_model
-from hyper_parallel.train.optimizer import build_optimizer
 from hyper_parallel.train.recipe import SAID, Recipe
-from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
 from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device
 from hyper_parallel.verify.report import Report, compare
@@ -39,17 +37,7 @@ def recipe_of(family: Settings, config: RunConfig) -> Recipe:
     alone = config.strategy.axes.world == 1
     parallelize(model, config.strategy, lowering="traceable", alone=alone)
     fill_model(model, config, "cpu")
-    train = config.train
-    return Recipe(
-        model,
-        sharded(model),
-        build_optimizer(model, train.optimizer),
-        schedule(train.schedule, train.steps),
-        seed=config.seed,
-        clip=train.clip,
-        loss=train.loss,
-        router_bias_rate=train.router_bias_rate,
-    )
+    return Recipe.of(config, model)
 
 
 def text_batch(family: Settings) -> Tensors:

@@ -58,7 +58,7 @@ def run_engine(
     """Run with `engine` on this process's rank."""
     train = {**TRAIN, **sections.get("train", {}), "engine": engine}
     config = run_config(folder, f"{name}-{engine}", **{**sections, "train": train})
-    heard, logger = _Heard(), logging.getLogger("hyper_parallel.train")
+    heard, logger = _Heard(), logging.getLogger("hyper_parallel")
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(heard)

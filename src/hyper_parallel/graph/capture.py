@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.compat.dispatch import next_sequence, outside_modes, running_backward, written
+from hyper_parallel.compat.dispatch import next_sequence, outside_modes, running_backward
 from hyper_parallel.compat.fake import is_fake
 from hyper_parallel.compat.fake_kernels import fake_kernel
 from hyper_parallel.errors import CaptureError, HyperParallelError
@@ -128,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         node = self._graph.placeholder(f"in_{len(self._inputs)}")
         self._inputs.append(Input(name, kind))
         value = self._value(tensor, name)
-        node.meta.update(value=value, phase="forward", module="", reads=(), writes=(), recomputed=False)
+        node.meta.update(value=value, phase="forward", module="", recomputed=False)
         self._given[value.storage] = (tensor, node)
         self._tell(tensor, node)
 
@@ -173,9 +173,8 @@ class _Recorder(TorchDispatchMode):
         self._last = func
         if func is _LIFT and not is_fake(args[0]):
             return self._constant(args[0])
-        reads: set[int] = set()
-        nodes = tuple(self._argument(arg, func, reads) for arg in args)
-        named = {key: self._argument(arg, func, reads) for key, arg in kwargs.items()}
+        nodes = tuple(self._argument(arg, func) for arg in args)
+        named = {key: self._argument(arg, func) for key, arg in kwargs.items()}
         result = (fake_kernel(func) or func)(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             # What was waited for is the same memory; the fake kernel says that it is new.
@@ -184,8 +183,7 @@ class _Recorder(TorchDispatchMode):
             self._tell(result, nodes[0])
             return result
         node = self._graph.call_function(func, nodes, named)
-        writes = {self._storage(tensor) for tensor in written(func, args, kwargs)}
-        node.meta.update(self._where(), reads=tuple(sorted(reads)), writes=tuple(sorted(writes)))
+        node.meta.update(self._where())
         node.meta["value"] = self._results(result, node)
         return result
 
@@ -196,9 +194,9 @@ class _Recorder(TorchDispatchMode):
         with outside_modes():
             self._constants[name] = tensor.detach().clone()
         node = self._graph.create_node("get_attr", name)
-        node.meta.update(self._where(), reads=(), writes=(), value=self._value(tensor, name))
+        node.meta.update(self._where(), value=self._value(tensor, name))
         copy = self._graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta.update(self._where(), reads=(node.meta["value"].storage,), writes=())
+        copy.meta.update(self._where())
         copy.meta["value"] = self._results(result, copy)
         return result
 
@@ -216,13 +214,11 @@ class _Recorder(TorchDispatchMode):
             module = self._at_sequence[at] if at >= 0 and backward < next_sequence() else ""
         return {"phase": current_phase(), "module": module, "recomputed": recomputed}
 
-    def _argument(self, arg: Any, func: Any, reads: set[int]) -> Any:
+    def _argument(self, arg: Any, func: Any) -> Any:
         if isinstance(arg, torch.Tensor):
-            node = self._node_of(arg, func)
-            reads.add(self._storage(arg))
-            return node
+            return self._node_of(arg, func)
         if isinstance(arg, tuple | list):
-            parts = [self._argument(part, func, reads) for part in arg]
+            parts = [self._argument(part, func) for part in arg]
             return parts if isinstance(arg, list) else tuple(parts)
         if isinstance(arg, torch.SymInt):
             return self.sizes.argument(arg)
@@ -245,7 +241,7 @@ class _Recorder(TorchDispatchMode):
                     made.append(None)
                     continue
                 item = self._graph.call_function(operator.getitem, (node, index))
-                item.meta.update(node.meta, reads=(), writes=(), value=self._value(part))
+                item.meta.update(node.meta, value=self._value(part))
                 self._tell(part, item)
                 self.sizes.bind_value(part, item)
                 made.append(item.meta["value"])
@@ -297,13 +293,13 @@ class _Recorder(TorchDispatchMode):
         output = self._graph.output(
             tuple(self._node_of(tensor, f"the output {name!r}") for name, tensor in returned.items())
         )
-        output.meta.update(self._where(), reads=(), writes=())
+        output.meta.update(self._where())
         before = output
         for node in self._graph.nodes:
             if "phase" not in node.meta:
                 # Arithmetic on sizes is where the node before it is.
                 where = {key: before.meta[key] for key in ("phase", "module", "recomputed")}
-                node.meta.update(where, reads=(), writes=())
+                node.meta.update(where)
             before = node
         step = StepGraph(
             self._graph,

@@ -46,6 +46,8 @@ def writes(node: fx.Node) -> set[int]:
     """The storages that a node changes."""
     if node.op != "call_function":
         return set()
+    if "writes" in node.meta:  # what is called has no schema to say it
+        return set(node.meta["writes"])
     if is_wait(node):
         # Waiting for one result of a coalesced collective brings all of them, and may do so each time.
         return {value.storage for value in values_of(begun(node))}

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from hyper_parallel.graph.effects import begun, touched
+from hyper_parallel.graph.effects import begun, touched, writes
 from hyper_parallel.graph.groups import is_wait
 from hyper_parallel.graph.nouns import Kind, StepGraph, values_of
 from hyper_parallel.graph.sizes import known
@@ -91,7 +91,7 @@ def of_weights(step: StepGraph, nodes: list[fx.Node]) -> set[int]:
     for node in nodes:
         sources = [value.storage for source in node.all_input_nodes for value in values_of(source)]
         alone = bool(sources) and all(kinds.get(storage, False) for storage in sources)
-        for storage in (*(value.storage for value in values_of(node)), *node.meta["writes"]):
+        for storage in (*(value.storage for value in values_of(node)), *writes(node)):
             kinds[storage] = alone and kinds.get(storage, True)
     for storage, alone in kinds.items():
         if alone and step.storages[storage].name is None:

@@ -147,7 +147,7 @@ def _same_ends(before: StepGraph, after: StepGraph) -> None:
 
 
 def _check_meta(node: fx.Node) -> None:
-    missing = {"phase", "module", "recomputed", "reads", "writes"} - node.meta.keys()
+    missing = {"phase", "module", "recomputed"} - node.meta.keys()
     if missing:
         raise GraphError(f"{node} ({node.target}) lacks meta {', '.join(sorted(missing))}")
 

@@ -295,7 +295,4 @@ def moved_meta(node: fx.Node, places: Mapping[int, int]) -> dict[str, Any]:
             return type(value)(moved(part) for part in value)
         return value
 
-    changed = {key: tuple(sorted({places.get(s, s) for s in node.meta[key]})) for key in ("reads", "writes")}
-    if "value" in node.meta:
-        changed["value"] = moved(node.meta["value"])
-    return {**node.meta, **changed}
+    return {**node.meta, "value": moved(node.meta["value"])} if "value" in node.meta else dict(node.meta)

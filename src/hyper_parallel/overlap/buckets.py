@@ -142,14 +142,12 @@ def _coalesced(step: StepGraph, buckets: Sequence[Sequence[fx.Node]], order: Seq
             call = step.graph.call_function(
                 _COALESCED[target], ([node.args[0] for node in bucket], *first.args[1:]), dict(first.kwargs)
             )
-        touched = {index for node in bucket for index in node.meta["reads"]}
-        call.meta = dict(last.meta, reads=tuple(sorted(touched)))
-        call.meta["value"] = tuple(node.meta["value"] for node in bucket)
+        call.meta = dict(last.meta, value=tuple(node.meta["value"] for node in bucket))
         place = call
         for at, node in enumerate(bucket):
             with step.graph.inserting_after(place):
                 place = step.graph.call_function(operator.getitem, (call, at))
-            place.meta = dict(node.meta, reads=(), writes=())
+            place.meta = dict(node.meta)
             node.replace_all_uses_with(place)
         for node in bucket:
             step.graph.erase_node(node)

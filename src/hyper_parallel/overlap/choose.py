@@ -9,6 +9,8 @@ made.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +32,8 @@ from hyper_parallel.overlap.usual import Usual
 from hyper_parallel.program import Timeline
 from hyper_parallel.simulate import simulate
 from hyper_parallel.units import format_bytes, format_seconds
+
+log = logging.getLogger(__name__)
 
 _AHEAD = (0.1, 1.0, 2.0, 4.0)
 """How far to run ahead, in layers' passes."""
@@ -193,8 +197,11 @@ class Overlap:
     conflicts: frozenset[str] = frozenset({SCHEDULE})
 
     def __call__(self, step: StepGraph) -> StepGraph:
-        """The rewritten step, or the same one where nothing pays."""
-        return overlap(step, self.cluster, memory=self.memory, pieces=self.pieces).step
+        """The rewritten step, or the same one where nothing pays; what was done is logged."""
+        begun = time.perf_counter()
+        found = overlap(step, self.cluster, memory=self.memory, pieces=self.pieces)
+        log.info("%s\n  (found in %.1f s)", found, time.perf_counter() - begun)
+        return found.step
 
 
 def simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> Timeline:

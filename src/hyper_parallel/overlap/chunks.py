@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from hyper_parallel.graph import StepGraph, Storage, Value, values_of
-from hyper_parallel.graph.effects import reads, writes
+from hyper_parallel.graph.effects import writes
 from hyper_parallel.graph.groups import group_of, is_collective, is_wait
 from hyper_parallel.graph.lifetimes import of_weights
 from hyper_parallel.graph.passes import SCHEDULE
@@ -482,6 +482,4 @@ class _Writer:
         like = self._like.meta
         node.meta = {key: like[key] for key in ("phase", "module", "recomputed")}
         node.meta.update(value=value, origin=like.get("origin", self._like.name))
-        node.meta["reads"] = tuple(sorted(reads(node)))
-        node.meta["writes"] = tuple(sorted(writes(node)))
         return node

@@ -7,8 +7,6 @@ graph and of the cluster's description, of which every rank has its own; so all 
 from __future__ import annotations
 
 import hashlib
-import logging
-import time
 from dataclasses import replace
 
 import torch
@@ -17,14 +15,11 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.presets import preset_of
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.graph import Pass, Rewrite, StepGraph, is_collective
+from hyper_parallel.graph import Pass, StepGraph, is_collective
 from hyper_parallel.graph.groups import group_of
 from hyper_parallel.graph.nouns import values_of
-from hyper_parallel.graph.passes import SCHEDULE
-from hyper_parallel.overlap import Usual, overlap
+from hyper_parallel.overlap import Overlap, Usual
 from hyper_parallel.strategy import Strategy
-
-log = logging.getLogger(__name__)
 
 DIGEST = 8
 """Numbers of a digest, each a byte."""
@@ -50,7 +45,7 @@ def schedule_for(strategy: Strategy, device: torch.device | str) -> Pass | None:
     if asked.cluster is None and kind == "cpu":
         return None
     cluster = _cluster(strategy, kind)
-    return Usual() if cluster is None else _simulated(cluster, asked.pieces)
+    return Usual() if cluster is None else Overlap(cluster, pieces=asked.pieces)
 
 
 def _cluster(strategy: Strategy, kind: str) -> Cluster | None:
@@ -69,16 +64,6 @@ def _cluster(strategy: Strategy, kind: str) -> Cluster | None:
         return None
     found, node = Cluster.preset(known), strategy.placement.devices.node
     return replace(found, node=node) if node else found
-
-
-def _simulated(cluster: Cluster, pieces: bool) -> Pass:
-    def choose(step: StepGraph) -> StepGraph:
-        begun = time.perf_counter()
-        found = overlap(step, cluster, pieces=pieces)
-        log.info("%s\n  (found in %.1f s)", found, time.perf_counter() - begun)
-        return found.step
-
-    return Rewrite("overlap", choose, provides=frozenset({SCHEDULE}))
 
 
 def order_digest(step: StepGraph) -> list[float]:

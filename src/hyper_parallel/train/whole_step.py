@@ -162,6 +162,8 @@ class _Body:
         self._step, self._tokens, self._lr_scale = step, tokens, lr_scale
         self._names = {p.parameter: p.name for p in recipe.handle.parameters() if p.parameter.requires_grad}
         self._of: dict[nn.Parameter, Tensor] = {}
+        self._taken: set[int] = set()
+        """Addresses of the storages of what is in `_of`."""
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
@@ -231,11 +233,11 @@ class _Body:
     def _own(self, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
         """A gradient that may be written to: laid out as its parameter, sharing memory with no other."""
         gradient = gradient.detach()
-        taken = {other.untyped_storage()._cdata for other in self._of.values()}
-        if gradient.stride() != parameter.stride() or gradient.untyped_storage()._cdata in taken:
-            return torch.empty_strided(
+        if gradient.stride() != parameter.stride() or gradient.untyped_storage()._cdata in self._taken:
+            gradient = torch.empty_strided(
                 parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
             ).copy_(gradient)
+        self._taken.add(gradient.untyped_storage()._cdata)
         return gradient
 
     def _clip(self, norm: Tensor, clip: float) -> None:
@@ -248,3 +250,4 @@ class _Body:
         for parameter in self._names:
             parameter.grad = None
         self._of.clear()
+        self._taken.clear()

@@ -53,14 +53,13 @@ def _replace(step: StepGraph, region: Region, call: _Call, made: dict[fx.Node, f
     node.meta.update(
         meta,
         value=tuple(output.meta["value"] for output in region.outputs),
-        reads=tuple(sorted(given)),
         writes=tuple(sorted(written)),
     )
     following = node.next
     with graph.inserting_before(following):
         for at, output in enumerate(region.outputs):
             made[output] = graph.call_function(operator.getitem, (node, at))
-            made[output].meta.update(meta, value=output.meta["value"], reads=(), writes=())
+            made[output].meta.update(meta, value=output.meta["value"])
 
         def outside(source: fx.Node) -> fx.Node:
             """What a node of the region is, behind it."""
