@@ -302,8 +302,9 @@ def main() -> None:
     if given.only:
         return
     summary = {str(n): _errors([one for one in done.values() if one["workers"] == n]) for n in (1, 4)}
-    write("fidelity", {"cases": done, "errors": summary, "cluster": yaml.safe_load(CLUSTER.read_text())})
+    write("fidelity", {"cases": done, "errors": summary, "device": _rates(cluster)})
     PARTIAL.unlink(missing_ok=True)
+    CLUSTER.unlink(missing_ok=True)
     PAGE.write_text(_page(done, summary))
     print(f"written: {RESULTS / 'fidelity.json'}, {PAGE}")
 
@@ -316,6 +317,20 @@ def _cluster(path: Path | None) -> Cluster:
             CLUSTER
         )
     return Cluster.load(CLUSTER)
+
+
+def _rates(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """What the calibration came to, in a few numbers, by the number of workers that compute at once."""
+    found = {}
+    for workers in sorted({case.workers for case in CASES.values()}):
+        device = cluster.for_workers(workers).device
+        assert device is not None, "a calibration describes the device"
+        found[str(workers)] = {
+            "matrix FLOP/s": dict(device.matrix),
+            "memory B/s": device.memory.read,
+            "launch s": device.launch,
+        }
+    return found
 
 
 def _error(one: dict[str, Any]) -> float:

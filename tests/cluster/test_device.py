@@ -49,6 +49,14 @@ def test_an_operator_that_was_measured_by_name_goes_before_its_kind() -> None:
     assert found.seconds(Work("elementwise", read=100, layout="strided")) == 1 + 8
 
 
+def test_an_operator_that_computes_in_another_way_has_its_own_figure_and_else_that_of_its_name() -> None:
+    name = MemoryTable(op="aten.gelu", points=((1.0, 0.5),))
+    tanh = MemoryTable(op="aten.gelu", layout="tanh", points=((1.0, 0.25),))
+    asked = Work("elementwise", read=100, op="aten.gelu.default", layout="tanh")
+    assert device(memory=(name, tanh)).seconds(asked) == 1 + 4
+    assert device(memory=(name,)).seconds(asked) == 1 + 2
+
+
 def test_new_memory_costs_its_first_touch() -> None:
     found = device(fresh=((10.0, 0.5), (1000.0, 0.5)))
     assert found.seconds(Work("copy", read=100, written=50, fresh=50)) == 1 + 2 + 2

@@ -152,6 +152,12 @@ def test_what_jumps_through_memory_is_strided() -> None:
     assert _work(lambda x: x[:, :8] * 2, x).layout == "strided"
 
 
+def test_a_function_computed_in_another_way_is_told_apart() -> None:
+    x = torch.empty(64, 64)
+    assert _work(lambda x: functional.gelu(x, approximate="tanh"), x).layout == "tanh"
+    assert _work(lambda x: functional.gelu(x), x).layout == ""
+
+
 def test_the_update_reads_four_tensors_and_writes_three() -> None:
     p, g, m, v = (torch.empty(10) for _ in range(4))
     count = torch.zeros(())

@@ -97,10 +97,11 @@ def _memory_tables(results: Results, bandwidth: float) -> list[MemoryTable]:
         for (read, written), seconds in results.table("optimizer").items()
     }
     spread = results.spread("optimizer")
-    return [
-        *tables,
-        fit.memory_table(optimizer, bandwidth, spread, kind="optimizer", op="", dtype="", layout=""),
-    ]
+    for name, of_kind in (("aten._fused_adamw_", ""), ("", "optimizer")):
+        tables.append(
+            fit.memory_table(optimizer, bandwidth, spread, kind=of_kind, op=name, dtype="", layout="")
+        )
+    return tables
 
 
 def _launches(results: Results, launches: dict[str, float]) -> list[MemoryTable]:

@@ -8,12 +8,13 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from hyper_parallel.calibrate.results import Results
-from hyper_parallel.calibrate.timing import Timer, filled
+from hyper_parallel.calibrate.timing import Timer, filled, in_turns
 from hyper_parallel.compat.kernels import adamw_
 
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)
@@ -32,32 +33,24 @@ def sizes(level: str) -> tuple[int, ...]:
 def measure_fresh(device: torch.device, level: str, results: Results) -> None:
     """Extra seconds by ("fresh", bytes): of the first write into a newly allocated buffer above that of the second.
 
-    As a training step does it: many buffers are allocated and kept, then all are freed, and again. What the
-    allocator gives back to the system in between has to be mapped anew, page by page. Before `keep_freed_memory`.
+    The buffer takes the place of one that was just freed, as in a step that has run before: what the allocator kept
+    is there, and what it gave back to the system has to be mapped anew, page by page. Before `keep_freed_memory`.
     """
-    total = {"full": 2**28, "shared": 2**27, "quick": 2**27, "tiny": 2**22}[level]
     # A block as large as a model's, freed, sets the allocator's thresholds to what they are in training.
     block = filled(((2**25 if level != "tiny" else 2**20) // 4,), torch.float32, device)
     del block
     for size in sizes(level):
-        count = max(2, total // size)
         extra = []
-        for _ in range(6 if level == "full" else 4):
-            first = again = 0.0
-            kept = []
-            for _ in range(count):
-                started = time.perf_counter()
-                buffer = torch.empty(size, dtype=torch.uint8, device=device)
-                buffer.fill_(1)
-                middle = time.perf_counter()
-                buffer.fill_(2)
-                first += middle - started
-                again += time.perf_counter() - middle
-                kept.append(buffer)
-            extra.append((first - again) / count)
-            del kept, buffer
-        extra = sorted(extra[1:])  # in the first round everything is new
-        median = max(extra[len(extra) // 2], 1e-9)  # whether pages are new is chance, not only noise
+        for _ in range(9):
+            started = time.perf_counter()
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            buffer.fill_(1)
+            middle = time.perf_counter()
+            buffer.fill_(2)
+            extra.append(2 * middle - started - time.perf_counter())
+            del buffer
+        extra = sorted(extra[1:])
+        median = max(extra[len(extra) // 2], 1e-9)
         results.add(("fresh", size), median, (extra[-1] - extra[0]) / median)
 
 
@@ -82,21 +75,19 @@ def measure_bandwidth(timer: Timer, device: torch.device, level: str, results: R
 
 
 def measure_optimizer(timer: Timer, device: torch.device, level: str, results: Results) -> None:
-    """Seconds by ("optimizer", bytes read, bytes written) of a fused AdamW update of eight tensors."""
+    """Seconds by ("optimizer", bytes read, bytes written) of a fused AdamW update of one tensor, its count included."""
     for size in sizes(level):
-        each = [max(size // 32, 1)] * 8
-        parameters, gradients, first = ([filled((n,), torch.float32, device) for n in each] for _ in range(3))
-        second = [gradient.square() for gradient in gradients]
-        steps = [torch.zeros((), device=device) for _ in each]
+        parameter, gradient, first = (filled((size // 4,), torch.float32, device) for _ in range(3))
+        turns = in_turns((torch.zeros((), device=device), parameter, gradient, first, gradient.square()))
 
-        def step(
-            state: tuple[list[torch.Tensor], ...] = (parameters, gradients, first, second, steps),
-        ) -> None:
-            adamw_(*state, lr=1e-9, betas=(0.9, 0.99), weight_decay=0.0, eps=1e-8)
+        def step(turns: Iterator[tuple[torch.Tensor, ...]] = turns) -> None:
+            count, *state = next(turns)
+            adamw_(
+                *([one] for one in (*state, count)), lr=1e-9, betas=(0.9, 0.99), weight_decay=0.0, eps=1e-8
+            )
 
         sample = timer.of(step)
-        moved = 4 * sum(each)
-        results.add(("optimizer", 4 * moved, 3 * moved), sample.seconds, sample.spread)
+        results.add(("optimizer", 4 * size, 3 * size), sample.seconds, sample.spread)
 
 
 def measure_copies(timer: Timer, device: torch.device, level: str, results: Results) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import torch
 
 from hyper_parallel.calibrate.results import Results
-from hyper_parallel.calibrate.timing import Timer, filled, keeping
+from hyper_parallel.calibrate.timing import Timer, filled, in_turns, keeping, tensors_of
 
 WIDTH = 512
 """Elements of a row, for operators that work on rows."""
@@ -31,6 +31,7 @@ class Operator:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     in_place: bool = False
     """It reads and writes its first argument and makes nothing new."""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def short(self) -> str:
@@ -75,9 +76,19 @@ OPERATORS: tuple[Operator, ...] = (
     _plain("aten.relu.default"),
     _plain("aten.silu.default"),
     _plain("aten.gelu.default"),
+    Operator(
+        "aten.gelu.default", "elementwise", lambda x: (x,), layout="tanh", options={"approximate": "tanh"}
+    ),
     Operator("aten.pow.Tensor_Scalar", "elementwise", lambda x: (x, 2)),
     _plain("aten.silu_backward.default", inputs=2),
     _plain("aten.gelu_backward.default", inputs=2),
+    Operator(
+        "aten.gelu_backward.default",
+        "elementwise",
+        lambda x: (x, _like(x)),
+        layout="tanh",
+        options={"approximate": "tanh"},
+    ),
     _plain("aten.tanh_backward.default", inputs=2),
     _plain("aten.sigmoid_backward.default", inputs=2),
     Operator("aten.threshold_backward.default", "elementwise", lambda x: (_like(x), x, 0)),
@@ -102,6 +113,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("aten.sum.dim_IntList", "reduce", lambda x: (x, [0]), layout="strided"),
     Operator("aten.mean.dim", "reduce", lambda x: (x, [1], True)),
     Operator("aten.linalg_vector_norm.default", "reduce", lambda x: (x,), dtypes=_ONE),
+    Operator("aten.logsumexp.default", "reduce", lambda x: (x, [1])),
     Operator("aten._softmax.default", "reduce", lambda x: (x, 1, False)),
     Operator("aten._log_softmax.default", "reduce", lambda x: (x, 1, False)),
     Operator("aten._softmax_backward_data.default", "reduce", lambda x: (_like(x), x.softmax(1), 1, x.dtype)),
@@ -169,23 +181,18 @@ def measure_operators(timer: Timer, device: torch.device, level: str, results: R
 def _one(operator: Operator, dtype: str, x: torch.Tensor, timer: Timer, results: Results) -> None:
     call: Any = reduce(getattr, operator.name.split("."), torch.ops)
     arguments = operator.arguments(x)
-    options = {}
+    options = dict(operator.options)
     if operator.short == "aten._to_copy":
         options["dtype"] = torch.bfloat16 if x.dtype == torch.float32 else torch.float32
     made = call(*arguments, **options)
-    read = sum(tensor.nbytes for tensor in _tensors(arguments))
-    written = sum(tensor.nbytes for tensor in _tensors((made,)))
+    read = sum(tensor.nbytes for tensor in tensors_of(arguments))
+    written = sum(tensor.nbytes for tensor in tensors_of((made,)))
     if operator.kind == "view":
         read = written = 0
     elif operator.in_place:
-        read = sum(tensor.nbytes for tensor in _tensors(arguments))
+        read = sum(tensor.nbytes for tensor in tensors_of(arguments))
         read -= 0 if operator.short in ("aten.add_", "aten.mul_") else x.nbytes
-    sample = timer.of(keeping(lambda: call(*arguments, **options), written))
+    turns = in_turns(arguments)
+    sample = timer.of(keeping(lambda: call(*next(turns), **options), written))
     key = ("operator", operator.short, operator.kind, operator.layout, dtype, read, written)
     results.add(key, sample.seconds, sample.spread)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return [t for value in values for t in _tensors(value)] if isinstance(values, list | tuple) else []

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from hyper_parallel.calibrate.results import Results
-from hyper_parallel.calibrate.timing import Sample, Timer, filled, keeping
+from hyper_parallel.calibrate.timing import Sample, Timer, filled, in_turns, keeping
 
 LAYOUTS = ("nn", "nt", "tn")
 """A linear layer's gradient of its input, its forward product, and the gradient of its weight."""
@@ -74,7 +74,8 @@ def _product(
     first = _matrix(batch, m, k, layout[0], dtype, device)
     second = _matrix(batch, k, n, layout[1], dtype, device)
     operator = torch.ops.aten.mm.default if batch == 1 else torch.ops.aten.bmm.default
-    return timer.of(keeping(partial(operator, first, second), batch * m * n * dtype.itemsize))
+    turns = in_turns((first, second))
+    return timer.of(keeping(lambda: operator(*next(turns)), batch * m * n * dtype.itemsize))
 
 
 def _matrix(
@@ -103,8 +104,11 @@ def measure_attention(timer: Timer, device: torch.device, level: str, results: R
     """Seconds by ("attention", dtype, direction and causal, heads, queries, keys, size)."""
     for name, causal in product(DTYPES, (False, True)):
         for heads, queries, keys, size in attention_shapes(level):
+            # [1, heads, length, size] as a model has it: the heads of a position lie together.
             q, k, v = (
-                filled((1, heads, length, size), getattr(torch, name), device).requires_grad_()
+                filled((1, length, heads, size), getattr(torch, name), device)
+                .transpose(1, 2)
+                .requires_grad_()
                 for length in (queries, keys, keys)
             )
             kernel = partial(functional.scaled_dot_product_attention, q, k, v, is_causal=causal)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ import torch
 from hyper_parallel.compat import Backend
 
 KEPT = 64 * 2**20
-"""Bytes of results that stay alive while an operator is repeated, as activations do: more than caches hold."""
+"""Bytes of results that stay alive while an operator is repeated, as activations do, and of the operands that take
+turns in its calls, as weights do: more than caches hold."""
+_TURNS = 256
+"""The most operands that take turns: small ones leave the nearest caches long before."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,35 @@ def keeping(call: Callable[[], Any], bytes: int) -> Callable[[], None]:
     """`call`, whose last results stay alive so that each is written into other memory; `bytes` of one result."""
     kept: deque[Any] = deque(maxlen=max(1, min(4096, KEPT // max(bytes, 1))))
     return lambda: kept.append(call())
+
+
+def in_turns(arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The arguments over and over, every tensor but the first at another place in memory each time.
+
+    So a step meets them: one operand has just been made, the others (weights, what the forward pass kept) have lain
+    for long.
+    """
+    others = sum(tensor.nbytes for tensor in tensors_of(arguments)[1:])
+    count = max(1, min(_TURNS, KEPT // others)) if others else 1
+    return cycle([arguments, *(_moved(arguments) for _ in range(count - 1))])
+
+
+def _moved(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    first = next(iter(tensors_of(arguments)))
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if value is first else value.clone()
+        return type(value)(copied(one) for one in value) if isinstance(value, list | tuple) else value
+
+    return tuple(copied(value) for value in arguments)
+
+
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists and tuples."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [t for value in values for t in tensors_of(value)] if isinstance(values, list | tuple) else []
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

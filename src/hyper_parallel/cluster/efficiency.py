@@ -105,7 +105,7 @@ class MemoryTable:
     dtype: str = ""
     """Empty: for every dtype that has no table of its own."""
     layout: str = ""
-    """Empty, or `strided`."""
+    """Empty; `strided`; or `tanh`, of an operator that computes its function in that other way."""
     launch: NotNegative | None = None
     """Seconds that a call takes that moves nearly nothing; None: the device's."""
     points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
@@ -176,16 +176,16 @@ class Efficiency:
         return {}
 
     def _memory_of(self, work: Work) -> MemoryTable | None:
-        layout = work.layout if work.layout == "strided" else ""
         name = ".".join(work.op.split(".")[:2])
         named = [table for table in self.memory if table.op and table.op == name]
         kinds = [table for table in self.memory if not table.op and table.kind == work.kind]
         kinds = kinds or [table for table in self.memory if not table.op and not table.kind]
         # What was measured by name tells more than the kind; a strided input more than the name.
-        for tables in (named, kinds):
-            for table in _by_closeness(tables, work.dtype):
-                if table.layout == layout:
-                    return table
+        for layout in (work.layout, "") if work.layout != "strided" else (work.layout,):
+            for tables in (named, kinds):
+                for table in _by_closeness(tables, work.dtype):
+                    if table.layout == layout:
+                        return table
         found = [*_by_closeness(named, work.dtype), *_by_closeness(kinds, work.dtype)]
         return found[0] if found else None
 

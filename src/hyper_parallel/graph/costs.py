@@ -251,6 +251,7 @@ class _Pricer:
             wrote -= sum(value.bytes for value in self._flat(node.args[1]))
         kind = _kind(name)
         strided = _across(node, given) if name in _ADDS_UP else _strided(given, [*fresh, *into])
+        layout = "strided" if strided else str(node.kwargs.get("approximate", ""))
         elements = max((value.elements for value in (*given, *results)), default=0)
         if kind == "optimizer":
             elements = sum(value.elements for value in self._flat(node.args[0]))
@@ -261,7 +262,7 @@ class _Pricer:
             written=wrote,
             dtype=self._dtype(node),
             op=op,
-            layout="strided" if strided else "",
+            layout=layout if layout != "none" else "",
             fresh=made,
         )
 
