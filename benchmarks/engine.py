@@ -36,6 +36,7 @@ from hyper_parallel.train.batches import MicroBatch, StepBatch
 from hyper_parallel.train.graph_step import GraphStepper
 from hyper_parallel.train.graphs import Graphs
 from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.train.overlapping import schedule_for
 from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.step import Stepper
@@ -121,7 +122,9 @@ def stepper_of(
     else:
         shadow = parallelized(case, strategy, engine, values=False)
         begun = time.perf_counter()
-        graphs = Graphs(shadow, "cpu", artifacts if engine == "compiled" else None)
+        graphs = Graphs(
+            shadow, "cpu", artifacts if engine == "compiled" else None, schedule_for(strategy, "cpu")
+        )
         assert graphs.ready(BatchShape.of(batch.micro)), graphs.refused
         assert graphs.uncompiled is None, graphs.uncompiled
         seconds[f"{engine}_ready_s"] = time.perf_counter() - begun

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.compat import gloo as _gloo  # noqa: F401  registers kernels
 from hyper_parallel.compat.counting import Collective, counting
 
 __all__ = [

@@ -4,6 +4,6 @@
 """
 
 from hyper_parallel.overlap.choose import Overlap, Overlapped, Tried, overlap
-from hyper_parallel.overlap.usual import Usual
+from hyper_parallel.overlap.usual import Usual, layered
 
-__all__ = ["Overlap", "Overlapped", "Tried", "Usual", "overlap"]
+__all__ = ["Overlap", "Overlapped", "Tried", "Usual", "layered", "overlap"]

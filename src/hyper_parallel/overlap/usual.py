@@ -4,6 +4,8 @@
 - Gradients of a layer are reduced while the next layer's backward pass computes, and waited for after it.
 - Every other collective, of tensor, sequence, context and expert parallelism, is waited for where it begins.
 - Micro-batches run one after the other.
+
+`layered` does that with what a layer gathers, and what it reduces, each in one call, as FSDP2 does too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.effects import begun
 from hyper_parallel.graph.groups import group_name, is_collective, is_wait
 from hyper_parallel.graph.order import dependencies, reorder
-from hyper_parallel.graph.passes import SCHEDULE
+from hyper_parallel.graph.passes import SCHEDULE, Rewrite
+from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.settle import settled
 from hyper_parallel.overlap.stored import layer_of, reductions, runs
 
@@ -53,3 +56,11 @@ class Usual:
             if is_wait(node) and begun(node) in until:
                 wish[node] = (until[begun(node)], place[node])
         return reorder(step, settled(nodes, dependencies(step, free), wish), free)
+
+
+def _layered(step: StepGraph) -> StepGraph:
+    return Usual()(Buckets()(step))
+
+
+layered = Rewrite("layered", _layered, provides=frozenset({SCHEDULE}), conflicts=frozenset({SCHEDULE}))
+"""The pass that `train` takes where nothing is simulated."""

@@ -15,8 +15,7 @@ class Overlap(Section):
     schedule: Literal["auto", "usual", "none"] = "auto"
     """`auto` simulates orders of the step on `cluster` and takes the fastest if it beats that of the model's code.
     `usual` simulates nothing: weights are gathered one layer ahead, gradients reduced beside the next layer. `none`
-    keeps the order of the model's code. On the CPU, where collectives take the cores that kernels need, `auto` does
-    nothing unless `cluster` is given."""
+    keeps the order of the model's code."""
     cluster: str | None = None
     """The machine that `auto` simulates: a preset such as `h100`, or a cluster file such as `hyper-parallel calibrate`
     writes. Left out: the preset of the device that is there; where there is none, `auto` is `usual`."""

@@ -48,7 +48,11 @@ def share_of(handle: ShardedModel, count: int) -> slice:
 
 
 class Batches:
-    """The training data as one rank sees it, a pure function of the number of rows consumed before."""
+    """The training data as one rank sees it, a pure function of the number of rows consumed before.
+
+    Every micro-batch says that it may hold several documents if any row of the text does, so that all steps of all
+    ranks are computed in the same way, by either engine.
+    """
 
     def __init__(
         self,
@@ -58,13 +62,8 @@ class Batches:
         micro_batch: int | None,
         handle: ShardedModel,
         device: torch.device,
-        *,
-        alike: bool = False,
     ) -> None:
-        """`alike`: every micro-batch says that it may hold several documents if any row of the text does, so that all
-        steps of all ranks are computed in the same way."""
         self._text, self._order, self._batch, self._device = text, order, batch, device
-        self._several = text.several if alike else None
         self._share = share_of(handle, batch)
         self._micro = micro_batch or self._share.stop - self._share.start
 
@@ -72,7 +71,7 @@ class Batches:
         """The batch of `step`, before which `consumed` rows were consumed."""
         rows = self._order.rows(consumed, self._batch)
         micro = [
-            load_rows(self._text, rows[at : at + self._micro], at, self._device, self._several)
+            load_rows(self._text, rows[at : at + self._micro], at, self._device, self._text.several)
             for at in range(self._share.start, self._share.stop, self._micro)
         ]
         tokens = torch.stack([valid_tokens(m.labels) for m in micro]).sum().float()

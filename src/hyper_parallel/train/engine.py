@@ -53,15 +53,7 @@ def try_graph(
     schedule = schedule_for(config.effective_strategy, device)
     graphs = Graphs(Recipe.of(config, shadow), device, artifacts, schedule)
     train = config.train
-    batches = Batches(
-        text.train,
-        text.order,
-        train.batch,
-        train.micro_batch,
-        handle,
-        torch.device("cpu"),
-        alike=schedule is not None,
-    )
+    batches = Batches(text.train, text.order, train.batch, train.micro_batch, handle, torch.device("cpu"))
     shape = BatchShape.of(batches.load(0, 0).micro)
     refused, uncompiled, apart = _tried(graphs, shape, device)
     if apart and not refused:

@@ -18,7 +18,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.graph import Pass, StepGraph, is_collective
 from hyper_parallel.graph.groups import group_of
 from hyper_parallel.graph.nouns import values_of
-from hyper_parallel.overlap import Overlap, Usual
+from hyper_parallel.overlap import Overlap, layered
 from hyper_parallel.strategy import Strategy
 
 DIGEST = 8
@@ -40,12 +40,9 @@ def schedule_for(strategy: Strategy, device: torch.device | str) -> Pass | None:
     if asked.schedule == "none" or strategy.axes.world == 1:
         return None
     if asked.schedule == "usual":
-        return Usual()
-    kind = torch.device(device).type
-    if asked.cluster is None and kind == "cpu":
-        return None
-    cluster = _cluster(strategy, kind)
-    return Usual() if cluster is None else Overlap(cluster, pieces=asked.pieces)
+        return layered
+    cluster = _cluster(strategy, torch.device(device).type)
+    return layered if cluster is None else Overlap(cluster, pieces=asked.pieces)
 
 
 def _cluster(strategy: Strategy, kind: str) -> Cluster | None:

@@ -12,6 +12,7 @@ Order of operations of step n (docs/training.md says why):
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.launch import logs
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.documents import documents_known
 from hyper_parallel.shard.experts.routing import update_biases
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.train.batches import StepBatch
@@ -42,7 +44,9 @@ def accumulate(
     total = torch.zeros((), device=tokens.device)
     for index, micro in enumerate(batch.micro):
         last = index == len(batch.micro) - 1
+        known = contextlib.nullcontext() if micro.several is None else documents_known(micro.several)
         with (
+            known,
             logs.at(batch.step + 1, index),
             handle.micro_batch(seed=seed, step=batch.step, rows=micro.rows, last=last),
         ):

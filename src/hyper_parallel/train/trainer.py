@@ -99,16 +99,7 @@ class _Run:
         self.trackers = Trackers([])
         train = config.train
         text, device = self.built.text, worker.device
-        graphs = self.built.graphs
-        self.batches = Batches(
-            text.train,
-            text.order,
-            train.batch,
-            train.micro_batch,
-            self.handle,
-            device,
-            alike=graphs is not None and graphs.schedule is not None,
-        )
+        self.batches = Batches(text.train, text.order, train.batch, train.micro_batch, self.handle, device)
         self.evaluation = Evaluation(
             text.eval,
             train.eval.batches,
