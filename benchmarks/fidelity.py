@@ -2,7 +2,7 @@
 
 1. `hyper-parallel calibrate` measures this machine's operators and collectives (no model); `--cluster FILE` takes an
    earlier measurement instead.
-2. Each case below is predicted from its run file and that cluster file, as `hyper-parallel simulate` does.
+2. Each case below is predicted from its run file and that cluster file, as `hyper-parallel simulate --ordered` does.
 3. Each case runs on real workers: the graph engine's whole steps, each in fresh processes, nothing beside them; the
    median of the steps is taken.
 
@@ -44,6 +44,7 @@ from hyper_parallel.predict import predict_run
 from hyper_parallel.shard import init_weights, parallelize
 from hyper_parallel.simulate import simulate
 from hyper_parallel.train.batches import MicroBatch
+from hyper_parallel.train.overlapping import schedule_for
 from hyper_parallel.train.passes import passes_for
 from hyper_parallel.train.recipe import SAID, Recipe
 from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
@@ -205,9 +206,10 @@ def _prepared(case: Case, rank: int = 0, *, profiled: bool = False) -> tuple[Any
     init_weights(model, run.seed)
     recipe = Recipe.of(run, model)
     rows, length = micro_batch(run), run.data.sequence
-    step = rewritten(
-        capture_step(recipe, BatchShape(((rows, length),), (False,))), passes_for(run.effective_strategy)
-    )
+    strategy = run.effective_strategy
+    schedule = schedule_for(strategy, "cpu")
+    passes = (*passes_for(strategy), schedule) if schedule else passes_for(strategy)
+    step = rewritten(capture_step(recipe, BatchShape(((rows, length),), (False,))), passes)
     ran: Any = Profiler(step, backend("cpu").Clock(), _balanced(step)) if profiled else executable(step)
     held = {name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()}
     draw = torch.Generator().manual_seed(rank)
@@ -297,7 +299,9 @@ def main() -> None:
             done[name] = {"workers": case.workers, "measured": statistics.median(times), "steps": times}
             PARTIAL.write_text(json.dumps(done))
         # Predicted anew: it is quick, and the cost model may have changed.
-        done[name]["predicted"] = predict_run(case.run, cluster.for_workers(case.workers)).timeline.step
+        done[name]["predicted"] = predict_run(
+            case.run, cluster.for_workers(case.workers), ordered=True
+        ).timeline.step
         print(_line(name, done[name]), flush=True)
     if given.only:
         return
@@ -370,8 +374,8 @@ def _page(done: dict[str, Any], summary: dict[str, dict[str, float]]) -> str:
     return f"""# How well predictions hold
 
 Written by `python benchmarks/fidelity.py`, which measures this machine without any model (`hyper-parallel calibrate`),
-predicts each case from its run file as `hyper-parallel simulate` does, and then runs it. Nothing is fitted to the
-cases.
+predicts each case from its run file as `hyper-parallel simulate --ordered` does, and then runs it. Nothing is fitted
+to the cases.
 
 {"".join(said)}
 Measured on {where["cpu"]}, {where["cores"]} cores, PyTorch {where["torch"]}. Milliseconds a step; spread is the

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from hyper_parallel import config
 from hyper_parallel.cli.main import command
-from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster import MEASURED, Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.predict import cluster_of, predict_run
 
@@ -64,6 +64,24 @@ def test_model_flops_are_those_of_the_one_convention() -> None:
     assert found.timeline.mfu == pytest.approx(
         program.model_flops / found.timeline.step / 4 / 66.9e12, rel=2e-2
     )
+
+
+def test_collectives_are_ordered_as_training_would_if_asked() -> None:
+    cluster = Cluster.preset("h100")
+    plain = predict_run(config.load(QUICKSTART, SMALL), cluster)
+    assert any("--ordered" in note for note in plain.notes)
+    assert plain.timeline.masked.blocked == pytest.approx(0.0)
+    ordered = predict_run(config.load(QUICKSTART, SMALL), cluster, ordered=True)
+    assert not any("--ordered" in note for note in ordered.notes)
+    assert ordered.timeline.step < plain.timeline.step and ordered.timeline.masked.blocked > 0.2
+    # A run that asks for no order has none.
+    none = predict_run(
+        config.load(QUICKSTART, (*SMALL, "strategy.overlap.schedule=none")), cluster, ordered=True
+    )
+    assert none.timeline.step == pytest.approx(plain.timeline.step)
+    # On the machine that was measured, training takes the usual order unless a file names the cluster.
+    usual = predict_run(config.load(QUICKSTART, SMALL), replace(cluster, name=MEASURED), ordered=True)
+    assert ordered.timeline.step < usual.timeline.step < plain.timeline.step
 
 
 def test_more_memory_than_there_is_names_the_keys_that_help() -> None:

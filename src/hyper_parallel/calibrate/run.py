@@ -15,7 +15,7 @@ from hyper_parallel.calibrate.collectives import fit as fit_collective
 from hyper_parallel.calibrate.device import device_of
 from hyper_parallel.calibrate.results import Results, averaged
 from hyper_parallel.calibrate.workers import Job
-from hyper_parallel.cluster import Cluster, CollectiveTable, CopyTable, Device, Link, Shared, Tier
+from hyper_parallel.cluster import MEASURED, Cluster, CollectiveTable, CopyTable, Device, Link, Shared, Tier
 from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def calibrate(settings: Settings, progress: Callable[[str], None]) -> Cluster:
         host=_tier("host", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), "device", copies),
         flash=_tier("flash", float(shutil.disk_usage(settings.folder).total), "host", copies),
         source=f"measured by hyper-parallel {__version__} calibrate, {cores} cores, PyTorch {_torch()}",
-        name="this-machine",
+        name=MEASURED,
         collectives=tables if own else (),
         copies=copies,
         shared=shared,

@@ -32,6 +32,11 @@ from hyper_parallel.errors import ConfigError
 @click.option(
     "--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page that works offline."
 )
+@click.option(
+    "--ordered",
+    is_flag=True,
+    help="Order the collectives as training would, beside computation: every layer is captured, which takes longer.",
+)
 @as_json
 def simulate(
     file: Path,
@@ -40,6 +45,7 @@ def simulate(
     ranks: int | None,
     trace: Path | None,
     html: Path | None,
+    ordered: bool,
     as_json: bool,
 ) -> None:
     """Predict what a step of FILE would take on a cluster that need not be there.
@@ -79,7 +85,7 @@ def simulate(
         if sys.stderr.isatty():
             click.echo(f"  {time.monotonic() - begun:5.1f} s  {said}", err=True)
 
-    found = predict_run(run, machine, progress=progress)
+    found = predict_run(run, machine, ordered=ordered, progress=progress)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     from hyper_parallel.report import page, perfetto
 

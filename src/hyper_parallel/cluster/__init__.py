@@ -8,11 +8,12 @@ from hyper_parallel.cluster.cluster import Cluster
 from hyper_parallel.cluster.collective import Leg
 from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.cluster.efficiency import Efficiency, MemoryTable, ShapeTable
-from hyper_parallel.cluster.measured import CollectiveTable, CopyTable, Shared
+from hyper_parallel.cluster.measured import MEASURED, CollectiveTable, CopyTable, Shared
 from hyper_parallel.cluster.report import misplaced
 from hyper_parallel.cluster.traffic import Call, Crossing, crossing
 
 __all__ = [
+    "MEASURED",
     "Call",
     "Cluster",
     "CollectiveTable",

@@ -15,6 +15,9 @@ from hyper_parallel.cluster.curve import Curve
 from hyper_parallel.cluster.device import Device
 from hyper_parallel.cluster.numbers import Count, NotNegative, Positive
 
+MEASURED = "this-machine"
+"""The name of a cluster that `calibrate` measured."""
+
 
 @dataclass(frozen=True)
 class CollectiveTable:

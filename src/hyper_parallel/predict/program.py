@@ -14,7 +14,7 @@ from torch import nn
 
 from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph import Pass, StepGraph
 from hyper_parallel.graph.lower import Lowered, lowered
 from hyper_parallel.graph.passes import rewritten
 from hyper_parallel.inspect.kinds import layer_kinds, with_layers
@@ -50,18 +50,22 @@ def program_of(
     *,
     views: bool,
     whole: bool = False,
+    schedule: Pass | None = None,
     say: Callable[[str], None] = lambda _: None,
     notes: list[str] | None = None,
 ) -> Program:
     """The Program of a run's step on ranks of one class. `model` is on the meta device, and is not changed.
 
-    `say` is told what is being done; to `notes` is added what was repeated. Errors are those of `capture_step`.
+    `schedule` orders the collectives of the whole step. `say` is told what is being done; to `notes` is added what was
+    repeated. Errors are those of `capture_step`.
     """
     (name,) = set(classes.values())
     told = notes if notes is not None else []
     micro_batches = count_micro_batches(config)
     strategy = config.effective_strategy
     plan = make_plan(model, strategy)
+    # What is gathered a layer ahead does not stand in the layer that it belongs to: no layer is repeated then.
+    whole = whole or schedule is not None
     kept = None if whole else choose(layer_kinds(model, plan, strategy))
     captured = micro_batches if whole or micro_batches <= MICRO else MICRO
     found: Repeated | None = None
@@ -90,6 +94,9 @@ def program_of(
         say(f"capturing all layers and micro-batches as rank 0 of {len(classes)}")
         step = _captured(model, config, strategy, micro_batches)
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
+        if schedule is not None:
+            say("ordering the collectives")
+            step = rewritten(step, (schedule,))
         one = lowered(step, views=views)
         return Program({name: one.ops}, dict(classes), {name: one.resident}, 0.0, micro_batches)
     return Program({name: found.ops}, dict(classes), {name: found.resident}, 0.0, micro_batches)

@@ -12,15 +12,18 @@ from dataclasses import replace
 
 from torch import nn
 
-from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster import MEASURED, Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.graph import Pass
 from hyper_parallel.inspect.run import micro_batch, model_of
+from hyper_parallel.overlap import Overlap
 from hyper_parallel.predict.prediction import Prediction
 from hyper_parallel.predict.program import program_of
 from hyper_parallel.simulate import simulate
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.out_of_memory import head_of
+from hyper_parallel.train.overlapping import schedule_for
 from hyper_parallel.workload import flops_of_model
 
 Progress = Callable[[str], None]
@@ -31,11 +34,14 @@ def predict_run(
     cluster: Cluster,
     *,
     model: nn.Module | None = None,
+    ordered: bool = False,
     progress: Progress | None = None,
 ) -> Prediction:
     """What a step of a run would take on a cluster. Nothing is allocated, and no data or weights are read.
 
-    `model`: on the meta device, in place of the one that the file describes. `progress` is told what is being done.
+    `model`: on the meta device, in place of the one that the file describes. `ordered`: with the collectives in the
+    order that training on that cluster would choose, for which every layer is captured; otherwise in that of the
+    model's code, each waited for where it begins. `progress` is told what is being done.
 
     Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
     """
@@ -49,8 +55,16 @@ def predict_run(
     flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
     views = prices_views(cluster)
     program = program_of(
-        plain, config, classes=dict.fromkeys(range(world), "all"), views=views, say=say, notes=notes
+        plain,
+        config,
+        classes=dict.fromkeys(range(world), "all"),
+        views=views,
+        schedule=_schedule(strategy, cluster) if ordered else None,
+        say=say,
+        notes=notes,
     )
+    if world > 1 and not ordered and strategy.overlap.schedule != "none":
+        notes.append("collectives are waited for where they begin; --ordered orders them as training would")
     program = replace(program, model_flops=flops)
     say(f"simulating {len(program.ops['all']):,} ops on {cluster.name or cluster.source}")
     timeline = simulate(program, cluster, algorithm=_algorithm(strategy))
@@ -66,6 +80,19 @@ def predict_run(
         head_of(plain),
         tuple(notes),
     )
+
+
+def _schedule(strategy: Strategy, cluster: Cluster) -> Pass | None:
+    """What orders the collectives of a run on this cluster."""
+    asked = strategy.overlap
+    if (
+        strategy.axes.world > 1
+        and asked.schedule == "auto"
+        and asked.cluster is None
+        and cluster.name != MEASURED
+    ):
+        return Overlap(cluster, pieces=asked.pieces)
+    return schedule_for(strategy, "cpu")
 
 
 def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluster:

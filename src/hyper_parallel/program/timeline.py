@@ -129,7 +129,7 @@ class Timeline:
         if self.alone and self.alone.communication:
             both = self.alone.compute + self.alone.communication
             whole = (both - self.step) / self.alone.communication
-        return Masked(1 - self.exposed / sent if sent else None, whole)
+        return Masked(max(0.0, 1 - self.exposed / sent) if sent else None, whole)
 
     def memory(self, name: str, tier: str = "device") -> Curve:
         """Bytes alive over time, by kind, on a rank of a class."""
