@@ -1,8 +1,9 @@
 """Everything that only an accelerator can show, in one call: python benchmarks/gpu.py
 
-First correctness, each against the CPU or against one device: families and strategies, streams and events, copies
-through pinned memory, a checkpoint written while the step goes on. Then measurements: our one-device step beside a
-plain eager loop on a wider Llama in bf16, its MFU and memory, the bandwidth of copies. A failed check ends with 1.
+First correctness, each against the CPU or against one device: families and strategies, the step's graph and the graph
+compiled beside eager steps, streams and events, copies through pinned memory, a checkpoint written while the step goes
+on. Then measurements: our one-device step beside a plain eager loop on a wider Llama in bf16, its MFU and memory, the
+graph and the compiled graph beside eager steps, the bandwidth of copies. A failed check ends with 1.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import paired_ratio, write
+from gpu_engines import check_engines, measure_engines
+from measure import paired_ratio, timed_on, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -220,14 +222,6 @@ def check_checkpoint(device: torch.device) -> list[Check]:
     return [("a checkpoint holds the values at the call", same, "")]
 
 
-def timed_step(backend: Backend, step: Callable[[], object]) -> float:
-    backend.synchronize()
-    start = time.perf_counter()
-    step()
-    backend.synchronize()
-    return time.perf_counter() - start
-
-
 def measure_step(
     backend: Backend, device: torch.device, pairs: int, batch: int, sequence: int
 ) -> dict[str, Any]:
@@ -282,7 +276,7 @@ def measure_step(
     a, b = [], []
     for pair in range(pairs):
         for side in (0, 1) if pair % 2 else (1, 0):
-            (a if side == 0 else b).append(timed_step(backend, ours if side == 0 else by_hand))
+            (a if side == 0 else b).append(timed_on(backend, ours if side == 0 else by_hand))
     peak = backend.peak_flops(torch.bfloat16)
     result: dict[str, Any] = {**paired_ratio(a, b), "batch": batch, "sequence": sequence}
     result["mfu"] = mfu(flops, statistics.median(a), 1, peak) if peak else None
@@ -315,7 +309,8 @@ def main() -> int:
     torch.backends.fp32_precision = "ieee"
 
     names = ("llama", "mixtral") if options.rehearse else tuple(FAMILIES)
-    checks = check_equivalence(device, names) + check_streams(backend, device) + check_checkpoint(device)
+    checks = check_equivalence(device, names) + check_engines(device, FAMILIES, names)
+    checks += check_streams(backend, device) + check_checkpoint(device)
     copied, rates = check_copies(backend, device)
     checks += copied
     console = Console(width=120)
@@ -331,6 +326,9 @@ def main() -> int:
         step = measure_step(backend, device, options.pairs, options.batch, options.sequence)
         result["step"] = step
         console.print(step)
+        engines = measure_engines(backend, device, WIDE, options.pairs, options.batch, options.sequence)
+        result["engines"] = engines
+        console.print(engines)
     console.print(rates)
     if not options.rehearse:
         console.print(write(f"gpu-{backend.device_name(0).replace(' ', '-').lower()}", result))

@@ -6,6 +6,7 @@ import os
 import socket
 import statistics
 import time
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.whole_step import BatchShape, capture_step
 
-WORLD, REPEATS = 2, 7
+WORLD, REPEATS = 2, 15
 COMPUTE_TO_COMMUNICATION = 1.5
 """What the made-up device is made to take for its kernels."""
 
@@ -59,7 +60,12 @@ def run() -> dict[str, Any]:
 def _worker(rank: int, port: int, queue: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # One collective after the other, as on an accelerator's queue; gloo's two threads would send two at once.
+    options._threads = 1
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[attr-defined]
+    store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, pg_options=options)
     step = _step()
     cluster, spread = _cluster(step)
     schedules = {"usual": Usual()(step), "overlap": overlap(step, cluster).step}
@@ -107,25 +113,42 @@ def _step() -> StepGraph:
 
 
 def _cluster(step: StepGraph) -> tuple[Cluster, float]:
-    """A made-up device, and links as these workers' collectives are: each that the step makes, timed."""
-    calls = {(c.kind, c.bytes): c for c in costs(step).values() if isinstance(c, Collective)}
-    seconds: dict[tuple[str, int], float] = {}
-    spreads = []
-    for kind, size in sorted(calls):
-        times = []
-        for _ in range(15):
-            dist.barrier()
-            begun = time.perf_counter()
-            collectives.waited(_begin(kind, torch.ones(size // 4)))
-            times.append(time.perf_counter() - begun)
-        times.sort()
-        told = torch.tensor([times[7], (times[11] - times[3]) / times[7]])
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        seconds[kind, size] = told[0].item()
-        spreads.append(told[1].item())
+    """A made-up device, and links as these workers' collectives are, and the mean spread of their times.
+
+    Each collective is timed in the step's own rhythm, with the order of the model's code, where each is waited for at
+    once: between kernels that sleep the processors are in another state than in a row of collectives.
+    """
+    calls = sorted({(c.kind, c.bytes) for c in costs(step).values() if isinstance(c, Collective)})
+    begun = {}
+    for kind, size in calls:
+        started, given = time.perf_counter(), torch.ones(size // 4)
+        for _ in range(10):
+            collectives.waited(_begin(kind, given))
+        begun[kind, size] = _slowest((time.perf_counter() - started) / 10)
+    player = _Player(step, _machine(step, begun))
+    player.run()
+    player.taken.clear()
+    for _ in range(REPEATS):
+        player.run()
+    seconds, spreads = {}, []
+    for call in calls:
+        quarter, median, third = statistics.quantiles(player.taken[call], n=4)
+        seconds[call] = _slowest(statistics.mean(player.taken[call]))
+        spreads.append((third - quarter) / median)
+    return _machine(step, seconds), _slowest(statistics.mean(spreads))
+
+
+def _slowest(seconds: float) -> float:
+    told = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return told.item()
+
+
+def _machine(step: StepGraph, seconds: dict[tuple[str, int], float]) -> Cluster:
+    """The cluster on which each collective takes so long, and kernels a multiple of all collectives."""
     tables = []
-    for kind in sorted({kind for kind, _ in calls}):
-        points = {size: taken for (other, size), taken in seconds.items() if other == kind}
+    for kind in sorted({kind for kind, _ in seconds}):
+        points = {size: taken for (other, size), taken in sorted(seconds.items()) if other == kind}
         latency, bandwidth, residual = fit(kind, WORLD, points)
         tables.append(
             CollectiveTable(kind, "node", WORLD, tuple(points.items()), latency, bandwidth, residual)
@@ -139,11 +162,9 @@ def _cluster(step: StepGraph) -> tuple[Cluster, float]:
         name="workers",
         ranks=WORLD,
     )
-    assert cluster.device is not None
-    prices = Prices(cluster)
-    computed = sum(job.seconds for job in jobs_of(step, prices, {}).jobs if job.queue == COMPUTE)
+    computed = sum(job.seconds for job in jobs_of(step, Prices(cluster), {}).jobs if job.queue == COMPUTE)
     rate = 1e12 * computed / (COMPUTE_TO_COMMUNICATION * sent)
-    return replace(cluster, device=_device(rate)), statistics.mean(spreads)
+    return replace(cluster, device=_device(rate))
 
 
 def _device(rate: float) -> Device:
@@ -167,6 +188,8 @@ class _Player:
         jobs = jobs_of(step, Prices(cluster), {})
         done = costs(step)
         self.acts: list[tuple[str, Any]] = []
+        self.taken: dict[tuple[str, int], list[float]] = defaultdict(list)
+        """By kind and bytes the seconds from the begin of each collective to the end of its wait."""
         for at, (node, job) in enumerate(zip(jobs.nodes, jobs.jobs, strict=True)):
             cost = done.get(node)
             if isinstance(cost, Collective):
@@ -180,25 +203,28 @@ class _Player:
                     self.acts.append(("sleep", job.seconds))
 
     def run(self) -> tuple[float, float]:
-        """Seconds of the step, and seconds in which collectives held it up."""
+        """Seconds of the step, and seconds in which collectives held it up.
+
+        The device computes on while its host begins a collective: kernels end when they are due, counted from the last
+        wait that held them up.
+        """
         dist.barrier()
-        blocked, late = 0.0, 0.0
-        begun: dict[int, torch.Tensor] = {}
-        waited: set[int] = set()
-        start = time.perf_counter()
+        blocked = 0.0
+        begun: dict[int, tuple[torch.Tensor, tuple[str, int], float]] = {}
+        due = start = time.perf_counter()
         for act, what in self.acts:
-            before = time.perf_counter()
             if act == "sleep":
-                # What was slept too long is taken off the next sleep.
-                if what > late:
-                    time.sleep(what - late)
-                late += time.perf_counter() - before - what
-                continue
-            if act == "begin":
+                due += what
+                time.sleep(max(0.0, due - time.perf_counter()))
+            elif act == "begin":
                 at, kind, given = what
-                begun[at] = _begin(kind, given)
-            elif what not in waited:
-                waited.add(what)
-                collectives.waited(begun[what])
-            blocked += time.perf_counter() - before
-        return time.perf_counter() - start, blocked
+                since = time.perf_counter()
+                begun[at] = _begin(kind, given), (kind, given.nbytes), since
+            elif what in begun:
+                result, call, since = begun.pop(what)
+                collectives.waited(result)
+                now = time.perf_counter()
+                self.taken[call].append(now - since)
+                blocked += max(0.0, now - due)
+                due = max(due, now)
+        return due - start, blocked

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.compat import Backend
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -69,6 +71,15 @@ def timed(step: Callable[[], object], world: int) -> float:
     if world > 1:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
+
+
+def timed_on(backend: Backend, step: Callable[[], object]) -> float:
+    """Seconds of one step on a device, until it has done all of it."""
+    backend.synchronize()
+    start = time.perf_counter()
+    step()
+    backend.synchronize()
+    return time.perf_counter() - start
 
 
 def write(name: str, result: dict[str, Any]) -> Path:

@@ -81,6 +81,19 @@ def test_the_peak_stays_within_the_memory_that_is_given(step: StepGraph, cluster
     assert free.after.step < tight.after.step < tight.before.step
 
 
+def test_with_no_room_beyond_what_the_step_holds_its_communication_is_hidden_all_the_same(
+    step: StepGraph, cluster: Cluster
+) -> None:
+    """Then micro-batches that fill each other's gaps do not fit."""
+    free = overlap(step, cluster, pieces=False)
+    room = int(free.before.peak.bytes * 1.05)
+    tight = overlap(step, cluster, memory=room, pieces=False)
+    assert tight.chosen is not None and not tight.chosen.usual
+    assert tight.after.peak.bytes <= room
+    usual = overlap(Usual()(step), cluster, pieces=False).before
+    assert tight.after.step < usual.step
+
+
 def test_a_rewrite_that_does_not_pay_is_not_made(step: StepGraph, cluster: Cluster) -> None:
     quick = {
         name: replace(link, bandwidth=1e18, latency=0.0, setup=0.0) for name, link in cluster.links.items()

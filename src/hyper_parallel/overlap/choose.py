@@ -145,6 +145,11 @@ def overlap(
         for together in range(1, min(2, jobs.lanes) + 1):
             for ahead in _AHEAD:
                 add(Tried(bucketed, together, ahead * unit, 0.0, 0), graph, jobs)
+        if not any(one[0].buckets == bucketed for one in found):
+            # Micro-batches that fill each other's gaps hold too much: nothing runs further ahead than in one list.
+            jobs = replace(jobs, jobs=tuple(replace(job, lane=0) for job in jobs.jobs), lanes=1)
+            for ahead in _AHEAD:
+                add(Tried(bucketed, 1, ahead * unit, 0.0, 0), graph, jobs)
     for together in (1, 2):
         best_of = min((one[0] for one in found if one[0].together == together), key=_rank, default=None)
         if best_of is None or not pieces:
