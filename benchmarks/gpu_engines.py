@@ -32,6 +32,9 @@ Step = Callable[[], float]
 def recipe_of(fields: dict[str, Any], strategy: Strategy, device: torch.device | None) -> Recipe:
     """A model and its optimizer; on the meta device without a `device`."""
     model = build_model(fields)
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_experts_implementation"):
+            module.config._experts_implementation = "grouped_mm"  # a loop over experts is no graph
     shard.parallelize(model, strategy, lowering="traceable", alone=True)
     if device is not None:
         shard.init_weights(model, 0, device)

@@ -93,6 +93,9 @@ def test_more_memory_than_there_is_names_the_keys_that_help() -> None:
     assert found.fits is False
     assert "IT DOES NOT FIT" in found.text()
     assert any("train.micro_batch" in remedy for remedy in found.remedies)
+    alone = predict_run(config.load(QUICKSTART, (*SMALL, "train.micro_batch=1")), small)
+    assert alone.fits is False
+    assert not any("train.micro_batch" in remedy for remedy in alone.remedies)
 
 
 @pytest.mark.parametrize(

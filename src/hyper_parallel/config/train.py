@@ -155,6 +155,7 @@ class TrainConfig(Section):
             )
         if self.schedule.warmup > self.steps:
             raise ValueError(
-                f"'schedule.warmup' ({self.schedule.warmup}) is longer than 'steps' ({self.steps})"
+                f"'schedule.warmup' ({self.schedule.warmup}) is longer than 'steps' ({self.steps}); "
+                "make it shorter as well, or 0"
             )
         return self

@@ -52,7 +52,7 @@ class Prediction:
         """Keys of the run file that would make it fit, that which helps most first; none where it fits."""
         if self.fits is not False:
             return []
-        return remedies(*_alive(self.timeline.peak), self.strategy, self.head)
+        return remedies(*_alive(self.timeline.peak), self.strategy, self.head, self.micro_batch)
 
     def text(self, width: int = 120) -> str:
         """What the terminal is shown."""

@@ -62,9 +62,13 @@ def describe(step: StepGraph, node: fx.Node, strategy: Strategy, head: str | Non
 
 
 def remedies(
-    alive: list[Lifetime], kinds: Mapping[Kind, int], strategy: Strategy, head: str | None
+    alive: list[Lifetime],
+    kinds: Mapping[Kind, int],
+    strategy: Strategy,
+    head: str | None,
+    rows: int | None = None,
 ) -> list[str]:
-    """Keys of the run file, that which would help most first."""
+    """Keys of the run file, that which would help most first. `rows`: of a micro-batch, where they are known."""
     total = max(sum(kinds.values()), 1)
     working = kinds.get("activation", 0) + kinds.get("temporary", 0)
     loss = sum(
@@ -79,7 +83,8 @@ def remedies(
     if working >= state or loss > _LOGITS * total:
         if strategy.memory.recompute == "none":
             found.append("strategy.memory.recompute=layer: activations are computed again, not kept")
-        found.append("train.micro_batch, smaller: a worker computes fewer rows at once")
+        if rows != 1:
+            found.append("train.micro_batch, smaller: a worker computes fewer rows at once")
         found.append("strategy.axes.tensor or strategy.axes.context, larger: activations are split")
     if working < state:
         if strategy.memory.shard != "parameters" and strategy.axes.degree("shard") > 1:
