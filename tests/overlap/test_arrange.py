@@ -30,16 +30,25 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(job_lists(), st.sampled_from([0.0, 3.0, math.inf]), st.integers(1, 2), st.sampled_from([20, math.inf]))
+@given(
+    job_lists(),
+    st.sampled_from([0.0, 3.0, math.inf]),
+    st.integers(1, 2),
+    st.sampled_from([20, math.inf]),
+    st.sampled_from([1.0, math.inf]),
+)
 def test_any_jobs_are_arranged_legally_and_alike_each_time(
-    jobs: list[Job], window: float, together: int, budget: float
+    jobs: list[Job], window: float, together: int, budget: float, patience: float
 ) -> None:
-    found = arrange(jobs, window=window, budget=budget, together=together, slowdown=1.5)
+    found = arrange(jobs, window=window, budget=budget, together=together, slowdown=1.5, patience=patience)
     assert sorted(found.order) == list(range(len(jobs)))
     place = {index: at for at, index in enumerate(found.order)}
     assert all(place[other] < place[index] for index, job in enumerate(jobs) for other in job.after)
     assert replayed(jobs, found.order, slowdown=1.5) == found
-    assert arrange(jobs, window=window, budget=budget, together=together, slowdown=1.5) == found
+    assert (
+        arrange(jobs, window=window, budget=budget, together=together, slowdown=1.5, patience=patience)
+        == found
+    )
 
 
 def _wait(of: int, lane: int = 0) -> Job:
@@ -101,3 +110,17 @@ def test_an_urgent_collective_overtakes_one_that_nothing_waits_for() -> None:
     ]
     assert replayed(jobs).seconds == 1 + 4 + 1 + 5
     assert arrange(jobs).seconds == 1 + 1 + 5
+
+
+def test_a_wait_for_what_is_over_lets_go_of_memory() -> None:
+    jobs = [
+        Job(1.0, COMPUTE, makes=((0, 10),), uses=(0,)),
+        Job(1.0, "comm:a", after=(0,), uses=(0,)),
+        *(Job(1.0, COMPUTE, after=(0,)) for _ in range(4)),
+        Job(1.0, COMPUTE, after=(2, 3, 4, 5), makes=((1, 100),), uses=(1,)),
+        Job(0.0, FREE, after=(1,), waits=1, uses=(0,)),
+        Job(1.0, COMPUTE, after=(6, 7)),
+    ]
+    late, soon = arrange(jobs), arrange(jobs, patience=1.0)
+    assert (late.bytes, soon.bytes) == (110, 100)
+    assert late.seconds == soon.seconds == 7.0

@@ -19,8 +19,8 @@ sent while another one computes; kernel by kernel in turn, all would wait at the
 
 A collective is given to its queue when that would run empty before the next kernel ends, so that a more urgent one may
 still overtake. Waits come right before the first thing that needs them; or, since what a collective reads is held until
-it was waited for, when it has ended for as long as it took, so that a wait costs nothing even if the collective takes
-twice its time.
+it was waited for, when it has ended for `patience` times as long as it took, so that a wait costs nothing even where a
+collective is slower by that much than it is taken to be.
 
 Two bounds keep memory in check. Within a lane (a micro-batch) nothing runs further ahead of the first job that was
 passed over than `window` seconds of the list as it was; and nothing is begun that would hold more than `budget` bytes,
@@ -78,13 +78,14 @@ def arrange(
     budget: float = math.inf,
     together: int = 1,
     slowdown: float = 1.0,
+    patience: float = math.inf,
 ) -> Arranged:
     """A new order of `jobs`, which are given in an order that is legal.
 
     `together` lanes are equally urgent, further ones fill their gaps. `slowdown`: how many times as long a kernel
-    takes beside a collective.
+    takes beside a collective. `patience`: as above; waits come as late as can be when left out.
     """
-    return _Arranging(jobs, window, budget, together, slowdown).arranged()
+    return _Arranging(jobs, window, budget, together, slowdown, patience).arranged()
 
 
 def replayed(jobs: Sequence[Job], order: Sequence[int] | None = None, *, slowdown: float = 1.0) -> Arranged:
@@ -129,9 +130,16 @@ class _Arranging:
     """One pass over the jobs."""
 
     def __init__(
-        self, jobs: Sequence[Job], window: float, budget: float, together: int, slowdown: float
+        self,
+        jobs: Sequence[Job],
+        window: float,
+        budget: float,
+        together: int,
+        slowdown: float,
+        patience: float,
     ) -> None:
         self.jobs, self.window, self.budget, self.slowdown = jobs, window, budget, slowdown
+        self.patience = patience
         self.order: list[int] = []
         self.now = 0.0
         """When the compute queue is free."""
@@ -285,7 +293,7 @@ class _Arranging:
         job = self.jobs[index]
         self._emit(index)
         self.ends[index] = self.queues[job.queue] = max(self.now, self.queues[job.queue]) + job.seconds
-        heapq.heappush(self.over, (self.ends[index] + job.seconds, index))
+        heapq.heappush(self.over, (self.ends[index] + self.patience * max(job.seconds, 1e-9), index))
         self._after(index)
 
     def _after(self, index: int) -> None:

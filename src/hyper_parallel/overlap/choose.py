@@ -10,6 +10,7 @@ made.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -126,17 +127,21 @@ def overlap(
     found: list[_Found] = []
 
     def add(tried: Tried, graph: StepGraph, jobs: Jobs) -> None:
-        made = arrange(
-            jobs.jobs,
-            window=tried.window,
-            budget=budget,
-            together=tried.together,
-            slowdown=prices.slowdown,
-        )
-        if made.bytes <= budget:
-            found.append(
-                (replace(tried, seconds=made.seconds, bytes=made.bytes + resident), made, jobs, graph)
+        # Waits that come late cost least where links are shared; waits that come soon let go of memory.
+        for patience in (math.inf, 1.0):
+            made = arrange(
+                jobs.jobs,
+                window=tried.window,
+                budget=budget,
+                together=tried.together,
+                slowdown=prices.slowdown,
+                patience=patience,
             )
+            if made.bytes <= budget:
+                found.append(
+                    (replace(tried, seconds=made.seconds, bytes=made.bytes + resident), made, jobs, graph)
+                )
+                return
 
     for bucketed in (False, True):
         graph = Buckets()(step) if bucketed else step
