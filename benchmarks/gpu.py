@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_engines import check_engines, measure_engines
+from gpu_engines import batch_of, check_engines, measure_engines, recipe_of, step_of
 from measure import paired_ratio, timed_on, write
 from rich.console import Console
 from rich.table import Table
@@ -30,13 +30,7 @@ from hyper_parallel.checkpoint import Piece, Writer
 from hyper_parallel.compat import Backend
 from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
 from hyper_parallel.config.load import from_dict
-from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.batches import MicroBatch, StepBatch
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.step import Stepper
 from hyper_parallel.verify import families
 from hyper_parallel.verify.matrix import build_model
 from hyper_parallel.verify.report import compare
@@ -226,31 +220,12 @@ def measure_step(
     backend: Backend, device: torch.device, pairs: int, batch: int, sequence: int
 ) -> dict[str, Any]:
     """Our step in bf16 mixed precision beside a plain loop under autocast-free bf16 weights with fp32 masters."""
-    ids = torch.randint(32000, (batch, sequence + 1), generator=torch.Generator().manual_seed(0)).to(device)
-    positions = torch.arange(sequence, device=device).expand(batch, -1)
-
-    ours_model = build_model(WIDE)
-    flops = flops_of_model(ours_model).per_token(sequence) * batch * sequence
     strategy = Strategy(precision={"compute": "bfloat16"})
-    shard.parallelize(ours_model, strategy)
-    shard.init_weights(ours_model, 0, device)
-    stepper = Stepper(
-        Recipe(
-            ours_model,
-            shard.sharded(ours_model),
-            build_optimizer(ours_model, AdamWConfig()),
-            schedule(ScheduleConfig(name="constant"), 10**6),
-            seed=0,
-            clip=1.0,
-        )
-    )
-    rows = torch.arange(batch, device=device)
-    micro = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, rows)
-    given = StepBatch(0, list(range(batch)), [micro], torch.tensor(float(batch * sequence), device=device))
-    stepper.begin(given)
-
-    def ours() -> None:
-        stepper.run(load_next=lambda: given, stop=False, memory=0.0)
+    recipe = recipe_of(WIDE, strategy, device)
+    flops = flops_of_model(recipe.model).per_token(sequence) * batch * sequence
+    given = batch_of(WIDE["vocab_size"], batch, sequence, device)
+    micro = given.micro[0]
+    ours = step_of("eager", recipe, lambda: recipe_of(WIDE, strategy, None), given, Path())
 
     torch.manual_seed(0)
     settings = dict(WIDE)
@@ -262,7 +237,7 @@ def measure_step(
 
     def by_hand() -> None:
         with torch.autocast(device.type, torch.bfloat16):
-            logits = plain(input_ids=micro.input_ids, position_ids=positions, use_cache=False).logits
+            logits = plain(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False).logits
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), micro.labels.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 
 from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
 from hyper_parallel.compat.fake import fake_ranks
@@ -25,6 +26,8 @@ from hyper_parallel.graph import (
     workspaces,
 )
 from hyper_parallel.graph.effects import begun
+from hyper_parallel.graph.nouns import Value
+from hyper_parallel.graph.recompute import moved_meta
 from hyper_parallel.train.recipe import SAID
 from hyper_parallel.train.whole_step import capture_step
 from hyper_parallel.verify.families import FAMILIES
@@ -139,3 +142,12 @@ def test_gloo_takes_what_it_gathers_and_what_it_scatters_once_more() -> None:
         "all_gather" in str(n.target) or "reduce_scatter" in str(n.target) for n in nodes
     )
     assert not workspaces(_captured())
+
+
+def test_a_moved_node_writes_where_its_storages_went() -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta = {"value": Value((2,), (1,), torch.float32, torch.device("cpu"), 1), "writes": (1, 7)}
+    moved = moved_meta(node, {1: 5})
+    assert moved["value"].storage == 5
+    assert moved["writes"] == (5, 7)

@@ -100,7 +100,7 @@ def in_turns(arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _moved(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    first = next(iter(tensors_of(arguments)))
+    first = tensors_of(arguments)[0]
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

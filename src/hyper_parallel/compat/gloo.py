@@ -3,10 +3,9 @@
 In PyTorch 2.13 `all_gather_into_tensor` of `torch.ops._c10d_functional` calls its coalesced sibling even for one
 tensor, and gloo's coalesced gather damages memory as soon as two are under way: within seconds the C library aborts
 with `malloc(): unaligned tcache chunk detected` in a thread of gloo's, or a worker is lost.
-`all_gather_into_tensor_out` takes another way through gloo, that of `torch.distributed.all_gather_into_tensor`; it
-stood the same test, 180,000 gathers with three under way, and is two to three times as fast. CPU tensors have no
-kernels of their own for the two operators, so that these are theirs. What a graph or a count of collectives shows is
-unchanged.
+`all_gather_into_tensor_out` takes another way through gloo, that of `torch.distributed.all_gather_into_tensor`, which
+`tests/compat/test_gathers.py` holds to thousands of gathers with several under way. CPU tensors have no kernels of
+their own for the two operators, so that these are theirs. What a graph or a count of collectives shows is unchanged.
 """
 
 from __future__ import annotations

@@ -295,4 +295,7 @@ def moved_meta(node: fx.Node, places: Mapping[int, int]) -> dict[str, Any]:
             return type(value)(moved(part) for part in value)
         return value
 
-    return {**node.meta, "value": moved(node.meta["value"])} if "value" in node.meta else dict(node.meta)
+    meta = {key: moved(node.meta[key]) for key in ("value",) if key in node.meta}
+    if "writes" in node.meta:
+        meta["writes"] = tuple(places.get(storage, storage) for storage in node.meta["writes"])
+    return {**node.meta, **meta}

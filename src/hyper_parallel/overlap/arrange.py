@@ -293,7 +293,8 @@ class _Arranging:
         job = self.jobs[index]
         self._emit(index)
         self.ends[index] = self.queues[job.queue] = max(self.now, self.queues[job.queue]) + job.seconds
-        heapq.heappush(self.over, (self.ends[index] + self.patience * max(job.seconds, 1e-9), index))
+        if self.patience < math.inf:
+            heapq.heappush(self.over, (self.ends[index] + self.patience * job.seconds, index))
         self._after(index)
 
     def _after(self, index: int) -> None:

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hyper_parallel.cluster import Cluster
@@ -62,6 +62,11 @@ class Tried:
     """The usual schedule (`Usual`)."""
     chunks: Chunks = NO_CHUNKS
     """Collectives in pieces."""
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The lowest is the best."""
+        return self.seconds, self.bytes
 
     def __str__(self) -> str:
         if self.usual:
@@ -123,74 +128,104 @@ def overlap(
     device = cluster.device
     assert device is not None, "a cluster that prices has a device"
     room = memory if memory is not None else device.memory.bytes / device.memory.ranks
-    budget = max(room, before.peak.bytes) - resident
-    found: list[_Found] = []
+    candidates = _Candidates(step, prices, known, resident, max(room, before.peak.bytes))
+    candidates.in_order()
+    if pieces:
+        candidates.in_pieces()
+    best, chosen, after = step, None, before
+    usual = Usual()(step)
+    timeline = simulated(usual, cluster, known)
+    if timeline.step < before.step * _PAYS and timeline.peak.bytes <= candidates.room:
+        # It needs little memory, and so is there where nothing else fits.
+        chosen = Tried(False, 1, 0.0, timeline.step, timeline.peak.bytes, usual=True)
+        best, after = usual, timeline
+    found = sorted(candidates.found, key=lambda one: one.tried.rank)
+    for one in found[:_SIMULATED]:
+        candidate = one.step()
+        timeline = simulated(candidate, cluster, known)
+        if timeline.step < after.step * (_PAYS if chosen is None else 1.0):
+            best, chosen, after = candidate, one.tried, timeline
+    if chosen is not None:
+        validate(step, best, chosen=True)
+    return Overlapped(best, before, after, tuple(one.tried for one in found), chosen)
 
-    def add(tried: Tried, graph: StepGraph, jobs: Jobs) -> None:
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An order that fits."""
+
+    tried: Tried
+    made: Arranged
+    jobs: Jobs
+    graph: StepGraph
+
+    def step(self) -> StepGraph:
+        """The step in this order."""
+        free = [node for node in self.jobs.nodes if is_collective(node)]
+        return reorder(self.graph, [self.jobs.nodes[index] for index in self.made.order], free)
+
+
+@dataclass
+class _Candidates:
+    """The orders of a step that fit into `room` bytes, priced by `arrange`."""
+
+    original: StepGraph
+    prices: Prices
+    sizes: Mapping[Any, int]
+    resident: int
+    """Bytes that are there from the start."""
+    room: float
+    found: list[_Candidate] = field(default_factory=list)
+
+    def in_order(self) -> None:
+        """Collectives whole: with and without buckets, one and two micro-batches at once, further and less ahead."""
+        for bucketed in (False, True):
+            graph = Buckets()(self.original) if bucketed else self.original
+            jobs = jobs_of(graph, self.prices, self.sizes)
+            unit = _layer_seconds(jobs)
+            for together in range(1, min(2, jobs.lanes) + 1):
+                for ahead in _AHEAD:
+                    self._add(Tried(bucketed, together, ahead * unit, 0.0, 0), graph, jobs)
+            if not any(one.tried.buckets == bucketed for one in self.found):
+                # Micro-batches that fill each other's gaps hold too much: nothing runs further ahead than in one list.
+                jobs = replace(jobs, jobs=tuple(replace(job, lane=0) for job in jobs.jobs), lanes=1)
+                for ahead in _AHEAD:
+                    self._add(Tried(bucketed, 1, ahead * unit, 0.0, 0), graph, jobs)
+
+    def in_pieces(self) -> None:
+        """Collectives in pieces, for the best of one and of two micro-batches at once."""
+        for together in (1, 2):
+            whole = [one.tried for one in self.found if one.tried.together == together]
+            if not whole:
+                continue
+            best = min(whole, key=lambda tried: tried.rank)
+            chunks = chunks_for(self.original, self.prices, self.sizes, together, best.window)
+            # What pays on layers alone may not beside their neighbours, less so in the busier backward pass.
+            for one in dict.fromkeys((chunks, replace(chunks, backward=WHOLE))):
+                if one != NO_CHUNKS:
+                    cut = one(self.original)
+                    graph = Buckets()(cut) if best.buckets else cut
+                    jobs = jobs_of(graph, self.prices, self.sizes)
+                    for window in (best.window, best.window / 2):
+                        self._add(replace(best, chunks=one, window=window), graph, jobs)
+
+    def _add(self, tried: Tried, graph: StepGraph, jobs: Jobs) -> None:
         # Waits that come late cost least where links are shared; waits that come soon let go of memory.
         for patience in (math.inf, 1.0):
             made = arrange(
                 jobs.jobs,
                 window=tried.window,
-                budget=budget,
+                budget=self.room - self.resident,
                 together=tried.together,
-                slowdown=prices.slowdown,
+                slowdown=self.prices.slowdown,
                 patience=patience,
             )
-            if made.bytes <= budget:
-                found.append(
-                    (replace(tried, seconds=made.seconds, bytes=made.bytes + resident), made, jobs, graph)
+            held = made.bytes + self.resident
+            if held <= self.room:
+                self.found.append(
+                    _Candidate(replace(tried, seconds=made.seconds, bytes=held), made, jobs, graph)
                 )
                 return
-
-    for bucketed in (False, True):
-        graph = Buckets()(step) if bucketed else step
-        jobs = jobs_of(graph, prices, known)
-        unit = _layer_seconds(jobs)
-        for together in range(1, min(2, jobs.lanes) + 1):
-            for ahead in _AHEAD:
-                add(Tried(bucketed, together, ahead * unit, 0.0, 0), graph, jobs)
-        if not any(one[0].buckets == bucketed for one in found):
-            # Micro-batches that fill each other's gaps hold too much: nothing runs further ahead than in one list.
-            jobs = replace(jobs, jobs=tuple(replace(job, lane=0) for job in jobs.jobs), lanes=1)
-            for ahead in _AHEAD:
-                add(Tried(bucketed, 1, ahead * unit, 0.0, 0), graph, jobs)
-    for together in (1, 2):
-        best_of = min((one[0] for one in found if one[0].together == together), key=_rank, default=None)
-        if best_of is None or not pieces:
-            continue
-        chunks = chunks_for(step, prices, known, together, best_of.window)
-        # What pays on layers alone may not beside their neighbours, less so in the busier backward pass.
-        for one in dict.fromkeys((chunks, replace(chunks, backward=WHOLE))):
-            if one != NO_CHUNKS:
-                graph = Buckets()(one(step)) if best_of.buckets else one(step)
-                jobs = jobs_of(graph, prices, known)
-                for window in (best_of.window, best_of.window / 2):
-                    add(replace(best_of, chunks=one, window=window), graph, jobs)
-    found.sort(key=lambda one: _rank(one[0]))
-    best, chosen, after = step, None, before
-    usual = Usual()(step)
-    timeline = simulated(usual, cluster, known)
-    if timeline.step < before.step * _PAYS and timeline.peak.bytes <= budget + resident:
-        # It needs little memory, and so is there where nothing else fits.
-        chosen = Tried(False, 1, 0.0, timeline.step, timeline.peak.bytes, usual=True)
-        best, after = usual, timeline
-    for tried, made, jobs, graph in found[:_SIMULATED]:
-        free = [node for node in jobs.nodes if is_collective(node)]
-        candidate = reorder(graph, [jobs.nodes[index] for index in made.order], free)
-        timeline = simulated(candidate, cluster, known)
-        if timeline.step < after.step * (_PAYS if chosen is None else 1.0):
-            best, chosen, after = candidate, tried, timeline
-    if chosen is not None:
-        validate(step, best, chosen=True)
-    return Overlapped(best, before, after, tuple(one[0] for one in found), chosen)
-
-
-_Found = tuple[Tried, Arranged, Jobs, StepGraph]
-
-
-def _rank(tried: Tried) -> tuple[float, int]:
-    return tried.seconds, tried.bytes
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,11 @@ def predict_run(
 
 
 def _schedule(strategy: Strategy, cluster: Cluster) -> Pass | None:
-    """What orders the collectives of a run on this cluster."""
+    """What orders the collectives of a run on this cluster, as its training would.
+
+    On a cluster by name that is `Overlap` for it, since an accelerator has the preset of its name. A measured one is
+    taken for this machine's processor, on which training takes the usual order unless the file names a cluster.
+    """
     asked = strategy.overlap
     if (
         strategy.axes.world > 1

@@ -64,6 +64,7 @@ class Batches:
         device: torch.device,
     ) -> None:
         self._text, self._order, self._batch, self._device = text, order, batch, device
+        self._several = text.several
         self._share = share_of(handle, batch)
         self._micro = micro_batch or self._share.stop - self._share.start
 
@@ -71,7 +72,7 @@ class Batches:
         """The batch of `step`, before which `consumed` rows were consumed."""
         rows = self._order.rows(consumed, self._batch)
         micro = [
-            load_rows(self._text, rows[at : at + self._micro], at, self._device, self._text.several)
+            load_rows(self._text, rows[at : at + self._micro], at, self._device, self._several)
             for at in range(self._share.start, self._share.stop, self._micro)
         ]
         tokens = torch.stack([valid_tokens(m.labels) for m in micro]).sum().float()
