@@ -69,6 +69,14 @@ class OutOfMemoryError(HyperParallelError):
     """The memory of a device, or of the host, ran out in a step; says what filled it and which keys would help."""
 
 
+class BudgetError(ConfigError):
+    """No plan keeps a step within the memory that it was given. The message says what would do."""
+
+
+class TierError(HyperParallelError):
+    """A memory beside the device's own could not keep or give back what it was given."""
+
+
 class NonFiniteError(HyperParallelError):
     """A loss or gradient that is not finite, found before the optimizer touched anything."""
 

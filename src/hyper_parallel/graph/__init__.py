@@ -3,6 +3,7 @@
 `capture` takes no Strategy: whatever was sharded shows its collectives, and whatever was not shows none.
 """
 
+from hyper_parallel.graph.cache import Slot, is_cache
 from hyper_parallel.graph.capture import capture
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.execute import Executable, executable
@@ -32,6 +33,7 @@ __all__ = [
     "Phase",
     "Ran",
     "Rewrite",
+    "Slot",
     "StepGraph",
     "Storage",
     "Value",
@@ -45,6 +47,7 @@ __all__ = [
     "group_of",
     "host",
     "inside",
+    "is_cache",
     "is_collective",
     "is_wait",
     "layers",

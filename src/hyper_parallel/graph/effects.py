@@ -2,7 +2,7 @@
 
 An operator's schema says which arguments it writes to. Two things no schema says: a collective goes on reading its
 arguments, and writing its result, until it has been waited for, so the wait reads and writes them too; and a view reads
-nothing.
+nothing. Cache operators change what a storage holds when they give its memory up or bring it back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat.dispatch import written
+from hyper_parallel.graph.cache import detach, is_cache, prefetch, store
 from hyper_parallel.graph.groups import is_collective, is_wait
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.nouns import values_of
@@ -34,7 +35,7 @@ def is_view(node: fx.Node) -> bool:
 
 def reads(node: fx.Node) -> set[int]:
     """The storages whose contents a node needs."""
-    if node.op != "output" and is_view(node):
+    if node.op != "output" and (is_view(node) or node.target in (detach, prefetch)):
         return set()
     found = touched(node)
     if is_wait(node):
@@ -48,6 +49,8 @@ def writes(node: fx.Node) -> set[int]:
         return set()
     if "writes" in node.meta:  # what is called has no schema to say it
         return set(node.meta["writes"])
+    if is_cache(node):
+        return set() if node.target is store else touched(node)
     if is_wait(node):
         # Waiting for one result of a coalesced collective brings all of them, and may do so each time.
         return {value.storage for value in values_of(begun(node))}

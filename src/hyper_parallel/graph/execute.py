@@ -9,13 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from hyper_parallel.compat.dispatch import below_autograd, kernel
 from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph.cache import OPERATORS
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.nouns import StepGraph
 
@@ -65,9 +66,20 @@ class Executable:
         return found
 
 
-def executable(step: StepGraph, stamp: Callable[[], None] | None = None) -> Executable:
+class Cache(Protocol):
+    """What runs the cache operators of a graph."""
+
+    def store(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
+    def prefetch(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
+    def wait(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
+    def detach(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
+
+
+def executable(
+    step: StepGraph, stamp: Callable[[], None] | None = None, cache: Cache | None = None
+) -> Executable:
     """The Python function of a graph. `stamp` is called before the first node and after each, when what dies with it
-    was let go.
+    was let go. `cache` runs the cache operators of a graph that has some.
 
     Raises CaptureError for a step that was captured for costs, whose sizes are of rows that spread evenly.
     """
@@ -76,7 +88,7 @@ def executable(step: StepGraph, stamp: Callable[[], None] | None = None) -> Exec
             "this graph takes tokens to spread evenly over the experts, and is right for costs only; capture the step "
             "without `spread_evenly` to run it"
         )
-    writer = _Writer(step, stamp)
+    writer = _Writer(step, stamp, cache)
     source = writer.source()
     namespace = writer.names
     exec(compile(source, f"<step graph of {len(writer.last)} nodes>", "exec"), namespace)
@@ -87,8 +99,8 @@ def executable(step: StepGraph, stamp: Callable[[], None] | None = None) -> Exec
 class _Writer:
     """Writes the source; what has no literal form is given to it by name."""
 
-    def __init__(self, step: StepGraph, stamp: Callable[[], None] | None = None) -> None:
-        self.step = step
+    def __init__(self, step: StepGraph, stamp: Callable[[], None] | None, cache: Cache | None) -> None:
+        self.step, self._cache = step, cache
         self.names: dict[str, Any] = {**step.constants, **({"stamp": stamp} if stamp else {})}
         self.last: dict[fx.Node, list[fx.Node]] = {}
         self._variables: dict[fx.Node, str] = {}
@@ -146,7 +158,8 @@ class _Writer:
         if target not in self._functions:
             name = f"f{len(self._functions)}_{getattr(target, '__name__', 'call').replace('.', '_')}"
             self._functions[target] = name
-            self.names[name] = kernel(target)
+            moves = target in OPERATORS and self._cache is not None
+            self.names[name] = getattr(self._cache, target.__name__) if moves else kernel(target)
         return self._functions[target]
 
     def _rendered(self, value: Any) -> str:

@@ -1,19 +1,21 @@
 """When each storage of a step is alive, what for, and how many bytes are alive at once.
 
 A storage is born with the first node that gives a value in it and dies after the last one that uses any view of it;
-what is read from outside is there from the beginning to the end. The clock is the place of a node in the graph. The
+what is read from outside is there from the beginning to the end. One whose memory is given up and taken again (`cache`)
+has several lives, and lies in other tiers meanwhile. The clock is the place of a node in the graph. The
 peak is exact for what the graph allocates; memory that a kernel takes and gives back inside itself is not seen.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from hyper_parallel.graph.cache import detach, prefetch
 from hyper_parallel.graph.effects import begun, touched, writes
 from hyper_parallel.graph.groups import is_wait
 from hyper_parallel.graph.nouns import Kind, StepGraph, values_of
@@ -22,7 +24,7 @@ from hyper_parallel.graph.sizes import known
 
 @dataclass(frozen=True)
 class Lifetime:
-    """One storage."""
+    """One storage, or one of its lives."""
 
     storage: int
     bytes: int
@@ -38,10 +40,12 @@ class Lifetime:
 
 
 def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[Lifetime]:
-    """Every storage that the step uses, in order of birth; `sizes` gives the symbols values."""
+    """Every life of every storage that the step uses, in order of birth; `sizes` gives the symbols values."""
     nodes = list(step.nodes)
     born: dict[int, int] = {}
     died: dict[int, int] = {}
+    moves: dict[int, list[tuple[int, bool]]] = defaultdict(list)
+    """Of each storage: where its memory is taken again (True) or given up."""
     outside = {
         value.storage: (entry.kind, entry.name)
         for entry, node in zip(step.inputs, step.placeholders, strict=True)
@@ -55,11 +59,15 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
         # What a collective was given is held until it has been waited for.
         for storage in touched(node) | (touched(begun(node)) if is_wait(node) else set()):
             died[storage] = at
+        if node.target in (prefetch, detach):
+            (storage,) = touched(node)
+            moves[storage].append((at, node.target is prefetch))
     weights = of_weights(step, nodes)
     found = []
     for storage, (kind, name) in outside.items():
         size = known(step.storages[storage].bytes, dict(sizes or {}))
-        found.append(Lifetime(storage, size, kind, -1, len(nodes), name, "", ""))
+        for since, until in _lives(-1, len(nodes), moves[storage]):
+            found.append(Lifetime(storage, size, kind, since, until, name, *_where(nodes, since)))
     for storage, at in sorted(born.items(), key=lambda entry: entry[1]):
         if storage in outside or step.storages[storage].name is not None:
             continue
@@ -68,8 +76,26 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
         size = known(step.storages[storage].bytes, dict(sizes or {}))
         kind = _kind(step, storage, node, last, weights)
         of = step.gradients.get(storage)
-        found.append(Lifetime(storage, size, kind, at, end, of, node.meta["module"], node.meta["phase"]))
-    return found
+        for since, until in _lives(at, end, moves[storage]):
+            found.append(Lifetime(storage, size, kind, since, until, of, *_where(nodes, since)))
+    return sorted(found, key=lambda life: life.born) if any(moves.values()) else found
+
+
+def _where(nodes: list[fx.Node], born: int) -> tuple[str, str]:
+    return ("", "") if born < 0 else (nodes[born].meta["module"], nodes[born].meta["phase"])
+
+
+def _lives(born: int, died: int, moves: list[tuple[int, bool]]) -> Iterator[tuple[int, int]]:
+    """(first, last) node of each stretch in which a storage has memory."""
+    # What is taken before it is given up was away as the step began.
+    here = not moves or not moves[0][1]
+    for at, taken in moves:
+        assert taken is not here, f"memory is {'taken' if taken else 'given up'} twice at node {at}"
+        if here:
+            yield born, at
+        born, here = at, taken
+    if here:
+        yield born, died
 
 
 def _kind(step: StepGraph, storage: int, born: fx.Node, last: fx.Node, weights: set[int]) -> Kind:

@@ -3,20 +3,25 @@
 Kernels go to the queue `compute` in the order of the graph, and a collective to the queue `comm:<axis>` of its axis.
 It is begun as a runtime begins it: when all that was put on the compute queue before it has ended. Waiting for it is an
 op of the compute queue that takes no time, so that whatever comes later waits too. A host point is such an op as well.
+A copy between tiers is begun and waited for like a collective, on the queue of its direction, `copy:device>host`. A
+prefetch is two ops: memory is taken where the graph says so, before the copy has its turn.
 
-Storages are those of `graph.lifetimes`; what comes from outside is resident.
+Storages are those of `graph.lifetimes`, each life one; what comes from outside is resident. So is a slot in another
+tier that outlives the step; others are there from their first store to the wait for their last copy.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch import fx
 
 from hyper_parallel import program
+from hyper_parallel.graph.cache import is_cache, prefetch, slot_of, store
+from hyper_parallel.graph.cache import wait as wait_for
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.effects import begun
 from hyper_parallel.graph.groups import is_wait
@@ -95,32 +100,49 @@ class _Writer:
         """Op to the storages that it frees."""
         self._costs = costs(step, sizes)
         self._views = views
-        self._born: dict[int, list[Lifetime]] = defaultdict(list)
+        self._born: dict[int, list[tuple[int, Lifetime]]] = defaultdict(list)
+        """Node to the numbers of the storages that come to life with it, as a Program counts them."""
         self._died: dict[int, list[int]] = defaultdict(list)
         self._made: dict[int, int] = {}
         """Storage to the op that allocates it."""
+        self._copied: dict[int, int] = {}
+        """Slot to the op of its last copy."""
+        self._slots = _Slots(step, sizes)
         self._begun: dict[fx.Node, int] = {}
         """Collective to its op."""
         self._last = -1
         """The last op on the compute queue."""
         found = lifetimes(step, sizes)
         nodes = sum(1 for _ in step.nodes)
+        numbers: dict[int, int] = {}
+        more = self._slots.first + max(step.slots, default=-1) + 1
         for life in found:
+            # Each further life of a storage has a number of its own.
+            number = more + len(numbers) if life.storage in numbers else life.storage
+            numbers[number] = life.storage
             if life.born >= 0:
-                self._born[life.born].append(life)
+                self._born[life.born].append((number, life))
+            else:
+                self._made[number] = -1
             if 0 <= life.died < nodes:
-                self._died[life.died].append(life.storage)
-        self.resident = tuple(_bytes(life) for life in found if life.born < 0)
+                self._died[life.died].append(number)
+        self.resident = (
+            *(_bytes(life, life.storage) for life in found if life.born < 0),
+            *self._slots.resident(),
+        )
 
     def add(self, at: int, node: fx.Node) -> None:
         """The op of the node at a place of the graph, if it needs one, and what it frees."""
         cost = self._costs.get(node)
-        born = tuple(_bytes(life) for life in self._born.get(at, ()) if life.bytes)
+        born = tuple(_bytes(life, number) for number, life in self._born.get(at, ()) if life.bytes)
         if isinstance(cost, Work) and cost.kind == "view" and not self._views:
             cost = None
         own = None
-        if cost is not None or born or is_wait(node) or node.target is HOST:
+        if is_cache(node):
+            own = self._cache(node, born)
+        elif cost is not None or born or is_wait(node) or node.target is HOST:
             own = self._op(node, cost, born)
+        if own is not None:
             for held in born:
                 self._made[held.storage] = own
         for storage in self._died.get(at, ()):
@@ -130,15 +152,50 @@ class _Writer:
                 self._freed[by].append(storage)
 
     def _op(self, node: fx.Node, cost: Work | Collective | None, born: tuple[Bytes, ...]) -> int:
-        index = len(self._written)
         after: tuple[int, ...] = ()
         queue = "compute"
         if isinstance(cost, Collective):
             queue = f"comm:{cost.axis}"
             after = (self._last,) if self._last >= 0 else ()
-            self._begun[node] = index
+            self._begun[node] = len(self._written)
         elif is_wait(node):
             after = (self._begun[begun(node)],)
+        return self._write(node, cost, queue, after, born)
+
+    def _cache(self, node: fx.Node, born: tuple[Bytes, ...]) -> int:
+        """The ops of a cache operator; the last one on the compute queue."""
+        slot = slot_of(node)
+        if node.target is wait_for:
+            copied = self._copied.get(slot)
+            # What was begun in the step before is taken to be over.
+            own = self._write(node, None, "compute", () if copied is None else (copied,), born)
+            if self._slots.last.get(slot) is node:
+                self._freed[own].append(self._slots.first + slot)
+            return own
+        if node.target not in (store, prefetch):
+            return self._write(node, None, "compute", (), born)
+        there = self._slots.tier(slot)
+        way = f"device>{there}"
+        if node.target is prefetch:
+            self._write(node, None, "compute", (), born)
+            way, born = f"{there}>device", ()
+        last = self._last
+        made = self._slots.begun(slot) if node.target is store else ()
+        work = Work("copy", read=float(self._slots.bytes(slot)), op="copy")
+        self._copied[slot] = self._write(
+            node, work, f"copy:{way}", (last,) if last >= 0 else (), (*born, *made)
+        )
+        return last if last >= 0 else self._copied[slot]
+
+    def _write(
+        self,
+        node: fx.Node,
+        cost: Work | Collective | None,
+        queue: str,
+        after: tuple[int, ...],
+        born: tuple[Bytes, ...],
+    ) -> int:
+        index = len(self._written)
         self._written.append((node, cost, queue, after, born))
         if queue == "compute":
             self._last = index
@@ -172,5 +229,49 @@ class _Writer:
         )
 
 
-def _bytes(life: Lifetime) -> Bytes:
-    return Bytes(life.storage, life.bytes, _KINDS[life.kind], name=life.name or "")
+class _Slots:
+    """The slots of a step as storages of other tiers."""
+
+    def __init__(self, step: StepGraph, sizes: Mapping[Any, int] | None) -> None:
+        self._slots = step.slots
+        self.first = len(step.storages)
+        """The number of slot 0 as a storage."""
+        kinds = {life.storage: life.kind for life in lifetimes(step, sizes)} if step.slots else {}
+        self._bytes = {
+            slot: Bytes(
+                self.first + slot,
+                at.bytes,
+                _KINDS[kinds.get(at.storage, "temporary")],
+                at.tier,
+                step.storages[at.storage].name or "",
+            )
+            for slot, at in step.slots.items()
+        }
+        self._there = {slot for slot, at in step.slots.items() if at.rest != "step"}
+        self.last: dict[int, fx.Node] = {
+            slot_of(node): node
+            for node in (step.nodes if step.slots else ())
+            if node.target is wait_for and slot_of(node) not in self._there
+        }
+        """Of a slot that the step is done with: the wait for its last copy."""
+
+    def resident(self) -> Iterator[Bytes]:
+        """What lies there as the step begins."""
+        return (self._bytes[slot] for slot in sorted(self._there))
+
+    def begun(self, slot: int) -> tuple[Bytes, ...]:
+        """What a store allocates."""
+        if slot in self._there:
+            return ()
+        self._there.add(slot)
+        return (self._bytes[slot],)
+
+    def tier(self, slot: int) -> str:
+        return self._slots[slot].tier
+
+    def bytes(self, slot: int) -> int:
+        return self._slots[slot].bytes
+
+
+def _bytes(life: Lifetime, number: int) -> Bytes:
+    return Bytes(number, life.bytes, _KINDS[life.kind], name=life.name or "")

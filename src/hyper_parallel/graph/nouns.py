@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from hyper_parallel.graph.cache import Slot
+
 Size = Any
 """A number of elements or bytes: an int, or a torch.SymInt of sizes that only a run knows."""
 
@@ -101,6 +103,8 @@ class StepGraph:
     """The sizes are those of rows that spread evenly, whatever the data: right for costs, and never to be run."""
     groups: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Name of a process group to its (axis, ranks); read by `groups.group_of`."""
+    slots: Mapping[int, Slot] = field(default_factory=dict)
+    """The places that storages have in other tiers, by the numbers that cache operators name."""
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -143,6 +147,7 @@ class StepGraph:
             dict(self.even),
             self.balanced,
             self.groups,
+            self.slots,
         )
         return made, known
 

@@ -8,7 +8,7 @@ A node must run after
 - the collective before it in the same process group, since the other ranks run them in that order;
 - the node before it that draws from the same random generator;
 - host points, if it writes what outlives the step: nothing is updated before the host has looked at what it asked to
-  see. Host points keep their order, and run after the updates that were before them.
+  see. Host points keep their order, and run after the updates that were before them. Moving it is no update.
 
 Any order that keeps these computes the same bits.
 """
@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from torch import fx
 
 from hyper_parallel.errors import GraphError
+from hyper_parallel.graph.cache import is_cache
 from hyper_parallel.graph.effects import draws_random, reads, writes
 from hyper_parallel.graph.groups import group_name, is_collective
 from hyper_parallel.graph.host import HOST
@@ -127,7 +128,7 @@ class _Found:
             needs.update(self._updates)
             self._updates.clear()
             self._chain(node, "host", needs)
-        elif changed & self._lasting:
+        elif changed & self._lasting and not is_cache(node):
             self._updates.append(node)
             if "host" in self._chains:
                 needs.add(self._chains["host"])

@@ -3,7 +3,8 @@
 A pass never changes the graph that it is given. What validation proves of its result: the graph is well formed; inputs
 and outputs are the same; and every node that was there before still reads what the same writes left in memory, and
 still runs after everything that it had to run after. A node that a pass makes again from another one is held to the
-same (`meta["origin"]`, the name of the node that it repeats).
+same (`meta["origin"]`, the name of the node that it repeats). Of a storage whose memory was given up nothing is read
+before it was brought back, and between two steps everything is where its slot says.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Protocol
 from torch import fx
 
 from hyper_parallel.errors import GraphError
+from hyper_parallel.graph.cache import detach, is_cache, prefetch, slot_of, store
 from hyper_parallel.graph.effects import begun, is_view, reads, touched, writes
 from hyper_parallel.graph.groups import is_collective, is_wait
 from hyper_parallel.graph.nouns import StepGraph, values_of
@@ -181,13 +183,91 @@ def _writers_seen(step: StepGraph) -> dict[str, tuple[str, dict[int, str]]]:
     """Each node's name to its origin, and to the last write to each storage that it reads, "" where there is none."""
     wrote: dict[int, str] = {}
     found = {}
+    copies = _Copies(step, wrote)
     for node in step.nodes:
         origin = node.meta.get("origin", node.name)
+        if is_cache(node):
+            copies.moved(node)
+            continue
         waited = is_wait(node)
         if not is_view(node):
             looked_at = touched(begun(node)) if waited else reads(node) | touched(node)
+            for storage in looked_at:
+                _check_there(node, storage, wrote.get(storage, ""))
             found[node.name] = (origin, {s: wrote.get(s, "") for s in looked_at})
         for storage in writes(node):
             # Collectives that are made one bring their results at any of their waits.
             wrote[storage] = "a collective" if waited else origin
+    copies.check_end()
     return found
+
+
+_AWAY, _COMING = "no memory", "a copy that was not waited for"
+
+
+class _Copies:
+    """Follows what cache operators make of the contents of storages: `wrote`, the last writer of each."""
+
+    def __init__(self, step: StepGraph, wrote: dict[int, str]) -> None:
+        self._slots, self._wrote = step.slots, wrote
+        self._held: dict[int, str] = {}
+        """Slot to the last writer of what was stored there."""
+        self._coming: dict[int, str] = {}
+        """Storage to the last writer of what it is being filled with."""
+        self._gone: dict[int, str] = {}
+        """Storage to the last writer of what was given up."""
+        self._stored: set[int] = set()
+        """Slots whose store was not waited for."""
+        for number, slot in step.slots.items():
+            if slot.rest != "step":
+                self._held[number] = ""
+                self._stored.add(number)  # in the step before, as far as this one knows
+            if slot.rest == "away":
+                wrote[slot.storage] = _AWAY
+
+    def moved(self, node: fx.Node) -> None:
+        """A cache operator."""
+        number, (storage,) = slot_of(node), touched(node)
+        slot, now = self._slots[number], self._wrote.get(storage, "")
+        if (slot.storage, slot.tier) != (storage, node.args[2]):
+            raise GraphError(f"{node} moves storage {storage}, and slot {number} is storage {slot.storage}'s")
+        if node.target is prefetch:
+            if now != _AWAY or number not in self._held:
+                raise GraphError(f"{node}: storage {storage} has memory, or slot {number} holds nothing yet")
+            self._coming[storage] = self._held[number]
+            self._wrote[storage] = _COMING
+        elif node.target is store:
+            _check_there(node, storage, now)
+            self._held[number] = now
+            self._stored.add(number)
+        elif node.target is detach:
+            _check_there(node, storage, now)
+            if number in self._stored or self._held.get(number) != now:
+                raise GraphError(
+                    f"{node} gives up what slot {number} does not hold: store it, and wait for it"
+                )
+            self._gone[storage] = now
+            self._wrote[storage] = _AWAY
+        else:
+            self._stored.discard(number)
+            if now == _COMING:
+                self._wrote[storage] = self._coming.pop(storage)
+
+    def check_end(self) -> None:
+        """Raise GraphError unless the next step finds things as this one did."""
+        for number, slot in self._slots.items():
+            now = self._wrote.get(slot.storage, "")
+            if slot.rest == "away" and (
+                now != _AWAY or self._held[number] != self._gone.get(slot.storage, "")
+            ):
+                raise GraphError(f"at the end storage {slot.storage} does not rest in slot {number} alone")
+            if slot.rest == "here" and (now in (_AWAY, _COMING) or self._held.get(number) != now):
+                raise GraphError(f"at the end slot {number} does not hold what storage {slot.storage} does")
+        for storage, now in self._wrote.items():
+            if now == _COMING:
+                raise GraphError(f"nothing waits for what storage {storage} is being filled with")
+
+
+def _check_there(node: fx.Node, storage: int, now: str) -> None:
+    if now in (_AWAY, _COMING):
+        raise GraphError(f"{node} ({node.target}) needs storage {storage}, which holds {now}")

@@ -11,8 +11,10 @@ import statistics
 from collections.abc import Mapping
 
 import torch
+from torch import fx
 
 from hyper_parallel.compat.clock import Clock
+from hyper_parallel.graph.cache import prefetch, slot_of, store, wait
 from hyper_parallel.graph.effects import begun
 from hyper_parallel.graph.execute import Executable, Host, executable
 from hyper_parallel.graph.groups import is_collective, is_wait
@@ -84,12 +86,26 @@ def _spans(step: StepGraph, found: Lowered, stamps: list[float], rank: int) -> t
     place = {node: at for at, node in enumerate(step.nodes)}
     assert len(stamps) == len(place) + 1, f"{len(stamps)} stamps of {len(place)} nodes"
     waited = {begun(node): stamps[place[node] + 1] for node in reversed(list(step.nodes)) if is_wait(node)}
+    waited |= _copied(step, stamps, place)
     spans = []
     for op, node in zip(found.ops, found.nodes, strict=True):
         start, end = stamps[place[node]], stamps[place[node] + 1]
-        if is_collective(node):
+        if is_collective(node) or op.queue.startswith("copy:"):
             end = waited.get(node, end)
-        elif is_wait(node) or node.target is HOST:
+        elif is_wait(node) or node.target in (HOST, wait):
             start = end
         spans.append(Span(rank, op.engine, start, end, op, start))
     return tuple(spans)
+
+
+def _copied(step: StepGraph, stamps: list[float], place: Mapping[fx.Node, int]) -> dict[fx.Node, float]:
+    """Each store and prefetch to the end of the wait for it, or of the step."""
+    found: dict[fx.Node, float] = {}
+    running: dict[int, fx.Node] = {}
+    for node in step.nodes:
+        if node.target in (store, prefetch):
+            running[slot_of(node)] = node
+            found[node] = stamps[-1]
+        elif node.target is wait and slot_of(node) in running:
+            found[running.pop(slot_of(node))] = stamps[place[node] + 1]
+    return found

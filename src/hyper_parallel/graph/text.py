@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hyper_parallel.graph.cache import is_cache
 from hyper_parallel.graph.lifetimes import lifetimes, peak
 from hyper_parallel.graph.nouns import StepGraph, Value, values_of
 from hyper_parallel.units import format_bytes
@@ -65,6 +66,8 @@ def _line(node: fx.Node, born: int, freed: int) -> str:
     again = " again" if node.meta["recomputed"] else ""
     memory = (f" +{format_bytes(born)}" if born else "") + (f" -{format_bytes(freed)}" if freed else "")
     arguments = ", ".join(source.name for source in node.all_input_nodes)
+    if is_cache(node):
+        arguments += f", {node.args[2]}:{node.args[1]}"
     return f"{node.name} = {_operator(node)}({arguments}) {shapes} {where}{again}{memory}"
 
 

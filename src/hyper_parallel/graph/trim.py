@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from hyper_parallel.graph.cache import is_cache
 from hyper_parallel.graph.effects import draws_random
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.nouns import StepGraph
@@ -14,7 +15,8 @@ from hyper_parallel.graph.nouns import StepGraph
 def has_effect(node: fx.Node) -> bool:
     """Whether running a node does more than giving its value.
 
-    It writes, talks to other ranks or to the host, or draws random numbers, of which the next one gets others.
+    It writes, talks to other ranks or to the host, moves memory, or draws random numbers, of which the next one gets
+    others.
     """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
@@ -24,6 +26,7 @@ def has_effect(node: fx.Node) -> bool:
     return (
         mutable
         or target is HOST
+        or is_cache(node)
         or draws_random(node)
         or getattr(target, "namespace", "") == "_c10d_functional"
     )

@@ -1,0 +1,154 @@
+"""What a planner of memory has to solve, as numbers: when each node runs, and which storages are in use where.
+
+Places are indices of the step's nodes. A storage that is given up right before node `leave` and taken again right
+before node `fetch` is not there at the nodes leave … fetch − 1. So, whatever moves,
+
+    live(k) = Σ bytes of storages that are there at node k + Σ bytes taken at k without a storage     `Problem.profile`
+    live(k) ≥ Σ bytes of storages in use at k + Σ bytes taken at k                                    `Problem.needed`
+
+The step repeats: places from n on are those of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hyper_parallel.offload.moves import Move
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Nodes in a row during which a storage is in use, and may not move."""
+
+    first: int
+    last: int
+    """Inclusive."""
+    writes: bool
+    """What is in the storage changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A storage."""
+
+    storage: int
+    bytes: int
+    kind: str
+    """`parameter`, `activation`, … (`graph.Kind`)."""
+    busy: tuple[Busy, ...]
+    """Ascending and disjoint, at least one. Without `state` it is born with the first and dies after the last."""
+    state: bool
+    """It lives across steps, so that there is a gap from the last busy stretch to the first one of the next step."""
+    movable: bool = True
+    name: str = ""
+
+    def gaps(self, nodes: int) -> list[tuple[int, int]]:
+        """Of each gap the first place after the stretch before it, and the place of the stretch behind it."""
+        found = [(before.last + 1, after.first) for before, after in pairwise(self.busy)]
+        if self.state:
+            found.append((self.busy[-1].last + 1, nodes + self.busy[0].first))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Memory that no storage stands for, from one node to another, inclusive."""
+
+    first: int
+    last: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One direction of a link."""
+
+    latency: float
+    """Seconds of a copy beside those of its bytes."""
+    bandwidth: float
+    """B/s."""
+
+    def seconds(self, count: int) -> float:
+        """Of a copy that has the link to itself."""
+        return self.latency + count / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Another tier: what may lie there, and how fast it goes there and comes back."""
+
+    name: str
+    bytes: int
+    out: Rate
+    back: Rate
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step's memory, to be brought under a budget."""
+
+    starts: Sequence[float]
+    """Seconds at which each of the n nodes begins when nothing waits for memory, and the step's end: n + 1 numbers."""
+    held: tuple[Held, ...]
+    """By ascending storage."""
+    taken: tuple[Taken, ...]
+    spaces: tuple[Space, ...]
+    """The fastest first; what does not fit into one goes to the next."""
+    budget: int
+    """Bytes that may be live on the device."""
+
+    @property
+    def nodes(self) -> int:
+        """How many there are."""
+        return len(self.starts) - 1
+
+    def profile(self, moves: Iterable[Move] = ()) -> list[int]:
+        """Live bytes at each node. Exact: what `graph.lifetimes` says of the step with these moves."""
+        change = self._taken()
+        for held in self.held:
+            first, last = held.busy[0].first, held.busy[-1].last + 1
+            if held.state:
+                first, last = 0, self.nodes
+            change[first] += held.bytes
+            change[last] -= held.bytes
+        bytes_of = {held.storage: held.bytes for held in self.held}
+        for move in moves:
+            for first, last in self._within(move.leave, move.fetch):
+                change[first] -= bytes_of[move.storage]
+                change[last] += bytes_of[move.storage]
+        return list(accumulate(change))[: self.nodes]
+
+    def needed(self) -> list[int]:
+        """Bytes that no plan can do without at each node: what is in use, and what may not move."""
+        change = self._taken()
+        for held in self.held:
+            stretches = [(busy.first, busy.last + 1) for busy in held.busy]
+            if not held.movable:
+                stretches = [(0, self.nodes) if held.state else (held.busy[0].first, held.busy[-1].last + 1)]
+            for first, last in stretches:
+                change[first] += held.bytes
+                change[last] -= held.bytes
+        return list(accumulate(change))[: self.nodes]
+
+    @property
+    def working_set(self) -> int:
+        """The least budget that any plan could meet."""
+        return max(self.needed(), default=0)
+
+    def _taken(self) -> list[int]:
+        change = [0] * (self.nodes + 1)
+        for taken in self.taken:
+            change[taken.first] += taken.bytes
+            change[taken.last + 1] -= taken.bytes
+        return change
+
+    def _within(self, first: int, last: int) -> list[tuple[int, int]]:
+        """A stretch of places as one or two stretches of this step."""
+        n = self.nodes
+        if first >= n:
+            return [(first - n, last - n)]
+        return [(first, last)] if last <= n else [(first, n), (0, last - n)]
