@@ -220,10 +220,17 @@ class _Copies:
         """Slots whose store was not waited for."""
         for number, slot in step.slots.items():
             if slot.rest != "step":
+                if step.storages[slot.storage].name is None:
+                    raise GraphError(f"slot {number} does not hold storage {slot.storage} as a step begins")
                 self._held[number] = ""
                 self._stored.add(number)  # in the step before, as far as this one knows
             if slot.rest == "away":
                 wrote[slot.storage] = _AWAY
+        # A copy that a step begins last is waited for in the next one.
+        last = {slot_of(node): node for node in step.nodes if is_cache(node)}
+        for number, node in last.items():
+            if node.target is prefetch and step.slots[number].rest == "here":
+                wrote[step.slots[number].storage], self._coming[step.slots[number].storage] = _COMING, ""
 
     def moved(self, node: fx.Node) -> None:
         """A cache operator."""
@@ -261,10 +268,12 @@ class _Copies:
                 now != _AWAY or self._held[number] != self._gone.get(slot.storage, "")
             ):
                 raise GraphError(f"at the end storage {slot.storage} does not rest in slot {number} alone")
+            now = self._coming.get(slot.storage, now) if now == _COMING and slot.rest == "here" else now
             if slot.rest == "here" and (now in (_AWAY, _COMING) or self._held.get(number) != now):
                 raise GraphError(f"at the end slot {number} does not hold what storage {slot.storage} does")
+        here = {slot.storage for slot in self._slots.values() if slot.rest == "here"}
         for storage, now in self._wrote.items():
-            if now == _COMING:
+            if now == _COMING and storage not in here:
                 raise GraphError(f"nothing waits for what storage {storage} is being filled with")
 
 

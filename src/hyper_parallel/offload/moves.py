@@ -69,7 +69,7 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
     """Run two steps on paper; the second one counts, in which copies of the first may still be under way."""
     n = problem.nodes
     spaces = {space.name: space for space in problem.spaces}
-    held = {one.storage: one for one in problem.held}
+    held = problem.by_storage
     begins: dict[int, list[tuple[int, Move, bool]]] = defaultdict(list)
     ends: dict[int, list[tuple[Move, bool]]] = defaultdict(list)
     for move in sorted(moves, key=lambda move: (move.leave, move.storage, move.gap)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,11 @@ class Problem:
         """How many there are."""
         return len(self.starts) - 1
 
+    @cached_property
+    def by_storage(self) -> dict[int, Held]:
+        """The storages by their numbers."""
+        return {held.storage: held for held in self.held}
+
     def profile(self, moves: Iterable[Move] = ()) -> list[int]:
         """Live bytes at each node. Exact: what `graph.lifetimes` says of the step with these moves."""
         change = self._taken()
@@ -115,11 +121,11 @@ class Problem:
                 first, last = 0, self.nodes
             change[first] += held.bytes
             change[last] -= held.bytes
-        bytes_of = {held.storage: held.bytes for held in self.held}
         for move in moves:
+            count = self.by_storage[move.storage].bytes
             for first, last in self._within(move.leave, move.fetch):
-                change[first] -= bytes_of[move.storage]
-                change[last] += bytes_of[move.storage]
+                change[first] -= count
+                change[last] += count
         return list(accumulate(change))[: self.nodes]
 
     def needed(self) -> list[int]:

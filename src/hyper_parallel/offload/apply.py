@@ -1,0 +1,110 @@
+"""A plan's moves as cache operators in the step's graph.
+
+Right before a node stand, in this order: the stores that begin there; of what leaves there the wait for its store and
+the `detach`; the prefetches, which take memory that was given up just before; the waits for what the node uses.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from hyper_parallel.graph import Slot, StepGraph, cache, validate, values_of
+from hyper_parallel.graph.cache import Rest
+from hyper_parallel.graph.nouns import Value
+from hyper_parallel.offload.moves import Move
+from hyper_parallel.offload.problem import Problem
+
+_Operator = Callable[..., object]
+_ORDER: tuple[_Operator, ...] = (cache.store, cache.detach, cache.prefetch, cache.wait)
+
+
+@dataclass(frozen=True, order=True)
+class _Event:
+    """Something that a move does right before a node."""
+
+    place: int
+    turn: int
+    """In `_ORDER`; what leaves waits first."""
+    storage: int
+    space: str
+
+    @property
+    def operators(self) -> tuple[_Operator, ...]:
+        operator = _ORDER[self.turn]
+        return (cache.wait, cache.detach) if operator is cache.detach else (operator,)
+
+
+def apply(step: StepGraph, problem: Problem, moves: Iterable[Move]) -> StepGraph:
+    """The step with these moves; `step` stays as it is. Raises GraphError for moves that would read what is away."""
+    made = step.copy()
+    nodes = list(made.nodes)
+    events = sorted(event for move in moves for event in _events(problem, move))
+    numbers: dict[tuple[int, str], int] = {}
+    for event in events:
+        numbers.setdefault((event.storage, event.space), len(numbers))
+    made.slots = _slots(problem, events, numbers)
+    names = _Names(made)
+    for event in events:
+        after = nodes[event.place]
+        x = names.of(event.storage, event.place)
+        for operator in event.operators:
+            with made.graph.inserting_before(after):
+                slot = numbers[event.storage, event.space]
+                moved = made.graph.call_function(operator, (x, slot, event.space))
+            moved.meta = {"phase": after.meta["phase"], "module": after.meta["module"], "recomputed": False}
+    validate(step, made)
+    return made
+
+
+def _events(problem: Problem, move: Move) -> Iterable[_Event]:
+    n = problem.nodes
+    used = problem.by_storage[move.storage].gaps(n)[move.gap][1]
+    if move.store is not None:
+        yield _Event(move.store % n, 0, move.storage, move.space)
+    yield _Event(move.leave % n, 1, move.storage, move.space)
+    yield _Event(move.fetch % n, 2, move.storage, move.space)
+    yield _Event(used % n, 3, move.storage, move.space)
+
+
+def _slots(problem: Problem, events: list[_Event], numbers: dict[tuple[int, str], int]) -> dict[int, Slot]:
+    of: dict[tuple[int, str], list[_Event]] = defaultdict(list)
+    for event in events:
+        of[event.storage, event.space].append(event)
+    return {
+        number: Slot(storage, space, problem.by_storage[storage].bytes, _rest(of[storage, space]))
+        for (storage, space), number in numbers.items()
+    }
+
+
+def _rest(events: list[_Event]) -> Rest:
+    """What a slot is between steps: what it must be for the first of its events in a step."""
+    first = _ORDER[events[0].turn]
+    if first is cache.store:
+        return "step"
+    return "away" if first is cache.prefetch else "here"
+
+
+class _Names:
+    """A node to name a storage by."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self._found: dict[int, list[tuple[int, fx.Node]]] = defaultdict(list)
+        for node in step.placeholders:
+            self._add(-1, node)
+        for at, node in enumerate(step.nodes):
+            self._add(at, node)
+
+    def _add(self, at: int, node: fx.Node) -> None:
+        if isinstance(node.meta.get("value"), Value):
+            for value in values_of(node):
+                self._found[value.storage].append((at, node))
+
+    def of(self, storage: int, place: int) -> fx.Node:
+        """The first node that gives a value in it, which is there before `place`."""
+        at, node = self._found[storage][0]
+        assert at < place, f"storage {storage} has no name yet at {place}"
+        return node

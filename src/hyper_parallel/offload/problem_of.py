@@ -1,0 +1,120 @@
+"""A step's graph as a `Problem`: which storages are in use at which nodes, and when the nodes run.
+
+A storage is in use at a node that is given any view of it or that gives one; what a collective was given or gives is in
+use until it was waited for. The times are those of a simulation on a cluster, in which nothing waits for memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import fx
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.graph import StepGraph, lifetimes, values_of, workspaces
+from hyper_parallel.graph.effects import begun, touched, writes
+from hyper_parallel.graph.groups import is_wait
+from hyper_parallel.graph.lower import lowered
+from hyper_parallel.graph.nouns import Kind
+from hyper_parallel.offload.problem import Busy, Held, Problem, Space, Taken
+from hyper_parallel.program import Program
+from hyper_parallel.simulate import simulate
+
+STATE: Collection[Kind] = ("parameter", "optimizer", "buffer")
+"""What lives across steps and may be elsewhere between them."""
+
+
+def problem_of(
+    step: StepGraph,
+    cluster: Cluster,
+    budget: int,
+    spaces: tuple[Space, ...],
+    sizes: Mapping[Any, int] | None = None,
+) -> Problem:
+    """What a planner has to solve to bring a step under `budget` bytes.
+
+    `spaces`: other tiers, the fastest first. `sizes`: values of sizes that the data decide; what is so large stays
+    where it is, since nobody knows how large a slot it needs.
+    """
+    known = dict(sizes or {})
+    return Problem(
+        starts_of(step, cluster, known),
+        _held(step, known),
+        tuple(Taken(life.born, life.died, life.bytes) for life in workspaces(step, known)),
+        spaces,
+        budget,
+    )
+
+
+def starts_of(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int] | None = None) -> tuple[float, ...]:
+    """Seconds at which each node begins where every rank runs this step, and those of its end."""
+    found = lowered(step, sizes=sizes, views=False)
+    ranks = sorted({rank for _, members in step.groups.values() for rank in members} | {0})
+    program = Program({"all": found.ops}, dict.fromkeys(ranks, "all"), {"all": found.resident})
+    timeline = simulate(program, cluster, masking=False)
+    began: dict[fx.Node, float] = {}
+    for span in timeline.spans:
+        if span.op.queue == "compute":
+            began[found.nodes[span.op.index]] = span.start
+    starts, now = [], 0.0
+    for node in step.nodes:
+        # What has no time of its own is given to the device with what comes before it.
+        now = max(now, began.get(node, now))
+        starts.append(now)
+    return (*starts, max(timeline.step, now))
+
+
+def _held(step: StepGraph, sizes: Mapping[Any, int]) -> tuple[Held, ...]:
+    nodes = list(step.nodes)
+    uses, changed = _uses(nodes)
+    kinds = {life.storage: (life.kind, life.name or life.module) for life in lifetimes(step, sizes)}
+    bytes_of = {life.storage: life.bytes for life in lifetimes(step, sizes)}
+    returned = {value.storage for node in step.output.all_input_nodes for value in values_of(node)}
+    outside = {value.storage for node in step.placeholders for value in values_of(node)}
+    found = []
+    for storage in sorted(bytes_of):
+        kind, name = kinds[storage]
+        places = uses.get(storage, [])
+        state = storage in outside
+        if not places:
+            # Nothing of the step looks at it: there all the time.
+            places = [(0, len(nodes) - 1)]
+        movable = (
+            storage not in returned
+            and bytes_of[storage] > 0
+            and storage in uses
+            and isinstance(step.storages[storage].bytes, int)
+            and (kind in STATE or not state)
+        )
+        found.append(
+            Held(storage, bytes_of[storage], kind, _busy(places, changed[storage]), state, movable, name)
+        )
+    return tuple(found)
+
+
+def _uses(nodes: list[fx.Node]) -> tuple[dict[int, list[tuple[int, int]]], dict[int, set[int]]]:
+    """Of each storage the (first, last) nodes of its uses, and the nodes that change it."""
+    uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    changed: dict[int, set[int]] = defaultdict(set)
+    ends = {begun(node): at for at, node in enumerate(nodes) if is_wait(node)}
+    for at, node in enumerate(nodes):
+        made = {value.storage for value in values_of(node)}
+        for storage in touched(node) | made:
+            uses[storage].append((at, ends.get(node, at)))
+        for storage in writes(node) | (made - touched(node)):
+            changed[storage].add(at)
+    return uses, changed
+
+
+def _busy(places: list[tuple[int, int]], changed: Collection[int]) -> tuple[Busy, ...]:
+    """The uses of a storage, joined where nothing lies between them."""
+    joined: list[list[int]] = []
+    for first, last in sorted(places):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1][1] = max(joined[-1][1], last)
+        else:
+            joined.append([first, last])
+    ordered = sorted(changed)
+    return tuple(Busy(first, last, any(first <= at <= last for at in ordered)) for first, last in joined)

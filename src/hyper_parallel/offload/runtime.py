@@ -1,0 +1,143 @@
+"""Runs the cache operators of a graph: begins copies, waits for them, gives memory up and takes it again.
+
+Between steps what rests in a slot has a storage of no bytes. `rest` brings state there, before the first step and when
+another graph wants it elsewhere; `present` lends a tensor to whoever wants to look at it in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from hyper_parallel.graph import Slot, StepGraph, values_of
+
+
+class Pending(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> float:
+        """Let what follows find the copy over; the seconds that the caller was held up. Raises TierError."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+
+class Tier(Protocol):
+    """A memory beside the device's own."""
+
+    name: str
+    capacity: int
+    """Bytes."""
+
+    def reserve(self, sizes: Mapping[int, int], offsets: Mapping[int, int] | None = None) -> None:
+        """Make room for slots of so many bytes; what lies in slots that stay is kept. Raises TierError."""
+
+    def begin_write(self, slot: int, x: torch.Tensor) -> Pending:
+        """Begin to copy `x`, uint8 [n] on the device, to a slot."""
+
+    def begin_read(self, slot: int, x: torch.Tensor) -> Pending:
+        """Begin to copy a slot to `x`, uint8 [n] on the device."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Runtime:
+    """What runs the cache operators of one graph (`graph.executable`'s `cache`), and keeps its state at rest."""
+
+    def __init__(self, step: StepGraph, tiers: Mapping[str, Tier]) -> None:
+        """`tiers`: by the names that the slots have, with room for these slots (`reserve`)."""
+        self._slots, self._tiers = step.slots, tiers
+        names = {
+            value.storage: entry.name
+            for entry, node in zip(step.inputs, step.placeholders, strict=True)
+            for value in values_of(node)
+        }
+        self._at_rest = {
+            names[slot.storage]: number for number, slot in step.slots.items() if slot.rest != "step"
+        }
+        """Name of a state input to the slot that it relies on between steps."""
+        self._pending: dict[int, Pending] = {}
+        self.blocked = 0.0
+        """Seconds that waits have held up the caller so far."""
+        self.moved = 0
+        """Bytes copied so far, both ways together."""
+
+    # The operators.
+
+    def store(self, x: torch.Tensor, slot: int, tier: str) -> None:
+        """Begin to copy the storage of `x` to its slot."""
+        given = whole(x)
+        self._pending[slot] = self._tiers[tier].begin_write(slot, given)
+        self.moved += given.numel()
+
+    def prefetch(self, x: torch.Tensor, slot: int, tier: str) -> None:
+        """Give the storage of `x` its memory, and begin to fill it."""
+        x.untyped_storage().resize_(self._slots[slot].bytes)
+        self._pending[slot] = self._tiers[tier].begin_read(slot, whole(x))
+        self.moved += self._slots[slot].bytes
+
+    def wait(self, x: torch.Tensor, slot: int, tier: str) -> None:
+        """Wait until the slot's copy is over; nothing where none is under way."""
+        pending = self._pending.pop(slot, None)
+        if pending is not None:
+            self.blocked += pending.wait()
+
+    def detach(self, x: torch.Tensor, slot: int, tier: str) -> None:
+        """Give up the memory of the storage of `x`."""
+        x.untyped_storage().resize_(0)
+
+    # Between steps.
+
+    def rest(self, name: str, x: torch.Tensor) -> None:
+        """Bring a state input, whose values are in `x`, to where the graph wants it as a step begins."""
+        number = self._at_rest.get(name)
+        if number is None:
+            return
+        slot = self._slots[number]
+        self.store(x, number, slot.tier)
+        self.wait(x, number, slot.tier)
+        if slot.rest == "away":
+            self.detach(x, number, slot.tier)
+
+    @contextlib.contextmanager
+    def present(self, name: str, x: torch.Tensor, changed: bool = False) -> Iterator[None]:
+        """Inside, a state input has its memory and its values. `changed`: what is written to it is to last."""
+        number = self._at_rest.get(name)
+        if number is None:
+            yield
+            return
+        slot = self._slots[number]
+        # A copy across the end of the step may still be under way.
+        self.wait(x, number, slot.tier)
+        away = slot.rest == "away"
+        if away:
+            self.prefetch(x, number, slot.tier)
+            self.wait(x, number, slot.tier)
+        try:
+            yield
+        finally:
+            if changed:
+                self.store(x, number, slot.tier)
+                self.wait(x, number, slot.tier)
+            if away:
+                self.detach(x, number, slot.tier)
+
+    def close(self) -> None:
+        """Give up the tiers."""
+        for tier in self._tiers.values():
+            tier.close()
+
+
+def slots_of(step: StepGraph, tier: str) -> dict[int, Slot]:
+    """The slots that a step has in a tier."""
+    return {number: slot for number, slot in step.slots.items() if slot.tier == tier}
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The storage of `x` as uint8 [n]."""
+    storage = x.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,56 @@
+"""A tier of plain tensors, whose copies are made when they are waited for, or at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hyper_parallel.offload.runtime import Runtime
+
+
+class Copied:
+    """A copy that is made at the last moment, so that whoever does not wait finds nothing."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._target, self._source = target, source
+
+    def wait(self) -> float:
+        self._target.copy_(self._source)
+        return 0.0
+
+    def done(self) -> bool:
+        return False
+
+
+class Shelf:
+    """A tier."""
+
+    def __init__(self, name: str = "host", capacity: int = 2**40) -> None:
+        self.name, self.capacity = name, capacity
+        self.held: dict[int, torch.Tensor] = {}
+
+    def reserve(self, sizes: Mapping[int, int], offsets: Mapping[int, int] | None = None) -> None:
+        self.held = {
+            slot: self.held.get(slot, torch.zeros(size, dtype=torch.uint8)) for slot, size in sizes.items()
+        }
+
+    def begin_write(self, slot: int, x: torch.Tensor) -> Copied:
+        return Copied(self.held[slot], x)
+
+    def begin_read(self, slot: int, x: torch.Tensor) -> Copied:
+        x.fill_(0xA5)
+        return Copied(x, self.held[slot])
+
+    def close(self) -> None:
+        self.held.clear()
+
+
+class Poisoning(Runtime):
+    """Gives up no memory and overwrites it, so that reading it too late is seen and does not end the process."""
+
+    def detach(self, x: torch.Tensor, slot: int, tier: str) -> None:
+        x.untyped_storage().fill_(0xA5)
+
+    def prefetch(self, x: torch.Tensor, slot: int, tier: str) -> None:
+        super().prefetch(x, slot, tier)
