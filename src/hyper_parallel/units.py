@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def format_bytes(count: float) -> str:
     """``1.5 GiB`` from 1610612736; exact below 1 KiB."""
@@ -10,6 +12,34 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} B" if not prefix else f"{count:.1f} {prefix}B"
         count /= 1024
     raise AssertionError("unreachable")
+
+
+_UNITS = {
+    "": 1,
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+}
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)")
+
+
+def parse_bytes(text: str) -> int:
+    """1610612736 from ``1.5GiB``; GB are 1000³ bytes. Raises ValueError with what is understood.
+
+    >>> parse_bytes("1.5GiB")
+    1610612736
+    """
+    found = _AMOUNT.fullmatch(text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no number of bytes; write 10GiB, 512MiB, or the number itself")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def exact_bytes(count: int) -> str | int:
+    """``10GiB``: what `parse_bytes` reads back, in the largest unit of which it is a whole number."""
+    for prefix, power in (("T", 4), ("G", 3), ("M", 2), ("K", 1)):
+        if count and count % 1024**power == 0:
+            return f"{count // 1024**power}{prefix}iB"
+    return count
 
 
 def format_count(count: float) -> str:

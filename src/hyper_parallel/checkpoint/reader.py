@@ -23,6 +23,7 @@ import torch.distributed as dist
 from hyper_parallel.checkpoint import names
 from hyper_parallel.checkpoint.piece import Piece, check, dtype_name
 from hyper_parallel.checkpoint.verify import read_file, read_marker
+from hyper_parallel.compat.absent import present
 from hyper_parallel.errors import CheckpointError, nearest
 from hyper_parallel.layout import Box
 
@@ -155,7 +156,9 @@ class Checkpoint:
                 with open(self.path / file, "rb", buffering=0) as stream:
                     for _, _, name, block, boxes in reads:
                         values = self._load(stream, block, self.tensors[name].dtype)
-                        missing[name] -= _copy(values, block.box, boxes, pieces[name].local)
+                        local = pieces[name].local
+                        with present(local, changed=True):
+                            missing[name] -= _copy(values, block.box, boxes, local)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: {file}: cannot be read: {error.strerror}") from error
         assert not any(missing.values()), f"the commit checked that every element is there once: {missing}"

@@ -9,6 +9,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,7 @@ from hyper_parallel.checkpoint.piece import Piece, check, dtype_name
 from hyper_parallel.checkpoint.ranks import Ranks, agree, ranks_of
 from hyper_parallel.checkpoint.sealed import check_state
 from hyper_parallel.compat import backend
+from hyper_parallel.compat.absent import present
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Mesh
 
@@ -204,9 +206,12 @@ class Writer:
             kind = share.most_common(1)[0][0] if share else "cpu"
             self._buffer = backend(kind).host_buffer((size,), torch.uint8)
         with torch.no_grad():
-            for block in blocks:
-                target = self._buffer[block.start : block.stop].view(block.dtype).view(block.box.size)
-                target.copy_(pieces[block.name].local[block.box.local_slices])
+            for name, several in groupby(blocks, key=lambda block: block.name):
+                local = pieces[name].local
+                with present(local):
+                    for block in several:
+                        target = self._buffer[block.start : block.stop].view(block.dtype)
+                        target.view(block.box.size).copy_(local[block.box.local_slices])
 
     def _run(self, part: Part, what: Commit) -> None:
         """On the thread: write, then commit (rank 0) or wait for the commit (the others)."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.compat.absent import present
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
 from hyper_parallel.shard.axis import Axis, _Moved
 from hyper_parallel.shard.kept import kept
@@ -109,12 +110,13 @@ def apply_access(module: nn.Module, accesses: Accesses) -> None:
         stored = [owner._parameters[own] for owner, own, _ in accesses]
         try:
             made: dict[int, torch.Tensor] = {}
-            for (owner, own, access), parameter in zip(accesses, stored, strict=True):
-                assert parameter is not None
-                if id(parameter) not in made:
-                    made[id(parameter)] = access(parameter)
-                owner._parameters[own] = made[id(parameter)]  # type: ignore[assignment]
-            return forward(*args, **kwargs)
+            with present(*stored):
+                for (owner, own, access), parameter in zip(accesses, stored, strict=True):
+                    assert parameter is not None
+                    if id(parameter) not in made:
+                        made[id(parameter)] = access(parameter)
+                    owner._parameters[own] = made[id(parameter)]  # type: ignore[assignment]
+                return forward(*args, **kwargs)
         finally:
             for (owner, own, _), parameter in zip(accesses, stored, strict=True):
                 owner._parameters[own] = parameter

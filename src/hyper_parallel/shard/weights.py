@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.compat import fsdp
+from hyper_parallel.compat.absent import filled, hollow
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank
 from hyper_parallel.errors import CheckpointError, StrategyError
 from hyper_parallel.shard.adapters import initialise, name_in_base, without_adapters
@@ -76,7 +77,7 @@ def _emptied(model: nn.Module, device: torch.device | str) -> ShardedModel:
     _skeleton(handle)
 
     def make(old: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
+        return nn.Parameter(hollow(torch.empty_like(old, device=device)), old.requires_grad)
 
     fsdp.replace_parameters(model, make)
     for module in model.modules():
@@ -98,7 +99,7 @@ def _fill(handle: ShardedModel, name: str, source: Source) -> None:
         for local in each_rank(buffer).values():
             local.copy_(source[(slice(None),) * local.dim()])
         return
-    with one_device():
+    with filled(f"parameter.{name}", found.local), one_device():
         for rank, local in each_rank(found.local).items():
             for box in found.layout.boxes(handle.mesh.coordinate(rank)):
                 local[box.local_slices].copy_(source[box.global_slices])

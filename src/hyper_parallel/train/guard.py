@@ -10,8 +10,13 @@ from hyper_parallel.shard import ShardedModel
 
 def non_finite(handle: ShardedModel, step: int, rows: list[int], loss: float, norm: float) -> NonFiniteError:
     """The error for `step`, counted from 0. A collective: every rank calls it, and gets the same text."""
+    return not_finite(step, rows, loss, norm, f"{_worst(handle)}; ")
+
+
+def not_finite(step: int, rows: list[int], loss: float, norm: float, worst: str = "") -> NonFiniteError:
+    """The same where nobody can say which gradient is the `worst`."""
     return NonFiniteError(
-        f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; {_worst(handle)}; the batch is rows "
+        f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; {worst}the batch is rows "
         f"{shorten(rows)}. Nothing was updated: resume from the last checkpoint, for example with a smaller "
         "train.optimizer.lr, a longer train.schedule.warmup or a smaller train.clip"
     )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.checkpoint import Piece
+from hyper_parallel.compat.absent import filled, hollow
 from hyper_parallel.compat.kernels import adamw_
 from hyper_parallel.config.train import AdamWConfig
 from hyper_parallel.shard import ShardedParameter
@@ -39,9 +40,16 @@ class _Group:
         for parameter in self.parameters:
             local = parameter.local.detach()
             self.locals.append(local)
-            self.first.append(torch.zeros_like(local))
-            self.second.append(torch.zeros_like(local))
+            self.first.append(zeros(f"optimizer.exp_avg.{parameter.name}", local))
+            self.second.append(zeros(f"optimizer.exp_avg_sq.{parameter.name}", local))
             self.steps.append(torch.zeros((), dtype=torch.float32, device=local.device))
+
+
+def zeros(name: str, like: Tensor) -> Tensor:
+    """A moment, by its name among the optimizer's tensors: zeros of the shape and on the device of `like`."""
+    made = hollow(torch.empty_like(like))
+    with filled(name, made):
+        return made.zero_()
 
 
 class AdamW:

@@ -23,7 +23,7 @@ from hyper_parallel.checkpoint import Piece
 from hyper_parallel.config.train import MuonConfig
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.structure import dim_of_features, fused_parts, heads_of, text_config
-from hyper_parallel.train.optimizer.adamw import AdamW
+from hyper_parallel.train.optimizer.adamw import AdamW, zeros
 from hyper_parallel.train.optimizer.newton_schulz import orthogonalise
 
 
@@ -85,7 +85,10 @@ class Muon:
         self._handle = handle
         self._hidden = [(p, hidden[p.name]) for p in parameters if p.name in hidden]
         self._locals = [p.local.detach() for p, _ in self._hidden]
-        self._momentum = [torch.zeros_like(local) for local in self._locals]
+        self._momentum = [
+            zeros(f"optimizer.momentum.{p.name}", local)
+            for (p, _), local in zip(self._hidden, self._locals, strict=True)
+        ]
         self._others = AdamW([p for p in parameters if p.name not in hidden], config.adamw)
 
     @classmethod
