@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,10 @@ import torch
 
 from hyper_parallel.cluster.presets import peak_flops
 from hyper_parallel.compat.backend import Backend
+from hyper_parallel.compat.host_memory import HostMemory, TorchPages, Unpin
+from hyper_parallel.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 
 class TorchStream:
@@ -131,6 +136,25 @@ class TorchBackend(Backend):
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def pin(self, host: torch.Tensor) -> Unpin:
+        if not self._locks_pages or not host.numel():
+            return super().pin(host)
+        runtime, address = self.module.cudart(), host.data_ptr()
+        if int(runtime.cudaHostRegister(address, host.nbytes, 1)):  # 1: for every context of the process
+            log.warning(
+                "%s of host memory could not be locked: copies to it wait for the device",
+                format_bytes(host.nbytes),
+            )
+            return super().pin(host)
+        return lambda: runtime.cudaHostUnregister(address)
+
+    def host_pages(self, count: int) -> HostMemory:
+        return super().host_pages(count) if self._locks_pages else TorchPages(count)
+
+    @property
+    def _locks_pages(self) -> bool:
+        return hasattr(self.module, "cudart")
 
     def device_name(self, index: int = 0) -> str:
         return str(self.module.get_device_name(index))

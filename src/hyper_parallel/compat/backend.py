@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from hyper_parallel.compat.clock import Clock, EventClock
+from hyper_parallel.compat.host_memory import HostMemory, HostPages, Unpin
 
 
 class Event(Protocol):
@@ -85,6 +86,10 @@ class Backend(ABC):
     def synchronize(self) -> None:
         """Block until all the work on the current device is done."""
 
+    def OwnStream(self) -> Stream:
+        """A stream for a thread that only copies: as `Stream`, but on the CPU its work is done where it is given."""
+        return self.Stream()
+
     @abstractmethod
     def Stream(self) -> Stream:
         """A new stream on the current device."""
@@ -116,6 +121,17 @@ class Backend(ABC):
     @abstractmethod
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised host tensor that the device copies to and from asynchronously (pinned)."""
+
+    def pin(self, host: torch.Tensor) -> Unpin:
+        """Lock host memory that is there already, so that copies to and from it are asynchronous; how to undo that.
+
+        Does nothing where the device has no need of it or its runtime cannot: copies are right, and slower.
+        """
+        return lambda: None
+
+    def host_pages(self, count: int) -> HostMemory:
+        """So many bytes of the host, page by page there, locked where the device wants it. Raises OSError."""
+        return HostPages(count, self.pin)
 
     @abstractmethod
     def device_name(self, index: int = 0) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from hyper_parallel.compat.backend import Backend
 from hyper_parallel.compat.clock import HostClock
-from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream, synchronize_all
+from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream, HereStream, synchronize_all
 
 
 class CpuBackend(Backend):
@@ -43,6 +43,9 @@ class CpuBackend(Backend):
 
     def Stream(self) -> CpuStream:
         return CpuStream()
+
+    def OwnStream(self) -> HereStream:
+        return HereStream()
 
     def Event(self, timing: bool = False) -> CpuEvent:
         return CpuEvent(timing)

@@ -138,6 +138,21 @@ class CpuStream:
             raise failure
 
 
+class HereStream:
+    """The calling thread itself as a stream: work is done when it is given."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do `work`; raises what it raises."""
+        work()
+
+    def query(self) -> bool:
+        """Always true."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+
 class CpuEvent:
     """A point in a CpuStream's order, or in the calling thread's."""
 

@@ -1,0 +1,12 @@
+"""Memories beside the device's own, each with a hard limit: host, flash, and a pool that processes share.
+
+`Tier` is what they have in common; `measure` says how fast one is.
+"""
+
+from hyper_parallel.offload.tiers.flash import FlashTier
+from hyper_parallel.offload.tiers.host import HostTier
+from hyper_parallel.offload.tiers.pool import PoolTier
+from hyper_parallel.offload.tiers.rates import measure
+from hyper_parallel.offload.tiers.tier import Pending, Tier
+
+__all__ = ["FlashTier", "HostTier", "Pending", "PoolTier", "Tier", "measure"]

@@ -1,0 +1,61 @@
+"""Threads that carry parts between a device and a file, each through a buffer of its own.
+
+While one lane waits for the disk, another copies to or from the device. Parts begin in the order in which they were
+given; with several lanes one may end before an earlier one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from hyper_parallel.compat import Backend, Stream
+from hyper_parallel.compat.host_memory import HostMemory
+
+Job = Callable[[torch.Tensor, Stream], None]
+"""Carries one part, given a page-aligned buffer, uint8 [bytes], and a stream for the device's side. Raises nothing."""
+
+
+class Lanes:
+    """`count` lanes with buffers of `size` bytes."""
+
+    def __init__(self, backend: Backend, count: int, size: int) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(self._jobs, backend.host_pages(size), backend.OwnStream()),
+                name="tier-lane",
+                daemon=True,  # a disk that does not answer must not keep the process from ending
+            )
+            for _ in range(count)
+        ]
+        self._end = weakref.finalize(self, _stop, self._jobs, count)
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, job: Job) -> None:
+        """Carry a part after those given before."""
+        self._jobs.put(job)
+
+    def close(self, limit: float) -> None:
+        """End the threads after what they were given; waits for them, `limit` seconds at most."""
+        self._end()
+        for thread in self._threads:
+            thread.join(limit)
+
+
+def _serve(jobs: SimpleQueue[Job | None], buffer: HostMemory, stream: Stream) -> None:
+    while (job := jobs.get()) is not None:
+        job(buffer.tensor, stream)
+        del job  # it must not keep its tensor alive until the next one comes
+    buffer.close()
+
+
+def _stop(jobs: SimpleQueue[Job | None], count: int) -> None:
+    for _ in range(count):
+        jobs.put(None)
