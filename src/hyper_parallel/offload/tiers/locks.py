@@ -32,8 +32,13 @@ def hold(path: Path) -> int:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process that lives has locked it, or nothing can tell. Raises FileNotFoundError."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Whether a process that lives has locked it, or nothing can tell; what is gone is not held."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except PermissionError:
+        return True  # another user's
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,6 +1,6 @@
 """The folder of one tier on a disk: locked while its process lives, removed with it.
 
-    FOLDER/hyper-parallel-<process>-<random>/slots
+    FOLDER/hyper-parallel-spill-<process>-<random>/slots-1
 
 The files could be removed as soon as they are open, and the system would free them with the process. They are not: a
 person who looks at a full disk sees what fills it. So the folder is removed when the tier is closed, at the process's
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import weakref
@@ -21,7 +22,7 @@ from hyper_parallel.offload.tiers import locks
 
 log = logging.getLogger(__name__)
 
-PREFIX = "hyper-parallel-"
+_OURS = re.compile(r"hyper-parallel-spill-[0-9]+-[0-9a-f]{8}")
 
 
 class Spill:
@@ -32,7 +33,7 @@ class Spill:
         try:
             with locks.alone(parent):
                 _sweep(parent)
-                self.path = parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+                self.path = parent / f"hyper-parallel-spill-{os.getpid()}-{secrets.token_hex(4)}"
                 self.path.mkdir(mode=0o700)
                 lock = locks.hold(self.path)
         except OSError as error:
@@ -48,8 +49,8 @@ class Spill:
 
 
 def _sweep(parent: Path) -> None:
-    for path in sorted(parent.glob(f"{PREFIX}*-*")):
-        if path.is_dir() and not path.is_symlink() and not locks.is_held(path):
+    for path in sorted(parent.iterdir()):
+        if _OURS.fullmatch(path.name) and not path.is_symlink() and not locks.is_held(path):
             shutil.rmtree(path, ignore_errors=True)
             log.info("removed %s, which a process that has ended had left", path)
 
