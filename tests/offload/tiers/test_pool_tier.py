@@ -99,6 +99,12 @@ def test_all_must_say_the_same_capacity(pool: str) -> None:
         open_pool(pool, capacity=32 * MiB)
 
 
+def test_a_pool_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match=r"cannot be opened \(Not a directory\)"):
+        PoolTier(CPU, MiB, "x", folder=tmp_path / "file")
+
+
 def _asks_and_gives(pool: str, seed: int, seconds: float, out: Connection) -> None:
     draw, granted, refused = random.Random(seed), 0, 0
     with open_pool(pool, f"rank {seed}") as tier:

@@ -40,13 +40,14 @@ class Copy:
 
     def attempt(self, work: Callable[[], object]) -> None:
         """Do `work`, which is all of the copy, on the stream that is current."""
-        failure = None
         try:
             work()
             self._over.record()
         except BaseException as error:
-            failure = error
-        self.finish(failure)
+            self.finish(error)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C, where work is done in the calling thread
+        self.finish()
 
     def finish(self, failure: BaseException | None = None) -> None:
         """Say that the work is given, or why it cannot be. The first word counts."""

@@ -36,11 +36,17 @@ class Lease:
         self.tensor = torch.empty(0, dtype=torch.uint8)
         """uint8 [bytes]"""
         self._path = folder / f"lease-{os.getpid()}-{secrets.token_hex(4)}-{holder}"
-        with locks.alone(folder):
-            _reclaim(folder)
-            _agree(folder, capacity)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            self._lock = locks.hold(self._path)
+        try:
+            with locks.alone(folder):
+                _reclaim(folder)
+                _agree(folder, capacity)
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                self._lock = locks.hold(self._path)
+        except OSError as error:
+            raise TierError(
+                f"the pool {folder} cannot be opened ({error.strerror}); a pool needs a file system in memory that "
+                "this user may write: mount one there, or leave memory.pool out"
+            ) from error
         self._end = weakref.finalize(self, _leave, os.getpid(), folder, self._path, self._file, self._lock)
 
     def resize(self, count: int) -> None:

@@ -20,20 +20,23 @@ from hyper_parallel.offload.tiers.tier import Pending, Tier
 
 _SMALL = 64 * 2**10
 _TIMES = 3
+_ENOUGH = 0.06
+"""Seconds after which no further copy of a size is begun."""
 
 
-def measure(tier: Tier, backend: Backend, bytes: int = 16 * 2**20) -> tuple[Rate, Rate]:
+def measure(tier: Tier, backend: Backend, bytes: int = 32 * 2**20) -> tuple[Rate, Rate]:
     """Rates out of the device and back, from copies of up to `bytes`, or less where the tier holds less.
 
-    To be called before the first `reserve`, since it reserves a slot of its own and gives it up. The current device is
-    the one that is measured. Raises TierError.
+    The default is more than most caches of processors hold. To be called before the first `reserve`, since it reserves
+    a slot of its own and gives it up. The current device is the one that is measured. Raises TierError.
     """
     large = max(min(bytes, tier.capacity // tier.align * tier.align), 1)
     small = min(_SMALL, large)
-    x = torch.zeros(large, dtype=torch.uint8, device=backend.name)
+    x = torch.ones(large, dtype=torch.uint8, device=backend.name)
     tier.reserve({0: large})
     out, back = {}, {}
     try:
+        tier.begin_write(0, x[:small]).wait()  # the first one sets things up
         for count in (small, large):
             part = x[:count]
             out[count] = _median(backend, partial(tier.begin_write, 0, part))
@@ -44,14 +47,14 @@ def measure(tier: Tier, backend: Backend, bytes: int = 16 * 2**20) -> tuple[Rate
 
 
 def _median(backend: Backend, begin: Callable[[], Pending]) -> float:
-    seconds = []
-    for _ in range(_TIMES + 1):
+    seconds: list[float] = []
+    while len(seconds) < _TIMES and sum(seconds) < _ENOUGH:
         backend.synchronize()
         started = time.perf_counter()
         begin().wait()
         backend.synchronize()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])  # the first one may set things up
+    return statistics.median(seconds)
 
 
 def _rate(seconds: dict[int, float]) -> Rate:
