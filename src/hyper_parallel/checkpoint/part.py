@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hyper_parallel.checkpoint import names, plan, stream
 from hyper_parallel.checkpoint.durable import Written, fsync_folder, publish, write_file
@@ -26,8 +24,8 @@ POLL_SECONDS = 0.02
 class Part:
     """What one rank writes: nothing in it changes while training goes on.
 
-    `tensors` has shape, dtype and layout of every tensor, `blocks` says which boxes of them lie where in
-    `data`.
+    `tensors` has shape, dtype and layout of every tensor, `blocks` says which boxes of them are written where, and
+    `read` gives a block's bytes when its turn comes.
     """
 
     step: int
@@ -37,7 +35,7 @@ class Part:
     final: Path
     tensors: dict[str, dict[str, Any]]
     blocks: list[plan.Block]
-    data: torch.Tensor
+    read: Callable[[plan.Block], memoryview]
 
     def write(self) -> None:
         """Write the tensors, then the index, whose presence says that both are on the disk.
@@ -47,12 +45,11 @@ class Part:
         digests: list[str] = []
         tensors = {block.key: (block.dtype, block.box.size) for block in self.blocks}
         head = stream.header(tensors, {"format": "pt"})
-        data = stream.raw(self.data)
 
         def chunks() -> Iterator[bytes | memoryview]:
             yield head
             for block in self.blocks:
-                chunk = data[block.start : block.stop]
+                chunk = self.read(block)
                 digests.append(hashlib.sha256(chunk).hexdigest())
                 yield chunk
 

@@ -1,8 +1,9 @@
-"""Saving: a copy to host memory while training waits, everything else on a thread beside it."""
+"""Saving: a copy to host memory while training waits, everything else on a thread beside it; or tensor by tensor."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.checkpoint import names, plan
+from hyper_parallel.checkpoint import names, plan, stream
 from hyper_parallel.checkpoint.commit import Commit, commit, prune
 from hyper_parallel.checkpoint.durable import discard, explain
 from hyper_parallel.checkpoint.lock import open_folder
@@ -35,7 +36,8 @@ class Writer:
     """Writes checkpoints of one run into one folder; every rank makes one and calls the same methods in step.
 
     `folder` must be on a file system that all ranks share. `keep` committed checkpoints are kept. With
-    `background`, `save` returns after the copy to host memory. `group` is the process group of the mesh's
+    `background`, `save` returns after the copy to host memory. `streamed`: nothing is copied, and each tensor is
+    written as it is read, for which `save` waits whatever `background` says. `group` is the process group of the mesh's
     ranks (the default group if None and the mesh has more than one), and must carry CPU tensors; it is used
     in the constructor and in `save`, on the calling thread only. `time_limit` is in seconds: how long a rank
     that has written its part waits for the others.
@@ -51,6 +53,7 @@ class Writer:
         *,
         keep: int = 2,
         background: bool = True,
+        streamed: bool = False,
         group: dist.ProcessGroup | Ranks | None = None,
         time_limit: float = 600.0,
     ) -> None:
@@ -59,7 +62,7 @@ class Writer:
         self._mesh = mesh
         self._rank = rank
         self._keep = keep
-        self._background = background
+        self._background, self._streamed = background and not streamed, streamed
         self._time_limit = time_limit
         self._ranks = ranks_of(group, mesh.world, rank)
         self._lock: int | None = None
@@ -112,7 +115,8 @@ class Writer:
             files = _checked(assets or {})
             what = Commit(step, self._mesh, json.loads(json.dumps(state)), files)
             blocks = plan.blocks(pieces, self._rank)
-            self._copy(pieces, blocks)
+            if not self._streamed:
+                self._copy(pieces, blocks)
         except CheckpointError as problem:
             error = problem
         partial, final = self._open_partial(step, error)
@@ -124,7 +128,8 @@ class Writer:
             }
             for name, piece in pieces.items()
         }
-        part = Part(step, self._rank, self._mesh, partial, final, tensors, blocks, self._buffer)
+        read = functools.partial(_block_of, pieces) if self._streamed else self._copied
+        part = Part(step, self._rank, self._mesh, partial, final, tensors, blocks, read)
         if self._background:
             # Not a daemon: a save that was begun is finished before the interpreter goes.
             self._thread = threading.Thread(target=self._run, args=(part, what), name=f"checkpoint-{step}")
@@ -213,6 +218,9 @@ class Writer:
                         target = self._buffer[block.start : block.stop].view(block.dtype)
                         target.view(block.box.size).copy_(local[block.box.local_slices])
 
+    def _copied(self, block: plan.Block) -> memoryview:
+        return stream.raw(self._buffer[block.start : block.stop])
+
     def _run(self, part: Part, what: Commit) -> None:
         """On the thread: write, then commit (rank 0) or wait for the commit (the others)."""
         try:
@@ -232,6 +240,13 @@ class Writer:
             elif not isinstance(error, GivenUpError):
                 part.report(error)
             self._error = explain(error, part.partial) if isinstance(error, OSError) else error
+
+
+def _block_of(pieces: Mapping[str, Piece], block: plan.Block) -> memoryview:
+    """The bytes of a block as they are now."""
+    local = pieces[block.name].local
+    with present(local), torch.no_grad():
+        return stream.raw(local[block.box.local_slices].clone(memory_format=torch.contiguous_format).cpu())
 
 
 def _checked(assets: Mapping[str, bytes]) -> dict[str, bytes]:
