@@ -9,7 +9,6 @@ import os
 import resource
 import shutil
 import signal
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -186,7 +185,7 @@ def _holds(folder: Path, out: Connection) -> None:
 
 def test_a_killed_processs_files_go_with_the_next_start_and_a_live_ones_stay(tmp_path: Path) -> None:
     here, there = FORK.Pipe()
-    child = FORK.Process(target=_holds, args=(tmp_path, there))
+    child = FORK.Process(target=_holds, args=(tmp_path, there), daemon=True)
     child.start()
     assert here.poll(60)
     name = here.recv()
@@ -199,7 +198,7 @@ def test_a_killed_processs_files_go_with_the_next_start_and_a_live_ones_stay(tmp
     assert here.recv(), "what a live process had was damaged"
     child.join()
 
-    child = FORK.Process(target=_holds, args=(tmp_path, there))
+    child = FORK.Process(target=_holds, args=(tmp_path, there), daemon=True)
     child.start()
     assert here.poll(60)
     name = here.recv()
@@ -223,7 +222,7 @@ def _under_a_limit(folder: Path, out: Connection) -> None:
 
 def test_a_limit_on_files_is_said(tmp_path: Path) -> None:
     here, there = FORK.Pipe()
-    child = FORK.Process(target=_under_a_limit, args=(tmp_path, there))
+    child = FORK.Process(target=_under_a_limit, args=(tmp_path, there), daemon=True)
     child.start()
     assert here.poll(60)
     assert "File too large" in here.recv()
@@ -235,8 +234,6 @@ def test_copies_under_way_end_before_close(tmp_path: Path) -> None:
     tier = FlashTier(tmp_path, CPU)
     tier.reserve(dict.fromkeys(range(8), 4 * MiB))
     pending = [tier.begin_write(slot, noise(4 * MiB)) for slot in range(8)]
-    started = time.perf_counter()
     tier.close()
-    assert time.perf_counter() - started < 60
     assert all(one.done() for one in pending)
     assert not list(tmp_path.iterdir())

@@ -73,7 +73,7 @@ def _under_a_limit(out: multiprocessing.connection.Connection) -> None:
 def test_a_limit_on_the_process_counts_and_what_was_there_stays() -> None:
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_under_a_limit, args=(there,))
+    child = context.Process(target=_under_a_limit, args=(there,), daemon=True)
     child.start()
     assert here.poll(60)
     message, kept = here.recv()

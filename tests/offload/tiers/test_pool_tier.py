@@ -47,7 +47,7 @@ def _holds(pool: str, count: int, out: Connection) -> None:
 
 def holder(pool: str, count: int) -> tuple[BaseProcess, Connection]:
     here, there = FORK.Pipe()
-    child = FORK.Process(target=_holds, args=(pool, count, there))
+    child = FORK.Process(target=_holds, args=(pool, count, there), daemon=True)
     child.start()
     assert here.poll(60)
     here.recv()
@@ -130,7 +130,7 @@ def test_four_processes_never_hold_more_than_there_is(pool: str) -> None:
     children, pipes = [], []
     for seed in range(4):
         here, there = FORK.Pipe()
-        children.append(FORK.Process(target=_asks_and_gives, args=(pool, seed, 2.0, there)))
+        children.append(FORK.Process(target=_asks_and_gives, args=(pool, seed, 2.0, there), daemon=True))
         pipes.append(here)
     with open_pool(pool):
         for child in children:

@@ -129,7 +129,7 @@ def test_the_thread_does_not_wait_for_memory_that_the_device_copies_to(tier: Tie
     gate, x = threading.Event(), torch.zeros(COUNT, dtype=torch.uint8)
     dummy_device.launch(gate.wait)
     pending = tier.begin_write(0, x)
-    assert pending.wait() < 5  # it would last until the time limit
+    pending.wait()  # which would end at the time limit with an error
     assert not pending.done()
     gate.set()
     dummy_device.synchronize_all()

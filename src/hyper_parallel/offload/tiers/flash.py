@@ -28,7 +28,7 @@ from hyper_parallel.offload.tiers.tier import TIME_LIMIT
 from hyper_parallel.units import format_bytes
 
 PART = 2 * 2**20
-LANES = 2
+LANES = 3
 """In each direction."""
 _Carry = Callable[[torch.Tensor, Stream, int, Place], None]
 """Carries a part of a copy, given a buffer, a stream, and the part's index and place in the copy."""
@@ -144,22 +144,22 @@ class FlashTier:
         parts = _parts(copy.bytes)
         if not parts:
             copy.finish()
-        left, lock = [len(parts)], threading.Lock()
+        left, failures, lock = [len(parts)], list[BaseException](), threading.Lock()
 
         def job(index: int, part: Place) -> Job:
             def run(buffer: torch.Tensor, stream: Stream) -> None:
                 try:
-                    if not copy.done():  # a part of it has failed already
+                    if not failures:
                         for other in before:
                             other.hold()
                         copy.ready.synchronize()
                         carry(buffer, stream, index, part)
                 except BaseException as error:
-                    copy.finish(error)
+                    failures.append(error)
                 with lock:
                     left[0] -= 1
-                    if not left[0]:
-                        copy.finish()
+                    if not left[0]:  # only now does no lane use the tensor's memory any more
+                        copy.finish(failures[0] if failures else None)
 
             return run
 

@@ -7,6 +7,7 @@ given; with several lanes one may end before an earlier one.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -45,8 +46,9 @@ class Lanes:
     def close(self, limit: float) -> None:
         """End the threads after what they were given; waits for them, `limit` seconds at most."""
         self._end()
+        until = time.monotonic() + limit
         for thread in self._threads:
-            thread.join(limit)
+            thread.join(max(until - time.monotonic(), 0.0))
 
 
 def _serve(jobs: SimpleQueue[Job | None], buffer: HostMemory, stream: Stream) -> None:
