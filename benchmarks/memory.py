@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measure import RESULTS, write
+from observer import Observer
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
@@ -120,40 +118,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-class Live(TorchDispatchMode):
-    """The bytes of every storage that operators see, from when they first do until the storage is gone."""
-
-    def __init__(self, there: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.alive = self.peak = 0
-        self._known: dict[int, Any] = {}
-        self._see(there)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._see(tree_leaves(result))
-        return result
-
-    def _see(self, tensors: Sequence[Any]) -> None:
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key, size = id(storage), storage.nbytes()
-            if key in self._known:
-                continue
-
-            def gone(_: object, key: int = key, size: int = size) -> None:
-                del self._known[key]
-                self.alive -= size
-
-            self._known[key] = weakref.ref(storage, gone)
-            self.alive += size
-        self.peak = max(self.peak, self.alive)
-
-
 def build(fields: Mapping[str, Any], strategy: hp.Strategy) -> nn.Module:
     """A model of these fields on the meta device, parallelized."""
     with torch.device("meta"):
@@ -211,7 +175,7 @@ def observed(
             torch.ones((), dtype=torch.float64),
         ),
     }
-    with Live(list(tensors.values())) as live:
+    with Observer(list(tensors.values())) as observer:
         run.run(tensors, answer)
     collected()
     backend.reset_memory_peak()
@@ -221,7 +185,7 @@ def observed(
     return {
         "predicted": float(predicted),
         "with_workspaces": float(with_workspaces),
-        "live": float(live.peak),
+        "live": float(observer.peak),
         "resident": float(backend.memory_peak() - before),
         "nodes": float(len(list(step.nodes))),
         "seconds": seconds,
