@@ -182,9 +182,11 @@ def test_a_wait_has_a_time_limit(make: Make, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Tensor, "copy_", lambda *args, **more: (gate.wait(), copied(*args, **more))[1])
     pending = tier.begin_write(0, noise(100))
     assert not pending.done()
-    with pytest.raises(TierError, match=r"writing slot 0 .* within 0\.2 s"):
-        pending.wait()
-    gate.set()
+    try:
+        with pytest.raises(TierError, match=r"writing slot 0 .* within 0\.2 s"):
+            pending.wait()
+    finally:
+        gate.set()
 
 
 def test_waiting_says_for_how_long(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
