@@ -146,6 +146,22 @@ def test_another_plan_waits_for_copies_under_way(make: Make, monkeypatch: pytest
     timer.join()
 
 
+def test_a_plan_without_a_slot_waits_until_it_is_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, count = make(), 20 * MiB
+    tier.reserve({1: count})
+    tier.begin_write(1, noise(count, 1)).wait()
+    gate, copied = threading.Event(), Tensor.copy_
+    monkeypatch.setattr(Tensor, "copy_", lambda *args, **more: (gate.wait(), copied(*args, **more))[1])
+    y = torch.zeros(count, dtype=torch.uint8)
+    read = tier.begin_read(1, y)
+    timer = threading.Timer(0.1, gate.set)
+    timer.start()
+    tier.reserve({})
+    read.wait()
+    assert torch.equal(y, noise(count, 1))
+    timer.join()
+
+
 def test_plans_that_cannot_be_honoured_are_refused(make: Make) -> None:
     tier = make()
     tier.reserve({1: 8192, 2: 8192})

@@ -20,6 +20,9 @@ from hyper_parallel.compat.host_memory import HostMemory
 Job = Callable[[torch.Tensor, Stream], None]
 """Carries one part, given a page-aligned buffer, uint8 [bytes], and a stream for the device's side. Raises nothing."""
 
+_STACK = 2**20
+"""Bytes of a lane's stack, which counts against limits on a process's memory; the usual 8 MiB exceed its buffer."""
+
 
 class Lanes:
     """`count` lanes with buffers of `size` bytes."""
@@ -36,8 +39,12 @@ class Lanes:
             for _ in range(count)
         ]
         self._end = weakref.finalize(self, _stop, self._jobs, count)
-        for thread in self._threads:
-            thread.start()
+        usual = threading.stack_size(_STACK)
+        try:
+            for thread in self._threads:
+                thread.start()
+        finally:
+            threading.stack_size(usual)
 
     def put(self, job: Job) -> None:
         """Carry a part after those given before."""
