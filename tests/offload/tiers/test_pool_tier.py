@@ -91,6 +91,22 @@ def test_a_pool_whose_only_process_was_killed_is_taken_over(pool: str) -> None:
     assert not folder_of(pool).exists()
 
 
+def test_what_is_left_of_another_pool_is_removed_and_what_lives_stays(pool: str) -> None:
+    dead, living = pool + "dead", pool + "living"
+    killed, _ = holder(dead, 16 * MiB)
+    alive, pipe = holder(living, 16 * MiB)
+    assert killed.pid is not None
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join()
+    assert sum(held(folder_of(dead)).values()) == 16 * MiB
+    with open_pool(pool):
+        assert not folder_of(dead).exists()
+        assert sum(held(folder_of(living)).values()) == 16 * MiB
+    pipe.send(None)
+    alive.join()
+    assert not folder_of(living).exists()
+
+
 def test_all_must_say_the_same_capacity(pool: str) -> None:
     with (
         open_pool(pool),

@@ -11,6 +11,7 @@ when a process dies, whose lock the kernel lets go. Each change is made alone in
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -25,6 +26,8 @@ from hyper_parallel.offload.tiers import locks
 from hyper_parallel.units import format_bytes
 
 _CAPACITY = "capacity"
+PREFIX = f"hyper-parallel-pool-{os.getuid()}-"
+"""Begins the names of pools' folders."""
 
 
 class Lease:
@@ -37,6 +40,7 @@ class Lease:
         """uint8 [bytes]"""
         self._path = folder / f"lease-{os.getpid()}-{secrets.token_hex(4)}-{holder}"
         try:
+            _sweep(folder)
             with locks.alone(folder):
                 _reclaim(folder)
                 _agree(folder, capacity)
@@ -114,6 +118,20 @@ def _reclaim(folder: Path) -> None:
             path.unlink()
 
 
+def _sweep(folder: Path) -> None:
+    """Remove other pools of this user of which every process was killed: nobody else would ever ask for them."""
+    for other in folder.parent.glob(f"{PREFIX}*"):
+        if other != folder:
+            with contextlib.suppress(OSError), locks.alone(other):
+                _remove_if_left(other)
+
+
+def _remove_if_left(folder: Path) -> None:
+    _reclaim(folder)
+    if not held(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _agree(folder: Path, capacity: int) -> None:
     """Whoever comes into an empty pool says how large it is."""
     note = folder / _CAPACITY
@@ -134,6 +152,4 @@ def _leave(process: int, folder: Path, path: Path, file: int, lock: int) -> None
         path.unlink(missing_ok=True)
         os.close(file)
         os.close(lock)
-        _reclaim(folder)
-        if not held(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove_if_left(folder)
