@@ -6,6 +6,10 @@ for the fetch:
 
     begin(copy) = max(the host comes to its place, end of the copy before it on its link)
     node k starts when node k − 1 has ended and every copy that is waited for before it has
+
+Right before a node the host begins stores, waits for the stores of what leaves, begins fetches (whose memory may have
+been given up just before) and waits for what the node uses. Of copies that begin at one place, the one that is waited
+for first goes first.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hyper_parallel.offload.problem import Problem
 
@@ -47,6 +52,10 @@ class Replayed:
     """Of it, seconds in which nodes wait for copies."""
     waits: dict[tuple[int, int], float]
     """(storage, gap) to the seconds that its copies are waited for, where there are any."""
+    arrives: tuple[float, ...]
+    """Seconds into the step at which the host comes to each node; one more: the step's end."""
+    starts: tuple[float, ...]
+    """Those at which each node starts, once what it waits for is over; one more: the step's end."""
 
 
 @dataclass(frozen=True)
@@ -69,34 +78,53 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
     """Run two steps on paper; the second one counts, in which copies of the first may still be under way."""
     n = problem.nodes
     spaces = {space.name: space for space in problem.spaces}
-    held = problem.by_storage
-    begins: dict[int, list[tuple[int, Move, bool]]] = defaultdict(list)
-    ends: dict[int, list[tuple[Move, bool]]] = defaultdict(list)
-    for move in sorted(moves, key=lambda move: (move.leave, move.storage, move.gap)):
+    # By place: (how soon it is waited for, storage, copy, link, seconds), and the copies that are waited for.
+    stores: dict[int, list[_Begin]] = defaultdict(list)
+    fetches: dict[int, list[_Begin]] = defaultdict(list)
+    leaves: dict[int, list[_Copy]] = defaultdict(list)
+    uses: dict[int, list[_Copy]] = defaultdict(list)
+    for move in moves:
+        held, space = problem.by_storage[move.storage], spaces[move.space]
+        copy = (move.storage, move.gap, True)
         if move.store is not None:
-            begins[move.store % n].append((0, move, True))
-            ends[move.leave % n].append((move, True))
-        begins[move.fetch % n].append((1, move, False))
-        ends[held[move.storage].gaps(n)[move.gap][1] % n].append((move, False))
+            taken = space.out.seconds(held.bytes)
+            stores[move.store % n].append(
+                (move.leave - move.store, move.storage, copy, (space.name, True), taken)
+            )
+            leaves[move.leave % n].append(copy)
+        copy, used = (move.storage, move.gap, False), held.gaps(n)[move.gap][1]
+        taken = space.back.seconds(held.bytes)
+        fetches[move.fetch % n].append((used - move.fetch, move.storage, copy, (space.name, False), taken))
+        uses[used % n].append(copy)
+    for begun in (*stores.values(), *fetches.values()):
+        begun.sort()
+    for waited in (*leaves.values(), *uses.values()):
+        waited.sort()
+    seconds = [after - before for before, after in pairwise(problem.starts)]
     free: dict[tuple[str, bool], float] = defaultdict(float)
-    over: dict[tuple[int, int, bool], float] = {}
-    waits: dict[tuple[int, int], float] = {}
-    now = since = stall = 0.0
+    over: dict[_Copy, float] = {}
+    now = 0.0
     for _ in range(2):
-        since, stall, waits = now, 0.0, {}
+        since, stall = now, 0.0
+        waits: dict[tuple[int, int], float] = {}
+        arrives, starts = [], []
         for at in range(n):
-            # A copy that begins and is waited for at one place is begun first.
-            for _, move, out in begins.get(at, ()):
-                space, count = spaces[move.space], held[move.storage].bytes
-                link = (move.space, out)
-                taken = (space.out if out else space.back).seconds(count)
-                free[link] = over[move.storage, move.gap, out] = max(now, free[link]) + taken
-            for move, out in ends.get(at, ()):
-                late = over.get((move.storage, move.gap, out), 0.0) - now
-                if late > 0:
-                    stall += late
-                    now += late
-                    key = (move.storage, move.gap)
-                    waits[key] = waits.get(key, 0.0) + late
-            now += problem.starts[at + 1] - problem.starts[at]
-    return Replayed(now - since, stall, waits)
+            arrives.append(now - since)
+            for begins, ends in ((stores, leaves), (fetches, uses)):
+                for _, _, copy, link, taken in begins.get(at, ()):
+                    free[link] = over[copy] = max(now, free[link]) + taken
+                for copy in ends.get(at, ()):
+                    late = over.get(copy, 0.0) - now
+                    if late > 0:
+                        stall += late
+                        now += late
+                        waits[copy[:2]] = waits.get(copy[:2], 0.0) + late
+            starts.append(now - since)
+            now += seconds[at]
+    end = now - since
+    return Replayed(end, stall, waits, (*arrives, end), (*starts, end))
+
+
+_Copy = tuple[int, int, bool]
+"""Storage, gap, and whether it goes out."""
+_Begin = tuple[int, int, _Copy, tuple[str, bool], float]

@@ -1,0 +1,94 @@
+"""The rules that moves obey, whoever chose them.
+
+**Valid slots.** What is fetched must be what the storage held when it left. A move without a store relies on a copy
+that was made before, which holds as long as no busy stretch in between writes. The step repeats for ever, so that of
+state "before" goes around the step's end; state that no node writes was put into its slot before the first step, and is
+never stored again.
+
+**Room.** A storage has one slot in a space. Where the first thing that happens to it in a step is a store, the slot is
+needed from its first store to the wait for its last fetch; otherwise it carries something over the step's end, and is
+needed always. This is `Slot.rest` of the graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
+
+from hyper_parallel.offload.moves import Move
+from hyper_parallel.offload.problem import Held, Problem
+
+
+def check_moves(problem: Problem, moves: Iterable[Move]) -> None:
+    """Raise ValueError where moves break a rule of `Move`, read an invalid slot, or overfill a space."""
+    known = {space.name: space.bytes for space in problem.spaces}
+    found: dict[tuple[int, int], Move] = {}
+    for move in moves:
+        held = problem.by_storage.get(move.storage)
+        if held is None:
+            raise ValueError(f"{move}: there is no such storage")
+        if not held.movable:
+            raise ValueError(f"{move}: the storage may not move")
+        if move.space not in known:
+            raise ValueError(f"{move}: there is no such space")
+        if (move.storage, move.gap) in found:
+            raise ValueError(f"{move}: this gap has another move")
+        _check_places(problem.nodes, held, move)
+        found[move.storage, move.gap] = move
+    for move in found.values():
+        if move.store is None and not _is_valid(problem.by_storage[move.storage], move, found):
+            raise ValueError(f"{move}: nothing in {move.space} holds what is in the storage")
+    for space, needed in occupied(problem, found.values()).items():
+        if max(needed, default=0) > known[space]:
+            at = needed.index(max(needed))
+            raise ValueError(
+                f"{space} has {known[space]:,} bytes; {needed[at]:,} are to lie there at node {at}"
+            )
+
+
+def occupied(problem: Problem, moves: Iterable[Move]) -> dict[str, list[int]]:
+    """Bytes that are needed in each space at each node."""
+    n = problem.nodes
+    # Of each slot: place in a step and turn at that place of all that happens to it.
+    events: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    for move in moves:
+        used = problem.by_storage[move.storage].gaps(n)[move.gap][1]
+        told = events[move.storage, move.space]
+        told += [(move.leave % n, 1), (move.fetch % n, 2), (used % n, 3)]
+        if move.store is not None:
+            told.append((move.store % n, 0))
+    changes: dict[str, list[int]] = {space.name: [0] * (n + 1) for space in problem.spaces}
+    for (storage, space), told in events.items():
+        count = problem.by_storage[storage].bytes
+        first, last = (min(told)[0], max(told)[0] + 1) if min(told)[1] == 0 else (0, n)
+        changes[space][first] += count
+        changes[space][last] -= count
+    return {space: list(accumulate(change))[:n] for space, change in changes.items()}
+
+
+def _check_places(n: int, held: Held, move: Move) -> None:
+    gaps = held.gaps(n)
+    if not 0 <= move.gap < len(gaps):
+        raise ValueError(f"{move}: the storage has {len(gaps)} gaps")
+    after, used = gaps[move.gap]
+    store = after if move.store is None else move.store
+    if not after <= store <= move.leave < move.fetch <= used:
+        raise ValueError(
+            f"{move}: places must be {after} ≤ store ≤ leave < fetch ≤ {used}, the gap between two uses"
+        )
+
+
+def _is_valid(held: Held, move: Move, found: dict[tuple[int, int], Move]) -> bool:
+    """Walk back to the store that a move without one relies on."""
+    for back in range(len(held.busy)):
+        at = move.gap - back
+        if at < 0 and not held.state:
+            return False
+        before = found.get((held.storage, at % len(held.busy)))
+        if before is not None and before.space == move.space and before.store is not None:
+            return True
+        if held.busy[at].writes:
+            return False
+    # Nobody writes it.
+    return held.state

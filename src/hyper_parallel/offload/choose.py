@@ -1,0 +1,125 @@
+"""What moves where and when, under a budget in bytes: the planner of a step's memory.
+
+1. `floor`: what cannot be met is refused, and what can be is met.
+2. `cover` chooses gaps, in a few tastes; none is best for all problems.
+3. `places` finds the places of their moves, and `replay` says how long the step takes with them. With the times that
+   come out the places are found again, while that helps.
+4. The best plan is improved: a few of its gaps are given up, the planner mends the hole, and what is better stays.
+
+All is exact where it comes to bytes, and decided by `replay` where it comes to time. The same problem gives the same
+plan in every process: there are no clocks and no hashes in it, and ties are broken by the storages' numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.offload.chosen import Chosen
+from hyper_parallel.offload.cover import Cover, Taste
+from hyper_parallel.offload.floor import farthest, floor_of, refusal
+from hyper_parallel.offload.gaps import Gaps, Ints, gaps_of
+from hyper_parallel.offload.layout import Layout, Times
+from hyper_parallel.offload.moves import Move, Plan, Replayed, replay
+from hyper_parallel.offload.places import advance, delay, guess, prune, repair
+from hyper_parallel.offload.problem import Problem
+from hyper_parallel.offload.settle import settle
+
+TASTES = (
+    Taste("also", by_time=False, stall=1.0),
+    Taste("first", by_time=True, stall=1.0),
+    Taste("also", by_time=True, stall=3.0),
+    Taste("never", by_time=False, stall=1.0),
+    Taste("also", by_time=True, stall=0.3),
+)
+ROUNDS = 4
+"""Times that places are found again with the times that came out."""
+HIDDEN = 1e-9
+"""Of a step's seconds: less stall than this is none."""
+
+
+def choose(problem: Problem) -> Plan:
+    """The quickest plan found that never holds more than `problem.budget` bytes.
+
+    Raises BudgetError, which says what is needed, where no plan of this planner meets the budget.
+    """
+    base = np.array(problem.profile(), dtype=np.int64)
+    peak, working_set = int(base.max(initial=0)), problem.working_set
+    gaps = gaps_of(problem)
+    floor = floor_of(problem, gaps, base)
+    if problem.budget < floor.bytes:
+        raise refusal(problem, floor.bytes)
+    if peak <= problem.budget:
+        return Plan((), peak, replay(problem, ()).seconds, 0.0, floor.bytes, working_set)
+    best = _Planner(problem, gaps, base).plan(floor.chosen)
+    live = max(problem.profile(best.moves))
+    assert live <= problem.budget
+    return Plan(best.moves, live, best.replayed.seconds, best.replayed.stall, floor.bytes, working_set)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan that meets the budget."""
+
+    layout: Layout
+    moves: tuple[Move, ...]
+    replayed: Replayed
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Lower is better: quicker, then less to move."""
+        rows = self.layout.rows
+        return self.replayed.seconds, int(self.layout.gaps.bytes[rows].sum())
+
+
+class _Planner:
+    def __init__(self, problem: Problem, gaps: Gaps, base: Ints) -> None:
+        self._problem, self._gaps, self._base = problem, gaps, base
+        self._hidden = HIDDEN * (problem.starts[-1] - problem.starts[0])
+
+    def plan(self, frugal: Chosen) -> _Found:
+        """The best plan found; `frugal` is one that meets every budget that can be met."""
+        best: _Found | None = None
+        for found in self._candidates():
+            if best is None or found.rank < best.rank:
+                best = found
+            if best.replayed.stall <= self._hidden:
+                return best
+        if best is None:
+            # No space has room for what was chosen. This one fits; it is only slow.
+            layout = farthest(self._gaps, self._base, self._problem.budget, frugal)
+            assert layout.fits()
+            best = self._replayed(layout)
+            for found in self._refined(frugal.copy(), Times.replayed(best.replayed)):
+                best = min(best, found, key=lambda one: one.rank)
+        return best
+
+    def _candidates(self) -> Iterator[_Found]:
+        cover = Cover(self._problem, self._gaps, self._problem.budget)
+        for taste in TASTES:
+            covered = cover.choose(taste, Chosen(self._problem, self._gaps))
+            yield from self._refined(covered.chosen, Times.stalled(self._problem, covered.stalls))
+
+    def _refined(self, chosen: Chosen, times: Times) -> Iterator[_Found]:
+        """Places for gaps, found again and again while the step becomes quicker."""
+        least = np.inf
+        for _ in range(ROUNDS):
+            layout, stored = guess(self._gaps, self._base, self._problem.budget, chosen.copy(), times)
+            if not repair(layout, times, stored):
+                return
+            settle(self._problem, layout)
+            dropped = prune(layout)
+            advance(layout, times)
+            delay(layout, times, stored)
+            found = self._replayed(layout)
+            yield found
+            if found.replayed.seconds >= least and not dropped:
+                return
+            least = min(least, found.replayed.seconds)
+            chosen, times = layout.chosen, Times.replayed(found.replayed)
+
+    def _replayed(self, layout: Layout) -> _Found:
+        moves = layout.moves(self._problem)
+        return _Found(layout, moves, replay(self._problem, moves))

@@ -1,0 +1,120 @@
+"""The least budget that can be met, and what to tell who asks for less.
+
+Where the spaces have room for everything, all that is not in use at a node may be away there, so that the floor is the
+working set. Otherwise it is the least budget, found by bisection, at which a sweep over the nodes finds room for what
+must be away: at the first node that exceeds, the gap with the farthest next use goes (Belady 1966), if there is room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.errors import BudgetError
+from hyper_parallel.offload.chosen import Chosen
+from hyper_parallel.offload.gaps import Gaps, Ints
+from hyper_parallel.offload.layout import Layout
+from hyper_parallel.offload.problem import Held, Problem
+from hyper_parallel.units import format_bytes
+
+STEPS = 16
+"""Of the bisection: to within a 65,536th of what lies between the working set and the peak."""
+SHOWN = 5
+"""Storages that a message names."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least budget that this planner can meet."""
+
+    bytes: int
+    chosen: Chosen
+    """Gaps that meet it, when each is away as long as it can be."""
+
+
+def floor_of(problem: Problem, gaps: Gaps, base: Ints) -> Floor:
+    """The floor; the budget of the problem does not matter."""
+    everything = Chosen(problem, gaps)
+    order = np.lexsort((np.arange(len(gaps)), -gaps.bytes)).tolist()
+    if problem.spaces and all(everything.add(row) for row in order):
+        return Floor(problem.working_set, everything)
+    least, most = problem.working_set, int(base.max(initial=0))
+    best = Floor(most, Chosen(problem, gaps))
+    for _ in range(STEPS):
+        if least >= most or not problem.spaces:
+            break
+        middle = (least + most) // 2
+        found = _sweep(problem, gaps, base, middle)
+        if found is None:
+            least = middle + 1
+        else:
+            most = int(found.live.max(initial=0))
+            best = Floor(most, found.chosen)
+    return best
+
+
+def farthest(gaps: Gaps, base: Ints, budget: int, chosen: Chosen) -> Layout:
+    """Every chosen gap away for as long as it can be."""
+    return Layout(gaps, base, budget, chosen, gaps.after.copy(), gaps.used.copy())
+
+
+def _sweep(problem: Problem, gaps: Gaps, base: Ints, budget: int) -> Layout | None:
+    layout = farthest(gaps, base, budget, Chosen(problem, gaps))
+    n, node = gaps.nodes, 0
+    open_ = np.ones(len(gaps), dtype=bool)
+    while True:
+        over = np.flatnonzero(layout.live[node:] > budget)
+        if not over.size:
+            return layout
+        node += int(over[0])
+        at = np.where(gaps.after <= node, node, node + n)
+        rows = np.flatnonzero(open_ & (gaps.after <= at) & (at < gaps.used))
+        if not rows.size:
+            return None
+        row = int(rows[np.lexsort((rows, -gaps.bytes[rows], at[rows] - gaps.used[rows]))[0]])
+        open_[row] = False
+        layout.join(row, int(gaps.after[row]), int(gaps.used[row]))
+
+
+def refusal(problem: Problem, floor: int) -> BudgetError:
+    """Why a budget cannot be met."""
+    needed = problem.needed()
+    working_set = max(needed, default=0)
+    node = needed.index(working_set)
+    told = [
+        f"the budget of {format_bytes(problem.budget)} ({problem.budget:,} bytes) is too small for this step: "
+        f"at least {floor:,} bytes ({format_bytes(floor)}) are needed"
+    ]
+    there = [held for held in problem.held if _is_there(problem, held, node)]
+    there.sort(key=lambda held: (-held.bytes, held.storage))
+    workspace = sum(taken.bytes for taken in problem.taken if taken.first <= node <= taken.last)
+    parts = [
+        f"{held.name or f'storage {held.storage}'} ({held.kind}, {format_bytes(held.bytes)})"
+        for held in there
+    ]
+    more = sum(held.bytes for held in there[SHOWN:])
+    listed = parts[:SHOWN]
+    if more:
+        listed.append(f"{len(there) - SHOWN} more ({format_bytes(more)})")
+    if workspace:
+        listed.append(f"workspaces ({format_bytes(workspace)})")
+    told.append(
+        f"node {node} of {problem.nodes} uses {format_bytes(working_set)} at once, the working set below which no "
+        f"plan comes: {', '.join(listed)}"
+    )
+    if floor > working_set:
+        rooms = ", ".join(f"{space.name} {format_bytes(space.bytes)}" for space in problem.spaces) or "none"
+        told.append(
+            f"the {format_bytes(floor - working_set)} beyond it stay here because other memory has no room for them "
+            f"(room: {rooms}); with that much more of it the working set would do"
+        )
+    told.append(f"give the device {format_bytes(floor)} or more, or make the step smaller")
+    return BudgetError("; ".join(told))
+
+
+def _is_there(problem: Problem, held: Held, node: int) -> bool:
+    """Whether a storage cannot be away at a node."""
+    if any(busy.first <= node <= busy.last for busy in held.busy):
+        return True
+    return not held.movable and (held.state or held.busy[0].first <= node <= held.busy[-1].last)

@@ -1,0 +1,133 @@
+"""All gaps of a problem in which a storage could be away, as columns.
+
+Gaps between two writes of a storage share a *version*: one copy out serves them all. `turn` orders the gaps of a
+version; of state it goes around the step's end. Whoever comes first among those that are chosen carries the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.offload.problem import Held, Problem, Rate
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """One row for each gap that holds a node, of storages that may move."""
+
+    nodes: int
+    storage: Ints
+    gap: Ints
+    """Its index among the gaps of its storage."""
+    bytes: Ints
+    after: Ints
+    """First place at which a store may begin or the storage be away."""
+    used: Ints
+    """Place of the next use; up to 2n of gaps that go around the step's end."""
+    version: Ints
+    turn: Ints
+    clean: Flags
+    """Nobody ever writes the storage: its slot is valid for good."""
+    out: Floats
+    """[space, gap]: seconds of the copy out."""
+    back: Floats
+    """[space, gap]: seconds of the copy back."""
+
+    def __len__(self) -> int:
+        return len(self.storage)
+
+    @cached_property
+    def first_use(self) -> Ints:
+        """`used` as a place of this step."""
+        found: Ints = self.used % self.nodes
+        return found
+
+    @cached_property
+    def rows(self) -> dict[int, list[int]]:
+        """Of each storage its rows."""
+        found: dict[int, list[int]] = {}
+        for row, storage in enumerate(self.storage.tolist()):
+            found.setdefault(storage, []).append(row)
+        return found
+
+    @cached_property
+    def alike(self) -> dict[int, Ints]:
+        """Of each version its rows."""
+        order = np.argsort(self.version, kind="stable")
+        cuts = np.flatnonzero(np.diff(self.version[order])) + 1
+        return {int(self.version[rows[0]]): rows for rows in np.split(order, cuts) if rows.size}
+
+    def stores(self, chosen: Flags) -> Flags:
+        """Which of the chosen gaps carry a store: the first of each version."""
+        rows = np.flatnonzero(chosen)
+        order = rows[np.lexsort((self.turn[rows], self.version[rows]))]
+        first = np.ones(order.size, dtype=bool)
+        first[1:] = self.version[order][1:] != self.version[order][:-1]
+        found = np.zeros(len(self), dtype=bool)
+        found[order[first]] = True
+        return found & ~self.clean
+
+
+def gaps_of(problem: Problem) -> Gaps:
+    """The gaps of a problem, by storage and place."""
+    n = problem.nodes
+    rows: list[tuple[int, int, int, int, int, int, int, bool]] = []
+    versions = 0
+    for held in problem.held:
+        gaps = held.gaps(n)
+        if not held.movable or not gaps:
+            continue
+        turns, made, clean = _versions(held, len(gaps))
+        for index, ((after, used), (version, turn)) in enumerate(zip(gaps, turns, strict=True)):
+            if after < used:
+                rows.append((held.storage, index, held.bytes, after, used, versions + version, turn, clean))
+        versions += made
+    columns = np.array([row[:7] for row in rows], dtype=np.int64).reshape(len(rows), 7).T.copy()
+    never_written = np.array([row[7] for row in rows], dtype=bool)
+    out = _seconds([space.out for space in problem.spaces], columns[2])
+    back = _seconds([space.back for space in problem.spaces], columns[2])
+    out[:, never_written] = 0.0
+    return Gaps(
+        nodes=n,
+        storage=columns[0],
+        gap=columns[1],
+        bytes=columns[2],
+        after=columns[3],
+        used=columns[4],
+        version=columns[5],
+        turn=columns[6],
+        clean=never_written,
+        out=out,
+        back=back,
+    )
+
+
+def _seconds(rates: list[Rate], sizes: Ints) -> Floats:
+    found = np.empty((len(rates), sizes.size))
+    for space, rate in enumerate(rates):
+        found[space] = rate.latency + sizes / rate.bandwidth
+    return found
+
+
+def _versions(held: Held, count: int) -> tuple[list[tuple[int, int]], int, bool]:
+    """Of each gap (version, turn); how many versions there are; whether nobody writes the storage."""
+    writes = [index for index in range(count) if held.busy[index].writes]
+    clean = held.state and not writes
+    first = writes[0] if held.state and writes else 0
+    found = [(0, 0)] * count
+    version = turn = 0
+    for step in range(count):
+        index = (first + step) % count
+        if step and held.busy[index].writes:
+            version, turn = version + 1, 0
+        found[index] = (version, turn)
+        turn += 1
+    return found, version + 1, clean
