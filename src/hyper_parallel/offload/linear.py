@@ -14,15 +14,12 @@ end and coefficients that it drops make the bound lower, and never wrong.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import HyperParallelError
-
-if TYPE_CHECKING:
-    pass
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

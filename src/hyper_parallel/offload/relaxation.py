@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.offload.linear import Linear
+from hyper_parallel.offload.linear import Floats, Ints, Linear
 from hyper_parallel.offload.problem import Held, Problem, Rate, Space
-from hyper_parallel.offload.slices import Ints, cut
+from hyper_parallel.offload.slices import cut
 
 SMALL = 1e-4
 """Storages that together are less than this share of the peak are away whenever they are idle, at no cost."""
@@ -57,7 +57,7 @@ class Family:
     """Bytes of the largest one, which pays least latency for a byte."""
 
     def seconds(self, rate: Rate) -> float:
-        """Of link: no more than the copies of all members take."""
+        """Of a link's time: no more than the copies of all members take."""
         return self.bytes / rate.bandwidth + rate.latency * self.bytes / self.largest
 
 
@@ -158,7 +158,7 @@ class Relaxation:
                 gone = variables[since <= place]
                 self.linear.add(np.repeat(away[0], gone.size), gone, share)
 
-    def _collect(self, problem: Problem) -> np.ndarray:
+    def _collect(self, problem: Problem) -> Floats:
         """Sort the storages into families; gives the bytes at each place that are away for nothing."""
         movable = sorted((held for held in problem.held if held.movable), key=lambda held: held.bytes)
         freed = np.zeros(self._slices.here)

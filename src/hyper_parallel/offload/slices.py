@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hyper_parallel.offload.linear import Floats, Ints
 from hyper_parallel.offload.problem import Problem
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 LONG = 0.1
 """A node is long that takes this share of the mean slice."""
