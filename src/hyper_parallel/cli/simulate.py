@@ -37,6 +37,11 @@ from hyper_parallel.errors import ConfigError
     is_flag=True,
     help="Order the collectives as training would, beside computation: every layer is captured, which takes longer.",
 )
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="With a memory budget: what moves, when and why, and how far the plan is from the best possible.",
+)
 @as_json
 def simulate(
     file: Path,
@@ -46,6 +51,7 @@ def simulate(
     trace: Path | None,
     html: Path | None,
     ordered: bool,
+    explain: bool,
     as_json: bool,
 ) -> None:
     """Predict what a step of FILE would take on a cluster that need not be there.
@@ -85,7 +91,7 @@ def simulate(
         if sys.stderr.isatty():
             click.echo(f"  {time.monotonic() - begun:5.1f} s  {said}", err=True)
 
-    found = predict_run(run, machine, ordered=ordered, progress=progress)
+    found = predict_run(run, machine, ordered=ordered, explain=explain, progress=progress)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     from hyper_parallel.report import page, perfetto
 

@@ -1,6 +1,6 @@
 """The machine: which ranks share a node, which a supernode; its devices, memories and links, and what they take.
 
-    copy(B) = α + B / min(β, source's read, target's write)          `Cluster.copy_seconds`
+    copy(B) = α + B / min(β, share of source's read, of target's write)          `Cluster.copy_seconds`
 
 The closed forms of collectives stand in `cluster.collective`.
 """
@@ -223,13 +223,17 @@ class Cluster:
             )
         return tier
 
-    def copy_seconds(self, source: str, target: str, bytes: float) -> float:
-        """How long one device's copy between two of its tiers takes, alone on the link."""
+    def copy_seconds(self, source: str, target: str, bytes: float, ranks: int = 1) -> float:
+        """How long one device's copy between two of its tiers takes, alone on its link.
+
+        `ranks` devices copy at once, each over a link of its own; those that share a tier share its bandwidth.
+        """
         for table in self.copies:
             if (table.source, table.target) == (source, target):
                 return table.seconds(bytes)
         here, there = self.tier(source), self.tier(target)
-        latency, bandwidth = here.latency + there.latency, min(here.read, there.write)
+        latency = here.latency + there.latency
+        bandwidth = min(here.read / min(ranks, here.ranks), there.write / min(ranks, there.ranks))
         outer = target if source == "device" else source
         if outer in self.links:
             latency += self.links[outer].latency

@@ -115,6 +115,11 @@ class Backend(ABC):
         """Begin a new peak at what is held now. Without effect where the system does not allow it."""
 
     @abstractmethod
+    def return_memory(self) -> None:
+        """From now on large blocks that tensors let go return to the system at once, where the allocator keeps them
+        otherwise, so that this process holds what its tensors hold."""
+
+    @abstractmethod
     def memory_total(self) -> int:
         """Bytes that the current device has."""
 

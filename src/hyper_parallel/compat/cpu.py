@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 import resource
@@ -15,6 +16,11 @@ import torch
 from hyper_parallel.compat.backend import Backend
 from hyper_parallel.compat.clock import HostClock
 from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream, HereStream, synchronize_all
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of mallopt(3), in glibc's malloc.h."""
+_LARGE = 1 << 18
+"""Bytes from which a block is a mapping of its own."""
 
 
 class CpuBackend(Backend):
@@ -64,6 +70,12 @@ class CpuBackend(Backend):
     def reset_memory_peak(self) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to VmRSS
+
+    def return_memory(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+            library = ctypes.CDLL(None)
+            library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+            library.mallopt(_M_TRIM_THRESHOLD, _LARGE)
 
     def memory_total(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

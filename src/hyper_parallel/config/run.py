@@ -71,6 +71,22 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _budget_needs_the_graph(self) -> RunConfig:
+        if self.strategy.memory.device is None:
+            return self
+        if self.train.engine != "graph":
+            raise ValueError(
+                "'strategy.memory.device' is kept by moving what the step's graph holds; set train.engine to graph, or "
+                "leave the budget out"
+            )
+        if self.train.compile is True:
+            raise ValueError(
+                "'strategy.memory.device' needs every operator of the step to be seen, and 'train.compile: true' joins "
+                "them; set train.compile to false, or leave the budget out"
+            )
+        return self
+
     @property
     def effective_strategy(self) -> Strategy:
         """The strategy that runs: the declared one, with all axes 1 when `launch.workers` is 1."""

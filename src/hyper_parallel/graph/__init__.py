@@ -17,6 +17,7 @@ from hyper_parallel.graph.order import check_order, dependencies, legal, reorder
 from hyper_parallel.graph.passes import Pass, Ran, Rewrite, rewritten, run_passes, validate
 from hyper_parallel.graph.phase import PHASES, Phase, phase
 from hyper_parallel.graph.recompute import inside, layers, recompute, regather, repeatable
+from hyper_parallel.graph.sizes import balanced_sizes
 from hyper_parallel.graph.sooner import sooner
 from hyper_parallel.graph.text import changes, text
 from hyper_parallel.graph.workspaces import workspaces
@@ -37,6 +38,7 @@ __all__ = [
     "StepGraph",
     "Storage",
     "Value",
+    "balanced_sizes",
     "capture",
     "changes",
     "check_order",

@@ -33,6 +33,10 @@ class Slot:
     tier: str
     bytes: int
     rest: Rest = "step"
+    first: int = 0
+    """Of the step's nodes before its moves, the one before which the first copy to the slot begins."""
+    last: int = 0
+    """The one before which the last copy from it is waited for. Of what rests here the slot is always needed."""
 
 
 def store(x: Any, slot: int, tier: str) -> NoReturn:

@@ -16,7 +16,7 @@ from torch import fx
 from hyper_parallel.compat.clock import Clock
 from hyper_parallel.graph.cache import prefetch, slot_of, store, wait
 from hyper_parallel.graph.effects import begun
-from hyper_parallel.graph.execute import Executable, Host, executable
+from hyper_parallel.graph.execute import Cache, Executable, Host, executable
 from hyper_parallel.graph.groups import is_collective, is_wait
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.lower import Lowered, lowered
@@ -27,10 +27,16 @@ from hyper_parallel.program import Program, Span, Timeline
 class Profiler:
     """Runs a graph and measures it."""
 
-    def __init__(self, step: StepGraph, clock: Clock, sizes: Mapping[object, int] | None = None) -> None:
+    def __init__(
+        self,
+        step: StepGraph,
+        clock: Clock,
+        sizes: Mapping[object, int] | None = None,
+        cache: Cache | None = None,
+    ) -> None:
         """`clock`: of the device that runs it (`Backend.Clock`). `sizes`: values of sizes that the data decide, by
-        which the Timeline counts bytes and FLOPs."""
-        self.executable: Executable = executable(step, clock.stamp)
+        which the Timeline counts bytes and FLOPs. `cache`: what moves its storages."""
+        self.executable: Executable = executable(step, clock.stamp, cache)
         self._clock = clock
         self._step, self._sizes = step, sizes
         self._runs: list[list[float]] = []

@@ -29,6 +29,8 @@ class _Event:
     place: int
     turn: int
     """In `_ORDER`; what leaves waits first."""
+    soon: int
+    """Of a copy that begins: nodes until it is waited for. The most urgent goes first."""
     storage: int
     space: str
 
@@ -38,14 +40,17 @@ class _Event:
         return (cache.wait, cache.detach) if operator is cache.detach else (operator,)
 
 
-def apply(step: StepGraph, problem: Problem, moves: Iterable[Move]) -> StepGraph:
-    """The step with these moves; `step` stays as it is. Raises GraphError for moves that would read what is away."""
+def apply(step: StepGraph, problem: Problem, moves: Iterable[Move], first: int = 0) -> StepGraph:
+    """The step with these moves; `step` stays as it is. `first`: the number of its first slot.
+
+    Raises GraphError for moves that would read what is away.
+    """
     made = step.copy()
     nodes = list(made.nodes)
     events = sorted(event for move in moves for event in _events(problem, move))
     numbers: dict[tuple[int, str], int] = {}
     for event in events:
-        numbers.setdefault((event.storage, event.space), len(numbers))
+        numbers.setdefault((event.storage, event.space), first + len(numbers))
     made.slots = _slots(problem, events, numbers)
     names = _Names(made)
     for event in events:
@@ -64,10 +69,10 @@ def _events(problem: Problem, move: Move) -> Iterable[_Event]:
     n = problem.nodes
     used = problem.by_storage[move.storage].gaps(n)[move.gap][1]
     if move.store is not None:
-        yield _Event(move.store % n, 0, move.storage, move.space)
-    yield _Event(move.leave % n, 1, move.storage, move.space)
-    yield _Event(move.fetch % n, 2, move.storage, move.space)
-    yield _Event(used % n, 3, move.storage, move.space)
+        yield _Event(move.store % n, 0, move.leave - move.store, move.storage, move.space)
+    yield _Event(move.leave % n, 1, 0, move.storage, move.space)
+    yield _Event(move.fetch % n, 2, used - move.fetch, move.storage, move.space)
+    yield _Event(used % n, 3, 0, move.storage, move.space)
 
 
 def _slots(problem: Problem, events: list[_Event], numbers: dict[tuple[int, str], int]) -> dict[int, Slot]:
@@ -75,9 +80,15 @@ def _slots(problem: Problem, events: list[_Event], numbers: dict[tuple[int, str]
     for event in events:
         of[event.storage, event.space].append(event)
     return {
-        number: Slot(storage, space, problem.by_storage[storage].bytes, _rest(of[storage, space]))
+        number: _slot(problem, storage, space, of[storage, space])
         for (storage, space), number in numbers.items()
     }
+
+
+def _slot(problem: Problem, storage: int, space: str, events: list[_Event]) -> Slot:
+    rest = _rest(events)
+    first, last = (events[0].place, events[-1].place) if rest == "step" else (0, problem.nodes)
+    return Slot(storage, space, problem.by_storage[storage].bytes, rest, first, last)
 
 
 def _rest(events: list[_Event]) -> Rest:

@@ -8,41 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch
 
-from hyper_parallel.graph import Slot, StepGraph, values_of
-
-
-class Pending(Protocol):
-    """A copy under way."""
-
-    def wait(self) -> float:
-        """Let what follows find the copy over; the seconds that the caller was held up. Raises TierError."""
-
-    def done(self) -> bool:
-        """Whether it is over."""
-
-
-class Tier(Protocol):
-    """A memory beside the device's own."""
-
-    name: str
-    capacity: int
-    """Bytes."""
-
-    def reserve(self, sizes: Mapping[int, int], offsets: Mapping[int, int] | None = None) -> None:
-        """Make room for slots of so many bytes; what lies in slots that stay is kept. Raises TierError."""
-
-    def begin_write(self, slot: int, x: torch.Tensor) -> Pending:
-        """Begin to copy `x`, uint8 [n] on the device, to a slot."""
-
-    def begin_read(self, slot: int, x: torch.Tensor) -> Pending:
-        """Begin to copy a slot to `x`, uint8 [n] on the device."""
-
-    def close(self) -> None:
-        """Give everything back."""
+from hyper_parallel.graph import StepGraph, values_of
+from hyper_parallel.offload.tiers import Pending, Tier
 
 
 class Runtime:
@@ -50,6 +20,7 @@ class Runtime:
 
     def __init__(self, step: StepGraph, tiers: Mapping[str, Tier]) -> None:
         """`tiers`: by the names that the slots have, with room for these slots (`reserve`)."""
+        self.step = step
         self._slots, self._tiers = step.slots, tiers
         names = {
             value.storage: entry.name
@@ -111,30 +82,31 @@ class Runtime:
             yield
             return
         slot = self._slots[number]
-        # A copy across the end of the step may still be under way.
-        self.wait(x, number, slot.tier)
-        away = slot.rest == "away"
-        if away:
-            self.prefetch(x, number, slot.tier)
-            self.wait(x, number, slot.tier)
+        self.bring(name, x)
         try:
             yield
         finally:
             if changed:
                 self.store(x, number, slot.tier)
                 self.wait(x, number, slot.tier)
-            if away:
+            if slot.rest == "away":
                 self.detach(x, number, slot.tier)
 
-    def close(self) -> None:
-        """Give up the tiers."""
-        for tier in self._tiers.values():
-            tier.close()
+    def away(self, name: str) -> bool:
+        """Whether a state input has no memory between steps."""
+        number = self._at_rest.get(name)
+        return number is not None and self._slots[number].rest == "away"
 
-
-def slots_of(step: StepGraph, tier: str) -> dict[int, Slot]:
-    """The slots that a step has in a tier."""
-    return {number: slot for number, slot in step.slots.items() if slot.tier == tier}
+    def bring(self, name: str, x: torch.Tensor) -> None:
+        """A state input has its memory and its values again, for good."""
+        number = self._at_rest.get(name)
+        if number is None:
+            return
+        slot = self._slots[number]
+        self.wait(x, number, slot.tier)
+        if slot.rest == "away":
+            self.prefetch(x, number, slot.tier)
+            self.wait(x, number, slot.tier)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -50,13 +50,13 @@ def program_of(
     *,
     views: bool,
     whole: bool = False,
-    schedule: Pass | None = None,
+    then: Sequence[Pass] = (),
     say: Callable[[str], None] = lambda _: None,
     notes: list[str] | None = None,
 ) -> Program:
     """The Program of a run's step on ranks of one class. `model` is on the meta device, and is not changed.
 
-    `schedule` orders the collectives of the whole step. `say` is told what is being done; to `notes` is added what was
+    `then` rewrites the whole step. `say` is told what is being done; to `notes` is added what was
     repeated. Errors are those of `capture_step`.
     """
     (name,) = set(classes.values())
@@ -64,8 +64,8 @@ def program_of(
     micro_batches = count_micro_batches(config)
     strategy = config.effective_strategy
     plan = make_plan(model, strategy)
-    # What is gathered a layer ahead does not stand in the layer that it belongs to: no layer is repeated then.
-    whole = whole or schedule is not None
+    # What is gathered a layer ahead, or moved, does not stand in the layer that it belongs to: no layer is repeated.
+    whole = whole or bool(then)
     kept = None if whole else choose(layer_kinds(model, plan, strategy))
     captured = micro_batches if whole or micro_batches <= MICRO else MICRO
     found: Repeated | None = None
@@ -94,9 +94,9 @@ def program_of(
         say(f"capturing all layers and micro-batches as rank 0 of {len(classes)}")
         step = _captured(model, config, strategy, micro_batches)
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
-        if schedule is not None:
-            say("ordering the collectives")
-            step = rewritten(step, (schedule,))
+        if then:
+            say(f"rewriting it: {', '.join(one.name for one in then)}")
+            step = rewritten(step, then)
         one = lowered(step, views=views)
         return Program({name: one.ops}, dict(classes), {name: one.resident}, 0.0, micro_batches)
     return Program({name: found.ops}, dict(classes), {name: found.resident}, 0.0, micro_batches)

@@ -17,6 +17,9 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.graph import Pass
 from hyper_parallel.inspect.run import micro_batch, model_of
+from hyper_parallel.offload.explain import explained
+from hyper_parallel.offload.rewrite import Offload
+from hyper_parallel.offload.spaces import spaces_of
 from hyper_parallel.overlap import Overlap
 from hyper_parallel.predict.prediction import Prediction
 from hyper_parallel.predict.program import program_of
@@ -35,18 +38,25 @@ def predict_run(
     *,
     model: nn.Module | None = None,
     ordered: bool = False,
+    explain: bool = False,
     progress: Progress | None = None,
 ) -> Prediction:
     """What a step of a run would take on a cluster. Nothing is allocated, and no data or weights are read.
 
     `model`: on the meta device, in place of the one that the file describes. `ordered`: with the collectives in the
     order that training on that cluster would choose, for which every layer is captured; otherwise in that of the
-    model's code, each waited for where it begins. `progress` is told what is being done.
+    model's code, each waited for where it begins. `explain`: tell what a memory budget moves, and how far from the best
+    that is. `progress` is told what is being done.
 
     Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
     """
     say = progress or (lambda _: None)
     strategy = config.effective_strategy
+    if explain and strategy.memory.device is None:
+        raise ConfigError(
+            "--explain tells what a memory budget moves, and the file has none; set one, for example "
+            "strategy.memory.device=10GiB strategy.memory.host=64GiB"
+        )
     notes: list[str] = []
     world = strategy.axes.world
     plain = model if model is not None else model_of(config, notes)
@@ -54,17 +64,23 @@ def predict_run(
     tokens = config.train.batch * config.data.sequence
     flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
     views = prices_views(cluster)
+    schedule = _schedule(strategy, cluster) if ordered else None
+    offload = _offload(strategy, cluster)
+    then = [one for one in (schedule, offload) if one is not None]
     program = program_of(
         plain,
         config,
         classes=dict.fromkeys(range(world), "all"),
         views=views,
-        schedule=_schedule(strategy, cluster) if ordered else None,
+        then=then,
         say=say,
         notes=notes,
     )
     if world > 1 and not ordered and strategy.overlap.schedule != "none":
         notes.append("collectives are waited for where they begin; --ordered orders them as training would")
+    if offload is not None:
+        say("looking for bounds" if explain else "planned")
+        notes += [explained(*found) if explain else str(found[1]) for found in offload.found]
     program = replace(program, model_flops=flops)
     say(f"simulating {len(program.ops['all']):,} ops on {cluster.name or cluster.source}")
     timeline = simulate(program, cluster, algorithm=_algorithm(strategy))
@@ -97,6 +113,14 @@ def _schedule(strategy: Strategy, cluster: Cluster) -> Pass | None:
     ):
         return Overlap(cluster, pieces=asked.pieces)
     return schedule_for(strategy, "cpu")
+
+
+def _offload(strategy: Strategy, cluster: Cluster) -> Offload | None:
+    """What keeps the step within its budget, where it has one."""
+    if strategy.memory.device is None:
+        return None
+    spaces = spaces_of(strategy.memory, cluster, strategy.axes.world)
+    return Offload(cluster, strategy.memory.device, spaces)
 
 
 def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluster:

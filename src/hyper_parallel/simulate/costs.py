@@ -34,7 +34,8 @@ class Leg:
 class Costs:
     """Prices of ops on one cluster."""
 
-    def __init__(self, cluster: Cluster, algorithm: str | None = None) -> None:
+    def __init__(self, cluster: Cluster, algorithm: str | None = None, ranks: int = 1) -> None:
+        """`ranks`: how many there are, which copy at once."""
         if cluster.device is None:
             raise ConfigError(
                 f"the cluster {cluster.name or cluster.source!r} describes no device; name a preset such as h100, or "
@@ -42,7 +43,7 @@ class Costs:
             )
         self.device: Device = cluster.device
         self._cluster = cluster
-        self._algorithm = algorithm
+        self._algorithm, self._ranks = algorithm, ranks
         self._works: dict[Work, float] = {}
         self._calls: dict[tuple[str, int, int], tuple[Leg, ...]] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
@@ -85,8 +86,8 @@ class Costs:
         assert tiers is not None
         source, target = tiers
         cluster = self._cluster
-        latency = cluster.copy_seconds(source, target, 0)
-        seconds = cluster.copy_seconds(source, target, count) - latency
+        latency = cluster.copy_seconds(source, target, 0, self._ranks)
+        seconds = cluster.copy_seconds(source, target, count, self._ranks) - latency
         if seconds <= 0:
             return (Leg(latency, 0.0, ()),)
         speed = count / seconds

@@ -19,7 +19,7 @@ def simulate(
     """
     program.check()
     check_fits(program, cluster)
-    costs = Costs(cluster, algorithm)
+    costs = Costs(cluster, algorithm, program.world)
     dtype = main_dtype(op for ops in program.ops.values() for op in ops)
     spans = Run(program, costs).spans()
     tiers = [cluster.tier(name) for name in program.tiers]
@@ -43,7 +43,7 @@ def alone(program: Program, cluster: Cluster, only: Only, *, algorithm: str | No
     """
     program.check()
     check_fits(program, cluster)
-    return _step(program, Costs(cluster, algorithm), only)
+    return _step(program, Costs(cluster, algorithm, program.world), only)
 
 
 def _source(cluster: Cluster) -> str:

@@ -1,12 +1,26 @@
-"""What is sharded, kept, recomputed or moved: today the ZeRO levels and recomputation, later HyperOffload's budget."""
+"""What is sharded, kept, recomputed or moved: the ZeRO levels, recomputation, and HyperOffload's budgets in bytes."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from hyper_parallel.strategy.section import Section
+from hyper_parallel.units import exact_bytes, parse_bytes
+
+
+def _bytes(given: Any) -> Any:
+    return parse_bytes(given) if isinstance(given, str) else given
+
+
+Bytes = Annotated[
+    int,
+    Field(gt=0, json_schema_extra={"type": ["integer", "string"], "examples": ["10GiB"]}),
+    BeforeValidator(_bytes),
+    PlainSerializer(exact_bytes),
+]
+"""A number of bytes, in a file also `10GiB`, `512MiB`, `10GB`."""
 
 ShardLevel = Literal["optimizer", "gradients", "parameters"]
 """What ranks of the `shard` axis hold a part of: ZeRO-1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054, section 5)."""
@@ -15,9 +29,21 @@ ShardLevel = Literal["optimizer", "gradients", "parameters"]
 class Memory(Section):
     """How the step's memory is held down."""
 
-    reserved: ClassVar = dict.fromkeys(
-        ("device", "host", "pool", "flash", "expert_load"), "memory budgets come with HyperOffload"
-    )
+    reserved: ClassVar = {"expert_load": "budgets for experts' rows come with HyperOffload"}
+
+    device: Bytes | None = None
+    """What a step may hold at once on each rank's device. Parameters, optimizer state, gradients and activations move
+    to other memory and back while the step runs, as little as the budget allows. It needs `host`, `pool` or `flash`."""
+    host: Bytes | None = None
+    """How much of the host's memory each rank may use for what does not fit on its device."""
+    pool: Bytes | None = None
+    """How much all ranks together may use of memory that they share: a supernode's, or that of one machine. Each rank
+    may take an equal part of it."""
+    flash: str | None = None
+    """A folder on a fast disk for what fits in neither. The files in it are removed when the run ends."""
+    cluster: str | None = None
+    """The machine by which moves are planned: a preset such as `h100`, or a file that `hyper-parallel calibrate` wrote.
+    Left out: the device's preset, else a plain guess. It decides how fast a step is, never how much it holds."""
 
     shard: ShardLevel = "parameters"
     """What the `shard` axis splits while a step runs. `parameters`: everything; parameters are gathered for each use,
@@ -33,6 +59,20 @@ class Memory(Section):
     """With `shard: parameters`: free a layer's gathered parameters after its forward pass and gather them again in the
     backward pass (true, which leaving it out means), or keep them, which costs memory and saves a gather. Or module
     pattern to either; the last pattern that matches a layer holds, and layers that none matches free theirs."""
+
+    @model_validator(mode="after")
+    def _goes_somewhere(self) -> Memory:
+        elsewhere = [name for name in ("host", "pool", "flash") if getattr(self, name) is not None]
+        if self.device is not None and not elsewhere:
+            raise ValueError(
+                "'device' is a budget, and what does not fit needs a place to go; set host or pool to a number of "
+                "bytes, or flash to a folder"
+            )
+        if self.device is None and elsewhere:
+            raise ValueError(
+                f"'{elsewhere[0]}' is where things go that do not fit on the device; set device to what it may hold"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reshards_by_level(self) -> Memory:

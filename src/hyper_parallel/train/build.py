@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import tempfile
@@ -15,8 +16,10 @@ from torch import nn
 from hyper_parallel.config import ModelConfig, RunConfig
 from hyper_parallel.data import TextData, Tokenizer
 from hyper_parallel.errors import ConfigError, nearest
+from hyper_parallel.offload.lend import lend
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering
+from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.compiling import artifacts_of
 from hyper_parallel.train.engine import check_length, try_graph
 from hyper_parallel.train.graphs import Graphs
@@ -43,6 +46,15 @@ class Built:
     graphs: Graphs | None = None
     """What the engine `graph` runs; None for `eager`, also where the step cannot be captured."""
 
+    @property
+    def budget(self) -> Budget | None:
+        """What keeps the steps within so many bytes; None where nothing does."""
+        return None if self.graphs is None else self.graphs.budget
+
+    def settling(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, parameters and optimizer state go where they rest as soon as they have values."""
+        return contextlib.nullcontext() if self.budget is None else self.budget.settling()
+
 
 def build(config: RunConfig, model: nn.Module | None = None, device: torch.device | str = "cpu") -> Built:
     """The text and the parallelized model. `model` replaces the one that the run file describes.
@@ -61,6 +73,8 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     lowering: Lowering = "fsdp" if captured is None else "traceable"
     parallelize(plain, config.effective_strategy, lowering=lowering, like=handle)
     check_length(sharded(plain), config)
+    if captured is not None and captured.budget is not None:
+        lend(plain)
     fresh = any(parameter.is_meta for parameter in plain.parameters())
     return Built(plain, as_dict, text, flops, fresh, captured)
 

@@ -24,6 +24,8 @@ _UNKNOWN_PEAK = 1e11
 def artifacts_of(config: RunConfig, flops: Flops, device: torch.device | str) -> Path | None:
     """The folder of the artifacts, below the run's cache; None when nothing is to be compiled."""
     chosen = config.train.compile
+    if config.effective_strategy.memory.device is not None:
+        return None  # a compiled layer holds what no plan of the memory knows of
     if chosen == "auto":
         # What is measured operator by operator must be run so.
         chosen = config.train.profile is None and estimated_seconds(config, flops, device) >= PAYS_FROM

@@ -10,9 +10,10 @@ from torch import nn
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TextData
-from hyper_parallel.errors import StrategyError
+from hyper_parallel.errors import BudgetError, StrategyError
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.train.batches import Batches
+from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.graphs import (
     ELSEWHERE,
     ELSEWHERE_UNCOMPILED,
@@ -39,22 +40,47 @@ def try_graph(
     process groups the real model can use. A collective.
 
     `model`: as it is before any strategy; it is not changed. `artifacts`: the folder of what is compiled for the
-    graphs; None does not compile. Raises StrategyError.
+    graphs; None does not compile. Raises StrategyError;
+    BudgetError where no plan keeps a step within the memory that it was given.
     """
     try:
         shadow = shadow_of(model)
     # A module of the user's may hold what cannot be copied.
     except Exception as error:
-        log.warning("%s", eagerly(f"the step cannot be captured: the model cannot be copied: {error}"))
+        why = f"the step cannot be captured: the model cannot be copied: {error}"
+        if config.effective_strategy.memory.device is not None:
+            raise BudgetError(f"strategy.memory.device: {why}") from error
+        log.warning("%s", eagerly(why))
         return None, None
     parallelize(shadow, config.effective_strategy, lowering="traceable")
     handle = sharded(shadow)
     check_length(handle, config)
     schedule = schedule_for(config.effective_strategy, device)
-    graphs = Graphs(Recipe.of(config, shadow), device, artifacts, schedule)
+    memory = config.effective_strategy.memory
+    budget = None
+    if memory.device is not None:
+        budget = Budget(config.effective_strategy, device, str(Path(config.out).absolute()), handle.rank)
+    graphs = Graphs(Recipe.of(config, shadow), device, artifacts, schedule, budget)
     train = config.train
     batches = Batches(text.train, text.order, train.batch, train.micro_batch, handle, torch.device("cpu"))
     shape = BatchShape.of(batches.load(0, 0).micro)
+    try:
+        refused = _refused(graphs, shape, device)
+        if budget is not None:
+            _begin(budget, graphs, shape, refused)
+    except BaseException:
+        if budget is not None:
+            budget.close()
+        raise
+    if not refused:
+        return graphs, handle
+    log.warning("%s", eagerly(graphs.refused or ELSEWHERE))
+    return None, handle
+
+
+def _refused(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> bool:
+    """Whether some rank cannot capture a step of this shape, which is ready otherwise: on every rank in the same order,
+    and compiled on all or none. A collective."""
     refused, uncompiled, apart = _tried(graphs, shape, device)
     if apart and not refused:
         log.warning("%s", APART)
@@ -64,10 +90,18 @@ def try_graph(
         if graphs.uncompiled is None:
             log.warning("%s", uncompiled_because(ELSEWHERE_UNCOMPILED))
         graphs.as_captured()
-    if not refused:
-        return graphs, handle
-    log.warning("%s", eagerly(graphs.refused or ELSEWHERE))
-    return None, handle
+    return refused
+
+
+def _begin(budget: Budget, graphs: Graphs, shape: BatchShape, refused: bool) -> None:
+    if refused:
+        raise BudgetError(
+            f"strategy.memory.device: {graphs.refused or ELSEWHERE}\nA budget needs the step's graph; leave the budget "
+            "out to run eagerly, with as much memory as it takes"
+        )
+    runtime = graphs[shape].runtime
+    assert runtime is not None
+    budget.begin(runtime)
 
 
 def _tried(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> tuple[bool, bool, bool]:

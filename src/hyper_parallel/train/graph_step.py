@@ -17,7 +17,7 @@ from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.launch import logs
 from hyper_parallel.train.batches import StepBatch
 from hyper_parallel.train.graphs import ELSEWHERE, Graphs, eagerly
-from hyper_parallel.train.guard import non_finite
+from hyper_parallel.train.guard import non_finite, not_finite
 from hyper_parallel.train.out_of_memory import post_mortem
 from hyper_parallel.train.profiling import Profiling
 from hyper_parallel.train.recipe import Recipe, StepResult
@@ -57,6 +57,9 @@ class GraphStepper:
         recipe, batch = self._recipe, self._batch
         shape = BatchShape.of(batch.micro)
         graph = self._graphs[shape]
+        if graph.runtime is not None:
+            assert self._graphs.budget is not None
+            self._graphs.budget.use(graph.runtime, self._state)
         host = _Host(recipe, self._graphs, batch, load_next, stop, memory)
         device = self._tokens.device
         given = {
@@ -100,6 +103,8 @@ class GraphStepper:
     def _raise_non_finite(self, batch: StepBatch, result: StepResult) -> None:
         """The graph has let go of the gradients; the parameters are what they were, so these are computed again."""
         recipe = self._recipe
+        if self._graphs.budget is not None:
+            raise not_finite(batch.step, batch.rows, result.loss, result.grad_norm)
         model = recipe.model.train()
         accumulate(model, recipe.handle, batch, self._tokens, recipe.seed, recipe.loss)
         raise non_finite(recipe.handle, batch.step, batch.rows, result.loss, result.grad_norm)

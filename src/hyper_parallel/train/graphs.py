@@ -19,6 +19,8 @@ from hyper_parallel.errors import CaptureError, CompileError, GraphError, HyperP
 from hyper_parallel.graph import Executable, Pass, StepGraph, executable
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.passes import rewritten
+from hyper_parallel.offload import Runtime
+from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.passes import passes_for
 from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.whole_step import BatchShape, capture_step
@@ -35,6 +37,8 @@ class Captured:
     executable: Executable
     plain: StepGraph
     """The same before compiling."""
+    runtime: Runtime | None = None
+    """What moves its storages, where it has a memory budget."""
 
 
 class Graphs:
@@ -46,12 +50,15 @@ class Graphs:
         device: torch.device | str,
         artifacts: Path | None = None,
         schedule: Pass | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run; `artifacts`:
         the folder of what is compiled for it, None to compile nothing; `schedule`: what chooses the order of its
-        collectives, for which all ranks must ask for the same shapes in every step."""
+        collectives, for which all ranks must ask for the same shapes in every step; `budget`: what keeps it within so
+        many bytes, for which nothing is compiled."""
+        assert artifacts is None or budget is None, "what is compiled holds what no plan knows of"
         self.shadow, self._device, self._artifacts = shadow, device, artifacts
-        self.schedule = schedule
+        self.schedule, self.budget = schedule, budget
         self._captured: dict[BatchShape, Captured] = {}
         self.refused: str | None = None
         """Why a shape could not be captured; None while every one could."""
@@ -94,6 +101,9 @@ class Graphs:
             time.perf_counter() - begun,
             _described(shape),
         )
+        if self.budget is not None:
+            runtime = self.budget.planned(step)
+            return Captured(runtime.step, executable(runtime.step, cache=runtime), step, runtime)
         run = self._compiled(step)
         return Captured(run, executable(run), step)
 
@@ -118,6 +128,8 @@ class Graphs:
         """Choose no order of collectives, and forget the graphs for which one was."""
         self.schedule = None
         self._captured = {}
+        if self.budget is not None:
+            self.budget.forget()
 
     def as_captured(self) -> None:
         """Compile nothing, and forget what was compiled."""

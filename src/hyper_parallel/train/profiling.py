@@ -48,7 +48,7 @@ class Profiling:
         if self._profiler is None:
             self._graph = graph
             clock = self._worker.backend.Clock()
-            self._profiler = Profiler(graph.step, clock, balanced_sizes(graph.step))
+            self._profiler = Profiler(graph.step, clock, balanced_sizes(graph.step), graph.runtime)
         # A batch of another shape has another graph, and is no more of the same.
         return self._profiler if graph is self._graph else graph.executable
 

@@ -68,6 +68,8 @@ class RunCheckpoints:
             self._handle.rank,
             keep=settings.keep,
             background=settings.background,
+            # A budget leaves no room for a second copy of everything.
+            streamed=self._built.budget is not None,
             group=_group(self._handle),
         )
         found = newest(self._folder, group=_group(self._handle))

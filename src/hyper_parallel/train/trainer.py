@@ -33,6 +33,7 @@ from hyper_parallel.train.state import RunCheckpoints, RunState
 from hyper_parallel.train.step import Stepper
 from hyper_parallel.train.summary import Summary
 from hyper_parallel.train.trackers import RunInfo, Trackers, build_trackers
+from hyper_parallel.train.whole_step import state as state_of
 from hyper_parallel.train.workers import alone, run_on_workers
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,6 @@ class _Run:
         self.config, self.worker = config, worker
         self.leads = worker.rank == 0
         self.built: Built = build(config, model, worker.device)
-        fill(self.built, config, worker.device)
         self.model = self.built.model
         self.handle = sharded(self.model)
         if config.train.router_bias_rate and not has_biases(self.model):
@@ -92,7 +92,19 @@ class _Run:
                 f"train.router_bias_rate is {config.train.router_bias_rate}, but no router of "
                 f"{type(self.model).__name__} has a bias to correct; leave it out"
             )
-        self.recipe = Recipe.of(config, self.model)
+        try:
+            with self.built.settling():
+                fill(self.built, config, worker.device)
+                self.recipe = Recipe.of(config, self.model)
+            if self.built.budget is not None:
+                known = state_of(self.handle, self.recipe.optimizer)
+                self.built.budget.settle_others(
+                    {name: tensor.detach() for name, (_, tensor) in known.items()}
+                )
+        except BaseException:
+            if self.built.budget is not None:
+                self.built.budget.close()
+            raise
         self.checkpoints = RunCheckpoints(config, self.built, self.recipe.optimizer)
         self.state, self.start = RunState(), 0
         self.progress: Progress | None = None
@@ -143,6 +155,8 @@ class _Run:
         finally:
             if self.progress is not None:
                 self.progress.close()
+            if self.built.budget is not None:
+                self.built.budget.close()
         if self.progress is not None:
             summary.write()
             self.progress.summary(summary, list(self.config.trackers), str(Path(self.config.out) / RUN_FILE))
@@ -232,6 +246,8 @@ class _Run:
             "memory": result.memory,
             **rates,
         }
+        if self.built.budget is not None:
+            record["memory_stall"] = self.built.budget.stalled()
         if result.expert_imbalance is not None:
             record["expert_imbalance"] = result.expert_imbalance
         self.trackers.log(step + 1, record)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.checkpoint import Piece
-from hyper_parallel.compat.absent import filled, hollow
+from hyper_parallel.compat.absent import filled, hollow, present
 from hyper_parallel.compat.kernels import adamw_
 from hyper_parallel.config.train import AdamWConfig
 from hyper_parallel.shard import ShardedParameter
@@ -114,4 +114,5 @@ class AdamW:
         self._step = int(state["step"])
         for group in self._groups:
             for step in group.steps:
-                step.fill_(self._step)
+                with present(step, changed=True):
+                    step.fill_(self._step)

@@ -1,0 +1,267 @@
+"""Whether budgets hold: python benchmarks/budget.py [--cases N] [--seed S]
+
+Random cases of (model, rows, positions, budget, tiers). Of each, the step's graph is captured, planned within the
+budget by `offload`, and run three times on real tensors and real tiers, beside the same step without a budget:
+
+- live: the most that was alive at once, as an observer sees it that knows nothing of the graph or the plan: the bytes
+  of every untyped storage that operators have seen, asked for anew after each operator;
+- resident: the process's high-water mark over what it held before the state was allocated, less what the host tier
+  reserved (which is declared, and touched before);
+- bits: the gradients' norm and loss of each step and all state after the last are compared with the step without.
+
+Budgets lie between the working set and the peak without a budget; some lie below the floor and must be refused before
+anything runs, with a floor at which the same case runs with 1% more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from measure import write
+from memory import MODELS, answer, batch_of, build, collected, recipe_of
+from observer import Observer
+from torch import Tensor
+
+import hyper_parallel as hp
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat import absent, registry
+from hyper_parallel.errors import BudgetError
+from hyper_parallel.graph import StepGraph, executable
+from hyper_parallel.offload import Runtime, Space, problem_of
+from hyper_parallel.offload.rewrite import Planned, planned
+from hyper_parallel.offload.tiers import FlashTier, HostTier, Tier
+from hyper_parallel.offload.tiers import measure as rates
+from hyper_parallel.train.recipe import Recipe
+from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
+
+STEPS = 3
+PER_PROCESS = 10
+"""Cases that a process runs, after which a new one begins."""
+SMALL = {"llama": 4, "gpt2": 4, "gemma": 4, "mixtral": 2, "qwen3-moe": 2, "deepseek-v3": 2, "llama, tied": 4}
+"""The models, each with so many layers at most."""
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """A case."""
+    chosen = random.Random(seed)
+    model = chosen.choice(sorted(SMALL))
+    return {
+        "seed": seed,
+        "model": model,
+        "layers": chosen.randint(1, SMALL[model]),
+        "rows": chosen.choice((1, 2, 4)),
+        "positions": chosen.choice((64, 128, 256)),
+        "share": chosen.choice((-0.05, *(chosen.uniform(0.0, 1.0) for _ in range(9)))),
+        "tiers": chosen.choice((("host",), ("flash",), ("host", "flash"))),
+    }
+
+
+def fields_of(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The model of a case."""
+    fields = dict(MODELS[case["model"]])
+    fields["n_layer" if case["model"] == "gpt2" else "num_hidden_layers"] = case["layers"]
+    return fields
+
+
+def inputs(recipe: Recipe, case: Mapping[str, Any], vocabulary: int) -> dict[str, Tensor]:
+    """What a step is run on."""
+    micro = batch_of(0, case["rows"], case["positions"], vocabulary)
+    tokens = torch.tensor(float(case["rows"] * case["positions"]))
+    return {
+        **{name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()},
+        **batch_inputs([micro], torch.tensor(0), tokens, torch.ones((), dtype=torch.float64)),
+    }
+
+
+def fresh(case: Mapping[str, Any]) -> Recipe:
+    """The model of a case with its first values."""
+    model = build(fields_of(case), hp.Strategy())
+    hp.init_weights(model, seed=0)
+    return recipe_of(model)
+
+
+def plain(case: Mapping[str, Any], step: StepGraph) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """What the host is shown in each step, and all state after the last, without a budget."""
+    recipe = fresh(case)
+    tensors = inputs(recipe, case, fields_of(case)["vocab_size"])
+    shown: list[Tensor] = []
+    run = executable(step)
+
+    def host(point: str, values: Sequence[Tensor]) -> Tensor | None:
+        shown.append(values[0].clone())
+        return answer(point, values)
+
+    for _ in range(STEPS):
+        run.run(tensors, host)
+    names = state(recipe.handle, recipe.optimizer)
+    return shown, {name: tensors[name] for name in names}
+
+
+def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) -> dict[str, Any]:
+    """The planned step, run and watched."""
+    backend = registry.backend("cpu")
+    runtime = Runtime(found.step, tiers)
+    for name, tier in tiers.items():
+        tier.reserve(found.places[name].sizes, found.places[name].offsets)
+    run = executable(found.step, cache=runtime)
+    collected()
+    before = backend.memory_allocated()
+    model = build(fields_of(case), hp.Strategy())
+    settled = set()
+
+    def settle(name: str, tensor: Tensor) -> None:
+        settled.add(name)
+        runtime.rest(name, tensor)
+
+    with absent.settling(settle):
+        hp.init_weights(model, seed=0)
+        recipe = recipe_of(model)
+    tensors = inputs(recipe, case, fields_of(case)["vocab_size"])
+    for name in state(recipe.handle, recipe.optimizer).keys() - settled:
+        settle(name, tensors[name])
+    shown: list[Tensor] = []
+
+    def host(point: str, values: Sequence[Tensor]) -> Tensor | None:
+        shown.append(values[0].clone())
+        return answer(point, values)
+
+    with Observer(list(tensors.values())) as observer:
+        run.run(tensors, host)
+    collected()
+    backend.reset_memory_peak()
+    for _ in range(STEPS - 1):
+        run.run(tensors, host)
+    resident = backend.memory_peak() - before
+    values = {}
+    for name in state(recipe.handle, recipe.optimizer):
+        with runtime.present(name, tensors[name]):
+            values[name] = tensors[name].clone()
+    return {
+        "live": observer.peak,
+        "resident": resident,
+        "shown": shown,
+        "values": values,
+        "moved": runtime.moved,
+    }
+
+
+def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
+    """One case."""
+    cluster, backend = Cluster.named("h100"), registry.backend("cpu")
+    shape = BatchShape(((case["rows"], case["positions"]),), (False,))
+    step = capture_step(recipe_of(build(fields_of(case), hp.Strategy())), shape)
+    free = problem_of(step, cluster, 2**50, ())
+    peak, least = max(free.profile()), free.working_set
+    budget = int(least + case["share"] * (peak - least))
+    result: dict[str, Any] = {**case, "peak": peak, "working_set": least, "budget": budget}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        tiers: dict[str, Tier] = {}
+        if "host" in case["tiers"]:
+            # Beside flash it holds about half of what has to go somewhere.
+            room = peak if len(case["tiers"]) == 1 else max(2**20, (peak - budget) // 2)
+            tiers["host"] = stack.enter_context(contextlib.closing(HostTier(backend, room)))
+        if "flash" in case["tiers"]:
+            tiers["flash"] = stack.enter_context(contextlib.closing(FlashTier(folder, backend)))
+        spaces = tuple(Space(name, tier.capacity, *rates(tier, backend)) for name, tier in tiers.items())
+        try:
+            found = planned(step, cluster, budget, spaces)
+        except BudgetError as error:
+            result["refused"] = str(error)
+            result["budget"] = budget = int(1.01 * least)
+            found = planned(step, cluster, budget, spaces)
+        shown, expected = plain(case, step)
+        ran = under(case, found, tiers)
+        same = len(shown) == len(ran["shown"]) and all(map(torch.equal, shown, ran["shown"]))
+        result |= {
+            "predicted": found.plan.peak,
+            "floor": found.plan.floor,
+            "live": ran["live"],
+            "resident": ran["resident"],
+            "moved": ran["moved"],
+            "same": same and all(torch.equal(expected[name], ran["values"][name]) for name in expected),
+        }
+    return result
+
+
+def check(row: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a case."""
+    wrong = []
+    if row["live"] > row["budget"]:
+        wrong.append(f"holds {row['live']} of {row['budget']}")
+    if abs(row["live"] / row["predicted"] - 1) > 0.01:
+        wrong.append(f"holds {row['live']}, predicted {row['predicted']}")
+    if not row["same"]:
+        wrong.append("other bits than without a budget")
+    if (row["share"] < 0) != ("refused" in row):
+        wrong.append("refused" if "refused" in row else "not refused below the working set")
+    if row["floor"] > 1.01 * row["working_set"]:
+        wrong.append(f"the floor is {row['floor']}, the working set {row['working_set']}")
+    return wrong
+
+
+def worker(first: int, last: int) -> None:
+    """Cases one after the other; the first of them once before, which loads kernels."""
+    torch.set_num_threads(1)
+    run_case({**draw(first), "layers": 1, "rows": 1, "positions": 32, "share": 0.5})
+    for seed in range(first, last):
+        print(json.dumps(run_case(draw(seed))), flush=True)
+
+
+def main() -> int:
+    """Run the cases, write benchmarks/results/budget.json; 1 where a budget did not hold."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    given = parser.parse_args()
+    if given.worker:
+        worker(*given.worker)
+        return 0
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        # Large blocks come from the system and go back to it, so that the process holds what its tensors hold.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
+    rows: list[dict[str, Any]] = []
+    for first in range(given.seed, given.seed + given.cases, PER_PROCESS):
+        last = min(first + PER_PROCESS, given.seed + given.cases)
+        command = [sys.executable, __file__, "--worker", str(first), str(last)]
+        said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        rows += [json.loads(line) for line in said.splitlines()]
+        for row in rows[-(last - first) :]:
+            print(row["seed"], row["model"], "+".join(row["tiers"]), *(check(row) or ["holds"]), flush=True)
+    wrong = {row["seed"]: check(row) for row in rows if check(row)}
+    over = [row["resident"] / row["budget"] for row in rows]
+    off = [abs(row["live"] / row["predicted"] - 1) for row in rows]
+    summary = {
+        "cases": len(rows),
+        "refused": sum("refused" in row for row in rows),
+        "wrong": wrong,
+        "live_of_budget_at_most": max(row["live"] / row["budget"] for row in rows),
+        "live_off_predicted_at_most": max(off),
+        "resident_of_budget_median": statistics.median(over),
+        "resident_of_budget_at_most": max(over),
+        "resident_over_budget_bytes_at_most": max(row["resident"] - row["budget"] for row in rows),
+    }
+    print(json.dumps(summary, indent=1))
+    print(write("budget", {"summary": summary, "cases": rows}))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""A model that does not fit: python benchmarks/does_not_fit.py
+
+One run file, a Llama whose parameters, gradients and optimizer state are three times what the process may take. Each
+run is a process of its own, whose private memory is limited (`RLIMIT_DATA`) to what it holds after its imports and
+`HEADROOM`, but for the runs that are called unlimited:
+
+- eager and graph, limited: they must die for want of memory;
+- with a budget and flash, limited: it trains;
+- with a budget and flash, unlimited, and graph, unlimited: what the time is compared with.
+
+All that train must come to the same losses and the same final values. Seconds are of a step, the median of those after
+the first two; the flash is a folder on this machine's disk, read and written past the system's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measure import write
+
+HEADROOM = 256 << 20
+BUDGET = "150MiB"
+STEPS = 8
+FILE: dict[str, Any] = {
+    "version": 1,
+    "seed": 0,
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 640,
+            "intermediate_size": 1728,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 5,
+            "max_position_embeddings": 512,
+        }
+    },
+    "data": {"train": "python-stdlib", "tokenizer": {"vocab_size": 4096}, "sequence": 512},
+    "train": {
+        "steps": STEPS,
+        "batch": 4,
+        "micro_batch": 2,
+        "log_every": 1,
+        "eval": {"batches": 1},
+        "sample": {"tokens": 0},
+        "loss": {"chunk": 256},
+    },
+    "trackers": [],
+}
+RUNS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "graph, unlimited": (False, {}),
+    "budget and flash, limited": (True, {"device": BUDGET}),
+    "eager, limited": (True, {"engine": "eager"}),
+    "graph, limited": (True, {}),
+    "budget and flash, unlimited": (False, {"device": BUDGET}),
+}
+"""Name to whether the process is limited, and what its file has besides."""
+STATE_BYTES = 16
+"""Of each parameter: itself, its gradient and two moments in float32."""
+
+
+def child(name: str, folder: str) -> None:
+    """One run, in this process."""
+    import torch
+
+    import hyper_parallel.train.trainer as trainer
+    from hyper_parallel.config import from_dict
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    limited, more = RUNS[name]
+    memory = {"device": more["device"], "flash": f"{folder}/spill"} if "device" in more else {}
+    file = {
+        **FILE,
+        "out": f"{folder}/{name.replace(' ', '-').replace(',', '')}",
+        "data": {**FILE["data"], "cache": f"{folder}/cache"},
+        "train": {**FILE["train"], "engine": more.get("engine", "graph")},
+        "strategy": {"memory": memory},
+    }
+    (torch.ones(512, 512, requires_grad=True) @ torch.ones(512, 512)).sum().backward()  # starts the threads
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    base = private()
+    if limited:
+        resource.setrlimit(resource.RLIMIT_DATA, (base + HEADROOM,) * 2)
+    summary = trainer.Trainer(from_dict(file)).run()
+    lines = [json.loads(line) for line in (Path(file["out"]) / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    digest = hashlib.sha256()
+    assert summary.checkpoint is not None
+    for part in sorted(Path(summary.checkpoint).glob("*.safetensors")):
+        digest.update(part.read_bytes()[:])
+    print(
+        json.dumps(
+            {
+                "losses": [step["loss"] for step in steps],
+                "eval": [summary.eval_before, summary.eval_after],
+                "seconds": [step["seconds"] for step in steps],
+                "stall": [step.get("memory_stall") for step in steps],
+                "checkpoint": digest.hexdigest(),
+                "parameters": summary.parameters,
+                "base": base,
+            }
+        )
+    )
+
+
+def private() -> int:
+    """Bytes of private memory that this process has mapped, as the limit counts them."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmData")
+
+
+def main() -> int:
+    """Run all, print, keep; 1 where something that should train does not, or the other way round."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--only", help="runs whose name holds this")
+    given = parser.parse_args()
+    if given.child:
+        child(*given.child)
+        return 0
+    folder = tempfile.mkdtemp(prefix="does-not-fit-", dir=Path(__file__).parent)
+    found: dict[str, Any] = {}
+    try:
+        for name in RUNS:
+            if given.only and given.only not in name:
+                continue
+            command = [sys.executable, __file__, "--child", name, folder]
+            environment = {"OMP_NUM_THREADS": "2", **os.environ}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode == 0:
+                run = found[name] = json.loads(done.stdout.splitlines()[-1])
+                told = f"{statistics.median(run['seconds'][2:]):.2f} s a step, loss {run['losses'][-1]:.4f}"
+            else:
+                said = [line for line in done.stderr.splitlines() if line.strip()]
+                found[name] = {"died": done.returncode, "said": said[-1] if said else ""}
+                told = f"died ({done.returncode}): {found[name]['said'][:160]}"
+            print(f"{name}: {told}", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report(found)
+
+
+def report(found: dict[str, Any]) -> int:
+    """What the runs show."""
+    plain, ours = found.get("graph, unlimited"), found.get("budget and flash, limited")
+    if not plain or not ours or "died" in plain or "died" in ours:
+        return 1
+    seconds = {
+        name: statistics.median(run["seconds"][2:]) for name, run in found.items() if "died" not in run
+    }
+    stall = statistics.median(ours["stall"][2:])
+    summary = {
+        "state_of_headroom": STATE_BYTES * ours["parameters"] / HEADROOM,
+        "same": all(
+            run["losses"] == plain["losses"]
+            and run["eval"] == plain["eval"]
+            and run["checkpoint"] == plain["checkpoint"]
+            for run in found.values()
+            if "died" not in run
+        ),
+        "died": sorted(name for name, run in found.items() if "died" in run),
+        "seconds": seconds,
+        "of_unlimited": seconds["budget and flash, limited"] / seconds["graph, unlimited"],
+        "stall_share": stall / seconds["budget and flash, limited"],
+    }
+    print(json.dumps(summary, indent=1))
+    print(write("does_not_fit", {"summary": summary, "runs": found}))
+    return int(not summary["same"] or summary["died"] != ["eager, limited", "graph, limited"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

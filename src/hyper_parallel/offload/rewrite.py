@@ -1,0 +1,120 @@
+"""A memory budget as a pass over a step's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.errors import BudgetError
+from hyper_parallel.graph import StepGraph, balanced_sizes
+from hyper_parallel.offload.apply import apply
+from hyper_parallel.offload.choose import choose
+from hyper_parallel.offload.moves import Plan
+from hyper_parallel.offload.offsets import pack
+from hyper_parallel.offload.problem import Problem, Space
+from hyper_parallel.offload.problem_of import problem_of
+from hyper_parallel.units import format_bytes, format_duration
+
+_TRIES = 4
+_ALIGN = 4096
+"""Bytes on whose multiples slots begin, so that files can be read past the system's cache."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step under a budget."""
+
+    step: StepGraph
+    plan: Plan
+    problem: Problem
+    places: dict[str, Places]
+    """Space to where its slots lie."""
+
+    def __str__(self) -> str:
+        """In one line."""
+        free = max(self.problem.profile(), default=0)
+        moved = sum(self.problem.by_storage[move.storage].bytes for move in self.plan.moves)
+        before, after = self.problem.starts[-1], self.plan.seconds
+        return (
+            f"memory: {format_bytes(self.plan.peak)} at most of {format_bytes(self.problem.budget)}, "
+            f"{format_bytes(free)} without a budget; {format_bytes(moved)} a step go and come back; foreseen "
+            f"{format_duration(after)} a step, {after / before:.2f} times as long as without"
+        )
+
+
+def planned(
+    step: StepGraph, cluster: Cluster, budget: int, spaces: tuple[Space, ...], first: int = 0
+) -> Planned:
+    """The step with the moves that keep it within `budget` bytes; `first`: the number of its first slot.
+
+    Raises BudgetError where no plan does.
+    """
+    problem = problem_of(step, cluster, budget, spaces, balanced_sizes(step))
+    asked = problem
+    for _ in range(_TRIES):
+        plan = choose(asked)
+        moved = apply(step, problem, plan.moves, first)
+        places = {space.name: _places(moved, space.name) for space in spaces}
+        over = {name: places[name].size - space.bytes for name, space in by_name(spaces).items()}
+        if all(more <= 0 for more in over.values()):
+            return Planned(moved, plan, problem, places)
+        # Slots of different sizes leave holes between them: so much less may lie there at once.
+        less = tuple(replace(space, bytes=space.bytes - max(0, over[space.name])) for space in asked.spaces)
+        asked = replace(asked, spaces=less)
+    told = ", ".join(f"{name} {format_bytes(more)}" for name, more in over.items() if more > 0)
+    raise BudgetError(
+        f"what must leave the device fits into the memory beside it only in pieces (too large by: {told}); give it a "
+        "little more, or the device"
+    )
+
+
+def by_name(spaces: Iterable[Space]) -> dict[str, Space]:
+    """The spaces by their names."""
+    return {space.name: space for space in spaces}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the slots of a step lie in a space."""
+
+    sizes: dict[int, int]
+    """Slot to bytes."""
+    offsets: dict[int, int]
+    """Slot to its first byte; slots that are never needed at the same time may share memory."""
+    size: int
+    """Of all together."""
+
+    def beside(self, other: Places) -> Places:
+        """These, and behind them those of another step."""
+        moved = {number: self.size + offset for number, offset in other.offsets.items()}
+        return Places({**self.sizes, **other.sizes}, {**self.offsets, **moved}, self.size + other.size)
+
+
+def _places(step: StepGraph, space: str) -> Places:
+    slots = {number: slot for number, slot in sorted(step.slots.items()) if slot.tier == space}
+    packed = pack([(slot.first, slot.last, slot.bytes) for slot in slots.values()], align=_ALIGN)
+    sizes = {number: slot.bytes for number, slot in slots.items()}
+    return Places(sizes, dict(zip(slots, packed.offsets, strict=True)), packed.size)
+
+
+@dataclass
+class Offload:
+    """`planned` as a pass, which keeps what it found."""
+
+    cluster: Cluster
+    budget: int
+    spaces: tuple[Space, ...]
+    found: list[tuple[StepGraph, Planned]] = field(default_factory=list)
+    """The steps that it was given, and what came of them."""
+
+    name: str = "offload"
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset({"offload"})
+    conflicts: frozenset[str] = frozenset({"offload"})
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """The step with its moves."""
+        found = planned(step, self.cluster, self.budget, self.spaces)
+        self.found.append((step, found))
+        return found.step

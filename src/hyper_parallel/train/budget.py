@@ -1,0 +1,162 @@
+"""A run's memory budget: the tiers that it has, the plan of each graph, and where state is between steps.
+
+Every rank plans for itself, since moves change neither the order of collectives nor a bit of the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.device import Device, Link
+from hyper_parallel.cluster.device import Tier as Memory
+from hyper_parallel.cluster.presets import preset_of
+from hyper_parallel.compat import absent, backend
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.offload import Runtime, Space
+from hyper_parallel.offload.rewrite import Places, planned
+from hyper_parallel.offload.tiers import FlashTier, HostTier, PoolTier, Tier, measure
+from hyper_parallel.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+_MEASURED = 32 << 20
+"""Bytes of the copies by which a tier is measured."""
+
+
+class Budget:
+    """The memory of one rank of a run."""
+
+    def __init__(self, strategy: Strategy, device: torch.device | str, run: str = "", rank: int = 0) -> None:
+        """Takes the tiers, and measures how fast they are. `run`: what the ranks of a run have in common and no other
+        run has. Raises ConfigError, TierError."""
+        memory = strategy.memory
+        assert memory.device is not None, "a budget"
+        self.bytes = memory.device
+        self._cluster = _cluster(strategy, torch.device(device).type)
+        self._backend = backend(torch.device(device).type)
+        self._backend.return_memory()
+        self._tiers: dict[str, Tier] = {}
+        if memory.host is not None:
+            self._tiers["host"] = HostTier(self._backend, memory.host)
+        world = strategy.axes.world
+        if memory.pool is not None:
+            shared = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
+            self._tiers["pool"] = PoolTier(self._backend, memory.pool, shared, f"rank {rank}")
+        if memory.flash is not None:
+            self._tiers["flash"] = FlashTier(Path(memory.flash), self._backend)
+        self._spaces: list[Space] = []
+        for name, tier in self._tiers.items():
+            share = tier.capacity // world if name == "pool" else tier.capacity
+            out, back = measure(tier, self._backend, min(_MEASURED, share, max(self.bytes // 4, 1)))
+            self._spaces.append(Space(name, share, out, back))
+        self._places = {name: Places({}, {}, 0) for name in self._tiers}
+        """Of the slots of all graphs."""
+        self._used = 0
+        self._current: Runtime | None = None
+        self._settled: set[str] = set()
+        self._stalled = 0.0
+
+    def planned(self, step: StepGraph) -> Runtime:
+        """What runs the step with the moves that keep it under the budget.
+
+        Raises BudgetError where no plan does, TierError where a tier has no room.
+        """
+        begun = time.perf_counter()
+        # State goes from one graph's slots to another's, so that none shares its memory with another.
+        left = tuple(
+            replace(space, bytes=space.bytes - self._places[space.name].size) for space in self._spaces
+        )
+        found = planned(step, self._cluster, self.bytes, left, first=self._used)
+        self._used += len(found.step.slots)
+        for name, tier in self._tiers.items():
+            here = self._places[name] = self._places[name].beside(found.places[name])
+            tier.reserve(here.sizes, here.offsets)
+        log.info("%s (planned in %.1f s)", found, time.perf_counter() - begun)
+        return Runtime(found.step, self._tiers)
+
+    def forget(self) -> None:
+        """The steps that were planned so far will not run."""
+        self._places = {name: Places({}, {}, 0) for name in self._tiers}
+
+    # Where state is between steps.
+
+    def begin(self, runtime: Runtime) -> None:
+        """State rests from now on where this graph wants it; called before the state has values."""
+        self._current = runtime
+
+    def settle(self, name: str, tensor: torch.Tensor) -> None:
+        """A state input has its values: bring it to where it rests. `absent.present` lends it from there."""
+        if self._current is not None:
+            self._settled.add(name)
+            self._current.rest(name, tensor)
+
+            def lend(known: torch.Tensor, changed: bool) -> contextlib.AbstractContextManager[None]:
+                assert self._current is not None
+                return self._current.present(name, known, changed)
+
+            absent.keep(tensor, lend)
+
+    def settle_others(self, state: Mapping[str, torch.Tensor]) -> None:
+        """All state has its values: bring to where it rests what was not brought there yet."""
+        for name in sorted(state.keys() - self._settled):
+            self.settle(name, state[name])
+
+    @contextlib.contextmanager
+    def settling(self) -> Iterator[None]:
+        """Inside, state goes where it rests as soon as it has its first values."""
+        with absent.settling(self.settle):
+            yield
+
+    def use(self, runtime: Runtime, state: Mapping[str, torch.Tensor]) -> None:
+        """The next step is this graph's: state rests where it wants it."""
+        before = self._current
+        if before is runtime:
+            return
+        assert before is not None, "state was settled"
+        # What leaves the device first makes room for what comes to it.
+        for name in sorted(state, key=lambda name: (not runtime.away(name), name)):
+            before.bring(name, state[name])
+            runtime.rest(name, state[name])
+        self._current = runtime
+
+    def stalled(self) -> float:
+        """Seconds that steps have waited for copies since this was asked the last time."""
+        now = 0.0 if self._current is None else self._current.blocked
+        found, self._stalled = max(0.0, now - self._stalled), now
+        return found
+
+    def close(self) -> None:
+        """Give the tiers back."""
+        for tier in self._tiers.values():
+            tier.close()
+
+
+def _cluster(strategy: Strategy, kind: str) -> Cluster:
+    """By what the moves are planned."""
+    name = strategy.memory.cluster or strategy.overlap.cluster
+    if name is not None:
+        found = Cluster.named(name).for_workers(strategy.axes.world)
+        if found.device is not None:
+            return found
+    known = preset_of(backend(kind).device_name())
+    return _GUESS if known is None else Cluster.preset(known)
+
+
+_GUESS = Cluster(
+    device=Device(
+        "unknown", {"float32": 5e10}, {"float32": 5e9}, Memory("device", 1e12, 1e10, 1e10), launch=5e-6
+    ),
+    links={"node": Link("node", 1e9, 1e-4)},
+    source="a plain guess",
+    name="unknown",
+)
+"""A few processor cores: what is known of a machine that nobody described."""

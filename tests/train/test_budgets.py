@@ -1,0 +1,128 @@
+"""Runs under a memory budget against runs without: every loss, norm, parameter and moment, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Ran, differences, of_graph, packed_text, run_engine
+from tiny_run import LLAMA, metrics, run, run_config
+
+from harness import run_ranks
+from hyper_parallel.data import PackedText
+from hyper_parallel.errors import BudgetError, CaptureError
+from hyper_parallel.train import engine
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MOE = {**LLAMA, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 8},
+    "mixtral": {**MOE, "model_type": "mixtral", "intermediate_size": 24, "num_local_experts": 4},
+    "qwen3-moe": {
+        **MOE,
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+    },
+}
+TIERS = {
+    "host": {"host": "64MiB"},
+    "flash": {"flash": "spill"},
+    "both": {"host": "200KiB", "flash": "spill"},
+    "pool": {"pool": "64MiB"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("budgets")
+
+
+def _with_budget(folder: Path, sections: dict[str, Any], device: int | str, tiers: str) -> dict[str, Any]:
+    memory = {"device": device, **TIERS[tiers]}
+    if "flash" in memory:
+        memory["flash"] = str(folder / "spill")
+    strategy = sections.get("strategy", {})
+    memory = {**strategy.get("memory", {}), **memory}
+    return {**sections, "strategy": {**strategy, "memory": memory}}
+
+
+def _compared(
+    rank: int, world: int, folder: Path, name: str, sections: dict[str, Any], tiers: str
+) -> tuple[Ran, Ran, int]:
+    """Under the smallest budget that there is and 1%; eagerly without; and that budget."""
+    with pytest.raises(BudgetError) as refused:
+        run_engine(rank, folder, f"{name}-refused", "graph", _with_budget(folder, sections, 1, tiers))
+    found = re.search(r"at least ([\d,]+) bytes", str(refused.value))
+    assert found is not None, str(refused.value)
+    floor = int(found[1].replace(",", ""))
+    within = _with_budget(folder, sections, int(1.01 * floor), tiers)
+    moved = run_engine(rank, folder, f"{name}-{tiers}", "graph", within)
+    return moved, run_engine(rank, folder, name, "eager", sections), floor
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_twenty_steps_within_the_smallest_budget_are_equal_to_the_bit(name: str, folder: Path) -> None:
+    tiers = list(TIERS)[list(FAMILIES).index(name) % len(TIERS)]
+    moved, eager, _ = _compared(0, 1, folder, name, {"model": {"config": FAMILIES[name]}}, tiers)
+    assert of_graph(moved)
+    assert any(note.startswith("memory: ") and "go and come back" in note for note in moved.notes)
+    assert differences(moved, eager) == {}
+    assert not list((folder / "spill").glob("*")) if (folder / "spill").exists() else True
+
+
+FOUR: dict[str, dict[str, Any]] = {
+    "shard": {"strategy": {"axes": {"shard": 4}}},
+    "replicate-shard": {"strategy": {"axes": {"replicate": 2, "shard": 2}}},
+}
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_workers_are_equal_to_the_bit(name: str, folder: Path) -> None:
+    sections = {**FOUR[name], "train": {"micro_batch": 1, "optimizer": {"name": "adamw", "lr": 1e-3}}}
+    tiers = "pool" if name == "shard" else "both"
+    for moved, eager, _ in run_ranks(_compared, 4, folder, f"four-{name}", sections, tiers):
+        assert of_graph(moved)
+        assert differences(moved, eager) == {}
+
+
+def test_a_resumed_run_may_have_another_budget_or_none(folder: Path) -> None:
+    whole = run_config(folder, "whole")
+    run(whole)
+    memory = _with_budget(folder, {}, 10**6, "host")["strategy"]
+    again = {"name": "resumed", "train": {**whole.train.model_dump(mode="json"), "steps": 6}}
+    first = run_config(folder, **{**again, "train": {**again["train"], "steps": 3}}, strategy=memory)
+    first = first.model_copy(
+        update={"train": first.train.model_copy(update={"schedule": whole.train.schedule})}
+    )
+    run(first)
+    run(run_config(folder, **again))
+    assert metrics(run_config(folder, "resumed"), "tokens")[6] == metrics(whole, "tokens")[6]
+
+
+def test_each_shape_of_batch_has_a_plan_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedText, "several", None)  # each batch is looked at
+    sections = {"data": packed_text(folder)}
+    moved = run_engine(0, folder, "shapes-budget", "graph", _with_budget(folder, sections, 600_000, "host"))
+    eager = run_engine(0, folder, "shapes", "eager", sections)
+    assert len({note for note in moved.notes if "the step as a graph" in note}) > 1
+    assert sum(note.startswith("memory: ") for note in moved.notes) > 1
+    assert differences(moved, eager) == {}
+
+
+def test_what_cannot_be_captured_is_refused_and_not_run_over_the_budget(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*args: object, **kwargs: object) -> None:
+        raise CaptureError("line 7 asks for a value")
+
+    monkeypatch.setattr("hyper_parallel.train.graphs.capture_step", refuses)
+    assert engine is not None
+    with pytest.raises(BudgetError, match="line 7 asks for a value"):
+        run_engine(0, folder, "refuses", "graph", _with_budget(folder, {}, "1GiB", "host"))
