@@ -12,6 +12,7 @@ plan in every process: there are no clocks and no hashes in it, and ties are bro
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,22 +29,29 @@ from hyper_parallel.offload.problem import Problem
 from hyper_parallel.offload.settle import settle
 
 TASTES = (
-    Taste("also", by_time=False, stall=1.0),
-    Taste("first", by_time=True, stall=1.0),
-    Taste("also", by_time=True, stall=3.0),
     Taste("never", by_time=False, stall=1.0),
-    Taste("also", by_time=True, stall=0.3),
+    Taste("also", by_time=False, stall=1.0),
+    Taste("also", by_time=False, stall=3.0),
+    Taste("also", by_time=True, stall=3.0),
+    Taste("first", by_time=True, stall=1.0),
 )
+CHOICES = 2000
+"""Gaps chosen, by all tastes together, after which no other taste is tried."""
 ROUNDS = 4
 """Times that places are found again with the times that came out."""
+WORK = 100_000
+"""Nodes and moves that are looked at to improve a plan: many tries of a small one, a few of a large one."""
+TRIES = 250
+"""At most, unless the caller says otherwise."""
 HIDDEN = 1e-9
 """Of a step's seconds: less stall than this is none."""
 
 
-def choose(problem: Problem) -> Plan:
+def choose(problem: Problem, *, tries: int = TRIES) -> Plan:
     """The quickest plan found that never holds more than `problem.budget` bytes.
 
-    Raises BudgetError, which says what is needed, where no plan of this planner meets the budget.
+    `tries`: how often to try to improve it, at most. Raises BudgetError, which says what is needed, where no plan of
+    this planner meets the budget.
     """
     base = np.array(problem.profile(), dtype=np.int64)
     peak, working_set = int(base.max(initial=0)), problem.working_set
@@ -53,7 +61,7 @@ def choose(problem: Problem) -> Plan:
         raise refusal(problem, floor.bytes)
     if peak <= problem.budget:
         return Plan((), peak, replay(problem, ()).seconds, 0.0, floor.bytes, working_set)
-    best = _Planner(problem, gaps, base).plan(floor.chosen)
+    best = _Planner(problem, gaps, base, tries).plan(floor.chosen)
     live = max(problem.profile(best.moves))
     assert live <= problem.budget
     return Plan(best.moves, live, best.replayed.seconds, best.replayed.stall, floor.bytes, working_set)
@@ -75,8 +83,8 @@ class _Found:
 
 
 class _Planner:
-    def __init__(self, problem: Problem, gaps: Gaps, base: Ints) -> None:
-        self._problem, self._gaps, self._base = problem, gaps, base
+    def __init__(self, problem: Problem, gaps: Gaps, base: Ints, tries: int) -> None:
+        self._problem, self._gaps, self._base, self._tries = problem, gaps, base, tries
         self._hidden = HIDDEN * (problem.starts[-1] - problem.starts[0])
 
     def plan(self, frugal: Chosen) -> _Found:
@@ -94,18 +102,39 @@ class _Planner:
             best = self._replayed(layout)
             for found in self._refined(frugal.copy(), Times.replayed(best.replayed)):
                 best = min(best, found, key=lambda one: one.rank)
+        return self._improved(best)
+
+    def _improved(self, best: _Found) -> _Found:
+        """Give a few gaps up or take one more, mend what that breaks, and keep what is better."""
+        draw = random.Random(0)
+        moved = best.layout.rows.size
+        for _ in range(min(self._tries, WORK // (self._gaps.nodes + 8 * moved))):
+            if best.replayed.stall <= self._hidden:
+                break
+            chosen = best.layout.chosen.copy()
+            rows, others = best.layout.rows.tolist(), np.flatnonzero(~chosen.flags).tolist()
+            for row in draw.sample(rows, min(len(rows), draw.randint(0, 3))):
+                chosen.drop(row)
+            for row in draw.sample(others, min(len(others), draw.randint(0, 2))):
+                chosen.add(row)
+            for found in self._refined(chosen, Times.replayed(best.replayed), rounds=2):
+                best = min(best, found, key=lambda one: one.rank)
         return best
 
     def _candidates(self) -> Iterator[_Found]:
         cover = Cover(self._problem, self._gaps, self._problem.budget)
+        choices = 0
         for taste in TASTES:
+            if choices > CHOICES:
+                return
             covered = cover.choose(taste, Chosen(self._problem, self._gaps))
+            choices += int(covered.chosen.flags.sum())
             yield from self._refined(covered.chosen, Times.stalled(self._problem, covered.stalls))
 
-    def _refined(self, chosen: Chosen, times: Times) -> Iterator[_Found]:
+    def _refined(self, chosen: Chosen, times: Times, rounds: int = ROUNDS) -> Iterator[_Found]:
         """Places for gaps, found again and again while the step becomes quicker."""
         least = np.inf
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             layout, stored = guess(self._gaps, self._base, self._problem.budget, chosen.copy(), times)
             if not repair(layout, times, stored):
                 return

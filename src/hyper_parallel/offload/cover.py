@@ -19,7 +19,6 @@ and its stalls found anew, by `places`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,10 +29,14 @@ from hyper_parallel.offload.gaps import Floats, Gaps, Ints
 from hyper_parallel.offload.layout import pieces
 from hyper_parallel.offload.problem import Problem
 
-SLICES = 1200
+SLICES = 900
 """Of a step with more nodes."""
 ROWS = 2500
 """So many of the largest gaps are looked at; the smaller ones are left to the repair."""
+SHORT = 96
+"""Gaps that are looked at again at each choice, and"""
+REFRESH = 16
+"""choices after which all are."""
 _TINY = 1e-12
 
 
@@ -68,6 +71,12 @@ class _Ways:
     before: Floats
     behind: Floats
     worth: Floats
+    hidden: bool
+    """None of them stalls."""
+
+
+_Links = list[tuple[int, Ints, Floats, Floats]]
+"""Space, which of the candidates have their slot there, and the seconds that its two links have had since slice 0."""
 
 
 class Cover:
@@ -89,9 +98,9 @@ class Cover:
         self._rows = np.sort(large[first[large] < last[large]])
         self._first, self._last = first, last
 
-    def choose(self, taste: Taste, chosen: Chosen, given: Sequence[int] = ()) -> Covered:
-        """Choose, beginning with the rows `given`; `chosen` is empty, and changed."""
-        return _Run(self, taste, chosen).go(given)
+    def choose(self, taste: Taste, chosen: Chosen) -> Covered:
+        """Choose gaps; `chosen` is empty, and changed."""
+        return _Run(self, taste, chosen).go()
 
     @property
     def _weights(self) -> tuple[Floats, Floats]:
@@ -116,40 +125,65 @@ class _Run:
         self.open = np.zeros(len(self.gaps), dtype=bool)
         self.open[cover._rows] = True
         self.stalls = np.zeros(self.m)
+        self.turn = 0
+        self.short: Ints = np.array([], dtype=np.int64)
+        """Rows that were worth most when all were looked at, and what the best of the others was worth then."""
+        self.others = 0.0
+        self.was_hidden = False
         self.carriers: dict[int, tuple[int, int, Ints, Floats]] = {}
         """Of each stored version: the row that carries the store, its space, and the seconds that it took."""
 
-    def go(self, given: Sequence[int]) -> Covered:
-        for row in given:
-            self._choose_given(row)
+    def go(self) -> Covered:
         while (self.over > 0).any():
-            rows = np.flatnonzero(self.open)
-            ways = self._best(rows) if rows.size else None
-            if ways is None:
+            best = self._next()
+            if best is None:
                 break
-            at = int(np.argmax(ways.worth))
-            if ways.worth[at] <= 0:
-                break
-            self._take(ways, at)
+            self._take(*best)
         stalls = np.zeros(self.gaps.nodes)
         stalls[self.cover._cuts] = self.stalls
         return Covered(self.chosen, stalls)
 
-    def _choose_given(self, row: int) -> None:
-        if self.open[row] and (self.over > 0).any():
-            ways = self._with_stalls(np.array([row]), self._sums())
-            if ways.worth[0] > 0:
-                self._take(ways, 0)
+    def _next(self) -> tuple[_Ways, int] | None:
+        """What is worth most. What a gap is worth falls as others are chosen, so that an old worth is a bound."""
+        self.turn += 1
+        if self.turn % REFRESH and self.short.size:
+            ways = self._best(self.short[self.open[self.short]])
+            if ways is not None and ways.hidden == self.was_hidden:
+                at = int(np.argmax(ways.worth))
+                if ways.worth[at] > 0 and ways.worth[at] >= self.others:
+                    return ways, at
+        ways = self._best(np.flatnonzero(self.open))
+        if ways is None:
+            return None
+        at = int(np.argmax(ways.worth))
+        order = np.argsort(-ways.worth, kind="stable")
+        self.short, self.was_hidden = np.sort(ways.rows[order[:SHORT]]), ways.hidden
+        self.others = float(ways.worth[order[SHORT]]) if order.size > SHORT else 0.0
+        return (ways, at) if ways.worth[at] > 0 else None
 
     def _best(self, rows: Ints) -> _Ways | None:
-        sums = self._sums()
+        if not rows.size:
+            return None
+        sums, links = self._sums(), self._links(rows)
         if self.taste.hidden == "never":
-            return self._with_stalls(rows, sums)
-        hidden = self._hidden(rows, sums)
+            return self._with_stalls(rows, sums, links)
+        hidden = self._hidden(rows, sums, links)
         if self.taste.hidden == "first" and (hidden.worth > 0).any():
             return hidden
-        waits = self._with_stalls(rows, sums)
-        return hidden if self.taste.hidden == "also" and hidden.worth.max() >= waits.worth.max() else waits
+        waits = self._with_stalls(rows, sums, links)
+        if self.taste.hidden == "first":
+            return waits
+        # Of each row the better way.
+        better = hidden.worth >= waits.worth
+        return _Ways(
+            rows,
+            np.where(better, hidden.leave, waits.leave),
+            np.where(better, hidden.fetch, waits.fetch),
+            np.where(better, 0.0, waits.before),
+            np.where(better, 0.0, waits.behind),
+            np.where(better, hidden.worth, waits.worth),
+            False,
+        )
 
     def _sums(self) -> tuple[Floats, Floats]:
         """Running sums over two steps: of the weight of slices that exceed, and of weight · bytes."""
@@ -161,7 +195,7 @@ class _Run:
         found: Floats = np.where(leave < fetch, np.minimum(self.gaps.bytes[rows] * share[0], share[1]), 0.0)
         return found
 
-    def _links(self, rows: Ints) -> list[tuple[int, Ints, Floats, Floats]]:
+    def _links(self, rows: Ints) -> _Links:
         """By space: which of the rows (positions in `rows`), and what each link has given since slice 0."""
         spaces = self.chosen.space[rows]
         found = []
@@ -175,12 +209,12 @@ class _Run:
         spaces = self.chosen.space[rows]
         return self.out[spaces, rows], self.gaps.back[spaces, rows]
 
-    def _hidden(self, rows: Ints, sums: tuple[Floats, Floats]) -> _Ways:
+    def _hidden(self, rows: Ints, sums: tuple[Floats, Floats], links: _Links) -> _Ways:
         """Away for as long as the links allow without a stall."""
         first, last = self.first[rows], self.last[rows]
         out, back = self._seconds(rows)
         leave, fetch = np.empty_like(first), np.empty_like(last)
-        for _, here, gone, come in self._links(rows):
+        for _, here, gone, come in links:
             least = np.searchsorted(gone, gone[2 * first[here]] + out[here] - _TINY)
             leave[here] = np.maximum(first[here], least // 2)
             most = np.searchsorted(come, come[_shut(last[here], self.m)] - back[here] + _TINY, "right") - 1
@@ -189,9 +223,9 @@ class _Run:
         leave, fetch = np.minimum(leave, 2 * self.m), np.maximum(fetch, 0)
         none = np.zeros(rows.size)
         worth = self._worth(rows, leave, fetch, sums) / (out + back)
-        return _Ways(rows, leave, fetch, none, none, worth)
+        return _Ways(rows, leave, fetch, none, none, worth, True)
 
-    def _with_stalls(self, rows: Ints, sums: tuple[Floats, Floats]) -> _Ways:
+    def _with_stalls(self, rows: Ints, sums: tuple[Floats, Floats], links: _Links) -> _Ways:
         """Away at all slices of the gap that exceed, whatever that takes."""
         first, last = self.first[rows], self.last[rows]
         out, back = self._seconds(rows)
@@ -202,7 +236,7 @@ class _Run:
         leave = np.where(some, over[np.minimum(at, over.size - 1)], first)
         fetch = np.where(some, over[np.maximum(to, 0)] + 1, first)
         before, behind = np.zeros(rows.size), np.zeros(rows.size)
-        for _, here, gone, come in self._links(rows):
+        for _, here, gone, come in links:
             had = gone[_shut(leave[here], self.m)] - gone[2 * first[here]]
             before[here] = np.maximum(0.0, out[here] - had)
             had = come[_shut(last[here], self.m)] - come[2 * fetch[here]]
@@ -210,7 +244,7 @@ class _Run:
         copies = 0.0 if self.taste.hidden == "first" else out + back
         worth = self._worth(rows, first, np.where(some, last, first), sums)
         worth = worth / (copies + self.taste.stall * (before + behind) + 1e-9)
-        return _Ways(rows, leave, fetch, before, behind, worth)
+        return _Ways(rows, leave, fetch, before, behind, worth, False)
 
     def _take(self, ways: _Ways, at: int) -> None:
         row, m = int(ways.rows[at]), self.m
@@ -269,9 +303,12 @@ def _cuts(starts: Floats) -> Ints:
 
 def _running(values: Floats) -> Floats:
     """Sums of the first 0, 1, … values of two steps and a bit."""
-    found = np.empty(3 * values.size + 1)
+    size = values.size
+    found = np.empty(3 * size + 1)
     found[0] = 0.0
-    np.cumsum(np.concatenate([values, values, values]), out=found[1:])
+    np.cumsum(values, out=found[1 : size + 1])
+    found[size + 1 : 2 * size + 1] = found[1 : size + 1] + found[size]
+    found[2 * size + 1 :] = found[1 : size + 1] + found[2 * size]
     return found
 
 

@@ -15,9 +15,8 @@ for first goes first.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from hyper_parallel.offload.problem import Problem
 
@@ -100,16 +99,17 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
         begun.sort()
     for waited in (*leaves.values(), *uses.values()):
         waited.sort()
-    seconds = [after - before for before, after in pairwise(problem.starts)]
+    places = sorted({*stores, *leaves, *fetches, *uses})
     free: dict[tuple[str, bool], float] = defaultdict(float)
     over: dict[_Copy, float] = {}
-    now = 0.0
+    step = problem.starts[-1] - problem.starts[0]
+    end = 0.0
     for _ in range(2):
-        since, stall = now, 0.0
+        since, stall = end, 0.0
         waits: dict[tuple[int, int], float] = {}
-        arrives, starts = [], []
-        for at in range(n):
-            arrives.append(now - since)
+        late_by: list[float] = []
+        for at in places:
+            now = since + (problem.starts[at] - problem.starts[0]) + stall
             for begins, ends in ((stores, leaves), (fetches, uses)):
                 for _, _, copy, link, taken in begins.get(at, ()):
                     free[link] = over[copy] = max(now, free[link]) + taken
@@ -119,10 +119,29 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
                         stall += late
                         now += late
                         waits[copy[:2]] = waits.get(copy[:2], 0.0) + late
-            starts.append(now - since)
-            now += seconds[at]
-    end = now - since
-    return Replayed(end, stall, waits, (*arrives, end), (*starts, end))
+            late_by.append(stall)
+        end = since + step + stall
+    arrives, starts = _stretched(problem.starts, places, late_by)
+    return Replayed(end - since, stall, waits, arrives, starts)
+
+
+def _stretched(
+    starts: Sequence[float], places: list[int], late_by: list[float]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """When the host comes to each node and when it starts: `late_by` are the stalls up to each of the places."""
+    arrives: list[float] = []
+    begins: list[float] = []
+    before, first = 0.0, 0
+    for place, late in zip([*places, len(starts)], [*late_by, 0.0], strict=True):
+        between = [start - starts[0] + before for start in starts[first:place]]
+        arrives += between
+        begins += between
+        if place < len(starts):
+            at = starts[place] - starts[0]
+            arrives.append(at + before)
+            begins.append(at + late)
+            before, first = late, place + 1
+    return tuple(arrives), tuple(begins)
 
 
 _Copy = tuple[int, int, bool]

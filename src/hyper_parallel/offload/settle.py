@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
+from hyper_parallel.offload.gaps import Ints
 from hyper_parallel.offload.layout import Layout
 from hyper_parallel.offload.problem import Problem
 
@@ -50,36 +52,37 @@ def settle(problem: Problem, layout: Layout) -> bool:
     """Of each row, when its fetch is over."""
     gone: set[int] = set()
     away, now = 0, 0.0
+    eventful = {*fetch, *begin, *use}
+    # The store that is over next, when that is, and the place before which it must have left.
+    head, soonest, gives_up = _next(under)
     for at in range(2 * n):
-        node = at % n
-        for row in fetch.get(node, ()):
-            if row in gone:
-                gone.discard(row)
-                away -= sizes[row]
-        for row in begin.get(node, ()):
-            space = spaces[row]
-            out[space] = max(now, out[space]) + float(gaps.out[space, row])
-            last = at + int(layout.fetch[row] - gaps.after[row]) - 1
-            under[space].append(_Under(out[space], row, at, last))
-        while True:
-            ready = [queue[0] for queue in under if queue]
-            if not ready:
-                break
-            soonest = min(ready, key=lambda one: (one.over, one.row))
-            if not (soonest.over <= now or away < over[node] or at >= soonest.gives_up):
-                break
-            under[spaces[soonest.row]].popleft()
-            if at > soonest.gives_up:
-                continue
-            now = max(now, soonest.over)
-            gone.add(soonest.row)
-            away += sizes[soonest.row]
-            left[soonest.row] = int(gaps.after[soonest.row]) + at - soonest.begun
-        for row in fetch.get(node, ()):
-            space = spaces[row]
-            here[row] = back[space] = max(now, back[space]) + float(gaps.back[space, row])
-        for row in use.get(node, ()):
-            now = max(now, here.get(row, 0.0))
+        node = at if at < n else at - n
+        event = node in eventful
+        if event:
+            for row in fetch.get(node, ()):
+                if row in gone:
+                    gone.discard(row)
+                    away -= sizes[row]
+            for row in begin.get(node, ()):
+                space = spaces[row]
+                out[space] = max(now, out[space]) + float(gaps.out[space, row])
+                last = at + int(layout.fetch[row] - gaps.after[row]) - 1
+                under[space].append(_Under(out[space], row, at, last))
+                head, soonest, gives_up = _next(under)
+        while head is not None and (soonest <= now or away < over[node] or at >= gives_up):
+            under[spaces[head.row]].popleft()
+            if at <= gives_up:
+                now = max(now, soonest)
+                gone.add(head.row)
+                away += sizes[head.row]
+                left[head.row] = int(gaps.after[head.row]) + at - head.begun
+            head, soonest, gives_up = _next(under)
+        if event:
+            for row in fetch.get(node, ()):
+                space = spaces[row]
+                here[row] = back[space] = max(now, back[space]) + float(gaps.back[space, row])
+            for row in use.get(node, ()):
+                now = max(now, here.get(row, 0.0))
         now += seconds[node]
     was = layout.leave.copy()
     for row, place in left.items():
@@ -92,7 +95,16 @@ def settle(problem: Problem, layout: Layout) -> bool:
     return False
 
 
-def _without(layout: Layout) -> np.ndarray:
+def _next(under: list[deque[_Under]]) -> tuple[_Under | None, float, int]:
+    """The store that is over next, with when that is and where it gives up; nobody is never over."""
+    ready = [queue[0] for queue in under if queue]
+    if not ready:
+        return None, inf, 0
+    found = ready[0] if len(ready) == 1 else min(ready, key=lambda one: (one.over, one.row))
+    return found, found.over, found.gives_up
+
+
+def _without(layout: Layout) -> Ints:
     """Live bytes at each node if nobody left who has to be stored."""
     gaps, n = layout.gaps, layout.gaps.nodes
     change = np.zeros(2 * n + 1, dtype=np.int64)
@@ -100,5 +112,5 @@ def _without(layout: Layout) -> np.ndarray:
     np.add.at(change, layout.leave[rows], gaps.bytes[rows])
     np.subtract.at(change, layout.fetch[rows], gaps.bytes[rows])
     here = np.cumsum(change[: 2 * n])
-    found: np.ndarray = layout.live + here[:n] + here[n:]
+    found: Ints = layout.live + here[:n] + here[n:]
     return found
