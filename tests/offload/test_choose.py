@@ -11,6 +11,7 @@ import pytest
 
 from harness.memory_problems import SMALL, drawn, llama, spaces, under
 from hyper_parallel.errors import BudgetError
+from hyper_parallel.offload.bound import least_seconds
 from hyper_parallel.offload.check import check_moves
 from hyper_parallel.offload.choose import choose
 from hyper_parallel.offload.moves import Plan, replay
@@ -125,3 +126,11 @@ def test_copies_hide_where_there_is_time() -> None:
     quick = checked(under(llama(SMALL, 400.0), 0.5))
     slow = checked(under(llama(SMALL, 1.0), 0.5))
     assert quick.stall == 0.0 < slow.stall
+
+
+def test_near_the_bound_that_no_plan_can_beat() -> None:
+    pytest.importorskip("highspy")
+    problem = under(llama(SMALL, 0.5), 0.7)
+    bound = least_seconds(problem)
+    assert bound > 1.2 * problem.starts[-1]
+    assert bound <= choose(problem).seconds <= 1.035 * bound
