@@ -16,8 +16,10 @@ can mask more than min(1, T_comp / T_comm).
 
 On workers. The step of a small Llama, its collectives real, over loopback between local gloo workers; in place of its
 kernels the worker sleeps for as long as they would take on a made-up device, which leaves the cores to gloo. The same
-collectives are timed on the same workers first, and the simulation is given these times. Masking by blocked time is the
-share of the collectives' time that no wait was blocked for.
+collectives are timed on the same workers, in turns with the schedules, and each collective of the simulation takes one
+of these times, drawn for its kind and size: a late one is waited for and an early one wins nothing, which their mean
+does not know. Simulated and measured are medians over steps. Masking by blocked time is the share of the collectives'
+time that no wait was blocked for.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import statistics
 import time
@@ -21,19 +22,23 @@ from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.cluster.measured import CollectiveTable
 from hyper_parallel.compat import collectives
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
-from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph import StepGraph, lower
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.overlap import Usual, overlap
 from hyper_parallel.overlap.arrange import COMPUTE
 from hyper_parallel.overlap.choose import simulated
 from hyper_parallel.overlap.jobs import Prices, jobs_of
-from hyper_parallel.program import Collective
+from hyper_parallel.program import Collective, Timeline
+from hyper_parallel.simulate.costs import Costs, Leg
+from hyper_parallel.simulate.engine import Run
 from hyper_parallel.train.optimizer import build_optimizer
 from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.schedule import schedule
 from hyper_parallel.train.whole_step import BatchShape, capture_step
 
-WORLD, REPEATS = 2, 15
+WORLD, REPEATS = 2, 11
+DRAWS = 25
+"""Steps that are simulated."""
 COMPUTE_TO_COMMUNICATION = 1.5
 """What the made-up device is made to take for its kernels."""
 
@@ -47,6 +52,12 @@ def run() -> dict[str, Any]:
     processes = [context.Process(target=_worker, args=(rank, port, queue)) for rank in range(WORLD)]
     for process in processes:
         process.start()
+    while queue.empty():
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.kill()
+            raise SystemExit("a worker failed")
+        time.sleep(0.5)
     result: dict[str, Any] = queue.get()
     for process in processes:
         process.join()
@@ -67,22 +78,36 @@ def _worker(rank: int, port: int, queue: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, pg_options=options)
     step = _step()
-    cluster, spread = _cluster(step)
-    schedules = {"usual": Usual()(step), "overlap": overlap(step, cluster).step}
+    planned = _machine(step, _begun(step))
+    schedules = {"usual": Usual()(step), "overlap": overlap(step, planned).step}
+    players = {name: _Player(graph, planned) for name, graph in schedules.items()}
+    # In the step's own rhythm, with the order of the model's code, where each is waited for at once: between kernels
+    # that sleep the processors are in another state than in a row of collectives. In turns with what is compared.
+    timer = _Player(step, planned)
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in players}
+    for turn in range(REPEATS + 1):
+        timer.run()
+        for name, player in players.items():
+            runs[name].append(player.run())
+        if not turn:
+            timer.taken.clear()
+    seconds, spread = _timed(timer)
+    cluster = replace(_machine(step, seconds), device=planned.device)
     found = {}
     for name, graph in schedules.items():
-        timeline = simulated(graph, cluster, {})
-        player = _Player(graph, cluster)
-        runs = [player.run() for _ in range(REPEATS + 1)][1:]
-        taken = statistics.median(seconds for seconds, _ in runs)
-        blocked = statistics.median(blocked for _, blocked in runs)
+        timelines = _drawn(graph, cluster, timer.taken)
+        communicating = statistics.mean(timeline.communicating for timeline in timelines)
+        exposed = statistics.median(timeline.exposed for timeline in timelines)
+        taken = statistics.median(seconds for seconds, _ in runs[name][1:])
+        blocked = statistics.median(blocked for _, blocked in runs[name][1:])
         told = torch.tensor([taken, blocked])
         dist.all_reduce(told)
         taken, blocked = (told / WORLD).tolist()
         found[name] = {
-            "masked_simulated": timeline.masked.blocked,
-            "masked_measured": 1 - blocked / timeline.communicating,
-            "step_simulated_s": timeline.step,
+            "masked_simulated": 1 - exposed / communicating,
+            "masked_measured": 1 - blocked / communicating,
+            "masked_simulated_with_means": simulated(graph, cluster, {}).masked.blocked,
+            "step_simulated_s": statistics.median(timeline.step for timeline in timelines),
             "step_measured_s": taken,
         }
     if rank == 0:
@@ -100,7 +125,7 @@ def _step() -> StepGraph:
                 vocab_size=2048,
                 hidden_size=512,
                 intermediate_size=1024,
-                num_hidden_layers=6,
+                num_hidden_layers=3,
                 num_attention_heads=8,
                 max_position_embeddings=1024,
             )
@@ -109,33 +134,52 @@ def _step() -> StepGraph:
     hp.parallelize(model, hp.Strategy.model_validate(strategy), lowering="traceable")
     plan = schedule(ScheduleConfig(name="constant"), 10)
     recipe = Recipe(model, hp.sharded(model), build_optimizer(model, AdamWConfig(lr=1e-3)), plan, clip=1.0)
-    return capture_step(recipe, BatchShape(((2, 512),) * 2, (False,) * 2))
+    return capture_step(recipe, BatchShape(((8, 1024),) * 2, (False,) * 2))
 
 
-def _cluster(step: StepGraph) -> tuple[Cluster, float]:
-    """A made-up device, and links as these workers' collectives are, and the mean spread of their times.
-
-    Each collective is timed in the step's own rhythm, with the order of the model's code, where each is waited for at
-    once: between kernels that sleep the processors are in another state than in a row of collectives.
-    """
-    calls = sorted({(c.kind, c.bytes) for c in costs(step).values() if isinstance(c, Collective)})
+def _begun(step: StepGraph) -> dict[tuple[str, int], float]:
+    """A first idea of what each collective takes, (kind, bytes) to seconds: ten in a row."""
     begun = {}
-    for kind, size in calls:
+    for kind, size in sorted({(c.kind, c.bytes) for c in costs(step).values() if isinstance(c, Collective)}):
         started, given = time.perf_counter(), torch.ones(size // 4)
         for _ in range(10):
             collectives.waited(_begin(kind, given))
         begun[kind, size] = _slowest((time.perf_counter() - started) / 10)
-    player = _Player(step, _machine(step, begun))
-    player.run()
-    player.taken.clear()
-    for _ in range(REPEATS):
-        player.run()
+    return begun
+
+
+def _timed(timer: _Player) -> tuple[dict[tuple[str, int], float], float]:
+    """What each collective took, and the mean spread: the distance of the quartiles over the median."""
     seconds, spreads = {}, []
-    for call in calls:
-        quarter, median, third = statistics.quantiles(player.taken[call], n=4)
-        seconds[call] = _slowest(statistics.mean(player.taken[call]))
+    for call in sorted(timer.taken):
+        quarter, median, third = statistics.quantiles(timer.taken[call], n=4)
+        seconds[call] = _slowest(statistics.mean(timer.taken[call]))
         spreads.append((third - quarter) / median)
-    return _machine(step, seconds), _slowest(statistics.mean(spreads))
+    return seconds, _slowest(statistics.mean(spreads))
+
+
+class _Drawn(Costs):
+    """A cluster on which a collective takes one of the times that were measured for its kind and size."""
+
+    def __init__(self, cluster: Cluster, taken: dict[tuple[str, int], list[float]], seed: int) -> None:
+        super().__init__(cluster)
+        self._taken, self._draw = taken, random.Random(seed)
+
+    def legs(self, call: Collective) -> tuple[Leg, ...]:
+        times = self._taken.get((call.kind, call.bytes))
+        if not times:  # a bucket of several, of which none was timed: the line through those that were
+            return super().legs(call)
+        return (Leg(0.0, self._draw.choice(times), (("link:node", 1.0),)),)
+
+
+def _drawn(graph: StepGraph, cluster: Cluster, taken: dict[tuple[str, int], list[float]]) -> list[Timeline]:
+    """Steps of the simulator, each collective with a time of its own: those that are late are waited for, and those
+    that are early win nothing, which a simulation with means does not know."""
+    program = lower({"all": graph}, dict.fromkeys(range(WORLD), "all"), views=False)
+    return [
+        Timeline(program, Run(program, _Drawn(cluster, taken, seed)).spans(), predicted=True, device="sleeps")
+        for seed in range(DRAWS)
+    ]
 
 
 def _slowest(seconds: float) -> float:

@@ -37,5 +37,10 @@ class Observer(TorchDispatchMode):
                 key = id(storage)
                 if key not in self._known:
                     self._known[key] = weakref.ref(storage, lambda _, key=key: self._known.pop(key))
-        alive = [reference() for reference in list(self._known.values())]
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive if storage is not None))
+        self.peak = max(self.peak, self.alive)
+
+    @property
+    def alive(self) -> int:
+        """Bytes now."""
+        there = [reference() for reference in list(self._known.values())]
+        return sum(storage.nbytes() for storage in there if storage is not None)

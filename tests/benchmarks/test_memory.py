@@ -10,8 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import budget
 import memory
 import torch
+from observer import Observer
 
 from hyper_parallel.strategy import Strategy
 
@@ -28,7 +30,7 @@ def test_the_predicted_peak_is_exact(model: str, strategy: dict[str, Any]) -> No
 
 def test_the_observer_counts_a_storage_once_and_until_it_is_gone() -> None:
     x = torch.zeros(100)
-    with memory.Live([x]) as live:
+    with Observer([x]) as live:
         y = x + 1
         view = y[50:]
         del y
@@ -36,4 +38,13 @@ def test_the_observer_counts_a_storage_once_and_until_it_is_gone() -> None:
         del view
         assert live.alive == 400
         _ = x * 2
+        x.untyped_storage().resize_(0)
+        assert live.alive == 0
     assert live.peak == 800
+
+
+def test_a_case_of_the_budget_benchmark_holds() -> None:
+    case = {**budget.draw(3), "layers": 1, "positions": 32, "share": 0.2, "tiers": ("host", "flash")}
+    row = budget.run_case(case)
+    assert budget.check(row) == []
+    assert row["moved"] > 0

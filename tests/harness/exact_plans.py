@@ -12,7 +12,7 @@ from hyper_parallel.offload.problem import Held, Problem
 
 
 def long_run(problem: Problem, moves: Iterable[Move], steps: int = 60) -> float:
-    """Seconds of a step once the plan's steps repeat. Written beside `moves.replay`, which stops after two steps."""
+    """Seconds of a step once the plan's steps repeat. Written beside `moves.replay`."""
     n, moves = problem.nodes, list(moves)
     held = {one.storage: one for one in problem.held}
     rates = {space.name: (space.out, space.back) for space in problem.spaces}

@@ -20,6 +20,10 @@ from dataclasses import dataclass
 
 from hyper_parallel.offload.problem import Problem
 
+_STEPS = 16
+_NOTHING = 1e-12
+"""Seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -74,7 +78,8 @@ class Plan:
 
 
 def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
-    """Run two steps on paper; the second one counts, in which copies of the first may still be under way."""
+    """Run steps on paper until they repeat, since copies of one may still be under way in the next; the mean of those
+    that repeat counts, or the last one where none did in `_STEPS`."""
     n = problem.nodes
     spaces = {space.name: space for space in problem.spaces}
     # By place: (how soon it is waited for, storage, copy, link, seconds), and the copies that are waited for.
@@ -103,8 +108,10 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
     free: dict[tuple[str, bool], float] = defaultdict(float)
     over: dict[_Copy, float] = {}
     step = problem.starts[-1] - problem.starts[0]
-    end = 0.0
-    for _ in range(2):
+    end, seconds = 0.0, step
+    # What is still under way when a step begins, as seconds that it will take, decides how it goes.
+    seen: list[tuple[float, dict[_Copy, float]]] = [(0.0, {})]
+    while len(seen) <= _STEPS:
         since, stall = end, 0.0
         waits: dict[tuple[int, int], float] = {}
         late_by: list[float] = []
@@ -121,8 +128,15 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
                         waits[copy[:2]] = waits.get(copy[:2], 0.0) + late
             late_by.append(stall)
         end = since + step + stall
+        left = {copy: round(until - end, 12) for copy, until in over.items() if until - end > _NOTHING}
+        known = next((at for at, (_, before) in enumerate(seen) if before == left), None)
+        if known is not None:
+            seconds = (end - seen[known][0]) / (len(seen) - known)
+            break
+        seen.append((end, left))
+        seconds = end - since
     arrives, starts = _stretched(problem.starts, places, late_by)
-    return Replayed(end - since, stall, waits, arrives, starts)
+    return Replayed(seconds, max(0.0, seconds - step), waits, arrives, starts)
 
 
 def _stretched(
