@@ -115,6 +115,11 @@ class Backend(ABC):
         """Begin a new peak at what is held now. Without effect where the system does not allow it."""
 
     @abstractmethod
+    def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy uint8 [n] to uint8 [n], between the device and the host, in the order of the current stream. It starts
+        no threads."""
+
+    @abstractmethod
     def return_memory(self) -> None:
         """From now on large blocks that tensors let go return to the system at once, where the allocator keeps them
         otherwise, so that this process holds what its tensors hold."""

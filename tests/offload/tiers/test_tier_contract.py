@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.compat import backend
+from hyper_parallel.compat.cpu import CpuBackend
 from hyper_parallel.errors import TierError
 from hyper_parallel.offload.tiers import FlashTier, HostTier, PoolTier, Tier, copies, measure
 
@@ -131,8 +132,10 @@ def test_another_plan_waits_for_copies_under_way(make: Make, monkeypatch: pytest
     tier, count = make(), 20 * MiB
     tier.reserve({0: MiB, 1: count, 2: count})
     tier.begin_write(1, noise(count, 1)).wait()
-    gate, copied = threading.Event(), Tensor.copy_
-    monkeypatch.setattr(Tensor, "copy_", lambda *args, **more: (gate.wait(), copied(*args, **more))[1])
+    gate, copied = threading.Event(), CpuBackend.copy_bytes
+    monkeypatch.setattr(
+        CpuBackend, "copy_bytes", lambda *args, **more: (gate.wait(), copied(*args, **more))[1]
+    )
     y = torch.zeros(count, dtype=torch.uint8)
     read, write = tier.begin_read(1, y), tier.begin_write(2, noise(count, 2))
     timer = threading.Timer(0.1, gate.set)
@@ -150,8 +153,10 @@ def test_a_plan_without_a_slot_waits_until_it_is_read(make: Make, monkeypatch: p
     tier, count = make(), 20 * MiB
     tier.reserve({1: count})
     tier.begin_write(1, noise(count, 1)).wait()
-    gate, copied = threading.Event(), Tensor.copy_
-    monkeypatch.setattr(Tensor, "copy_", lambda *args, **more: (gate.wait(), copied(*args, **more))[1])
+    gate, copied = threading.Event(), CpuBackend.copy_bytes
+    monkeypatch.setattr(
+        CpuBackend, "copy_bytes", lambda *args, **more: (gate.wait(), copied(*args, **more))[1]
+    )
     y = torch.zeros(count, dtype=torch.uint8)
     read = tier.begin_read(1, y)
     timer = threading.Timer(0.1, gate.set)
@@ -194,8 +199,10 @@ def test_a_slot_gives_back_only_what_was_written(make: Make) -> None:
 def test_a_wait_has_a_time_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, gate = make(time_limit=0.2), threading.Event()
     tier.reserve({0: 100})
-    copied = Tensor.copy_
-    monkeypatch.setattr(Tensor, "copy_", lambda *args, **more: (gate.wait(), copied(*args, **more))[1])
+    copied = CpuBackend.copy_bytes
+    monkeypatch.setattr(
+        CpuBackend, "copy_bytes", lambda *args, **more: (gate.wait(), copied(*args, **more))[1]
+    )
     pending = tier.begin_write(0, noise(100))
     assert not pending.done()
     try:
@@ -223,7 +230,7 @@ def test_a_copy_that_fails_says_so_and_so_does_what_relies_on_it(
     def broken(*args: object, **more: object) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(Tensor, "copy_", broken)
+    monkeypatch.setattr(CpuBackend, "copy_bytes", broken)
     pending = tier.begin_write(0, noise(100))
     with pytest.raises(TierError, match="the device is lost"):
         pending.wait()

@@ -87,11 +87,11 @@ class FlashTier:
         place = self._slots.for_write(slot, x)
         copy = Copy(f"writing slot {slot} of the flash tier", place.first, x, self._limit, self._backend)
         copy.sums = [0] * len(_parts(place.bytes))
-        file = self._file
+        file, move = self._file, self._backend.copy_bytes
 
         def carry(buffer: torch.Tensor, stream: Stream, index: int, part: Place) -> None:
             padded = buffer[: _whole(part.bytes)]
-            stream.run(lambda: padded[: part.bytes].copy_(x[part.first : part.last], non_blocking=True))
+            stream.run(lambda: move(padded[: part.bytes], x[part.first : part.last]))
             padded[part.bytes :] = 0
             stream.synchronize()
             copy.sums[index] = checksum(padded)
@@ -106,12 +106,12 @@ class FlashTier:
         self._check_open()
         place, source = self._slots.for_read(slot, x)
         copy = Copy(f"reading slot {slot} of the flash tier", place.first, x, self._limit, self._backend)
-        file = self._file
+        file, move = self._file, self._backend.copy_bytes
 
         def carry(buffer: torch.Tensor, stream: Stream, index: int, part: Place) -> None:
             padded, at = buffer[: _whole(part.bytes)], place.first + part.first
             _checked(file, padded, at, slot, source.sums[index])
-            stream.run(lambda: x[part.first : part.last].copy_(padded[: part.bytes], non_blocking=True))
+            stream.run(lambda: move(x[part.first : part.last], padded[: part.bytes]))
             stream.synchronize()
 
         self._begin(copy, self._back, carry, source)

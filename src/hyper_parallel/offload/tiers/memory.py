@@ -124,9 +124,9 @@ class MemoryTier(ABC):
                 other.hold()
             there = self._memory[place.first : place.last]
             if source is None:
-                there.copy_(x, non_blocking=True)
+                self._backend.copy_bytes(there, x)
             else:
-                x.copy_(there, non_blocking=True)
+                self._backend.copy_bytes(x, there)
 
         (self._out if source is None else self._back).run(lambda: copy.attempt(work))
         return copy
