@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from hyper_parallel.compat.backend import Backend
@@ -73,8 +72,10 @@ class CpuBackend(Backend):
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to VmRSS
 
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # Not `copy_`, which gives each thread that calls it threads of its own, with 8 MiB of stack each.
-        np.copyto(target.numpy(), source.numpy())
+        # Not `copy_`, which gives each thread that calls it threads of its own, with 8 MiB of stack each; and not by
+        # way of `numpy()`, after which a storage cannot be resized. Other threads run meanwhile.
+        assert target.numel() == source.numel(), f"{source.numel()} bytes to {target.numel()}"
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
     def return_memory(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # another C library than glibc

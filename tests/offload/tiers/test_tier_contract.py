@@ -257,3 +257,14 @@ def test_rates_are_of_both_ways_and_leave_the_tier_empty(make: Make) -> None:
         assert rate.latency >= 0
     with pytest.raises(TierError, match="no slot 0"):
         tier.begin_write(0, noise(1))
+
+
+def test_what_was_copied_can_lose_its_memory_and_get_it_back(make: Make) -> None:
+    tier, x = make(), noise(100_000)
+    tier.reserve({0: x.numel()})
+    for _ in range(2):
+        tier.begin_write(0, x).wait()
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(100_000)
+        tier.begin_read(0, x).wait()
+    assert torch.equal(x, noise(100_000))
