@@ -78,39 +78,41 @@ def _sweep(problem: Problem, gaps: Gaps, base: Ints, budget: int) -> Layout | No
 
 
 def refusal(problem: Problem, floor: int) -> BudgetError:
-    """Why a budget cannot be met."""
+    """Why a budget cannot be met, and what would do."""
     needed = problem.needed()
     working_set = max(needed, default=0)
-    node = needed.index(working_set)
-    told = [
-        f"the budget of {format_bytes(problem.budget)} ({problem.budget:,} bytes) is too small for this step: "
-        f"at least {floor:,} bytes ({format_bytes(floor)}) are needed"
+    lines = [
+        f"the budget of {format_bytes(problem.budget)} is too small for this step: at least {floor:,} bytes "
+        f"({format_bytes(floor)}) are needed",
+        f"{format_bytes(working_set)} are in use at once, below which no plan comes: "
+        f"{', '.join(_in_use(problem, needed.index(working_set), working_set))}",
     ]
-    there = [held for held in problem.held if _is_there(problem, held, node)]
-    there.sort(key=lambda held: (-held.bytes, held.storage))
-    workspace = sum(taken.bytes for taken in problem.taken if taken.first <= node <= taken.last)
-    parts = [
-        f"{held.name or f'storage {held.storage}'} ({held.kind}, {format_bytes(held.bytes)})"
-        for held in there
-    ]
-    more = sum(held.bytes for held in there[SHOWN:])
-    listed = parts[:SHOWN]
-    if more:
-        listed.append(f"{len(there) - SHOWN} more ({format_bytes(more)})")
-    if workspace:
-        listed.append(f"workspaces ({format_bytes(workspace)})")
-    told.append(
-        f"node {node} of {problem.nodes} uses {format_bytes(working_set)} at once, the working set below which no "
-        f"plan comes: {', '.join(listed)}"
-    )
     if floor > working_set:
         rooms = ", ".join(f"{space.name} {format_bytes(space.bytes)}" for space in problem.spaces) or "none"
-        told.append(
-            f"the {format_bytes(floor - working_set)} beyond it stay here because other memory has no room for them "
-            f"(room: {rooms}); with that much more of it the working set would do"
+        lines.append(
+            f"{format_bytes(floor - working_set)} more stay on the device because other memory has no room for them "
+            f"({rooms}), and with that much more of it the least would do"
         )
-    told.append(f"give the device {format_bytes(floor)} or more, or make the step smaller")
-    return BudgetError("; ".join(told))
+    lines.append(
+        f"set memory.device to {format_bytes(floor)} or more, or make the step smaller, for example by "
+        "train.micro_batch or train.loss.chunk"
+    )
+    return BudgetError("; ".join(lines))
+
+
+def _in_use(problem: Problem, node: int, working_set: int) -> list[str]:
+    """What is there at a node whatever the plan, the largest first."""
+    there = [held for held in problem.held if _is_there(problem, held, node)]
+    there.sort(key=lambda held: (-held.bytes, held.storage))
+    shown = [held for held in there[:SHOWN] if held.bytes >= working_set / 100]
+    listed = [f"{held.name or 'a tensor'} ({held.kind}, {format_bytes(held.bytes)})" for held in shown]
+    others = there[len(shown) :]
+    if others:
+        listed.append(f"{len(others)} more ({format_bytes(sum(held.bytes for held in others))})")
+    workspace = sum(taken.bytes for taken in problem.taken if taken.first <= node <= taken.last)
+    if workspace:
+        listed.append(f"workspaces ({format_bytes(workspace)})")
+    return listed
 
 
 def _is_there(problem: Problem, held: Held, node: int) -> bool:

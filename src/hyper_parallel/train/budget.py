@@ -62,6 +62,8 @@ class Budget:
         """Of the slots of all graphs."""
         self._used = 0
         self._current: Runtime | None = None
+        self.plans: list[str] = []
+        """What each graph's plan comes to, in a line."""
         self._settled: set[str] = set()
         self._stalled = 0.0
 
@@ -81,6 +83,7 @@ class Budget:
             here = self._places[name] = self._places[name].beside(found.places[name])
             tier.reserve(here.sizes, here.offsets)
         log.info("%s (planned in %.1f s)", found, time.perf_counter() - begun)
+        self.plans.append(str(found))
         return Runtime(found.step, self._tiers)
 
     def forget(self) -> None:

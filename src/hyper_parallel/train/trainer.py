@@ -172,7 +172,8 @@ class _Run:
         if self.leads:
             self.progress = Progress(self.start, self.config.train.steps)
             self.trackers = self._open_files()
-        for note in notes:
+        plans = self.built.budget.plans if self.built.budget is not None else []
+        for note in (*plans, *notes):
             self._note(note)
 
     def _train(self) -> Summary:

@@ -106,14 +106,12 @@ def test_who_asks_for_too_little_is_told_what_is_in_use_at_once() -> None:
 
 def test_too_little_room_elsewhere_is_named_and_by_how_much() -> None:
     problem = replace(llama(), budget=0, spaces=spaces(4.0, host=10 * 2**20))
-    with pytest.raises(
-        BudgetError, match=r"other memory has no room for them \(room: host 10.0 MiB\)"
-    ) as caught:
+    with pytest.raises(BudgetError, match=r"other memory has no room for them \(host 10.0 MiB\)") as caught:
         choose(problem)
     floor = choose(llama_with_room(problem)).floor
     assert f"at least {floor:,} bytes" in str(caught.value)
     assert max(problem.profile()) - floor <= 10 * 2**20
-    with pytest.raises(BudgetError, match="room: none"):
+    with pytest.raises(BudgetError, match=r"room for them \(none\)"):
         choose(replace(problem, spaces=()))
 
 
