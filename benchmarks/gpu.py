@@ -1,9 +1,10 @@
 """Everything that only an accelerator can show, in one call: python benchmarks/gpu.py
 
 First correctness, each against the CPU or against one device: families and strategies, the step's graph and the graph
-compiled beside eager steps, streams and events, copies through pinned memory, a checkpoint written while the step goes
-on. Then measurements: our one-device step beside a plain eager loop on a wider Llama in bf16, its MFU and memory, the
-graph and the compiled graph beside eager steps, the bandwidth of copies. A failed check ends with 1.
+compiled beside eager steps, steps within a memory budget, streams and events, copies through pinned memory, a
+checkpoint written while the step goes on. Then measurements: our one-device step beside a plain eager loop on a wider
+Llama in bf16, its MFU and memory, the graph and the compiled graph beside eager steps, the bandwidth of copies. A failed
+check ends with 1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_budget import check_budgets
 from gpu_engines import batch_of, check_engines, measure_engines, recipe_of, step_of
 from measure import paired_ratio, timed_on, write
 from rich.console import Console
@@ -288,6 +290,7 @@ def main() -> int:
     checks += check_streams(backend, device) + check_checkpoint(device)
     copied, rates = check_copies(backend, device)
     checks += copied
+    checks += check_budgets(backend, device, FAMILIES, names)
     console = Console(width=120)
     table = Table("check", "", "worst")
     for name, passed, note in checks:
