@@ -3,8 +3,9 @@
 First correctness, each against the CPU or against one device: families and strategies, the step's graph and the graph
 compiled beside eager steps, steps within a memory budget, streams and events, copies through pinned memory, a
 checkpoint written while the step goes on. Then measurements: our one-device step beside a plain eager loop on a wider
-Llama in bf16, its MFU and memory, the graph and the compiled graph beside eager steps, the bandwidth of copies. A failed
-check ends with 1.
+Llama in bf16, its MFU and memory, the graph and the compiled graph beside eager steps, the bandwidth of copies.
+
+A failed check ends with 1.
 """
 
 from __future__ import annotations
