@@ -13,7 +13,7 @@ from tiny_run import LLAMA, metrics, run, run_config
 from harness import run_ranks
 from hyper_parallel.data import PackedText
 from hyper_parallel.errors import BudgetError, CaptureError
-from hyper_parallel.train import engine
+from hyper_parallel.train.whole_step import capture_step
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MOE = {**LLAMA, "num_experts_per_tok": 2}
@@ -123,6 +123,23 @@ def test_what_cannot_be_captured_is_refused_and_not_run_over_the_budget(
         raise CaptureError("line 7 asks for a value")
 
     monkeypatch.setattr("hyper_parallel.train.graphs.capture_step", refuses)
-    assert engine is not None
     with pytest.raises(BudgetError, match="line 7 asks for a value"):
         run_engine(0, folder, "refuses", "graph", _with_budget(folder, {}, "1GiB", "host"))
+
+
+def test_a_later_batch_without_a_graph_ends_the_run_and_not_the_budget(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedText, "several", None)  # each batch is looked at
+    captured = []
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if captured:
+            raise CaptureError("line 9 asks for a value")
+        captured.append(True)
+        return capture_step(*args, **kwargs)
+
+    monkeypatch.setattr("hyper_parallel.train.graphs.capture_step", once)
+    sections = _with_budget(folder, {"data": packed_text(folder)}, 600_000, "host")
+    with pytest.raises(BudgetError, match="line 9 asks for a value"):
+        run_engine(0, folder, "later", "graph", sections)

@@ -19,6 +19,7 @@ from hyper_parallel.train.graphs import (
     ELSEWHERE_UNCOMPILED,
     Graphs,
     eagerly,
+    over_budget,
     shadow_of,
     uncompiled_because,
 )
@@ -49,7 +50,7 @@ def try_graph(
     except Exception as error:
         why = f"the step cannot be captured: the model cannot be copied: {error}"
         if config.effective_strategy.memory.device is not None:
-            raise BudgetError(f"strategy.memory.device: {why}") from error
+            raise BudgetError(over_budget(why)) from error
         log.warning("%s", eagerly(why))
         return None, None
     parallelize(shadow, config.effective_strategy, lowering="traceable")
@@ -95,10 +96,7 @@ def _refused(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> b
 
 def _begin(budget: Budget, graphs: Graphs, shape: BatchShape, refused: bool) -> None:
     if refused:
-        raise BudgetError(
-            f"strategy.memory.device: {graphs.refused or ELSEWHERE}\nA budget needs the step's graph; leave the budget "
-            "out to run eagerly, with as much memory as it takes"
-        )
+        raise BudgetError(over_budget(graphs.refused or ELSEWHERE))
     runtime = graphs[shape].runtime
     assert runtime is not None
     budget.begin(runtime)

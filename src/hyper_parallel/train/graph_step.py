@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.compat import is_out_of_memory
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import BudgetError, HyperParallelError
 from hyper_parallel.launch import logs
 from hyper_parallel.train.batches import StepBatch
-from hyper_parallel.train.graphs import ELSEWHERE, Graphs, eagerly
+from hyper_parallel.train.graphs import ELSEWHERE, Graphs, eagerly, over_budget
 from hyper_parallel.train.guard import non_finite, not_finite
 from hyper_parallel.train.out_of_memory import post_mortem
 from hyper_parallel.train.profiling import Profiling
@@ -95,6 +95,8 @@ class GraphStepper:
 
     def _take(self, batch: StepBatch, tokens: Tensor, graph_ends: bool) -> None:
         self._batch, self._tokens = batch, tokens
+        if graph_ends and self._graphs.budget is not None:
+            raise BudgetError(over_budget(self._graphs.refused or ELSEWHERE))
         if graph_ends:
             log.warning("%s", eagerly(self._graphs.refused or ELSEWHERE))
             self._eager = Stepper(self._recipe)

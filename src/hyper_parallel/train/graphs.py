@@ -161,6 +161,14 @@ def eagerly(why: str) -> str:
     )
 
 
+def over_budget(why: str) -> str:
+    """What is said when a step has no graph although it is to stay within a budget, and `why`."""
+    return (
+        f"strategy.memory.device: {why}\nA budget needs the step's graph; leave the budget out to run eagerly, with as "
+        "much memory as it takes"
+    )
+
+
 def _described(shape: BatchShape) -> str:
     sizes = " + ".join(
         f"{rows} × {length}{', packed' if packed else ''}"
