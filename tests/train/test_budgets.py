@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import Ran, differences, of_graph, packed_text, run_engine
 from tiny_run import LLAMA, metrics, run, run_config
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness import run_ranks
+from hyper_parallel.compat import absent
 from hyper_parallel.data import PackedText
 from hyper_parallel.errors import BudgetError, CaptureError
 from hyper_parallel.train.whole_step import capture_step
@@ -143,3 +146,16 @@ def test_a_later_batch_without_a_graph_ends_the_run_and_not_the_budget(
     sections = _with_budget(folder, {"data": packed_text(folder)}, 600_000, "host")
     with pytest.raises(BudgetError, match="line 9 asks for a value"):
         run_engine(0, folder, "later", "graph", sections)
+
+
+def test_a_model_of_ones_own_has_its_values_after_the_run(folder: Path) -> None:
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    trained = []
+    for name, sections in (("own", {}), ("own-budget", _with_budget(folder, {}, 400_000, "host"))):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **settings))
+        run_engine(0, folder, name, "graph", sections, model=lambda model=model: model)
+        trained.append(dict(model.named_parameters()))
+    free, within = trained
+    assert all(torch.equal(free[name], within[name]) for name in free)
+    assert not absent._keepers

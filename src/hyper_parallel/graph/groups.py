@@ -68,5 +68,10 @@ def group_name(node: fx.Node) -> str:
     return str(node.kwargs[_ARGUMENT] if _ARGUMENT in node.kwargs else node.args[at])
 
 
+def ranks_of(step: StepGraph) -> list[int]:
+    """The global ranks that the step's collectives join, ascending; rank 0 where there are none."""
+    return sorted({rank for _, members in step.groups.values() for rank in members} | {0})
+
+
 def _functional(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", "") == "_c10d_functional"

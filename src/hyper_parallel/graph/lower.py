@@ -107,12 +107,12 @@ class _Writer:
         """Storage to the op that allocates it."""
         self._copied: dict[int, int] = {}
         """Slot to the op of its last copy."""
-        self._slots = _Slots(step, sizes)
         self._begun: dict[fx.Node, int] = {}
         """Collective to its op."""
         self._last = -1
         """The last op on the compute queue."""
         found = lifetimes(step, sizes)
+        self._slots = _Slots(step, found)
         nodes = sum(1 for _ in step.nodes)
         numbers: dict[int, int] = {}
         more = self._slots.first + max(step.slots, default=-1) + 1
@@ -232,11 +232,11 @@ class _Writer:
 class _Slots:
     """The slots of a step as storages of other tiers."""
 
-    def __init__(self, step: StepGraph, sizes: Mapping[Any, int] | None) -> None:
+    def __init__(self, step: StepGraph, found: list[Lifetime]) -> None:
         self._slots = step.slots
         self.first = len(step.storages)
         """The number of slot 0 as a storage."""
-        kinds = {life.storage: life.kind for life in lifetimes(step, sizes)} if step.slots else {}
+        kinds = {life.storage: life.kind for life in found} if step.slots else {}
         self._bytes = {
             slot: Bytes(
                 self.first + slot,

@@ -227,7 +227,7 @@ class _Copies:
             if slot.rest == "away":
                 wrote[slot.storage] = _AWAY
         # A copy that a step begins last is waited for in the next one.
-        last = {slot_of(node): node for node in step.nodes if is_cache(node)}
+        last = {slot_of(node): node for node in (step.nodes if step.slots else ()) if is_cache(node)}
         for number, node in last.items():
             if node.target is prefetch and step.slots[number].rest == "here":
                 wrote[step.slots[number].storage], self._coming[step.slots[number].storage] = _COMING, ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from hyper_parallel.graph import Slot, StepGraph, cache, validate, values_of
+from hyper_parallel.graph import Slot, StepGraph, cache, validate
 from hyper_parallel.graph.cache import Rest
 from hyper_parallel.graph.nouns import Value
 from hyper_parallel.offload.moves import Move
@@ -52,14 +52,13 @@ def apply(step: StepGraph, problem: Problem, moves: Iterable[Move], first: int =
     for event in events:
         numbers.setdefault((event.storage, event.space), first + len(numbers))
     made.slots = _slots(problem, events, numbers)
-    names = _Names(made)
+    names = _names(made)
     for event in events:
         after = nodes[event.place]
-        x = names.of(event.storage, event.place)
         for operator in event.operators:
             with made.graph.inserting_before(after):
                 slot = numbers[event.storage, event.space]
-                moved = made.graph.call_function(operator, (x, slot, event.space))
+                moved = made.graph.call_function(operator, (names[event.storage], slot, event.space))
             moved.meta = {"phase": after.meta["phase"], "module": after.meta["module"], "recomputed": False}
     validate(step, made)
     return made
@@ -99,23 +98,11 @@ def _rest(events: list[_Event]) -> Rest:
     return "away" if first is cache.prefetch else "here"
 
 
-class _Names:
-    """A node to name a storage by."""
-
-    def __init__(self, step: StepGraph) -> None:
-        self._found: dict[int, list[tuple[int, fx.Node]]] = defaultdict(list)
-        for node in step.placeholders:
-            self._add(-1, node)
-        for at, node in enumerate(step.nodes):
-            self._add(at, node)
-
-    def _add(self, at: int, node: fx.Node) -> None:
-        if isinstance(node.meta.get("value"), Value):
-            for value in values_of(node):
-                self._found[value.storage].append((at, node))
-
-    def of(self, storage: int, place: int) -> fx.Node:
-        """The first node that gives a value in it, which is there before `place`."""
-        at, node = self._found[storage][0]
-        assert at < place, f"storage {storage} has no name yet at {place}"
-        return node
+def _names(step: StepGraph) -> dict[int, fx.Node]:
+    """Of each storage the first node that gives a value in it, by which cache operators name it."""
+    found: dict[int, fx.Node] = {}
+    for node in (*step.placeholders, *step.nodes):
+        value = node.meta.get("value")
+        if isinstance(value, Value):
+            found.setdefault(value.storage, node)
+    return found

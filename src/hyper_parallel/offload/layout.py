@@ -77,12 +77,6 @@ class Layout:
         """Which of them carry a store."""
         return self.gaps.stores(self.chosen.flags)
 
-    def copy(self) -> Layout:
-        """One that changes by itself."""
-        return Layout(
-            self.gaps, self.base, self.budget, self.chosen.copy(), self.leave.copy(), self.fetch.copy()
-        )
-
     def fits(self) -> bool:
         """Whether the budget is met everywhere."""
         return int(self.live.max(initial=0)) <= self.budget

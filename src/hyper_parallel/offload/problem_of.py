@@ -15,7 +15,7 @@ from torch import fx
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, lifetimes, values_of, workspaces
 from hyper_parallel.graph.effects import begun, touched, writes
-from hyper_parallel.graph.groups import is_wait
+from hyper_parallel.graph.groups import is_wait, ranks_of
 from hyper_parallel.graph.lower import lowered
 from hyper_parallel.graph.nouns import Kind
 from hyper_parallel.offload.problem import Busy, Held, Problem, Space, Taken
@@ -51,8 +51,7 @@ def problem_of(
 def starts_of(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int] | None = None) -> tuple[float, ...]:
     """Seconds at which each node begins where every rank runs this step, and those of its end."""
     found = lowered(step, sizes=sizes, views=False)
-    ranks = sorted({rank for _, members in step.groups.values() for rank in members} | {0})
-    program = Program({"all": found.ops}, dict.fromkeys(ranks, "all"), {"all": found.resident})
+    program = Program({"all": found.ops}, dict.fromkeys(ranks_of(step), "all"), {"all": found.resident})
     timeline = simulate(program, cluster, masking=False)
     began: dict[fx.Node, float] = {}
     for span in timeline.spans:
@@ -69,13 +68,11 @@ def starts_of(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int] | None
 def _held(step: StepGraph, sizes: Mapping[Any, int]) -> tuple[Held, ...]:
     nodes = list(step.nodes)
     uses, changed = _uses(nodes)
-    kinds = {life.storage: (life.kind, life.name or life.module) for life in lifetimes(step, sizes)}
-    bytes_of = {life.storage: life.bytes for life in lifetimes(step, sizes)}
+    lives = {life.storage: life for life in lifetimes(step, sizes)}
     returned = {value.storage for node in step.output.all_input_nodes for value in values_of(node)}
     outside = {value.storage for node in step.placeholders for value in values_of(node)}
     found = []
-    for storage in sorted(bytes_of):
-        kind, name = kinds[storage]
+    for storage, life in sorted(lives.items()):
         places = uses.get(storage, [])
         state = storage in outside
         if not places:
@@ -83,13 +80,21 @@ def _held(step: StepGraph, sizes: Mapping[Any, int]) -> tuple[Held, ...]:
             places = [(0, len(nodes) - 1)]
         movable = (
             storage not in returned
-            and bytes_of[storage] > 0
+            and life.bytes > 0
             and storage in uses
             and isinstance(step.storages[storage].bytes, int)
-            and (kind in STATE or not state)
+            and (life.kind in STATE or not state)
         )
         found.append(
-            Held(storage, bytes_of[storage], kind, _busy(places, changed[storage]), state, movable, name)
+            Held(
+                storage,
+                life.bytes,
+                life.kind,
+                _busy(places, changed[storage]),
+                state,
+                movable,
+                life.name or life.module,
+            )
         )
     return tuple(found)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hyper_parallel.cluster import Cluster
@@ -56,7 +55,7 @@ def planned(
         plan = choose(asked)
         moved = apply(step, problem, plan.moves, first)
         places = {space.name: _places(moved, space.name) for space in spaces}
-        over = {name: places[name].size - space.bytes for name, space in by_name(spaces).items()}
+        over = {space.name: places[space.name].size - space.bytes for space in spaces}
         if all(more <= 0 for more in over.values()):
             return Planned(moved, plan, problem, places)
         # Slots of different sizes leave holes between them: so much less may lie there at once.
@@ -67,11 +66,6 @@ def planned(
         f"what must leave the device fits into the memory beside it only in pieces (too large by: {told}); give it a "
         "little more, or the device"
     )
-
-
-def by_name(spaces: Iterable[Space]) -> dict[str, Space]:
-    """The spaces by their names."""
-    return {space.name: space for space in spaces}
 
 
 @dataclass(frozen=True)

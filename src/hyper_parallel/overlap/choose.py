@@ -18,7 +18,7 @@ from typing import Any
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, lifetimes
-from hyper_parallel.graph.groups import is_collective
+from hyper_parallel.graph.groups import is_collective, ranks_of
 from hyper_parallel.graph.lower import lower
 from hyper_parallel.graph.order import reorder
 from hyper_parallel.graph.passes import SCHEDULE, validate
@@ -251,8 +251,7 @@ class Overlap:
 
 def simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> Timeline:
     """What a step would take where every rank runs it."""
-    ranks = {rank for _, members in step.groups.values() for rank in members} | {0}
-    program = lower({"all": step}, dict.fromkeys(sorted(ranks), "all"), sizes=sizes, views=False)
+    program = lower({"all": step}, dict.fromkeys(ranks_of(step), "all"), sizes=sizes, views=False)
     return simulate(program, cluster)
 
 

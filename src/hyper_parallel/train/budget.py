@@ -12,19 +12,20 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.device import Device, Link
 from hyper_parallel.cluster.device import Tier as Memory
-from hyper_parallel.cluster.presets import preset_of
 from hyper_parallel.compat import absent, backend
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.offload import Runtime, Space
 from hyper_parallel.offload.rewrite import Places, planned
 from hyper_parallel.offload.tiers import FlashTier, HostTier, PoolTier, Tier, measure
 from hyper_parallel.strategy import Strategy
+from hyper_parallel.train.overlapping import cluster_of
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class Budget:
         self._current: Runtime | None = None
         self.plans: list[str] = []
         """What each graph's plan comes to, in a line."""
-        self._settled: set[str] = set()
+        self._settled: dict[str, torch.Tensor] = {}
+        """State inputs that rest where their graph wants them."""
         self._stalled = 0.0
 
     def planned(self, step: StepGraph) -> Runtime:
@@ -99,7 +101,7 @@ class Budget:
     def settle(self, name: str, tensor: torch.Tensor) -> None:
         """A state input has its values: bring it to where it rests. `absent.present` lends it from there."""
         if self._current is not None:
-            self._settled.add(name)
+            self._settled[name] = tensor
             self._current.rest(name, tensor)
 
             def lend(known: torch.Tensor, changed: bool) -> contextlib.AbstractContextManager[None]:
@@ -110,7 +112,7 @@ class Budget:
 
     def settle_others(self, state: Mapping[str, torch.Tensor]) -> None:
         """All state has its values: bring to where it rests what was not brought there yet."""
-        for name in sorted(state.keys() - self._settled):
+        for name in sorted(state.keys() - self._settled.keys()):
             self.settle(name, state[name])
 
     @contextlib.contextmanager
@@ -137,21 +139,25 @@ class Budget:
         found, self._stalled = max(0.0, now - self._stalled), now
         return found
 
+    def bring_back(self) -> None:
+        """All state has its memory and values again, whatever the budget: for a model that outlives the run."""
+        assert self._current is not None, "state was settled"
+        for name, tensor in self._settled.items():
+            self._current.bring(name, tensor)
+
     def close(self) -> None:
-        """Give the tiers back."""
+        """Give the tiers back. What was away has no values any more, unless `bring_back` came first."""
+        for tensor in self._settled.values():
+            absent.forget(tensor)
+        self._settled.clear()
         for tier in self._tiers.values():
             tier.close()
 
 
 def _cluster(strategy: Strategy, kind: str) -> Cluster:
     """By what the moves are planned."""
-    name = strategy.memory.cluster or strategy.overlap.cluster
-    if name is not None:
-        found = Cluster.named(name).for_workers(strategy.axes.world)
-        if found.device is not None:
-            return found
-    known = preset_of(backend(kind).device_name())
-    return _GUESS if known is None else Cluster.preset(known)
+    section: Literal["overlap", "memory"] = "overlap" if strategy.memory.cluster is None else "memory"
+    return cluster_of(strategy, section, kind) or _GUESS
 
 
 _GUESS = Cluster(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -41,18 +42,21 @@ def schedule_for(strategy: Strategy, device: torch.device | str) -> Pass | None:
         return None
     if asked.schedule == "usual":
         return layered
-    cluster = _cluster(strategy, torch.device(device).type)
+    cluster = cluster_of(strategy, "overlap", torch.device(device).type)
     return layered if cluster is None else Overlap(cluster, pieces=asked.pieces)
 
 
-def _cluster(strategy: Strategy, kind: str) -> Cluster | None:
-    """What is simulated; None where nothing is known of the device."""
-    name = strategy.overlap.cluster
+def cluster_of(strategy: Strategy, section: Literal["overlap", "memory"], kind: str) -> Cluster | None:
+    """The machine by which a section of the strategy is planned; None where nothing is known of the device.
+
+    Raises ConfigError for a cluster that is not known or has no device.
+    """
+    name = getattr(strategy, section).cluster
     if name is not None:
         cluster = Cluster.named(name).for_workers(strategy.axes.world)
         if cluster.device is None:
             raise ConfigError(
-                f"strategy.overlap.cluster: {name} describes no device, without which nothing can be simulated; "
+                f"strategy.{section}.cluster: {name} describes no device, without which nothing can be simulated; "
                 "give it a device, or leave it out"
             )
         return cluster

@@ -145,6 +145,8 @@ class _Run:
             self._resume()
             with contextlib.closing(self.trackers):
                 summary = self._train()
+            if self.built.budget is not None and not self.built.fresh:
+                self.built.budget.bring_back()
         except BaseException as error:
             # What is being saved can be finished, so that a resume finds it, where no rank waits for a dead one:
             # every rank raises a HyperParallelError.

@@ -48,7 +48,10 @@ def test_nothing_is_left(tmp_path: Path, how: str) -> None:
     assert child.stdout.readline() == "ready\n"
     if how == "is interrupted":
         child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
+    try:
+        _, errors = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == (3 if how == "ends" else -signal.SIGINT), errors
     assert not list((tmp_path / "spill").iterdir())
     assert not Path(f"/dev/shm/hyper-parallel-pool-{os.getuid()}-{pool}").exists()

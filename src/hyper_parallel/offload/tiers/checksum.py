@@ -7,8 +7,8 @@ A part is rows of blocks of 4 KiB, each block 1,024 words of 32 bits, x[row, lan
 An odd number has an inverse mod 2³², so that an error within one block changes the sums wherever it changes a word, and
 is missed with the odds of a CRC, 2⁻³²; so is, the weights being random, an error in several blocks (a stale, a
 misplaced, a torn one), but for one that in the same lanes of two blocks changes nothing other than the highest bits.
-CRC-32 alone (`zlib`) would miss nothing of that kind; it takes 7 times as long as this (4.2 against 30 GB/s on one core
-of an AMD EPYC), more than a third of what a disk of 1.5 GB/s takes.
+CRC-32 alone (`zlib`) would miss nothing of that kind; it takes several times as long as this, whose speed
+`benchmarks/tiers.py` measures, and so a good part of what a fast disk takes.
 """
 
 from __future__ import annotations
