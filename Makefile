@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := examples/quickstart.yaml
+TESTERS := 2
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
@@ -11,6 +12,7 @@ SHELL := /bin/bash
 help: ## Show this
 	@echo "usage: make TARGET"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Tests in more processes at once: make test TESTERS=8"
 	@echo "Another interpreter (3.11 or newer): PYTHON=python3.12 make TARGET"
 
 venv: ## Make .venv and install the pinned dependencies, where they are not there yet
@@ -20,10 +22,10 @@ train: venv ## Train the quickstart: make train [RUN=file.yaml] [ARGS="train.ste
 	@$(BIN)/hyper-parallel train $(RUN) $$($(BIN)/python tools/fit_devices.py $(RUN)) $(ARGS)
 
 test: lint ## Linters, types, import directions, then the tests with a sample of the matrix
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "not matrix" --durations=15 $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "not matrix" -n $(TESTERS) --dist loadfile --durations=15 $(ARGS)
 
 matrix: venv ## Every model family with every strategy
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m matrix --durations=15 $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m matrix -n $(TESTERS) --dist loadfile --durations=15 $(ARGS)
 
 lint: venv ## Style, format, types, the direction of imports, device names in one place
 	@$(BIN)/ruff check

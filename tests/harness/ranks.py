@@ -35,7 +35,7 @@ class RanksError(AssertionError):
     """A rank raised, died or hung; the text has each failing rank's traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Run `function(rank, world, *args)` on `world` processes and return the results in order of rank.
 
     `function` is defined at the top of a test module; arguments and results are pickled. Each rank has a
