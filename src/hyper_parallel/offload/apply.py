@@ -7,7 +7,7 @@ the `detach`; the prefetches, which take memory that was given up just before; t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -40,8 +40,15 @@ class _Event:
         return (cache.wait, cache.detach) if operator is cache.detach else (operator,)
 
 
-def apply(step: StepGraph, problem: Problem, moves: Iterable[Move], first: int = 0) -> StepGraph:
-    """The step with these moves; `step` stays as it is. `first`: the number of its first slot.
+def apply(
+    step: StepGraph,
+    problem: Problem,
+    moves: Iterable[Move],
+    first: int = 0,
+    known: Mapping[tuple[int, str], int] | None = None,
+) -> StepGraph:
+    """The step with these moves; `step` stays as it is. `first`: the number of its first slot, but for those that
+    storages have in spaces already (`known`).
 
     Raises GraphError for moves that would read what is away.
     """
@@ -50,7 +57,11 @@ def apply(step: StepGraph, problem: Problem, moves: Iterable[Move], first: int =
     events = sorted(event for move in moves for event in _events(problem, move))
     numbers: dict[tuple[int, str], int] = {}
     for event in events:
-        numbers.setdefault((event.storage, event.space), first + len(numbers))
+        place = (event.storage, event.space)
+        if place not in numbers:
+            number = (known or {}).get(place)
+            numbers[place] = first if number is None else number
+            first += number is None
     made.slots = _slots(problem, events, numbers)
     names = _names(made)
     for event in events:

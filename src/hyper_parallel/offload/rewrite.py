@@ -10,14 +10,12 @@ from hyper_parallel.graph import StepGraph, balanced_sizes
 from hyper_parallel.offload.apply import apply
 from hyper_parallel.offload.choose import choose
 from hyper_parallel.offload.moves import Plan
-from hyper_parallel.offload.offsets import pack
 from hyper_parallel.offload.problem import Problem, Space
 from hyper_parallel.offload.problem_of import problem_of
+from hyper_parallel.offload.shelf import Places, Shelves
 from hyper_parallel.units import format_bytes, format_duration
 
 _TRIES = 4
-_ALIGN = 4096
-"""Bytes on whose multiples slots begin, so that files can be read past the system's cache."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,13 @@ class Planned:
     step: StepGraph
     plan: Plan
     problem: Problem
-    places: dict[str, Places]
-    """Space to where its slots lie."""
+    shelves: Shelves
+    """Where its slots lie, and those of the plans beside it."""
+
+    @property
+    def places(self) -> dict[str, Places]:
+        """Space to the slots in it."""
+        return {name: shelf.places for name, shelf in self.shelves.tiers.items()}
 
     def __str__(self) -> str:
         """In one line."""
@@ -43,22 +46,31 @@ class Planned:
 
 
 def planned(
-    step: StepGraph, cluster: Cluster, budget: int, spaces: tuple[Space, ...], first: int = 0
+    step: StepGraph,
+    cluster: Cluster,
+    budget: int,
+    spaces: tuple[Space, ...],
+    shelves: Shelves | None = None,
+    number: int = 0,
 ) -> Planned:
-    """The step with the moves that keep it within `budget` bytes; `first`: the number of its first slot.
+    """The step with the moves that keep it within `budget` bytes. `shelves`: the slots of the plans that the spaces
+    hold already, whose state is this one's too; `number`: by which these know this plan.
 
     Raises BudgetError where no plan does.
     """
+    before = shelves or Shelves.of(space.name for space in spaces)
+    known = before.numbers(step)
     problem = problem_of(step, cluster, budget, spaces, balanced_sizes(step))
     asked = problem
     for _ in range(_TRIES):
         plan = choose(asked)
-        moved = apply(step, problem, plan.moves, first)
-        places = {space.name: _places(moved, space.name) for space in spaces}
-        over = {space.name: places[space.name].size - space.bytes for space in spaces}
+        moved = apply(step, problem, plan.moves, before.next, known)
+        after = before.holding(number, moved)
+        over = {space.name: after.tiers[space.name].size - space.bytes for space in spaces}
         if all(more <= 0 for more in over.values()):
-            return Planned(moved, plan, problem, places)
-        # Slots of different sizes leave holes between them: so much less may lie there at once.
+            return Planned(moved, plan, problem, after)
+        # Slots of different sizes leave holes between them, and state of other plans stays: so much less may lie there
+        # at once.
         less = tuple(replace(space, bytes=space.bytes - max(0, over[space.name])) for space in asked.spaces)
         asked = replace(asked, spaces=less)
     told = ", ".join(f"{name} {format_bytes(more)}" for name, more in over.items() if more > 0)
@@ -66,30 +78,6 @@ def planned(
         f"what must leave the device fits into the memory beside it only in pieces (too large by: {told}); give it a "
         "little more, or the device"
     )
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the slots of a step lie in a space."""
-
-    sizes: dict[int, int]
-    """Slot to bytes."""
-    offsets: dict[int, int]
-    """Slot to its first byte; slots that are never needed at the same time may share memory."""
-    size: int
-    """Of all together."""
-
-    def beside(self, other: Places) -> Places:
-        """These, and behind them those of another step."""
-        moved = {number: self.size + offset for number, offset in other.offsets.items()}
-        return Places({**self.sizes, **other.sizes}, {**self.offsets, **moved}, self.size + other.size)
-
-
-def _places(step: StepGraph, space: str) -> Places:
-    slots = {number: slot for number, slot in sorted(step.slots.items()) if slot.tier == space}
-    packed = pack([(slot.first, slot.last, slot.bytes) for slot in slots.values()], align=_ALIGN)
-    sizes = {number: slot.bytes for number, slot in slots.items()}
-    return Places(sizes, dict(zip(slots, packed.offsets, strict=True)), packed.size)
 
 
 @dataclass

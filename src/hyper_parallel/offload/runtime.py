@@ -7,11 +7,12 @@ another graph wants it elsewhere; `present` lends a tensor to whoever wants to l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from hyper_parallel.graph import StepGraph, values_of
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.offload.shelf import state_names
 from hyper_parallel.offload.tiers import Pending, Tier
 
 
@@ -22,11 +23,7 @@ class Runtime:
         """`tiers`: by the names that the slots have, with room for these slots (`reserve`)."""
         self.step = step
         self._slots, self._tiers = step.slots, tiers
-        names = {
-            value.storage: entry.name
-            for entry, node in zip(step.inputs, step.placeholders, strict=True)
-            for value in values_of(node)
-        }
+        names = state_names(step)
         self._at_rest = {
             names[slot.storage]: number for number, slot in step.slots.items() if slot.rest != "step"
         }
@@ -92,6 +89,11 @@ class Runtime:
             if slot.rest == "away":
                 self.detach(x, number, slot.tier)
 
+    @property
+    def resting(self) -> Collection[int]:
+        """The slots that it relies on between steps."""
+        return self._at_rest.values()
+
     def away(self, name: str) -> bool:
         """Whether a state input has no memory between steps."""
         number = self._at_rest.get(name)
@@ -105,6 +107,22 @@ class Runtime:
         slot = self._slots[number]
         self.wait(x, number, slot.tier)
         if slot.rest == "away":
+            self.prefetch(x, number, slot.tier)
+            self.wait(x, number, slot.tier)
+
+    def pass_on(self, name: str, x: torch.Tensor, to: Runtime) -> None:
+        """Bring a state input from where this graph wants it between steps to where another does."""
+        number = self._at_rest.get(name)
+        if number is None or number != to._at_rest.get(name):
+            self.bring(name, x)
+            to.rest(name, x)
+            return
+        # Both find it in the same slot.
+        slot, before, after = self._slots[number], self.away(name), to.away(name)
+        self.wait(x, number, slot.tier)
+        if after and not before:
+            self.detach(x, number, slot.tier)
+        elif before and not after:
             self.prefetch(x, number, slot.tier)
             self.wait(x, number, slot.tier)
 

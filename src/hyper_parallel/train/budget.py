@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,8 @@ from hyper_parallel.cluster.device import Tier as Memory
 from hyper_parallel.compat import absent, backend
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.offload import Runtime, Space
-from hyper_parallel.offload.rewrite import Places, planned
+from hyper_parallel.offload.rewrite import planned
+from hyper_parallel.offload.shelf import Shelves
 from hyper_parallel.offload.tiers import FlashTier, HostTier, PoolTier, Tier, measure
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.overlapping import cluster_of
@@ -59,9 +60,10 @@ class Budget:
             share = tier.capacity // world if name == "pool" else tier.capacity
             out, back = measure(tier, self._backend, min(_MEASURED, share, max(self.bytes // 4, 1)))
             self._spaces.append(Space(name, share, out, back))
-        self._places = {name: Places({}, {}, 0) for name in self._tiers}
-        """Of the slots of all graphs."""
-        self._used = 0
+        self._shelves = self._reserved = Shelves.of(self._tiers)
+        """Where the slots of all graphs are to lie, and where those lie that the tiers have room for."""
+        self._numbers = itertools.count()
+        """Of plans."""
         self._current: Runtime | None = None
         self.plans: list[str] = []
         """What each graph's plan comes to, in a line."""
@@ -70,32 +72,31 @@ class Budget:
         self._stalled = 0.0
 
     def planned(self, step: StepGraph) -> Runtime:
-        """What runs the step with the moves that keep it under the budget.
+        """What runs the step with the moves that keep it under the budget; another step may be running meanwhile.
 
-        Raises BudgetError where no plan does, TierError where a tier has no room.
+        Raises BudgetError where no plan does.
         """
         begun = time.perf_counter()
-        # State goes from one graph's slots to another's, so that none shares its memory with another.
-        left = tuple(
-            replace(space, bytes=space.bytes - self._places[space.name].size) for space in self._spaces
-        )
-        found = planned(step, self._cluster, self.bytes, left, first=self._used)
-        self._used += len(found.step.slots)
-        for name, tier in self._tiers.items():
-            here = self._places[name] = self._places[name].beside(found.places[name])
-            tier.reserve(here.sizes, here.offsets)
+        number = next(self._numbers)
+        found = planned(step, self._cluster, self.bytes, tuple(self._spaces), self._shelves, number)
+        self._shelves = found.shelves
         log.info("%s (planned in %.1f s)", found, time.perf_counter() - begun)
         self.plans.append(str(found))
         return Runtime(found.step, self._tiers)
 
     def forget(self) -> None:
         """The steps that were planned so far will not run."""
-        self._places = {name: Places({}, {}, 0) for name in self._tiers}
+        assert self._current is None, "no state rests by one of them"
+        self._shelves = Shelves.of(self._tiers)
 
     # Where state is between steps.
 
     def begin(self, runtime: Runtime) -> None:
-        """State rests from now on where this graph wants it; called before the state has values."""
+        """State rests from now on where this graph wants it; called before the state has values.
+
+        Raises TierError where a tier cannot have the memory that the plan wants.
+        """
+        self._reserve(())
         self._current = runtime
 
     def settle(self, name: str, tensor: torch.Tensor) -> None:
@@ -122,16 +123,28 @@ class Budget:
             yield
 
     def use(self, runtime: Runtime, state: Mapping[str, torch.Tensor]) -> None:
-        """The next step is this graph's: state rests where it wants it."""
+        """The next step is this graph's: state rests where it wants it. Raises TierError as `begin`."""
         before = self._current
         if before is runtime:
             return
         assert before is not None, "state was settled"
+        self._reserve(before.resting)
         # What leaves the device first makes room for what comes to it.
         for name in sorted(state, key=lambda name: (not runtime.away(name), name)):
-            before.bring(name, state[name])
-            runtime.rest(name, state[name])
+            before.pass_on(name, state[name], runtime)
         self._current = runtime
+
+    def _reserve(self, resting: Collection[int]) -> None:
+        """Have room for the slots of all plans, between two steps: what rests in these slots stays."""
+        if self._reserved is self._shelves:
+            return
+        for name, tier in self._tiers.items():
+            places = self._shelves.tiers[name].places
+            # What lived within a step is of no use any more, and others may come to lie where it lay.
+            stays = {slot: count for slot, count in places.sizes.items() if slot in resting}
+            tier.reserve(stays, {slot: places.offsets[slot] for slot in stays})
+            tier.reserve(places.sizes, places.offsets)
+        self._reserved = self._shelves
 
     def stalled(self) -> float:
         """Seconds that steps have waited for copies since this was asked the last time."""
