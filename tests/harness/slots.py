@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -26,6 +26,8 @@ class Copied:
 class Shelf:
     """A tier."""
 
+    align = 1
+
     def __init__(self, name: str = "host", capacity: int = 2**40) -> None:
         self.name, self.capacity = name, capacity
         self.held: dict[int, torch.Tensor] = {}
@@ -41,6 +43,13 @@ class Shelf:
     def begin_read(self, slot: int, x: torch.Tensor) -> Copied:
         x.fill_(0xA5)
         return Copied(x, self.held[slot])
+
+    def begin_work(
+        self, what: str, slots: Sequence[int], work: Callable[[Sequence[torch.Tensor]], None]
+    ) -> Copied:
+        work([self.held[slot] for slot in slots])
+        nothing = torch.empty(0)
+        return Copied(nothing, nothing)
 
     def close(self) -> None:
         self.held.clear()

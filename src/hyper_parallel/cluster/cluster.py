@@ -1,6 +1,7 @@
 """The machine: which ranks share a node, which a supernode; its devices, memories and links, and what they take.
 
     copy(B) = α + B / min(β, share of source's read, of target's write)          `Cluster.copy_seconds`
+    host(R, W) = (R / read + W / write) · sharing ranks / `HOST_SHARE`           `Cluster.host_seconds`
 
 The closed forms of collectives stand in `cluster.collective`.
 """
@@ -17,6 +18,13 @@ from hyper_parallel.cluster.measured import CollectiveTable, CopyTable, Shared
 from hyper_parallel.cluster.numbers import Count
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import LEVELS, Strategy
+from hyper_parallel.workload.work import Work
+
+HOST_SHARE = 0.5
+"""The share of its memory's bandwidth that a host reaches in an update of the optimizer, 0 to 1: an estimate."""
+HOST_BANDWIDTH = 2e10
+"""B/s that one rank's part of a host reads or writes where a cluster describes no host: an estimate, about one channel
+of DDR4."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +247,16 @@ class Cluster:
             latency += self.links[outer].latency
             bandwidth = min(bandwidth, self.links[outer].reached)
         return latency + bytes / bandwidth
+
+    def host_seconds(self, work: Work, ranks: int = 1) -> float:
+        """How long the host takes over what only walks over its memory, as an update of the optimizer does.
+
+        `ranks` ranks do so at once; those of a host share its bandwidth.
+        """
+        if self.host is None:
+            return (work.read + work.written) / HOST_BANDWIDTH
+        sharing = min(ranks, self.host.ranks)
+        return (work.read / self.host.read + work.written / self.host.write) * sharing / HOST_SHARE
 
     def for_workers(self, workers: int) -> Cluster:
         """This cluster as it is when so many workers compute at once; itself where each has its own device.

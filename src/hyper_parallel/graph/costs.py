@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.compat.counting import FUNCTIONAL
 from hyper_parallel.compat.dispatch import written
+from hyper_parallel.graph import apart
 from hyper_parallel.graph.effects import is_view, touched
 from hyper_parallel.graph.groups import group_of, is_collective, is_wait
 from hyper_parallel.graph.host import HOST
@@ -157,6 +159,8 @@ class _Pricer:
         if is_collective(node):
             return self._collective(node)
         target: Any = node.target
+        if apart.is_update(node):
+            return self._update(node)
         if is_wait(node) or target is HOST or not hasattr(target, "_schema"):
             return None
         name = operator_name(node)
@@ -169,6 +173,24 @@ class _Pricer:
             return Work("view", op=op, dtype=self._dtype(node))
         work = self._product(node, name, op) or self._attention(node, name, op)
         return work or self._plain(node, name, op)
+
+    def _update(self, node: fx.Node) -> Work:
+        """Of the host: each call walks over its storages once."""
+        calls = apart.calls_of(node)
+        read = sum(value.bytes for call in calls for value in self._moved((call.args, call.kwargs)))
+        wrote, flops = 0, 0.0
+        for call in calls:
+            name = str(call.operator.__name__).split(".")[0].rstrip("_")
+            into = list(self._moved(list(written(call.operator, call.args, call.kwargs))))
+            wrote += sum(value.bytes for value in into)
+            if name in ("_fused_adamw", "_fused_adam"):
+                wrote -= sum(value.bytes for value in self._moved(call.args[1]))
+            flops += _FLOPS.get(name, 1.0) * max((value.elements for value in into), default=0)
+        return Work("optimizer", vector_flops=flops, read=read, written=wrote, op="update")
+
+    def _moved(self, tree: Any) -> Iterator[_Sized]:
+        """The values in an update's slots among arguments."""
+        return (self._of(leaf.value) for leaf in tree_leaves(tree) if isinstance(leaf, apart.Moved))
 
     def _collective(self, node: fx.Node) -> Collective:
         group = group_of(self._step, node)

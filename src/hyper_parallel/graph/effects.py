@@ -2,7 +2,8 @@
 
 An operator's schema says which arguments it writes to. Two things no schema says: a collective goes on reading its
 arguments, and writing its result, until it has been waited for, so the wait reads and writes them too; and a view reads
-nothing. Cache operators change what a storage holds when they give its memory up or bring it back.
+nothing. Cache operators change what a storage holds when they give its memory up or bring it back. An update on the
+host reads and writes its storages wherever they are, and touches none of them on the device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat.dispatch import written
+from hyper_parallel.graph import apart
 from hyper_parallel.graph.cache import detach, is_cache, prefetch, store
 from hyper_parallel.graph.groups import is_collective, is_wait
 from hyper_parallel.graph.host import HOST
@@ -21,8 +23,9 @@ from hyper_parallel.graph.nouns import values_of
 
 
 def touched(node: fx.Node) -> set[int]:
-    """The storages that a node's arguments lie in."""
-    return {value.storage for source in node.all_input_nodes for value in values_of(source)}
+    """The storages that a node's arguments lie in, and must be on the device."""
+    sources = apart.given_of(node) if apart.is_update(node) else node.all_input_nodes
+    return {value.storage for source in sources for value in values_of(source)}
 
 
 def is_view(node: fx.Node) -> bool:
@@ -40,6 +43,8 @@ def reads(node: fx.Node) -> set[int]:
     found = touched(node)
     if is_wait(node):
         found |= touched(begun(node))
+    if apart.is_update(node):
+        found |= set(apart.storages_of(node))
     return found
 
 
@@ -51,6 +56,8 @@ def writes(node: fx.Node) -> set[int]:
         return set(node.meta["writes"])
     if is_cache(node):
         return set() if node.target is store else touched(node)
+    if apart.is_update(node):
+        return set(apart.writes_of(node))
     if is_wait(node):
         # Waiting for one result of a coalesced collective brings all of them, and may do so each time.
         return {value.storage for value in values_of(begun(node))}

@@ -16,6 +16,7 @@ from torch import fx
 
 from hyper_parallel.compat.dispatch import below_autograd, kernel
 from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph.apart import Call, update
 from hyper_parallel.graph.cache import OPERATORS
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.nouns import StepGraph
@@ -67,19 +68,27 @@ class Executable:
 
 
 class Cache(Protocol):
-    """What runs the cache operators of a graph."""
+    """What runs the cache operators of a graph, and its updates on the host."""
 
     def store(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
     def prefetch(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
     def wait(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
     def detach(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
+    def update(
+        self,
+        calls: Sequence[Call],
+        moved: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        slots: Sequence[int],
+        tier: str,
+    ) -> None: ...
 
 
 def executable(
     step: StepGraph, stamp: Callable[[], None] | None = None, cache: Cache | None = None
 ) -> Executable:
     """The Python function of a graph. `stamp` is called before the first node and after each, when what dies with it
-    was let go. `cache` runs the cache operators of a graph that has some.
+    was let go. `cache` runs the cache operators and updates of a graph that has some.
 
     Raises CaptureError for a step that was captured for costs, whose sizes are of rows that spread evenly.
     """
@@ -158,7 +167,7 @@ class _Writer:
         if target not in self._functions:
             name = f"f{len(self._functions)}_{getattr(target, '__name__', 'call').replace('.', '_')}"
             self._functions[target] = name
-            moves = target in OPERATORS and self._cache is not None
+            moves = target in (*OPERATORS, update) and self._cache is not None
             self.names[name] = getattr(self._cache, target.__name__) if moves else kernel(target)
         return self._functions[target]
 

@@ -2,8 +2,9 @@
 
 A storage is born with the first node that gives a value in it and dies after the last one that uses any view of it;
 what is read from outside is there from the beginning to the end. One whose memory is given up and taken again (`cache`)
-has several lives, and lies in other tiers meanwhile. The clock is the place of a node in the graph. The
-peak is exact for what the graph allocates; memory that a kernel takes and gives back inside itself is not seen.
+has several lives, and lies in other tiers meanwhile; state that rests in a slot for good has none. The clock is the
+place of a node in the graph. The peak is exact for what the graph allocates; memory that a kernel takes and gives back
+inside itself is not seen.
 """
 
 from __future__ import annotations
@@ -63,8 +64,11 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
             (storage,) = touched(node)
             moves[storage].append((at, node.target is prefetch))
     weights = of_weights(step, nodes)
+    away = {slot.storage for slot in step.slots.values() if slot.rest == "away"}
     found = []
     for storage, (kind, name) in outside.items():
+        if storage in away and not moves[storage]:
+            continue
         size = known(step.storages[storage].bytes, dict(sizes or {}))
         for since, until in _lives(-1, len(nodes), moves[storage]):
             found.append(Lifetime(storage, size, kind, since, until, name, *_where(nodes, since)))

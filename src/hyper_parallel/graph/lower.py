@@ -4,7 +4,8 @@ Kernels go to the queue `compute` in the order of the graph, and a collective to
 It is begun as a runtime begins it: when all that was put on the compute queue before it has ended. Waiting for it is an
 op of the compute queue that takes no time, so that whatever comes later waits too. A host point is such an op as well.
 A copy between tiers is begun and waited for like a collective, on the queue of its direction, `copy:device>host`. A
-prefetch is two ops: memory is taken where the graph says so, before the copy has its turn.
+prefetch is two ops: memory is taken where the graph says so, before the copy has its turn. An update goes to the queue
+`host`: it waits for what the device had been given before and for the copies to its slots, and copies from them for it.
 
 Storages are those of `graph.lifetimes`, each life one; what comes from outside is resident. So is a slot in another
 tier that outlives the step; others are there from their first store to the wait for their last copy.
@@ -20,6 +21,7 @@ from typing import Any, get_args
 from torch import fx
 
 from hyper_parallel import program
+from hyper_parallel.graph import apart
 from hyper_parallel.graph.cache import is_cache, prefetch, slot_of, store
 from hyper_parallel.graph.cache import wait as wait_for
 from hyper_parallel.graph.costs import costs
@@ -27,7 +29,7 @@ from hyper_parallel.graph.effects import begun
 from hyper_parallel.graph.groups import is_wait
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.lifetimes import Lifetime, lifetimes
-from hyper_parallel.graph.nouns import Kind, StepGraph
+from hyper_parallel.graph.nouns import Kind, StepGraph, values_of
 from hyper_parallel.graph.products import operator_name
 from hyper_parallel.program import Bytes, Collective, Op, Program
 from hyper_parallel.workload.work import Work
@@ -107,6 +109,8 @@ class _Writer:
         """Storage to the op that allocates it."""
         self._copied: dict[int, int] = {}
         """Slot to the op of its last copy."""
+        self._updated: dict[int, int] = {}
+        """Slot to the op of its last update."""
         self._begun: dict[fx.Node, int] = {}
         """Collective to its op."""
         self._last = -1
@@ -140,6 +144,8 @@ class _Writer:
         own = None
         if is_cache(node):
             own = self._cache(node, born)
+        elif apart.is_update(node):
+            own = self._update(node, cost)
         elif cost is not None or born or is_wait(node) or node.target is HOST:
             own = self._op(node, cost, born)
         if own is not None:
@@ -182,10 +188,20 @@ class _Writer:
         last = self._last
         made = self._slots.begun(slot) if node.target is store else ()
         work = Work("copy", read=float(self._slots.bytes(slot)), op="copy")
-        self._copied[slot] = self._write(
-            node, work, f"copy:{way}", (last,) if last >= 0 else (), (*born, *made)
-        )
+        after = sorted({*((last,) if last >= 0 else ()), self._updated.get(slot, last)} - {-1})
+        self._copied[slot] = self._write(node, work, f"copy:{way}", tuple(after), (*born, *made))
         return last if last >= 0 else self._copied[slot]
+
+    def _update(self, node: fx.Node, cost: Work | Collective | None) -> int:
+        """The op of an update on the host; what was begun in the step before is taken to be over."""
+        slots = apart.slots_of(node)
+        copied = {self._copied[slot] for slot in slots if slot in self._copied}
+        own = self._write(node, cost, "host", tuple(sorted({self._last, *copied} - {-1})), ())
+        for slot in slots:
+            self._updated[slot] = own
+            if self._slots.last.get(slot) is node:
+                self._freed[own].append(self._slots.first + slot)
+        return own
 
     def _write(
         self,
@@ -236,7 +252,12 @@ class _Slots:
         self._slots = step.slots
         self.first = len(step.storages)
         """The number of slot 0 as a storage."""
-        kinds = {life.storage: life.kind for life in found} if step.slots else {}
+        # What is never on the device has no life there.
+        kinds = {
+            value.storage: entry.kind
+            for entry, node in zip(step.inputs, step.placeholders, strict=True)
+            for value in (values_of(node) if step.slots else ())
+        } | ({life.storage: life.kind for life in found} if step.slots else {})
         self._bytes = {
             slot: Bytes(
                 self.first + slot,
@@ -249,11 +270,12 @@ class _Slots:
         }
         self._there = {slot for slot, at in step.slots.items() if at.rest != "step"}
         self.last: dict[int, fx.Node] = {
-            slot_of(node): node
+            slot: node
             for node in (step.nodes if step.slots else ())
-            if node.target is wait_for and slot_of(node) not in self._there
+            for slot in _done_with(node)
+            if slot not in self._there
         }
-        """Of a slot that the step is done with: the wait for its last copy."""
+        """Of a slot that the step is done with: the wait for its last copy, or its update."""
 
     def resident(self) -> Iterator[Bytes]:
         """What lies there as the step begins."""
@@ -271,6 +293,13 @@ class _Slots:
 
     def bytes(self, slot: int) -> int:
         return self._slots[slot].bytes
+
+
+def _done_with(node: fx.Node) -> tuple[int, ...]:
+    """The slots that a node may be the last to need."""
+    if apart.is_update(node):
+        return apart.slots_of(node)
+    return (slot_of(node),) if node.target is wait_for else ()
 
 
 def _bytes(life: Lifetime, number: int) -> Bytes:

@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import fx
 
 from hyper_parallel.errors import GraphError
+from hyper_parallel.graph import apart
 from hyper_parallel.graph.cache import detach, is_cache, prefetch, slot_of, store
 from hyper_parallel.graph.effects import begun, is_view, reads, touched, writes
 from hyper_parallel.graph.groups import is_collective, is_wait
@@ -156,6 +157,9 @@ def _check_meta(node: fx.Node) -> None:
 
 def _same_order(before: StepGraph, after: StepGraph, free: Collection[fx.Node]) -> None:
     place = {node.name: at for at, node in enumerate(after.nodes)}
+    for node in after.nodes:
+        for call in apart.calls_of(node) if apart.is_update(node) else ():
+            place[call.name] = place[node.name]
     for node, needs in dependencies(before, free).items():
         for other in needs:
             if place.get(other.name, -1) > place.get(node.name, len(place)):
@@ -188,6 +192,9 @@ def _writers_seen(step: StepGraph) -> dict[str, tuple[str, dict[int, str]]]:
         origin = node.meta.get("origin", node.name)
         if is_cache(node):
             copies.moved(node)
+            continue
+        if apart.is_update(node):
+            found.update(copies.updated(node))
             continue
         waited = is_wait(node)
         if not is_view(node):
@@ -259,6 +266,40 @@ class _Copies:
             self._stored.discard(number)
             if now == _COMING:
                 self._wrote[storage] = self._coming.pop(storage)
+
+    def updated(self, node: fx.Node) -> dict[str, tuple[str, dict[int, str]]]:
+        """An update: each of its calls as if it were a node. Without slots it is still to be given some."""
+        storages, slots = apart.storages_of(node), apart.slots_of(node)
+        if slots:
+            for storage, number in zip(storages, slots, strict=True):
+                self._check_slot(node, storage, number)
+        now = {
+            storage: self._held[slots[at]] if slots else self._wrote.get(storage, "")
+            for at, storage in enumerate(storages)
+        }
+        found = {}
+        for call in apart.calls_of(node):
+            found[call.name] = (call.name, {storages[at]: now[storages[at]] for at in call.moved})
+            now.update((storages[at], call.name) for at in call.writes)
+        for at, (storage, writer) in enumerate(now.items()):
+            if slots:
+                self._held[slots[at]] = self._gone[storage] = writer
+            else:
+                self._wrote[storage] = writer
+        return found
+
+    def _check_slot(self, node: fx.Node, storage: int, number: int) -> None:
+        slot = self._slots[number]
+        if (slot.storage, slot.tier) != (storage, apart.tier_of(node)):
+            raise GraphError(
+                f"{node} updates storage {storage}, and slot {number} is storage {slot.storage}'s"
+            )
+        now = self._wrote.get(storage, "")
+        if now != _AWAY or self._held.get(number) != self._gone.get(storage, ""):
+            raise GraphError(
+                f"{node} ({node.target}) works in slot {number}, which is not where storage {storage} is: store it "
+                "there, and give its memory up"
+            )
 
     def check_end(self) -> None:
         """Raise GraphError unless the next step finds things as this one did."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hyper_parallel.graph import apart
 from hyper_parallel.graph.cache import is_cache
 from hyper_parallel.graph.lifetimes import lifetimes, peak
 from hyper_parallel.graph.nouns import StepGraph, Value, values_of
@@ -68,6 +69,10 @@ def _line(node: fx.Node, born: int, freed: int) -> str:
     arguments = ", ".join(source.name for source in node.all_input_nodes)
     if is_cache(node):
         arguments += f", {node.args[2]}:{node.args[1]}"
+    elif apart.is_update(node):
+        called = ", ".join(str(getattr(call.operator, "__name__", "call")) for call in apart.calls_of(node))
+        slots = " ".join(str(slot) for slot in apart.slots_of(node))
+        arguments += f", {apart.tier_of(node)}:{slots}: {called}"
     return f"{node.name} = {_operator(node)}({arguments}) {shapes} {where}{again}{memory}"
 
 

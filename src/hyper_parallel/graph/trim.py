@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from hyper_parallel.graph.apart import is_update
 from hyper_parallel.graph.cache import is_cache
 from hyper_parallel.graph.effects import draws_random
 from hyper_parallel.graph.host import HOST
@@ -27,6 +28,7 @@ def has_effect(node: fx.Node) -> bool:
         mutable
         or target is HOST
         or is_cache(node)
+        or is_update(node)
         or draws_random(node)
         or getattr(target, "namespace", "") == "_c10d_functional"
     )

@@ -7,13 +7,14 @@ another graph wants it elsewhere; `present` lends a tensor to whoever wants to l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.apart import Call, run
 from hyper_parallel.offload.shelf import state_names
-from hyper_parallel.offload.tiers import Pending, Tier
+from hyper_parallel.offload.tiers import Pending, Tier, Workplace
 
 
 class Runtime:
@@ -57,6 +58,19 @@ class Runtime:
     def detach(self, x: torch.Tensor, slot: int, tier: str) -> None:
         """Give up the memory of the storage of `x`."""
         x.untyped_storage().resize_(0)
+
+    def update(
+        self,
+        calls: Sequence[Call],
+        moved: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        slots: Sequence[int],
+        tier: str,
+    ) -> None:
+        """Begin to run an update of the optimizer on what lies in slots, beside the device."""
+        place = self._tiers[tier]
+        assert isinstance(place, Workplace), f"the host cannot compute in {tier}"
+        place.begin_work(f"the update {calls[-1].name}", slots, lambda memory: run(calls, memory, given))
 
     # Between steps.
 

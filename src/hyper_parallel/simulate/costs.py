@@ -55,7 +55,10 @@ class Costs:
             return 0.0
         found = self._works.get(op.work)
         if found is None:
-            found = self._works[op.work] = self.device.seconds(op.work)
+            on_host = op.queue == "host" and op.work.kind == "optimizer"
+            found = self._works[op.work] = (
+                self._cluster.host_seconds(op.work, self._ranks) if on_host else self.device.seconds(op.work)
+            )
         return found
 
     def legs(self, call: Collective) -> tuple[Leg, ...]:

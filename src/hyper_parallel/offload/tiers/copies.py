@@ -28,6 +28,8 @@ class Copy:
         """Checksums of its parts, of a write where the tier keeps some."""
         self._x: torch.Tensor | None = x  # its memory must not be used again before the copy is over
         self._limit = limit
+        self.by_host = False
+        """A thread of the host does it, or has to wait for one that does."""
         self._ready, self._over = backend.Event(), backend.Event()
         self._ready.record()
         self._issued = threading.Event()
@@ -68,6 +70,13 @@ class Copy:
             raise TierError(f"{self.what} failed: {self._failure}") from self._failure
         self._over.wait()
         return held
+
+    def block(self) -> None:
+        """Block the thread until it is over. Raises TierError if it failed."""
+        self._given()
+        if self._failure is not None:
+            raise TierError(f"{self.what} failed: {self._failure}") from self._failure
+        self._over.synchronize()
 
     def done(self) -> bool:
         """As `Pending`."""

@@ -1,7 +1,8 @@
 """What the tiers have in common that are memory which the device copies to and from by itself.
 
 A copy is work on one of two streams, one out and one back. On an accelerator both run beside the compute's stream; on
-the CPU each is a thread.
+the CPU each is a thread. What the host computes on this memory runs in a thread of its own on any device, and so does
+whatever has to wait for it, so that the caller does not.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from hyper_parallel.compat import Backend
+from hyper_parallel.compat.cpu_streams import CpuStream
 from hyper_parallel.errors import TierError
 from hyper_parallel.offload.tiers.copies import Copy, UnderWay
 from hyper_parallel.offload.tiers.relocate import Shift, ordered
@@ -37,6 +39,7 @@ class MemoryTier(ABC):
         self._slots = Slots(self.name)
         self._under_way = UnderWay()
         self._out, self._back = backend.Stream(), backend.Stream()
+        self._hand = CpuStream()
         self._closed = False
 
     def reserve(self, sizes: Mapping[int, int], offsets: Mapping[int, int] | None = None) -> None:
@@ -76,6 +79,37 @@ class MemoryTier(ABC):
         self._check_open()
         place, source = self._slots.for_read(slot, x)
         return self._begin(f"reading slot {slot} of the {self.name} tier", place, x, source)
+
+    def begin_work(
+        self, what: str, slots: Sequence[int], work: Callable[[Sequence[torch.Tensor]], None]
+    ) -> Copy:
+        """As `Workplace`."""
+        self._check_open()
+        copies: list[Copy] = []
+        before: list[Copy] = []
+        places: list[Place] = []
+        for slot in slots:
+            place, source = self._slots.for_work(slot)
+            copy = Copy(what, place.first, self._memory[place.first : place.last], self._limit, self._backend)
+            copy.by_host = True
+            before += [source, *self._under_way.add(copy)]
+            self._slots.written[slot] = copy
+            copies.append(copy)
+            places.append(place)
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                for other in before:
+                    other.block()
+                work([self._memory[place.first : place.last] for place in places])
+            except BaseException as error:
+                failure = error
+            for copy in copies:
+                copy.finish(failure)
+
+        self._hand.run(run)
+        return copies[-1]
 
     def close(self) -> None:
         """As `Tier`. Copies under way are waited for."""
@@ -128,7 +162,12 @@ class MemoryTier(ABC):
             else:
                 self._backend.copy_bytes(x, there)
 
-        (self._out if source is None else self._back).run(lambda: copy.attempt(work))
+        stream = self._out if source is None else self._back
+        if any(other.by_host and not other.done() for other in before):
+            copy.by_host = True
+            self._hand.run(lambda: stream.run(lambda: copy.attempt(work)))
+        else:
+            stream.run(lambda: copy.attempt(work))
         return copy
 
     def _move(self, shifts: list[Shift]) -> None:

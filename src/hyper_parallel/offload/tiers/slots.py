@@ -92,6 +92,17 @@ class Slots:
             )
         return Place(place.first, place.first + x.numel()), source
 
+    def for_work(self, slot: int) -> tuple[Place, Copy]:
+        """Where the bytes are that were last written to a slot, and what put them there."""
+        source = self.written.get(slot)
+        if source is None:
+            raise TierError(
+                f"the host was to compute on slot {slot} of the {self.name} tier, and nothing is in it: it was never "
+                "written, or a slot that shares its memory was written after it"
+            )
+        first = self.places[slot].first
+        return Place(first, first + source.bytes), source
+
     def _place(self, slot: int, x: torch.Tensor) -> Place:
         assert (x.dtype, x.dim(), x.is_contiguous()) == (torch.uint8, 1, True), "x is the bytes of a storage"
         if slot not in self.places:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -54,3 +54,18 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Stop, and give everything back. Calls after the first do nothing."""
+
+
+@runtime_checkable
+class Workplace(Tier, Protocol):
+    """A tier whose memory the host can compute on."""
+
+    def begin_work(
+        self, what: str, slots: Sequence[int], work: Callable[[Sequence[torch.Tensor]], None]
+    ) -> Pending:
+        """Begin to run `work` on what lies in slots, uint8 [n] each, in a thread of the host's own.
+
+        Each was written before, and is written by this: copies to them that are under way are waited for, and later
+        ones from them wait for the work, as if it were the copy that put there what they hold. Works run in the order
+        in which they were asked for. `what`: in words, for messages.
+        """

@@ -1,0 +1,142 @@
+"""Operators that run where their storages lie: on the host, beside the device.
+
+    update(calls, moved, given, slots, tier)    begins to run `calls` on the slots of the storages of `moved`
+
+Each call is an operator that works in place, elementwise, on storages that are in the tier and on scalars that the host
+has (`given`). A call keeps the name of the node that it was, and the update that of its last call, so that what it
+reads and writes can be held to the graph in which these were nodes (`passes.validate`). It is begun when the nodes
+before it have run, and waits by itself for copies to its slots that are under way; a copy from one of them waits for
+it. Its storages need no memory on the device meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from hyper_parallel.compat.dispatch import below_autograd, kernel, written
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.graph.nouns import Value, values_of
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An argument of a call that lies in a slot."""
+
+    index: int
+    """Which of `moved`."""
+    value: Value
+    """How the call sees it."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument of a call that the host has."""
+
+    index: int
+    """Which of `given`."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator of an update."""
+
+    name: str
+    """Of the node that it was."""
+    operator: Any
+    args: tuple[Any, ...]
+    """In which `Moved` and `Given` stand for tensors."""
+    kwargs: Mapping[str, Any]
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Which of `moved` it touches, ascending."""
+        return _indices((self.args, self.kwargs))
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Which of them it changes."""
+        return _indices(list(written(self.operator, self.args, self.kwargs)))
+
+
+def update(
+    calls: tuple[Call, ...], moved: tuple[Any, ...], given: tuple[Any, ...], slots: tuple[int, ...], tier: str
+) -> NoReturn:
+    """Begin to run the calls on slots. `slots`: of the storage of each of `moved`; none until a plan has given some."""
+    raise HyperParallelError(f"an update in {tier} was reached outside of a graph that is given its memories")
+
+
+def is_update(node: fx.Node) -> bool:
+    """Whether a node is one."""
+    return node.op == "call_function" and node.target is update
+
+
+def calls_of(node: fx.Node) -> tuple[Call, ...]:
+    """What an update runs, in order."""
+    return _tuple(node, 0)
+
+
+def storages_of(node: fx.Node) -> tuple[int, ...]:
+    """The storages that an update works on, each of `moved`."""
+    return tuple(next(values_of(source)).storage for source in _tuple(node, 1))
+
+
+def given_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes whose values the host is given."""
+    return _tuple(node, 2)
+
+
+def slots_of(node: fx.Node) -> tuple[int, ...]:
+    """Of each storage its slot; none before there is a plan."""
+    return _tuple(node, 3)
+
+
+def tier_of(node: fx.Node) -> str:
+    """Where an update runs."""
+    tier = node.args[4]
+    assert isinstance(tier, str)
+    return tier
+
+
+def writes_of(node: fx.Node) -> Iterator[int]:
+    """The storages that an update changes."""
+    storages = storages_of(node)
+    for call in calls_of(node):
+        yield from (storages[index] for index in call.writes)
+
+
+def run(calls: Sequence[Call], memory: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    """Run calls on slots, uint8 [n] each, where their storages' bytes lie."""
+
+    def tensor(argument: Any) -> Any:
+        if isinstance(argument, Given):
+            return given[argument.index]
+        if not isinstance(argument, Moved):
+            return argument
+        value = argument.value
+        return memory[argument.index].view(value.dtype).as_strided(value.shape, value.stride)
+
+    with below_autograd():
+        for call in calls:
+            kernel(call.operator)(*tree_map(tensor, call.args), **tree_map(tensor, dict(call.kwargs)))
+
+
+def _tuple(node: fx.Node, at: int) -> tuple[Any, ...]:
+    found: Any = node.args[at]
+    return tuple(found)
+
+
+def _indices(tree: Any) -> tuple[int, ...]:
+    found: set[int] = set()
+
+    def see(argument: Any) -> None:
+        if isinstance(argument, Moved):
+            found.add(argument.index)
+
+    tree_map(see, tree)
+    return tuple(sorted(found))
