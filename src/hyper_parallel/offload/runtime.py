@@ -15,15 +15,17 @@ from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.apart import Call, run
 from hyper_parallel.offload.shelf import state_names
 from hyper_parallel.offload.tiers import Pending, Tier, Workplace
+from hyper_parallel.offload.watch import Watch
 
 
 class Runtime:
     """What runs the cache operators of one graph (`graph.executable`'s `cache`), and keeps its state at rest."""
 
-    def __init__(self, step: StepGraph, tiers: Mapping[str, Tier]) -> None:
-        """`tiers`: by the names that the slots have, with room for these slots (`reserve`)."""
+    def __init__(self, step: StepGraph, tiers: Mapping[str, Tier], watch: Watch | None = None) -> None:
+        """`tiers`: by the names that the slots have, with room for these slots (`reserve`). `watch`: what is shown the
+        copies, to see how fast links are."""
         self.step = step
-        self._slots, self._tiers = step.slots, tiers
+        self._slots, self._tiers, self._watch = step.slots, tiers, watch
         names = state_names(step)
         self._at_rest = {
             names[slot.storage]: number for number, slot in step.slots.items() if slot.rest != "step"
@@ -41,13 +43,13 @@ class Runtime:
         """Begin to copy the storage of `x` to its slot."""
         given = whole(x)
         self._pending[slot] = self._tiers[tier].begin_write(slot, given)
-        self.moved += given.numel()
+        self._begun(slot, tier, True, given.numel())
 
     def prefetch(self, x: torch.Tensor, slot: int, tier: str) -> None:
         """Give the storage of `x` its memory, and begin to fill it."""
         x.untyped_storage().resize_(self._slots[slot].bytes)
         self._pending[slot] = self._tiers[tier].begin_read(slot, whole(x))
-        self.moved += self._slots[slot].bytes
+        self._begun(slot, tier, False, self._slots[slot].bytes)
 
     def wait(self, x: torch.Tensor, slot: int, tier: str) -> None:
         """Wait until the slot's copy is over; nothing where none is under way."""
@@ -71,6 +73,11 @@ class Runtime:
         place = self._tiers[tier]
         assert isinstance(place, Workplace), f"the host cannot compute in {tier}"
         place.begin_work(f"the update {calls[-1].name}", slots, lambda memory: run(calls, memory, given))
+
+    def _begun(self, slot: int, tier: str, out: bool, count: int) -> None:
+        self.moved += count
+        if self._watch is not None:
+            self._watch.began(tier, out, count, self._pending[slot])
 
     # Between steps.
 

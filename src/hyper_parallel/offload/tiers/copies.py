@@ -30,7 +30,13 @@ class Copy:
         self._limit = limit
         self.by_host = False
         """A thread of the host does it, or has to wait for one that does."""
-        self._ready, self._over = backend.Event(), backend.Event()
+        self._ready, self._began, self._over = (
+            backend.Event(),
+            backend.Event(timing=True),
+            backend.Event(timing=True),
+        )
+        self._timed = False
+        self._took: float | None = None
         self._ready.record()
         self._issued = threading.Event()
         self._failure: BaseException | None = None
@@ -50,6 +56,15 @@ class Copy:
             if not isinstance(error, Exception):
                 raise  # Ctrl-C, where work is done in the calling thread
         self.finish()
+
+    def begin(self) -> None:
+        """Say that all it waited for is over, on the stream that is current: its link is its own from now on."""
+        self._timed = True
+        self._began.record()
+
+    def took(self, seconds: float) -> None:
+        """Say for how long it had its link, where no stream knows."""
+        self._took = seconds
 
     def finish(self, failure: BaseException | None = None) -> None:
         """Say that the work is given, or why it cannot be. The first word counts."""
@@ -84,6 +99,15 @@ class Copy:
         if over:
             self._x = None
         return over
+
+    @property
+    def seconds(self) -> float | None:
+        """As `Pending`."""
+        if not self.done() or self._failure is not None:
+            return None
+        if self._took is None and self._timed:
+            self._took = 1e-3 * self._began.elapsed_time(self._over)
+        return self._took
 
     def settle(self) -> None:
         """Block the thread until it is over, well or badly. Raises TierError at the time limit."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -145,6 +146,7 @@ class FlashTier:
         if not parts:
             copy.finish()
         left, failures, lock = [len(parts)], list[BaseException](), threading.Lock()
+        began: list[float] = []
 
         def job(index: int, part: Place) -> Job:
             def run(buffer: torch.Tensor, stream: Stream) -> None:
@@ -153,11 +155,14 @@ class FlashTier:
                         for other in before:
                             other.hold()
                         copy.ready.synchronize()
+                        began.append(time.perf_counter())
                         carry(buffer, stream, index, part)
                 except BaseException as error:
                     failures.append(error)
                 with lock:
                     left[0] -= 1
+                    if not left[0] and began:
+                        copy.took(lanes.ended(began[0]))
                     if not left[0]:  # only now does no lane use the tensor's memory any more
                         copy.finish(failures[0] if failures else None)
 

@@ -38,6 +38,8 @@ class Lanes:
             )
             for _ in range(count)
         ]
+        self._ended, self._lock = 0.0, threading.Lock()
+        """When the last thing that was carried as a whole was over."""
         self._end = weakref.finalize(self, _stop, self._jobs, count)
         usual = threading.stack_size(_STACK)
         try:
@@ -49,6 +51,14 @@ class Lanes:
     def put(self, job: Job) -> None:
         """Carry a part after those given before."""
         self._jobs.put(job)
+
+    def ended(self, began: float) -> float:
+        """Note that what began then is over now; the seconds in which the lanes were its own. The next thing begins on
+        one lane while this one ends on another: from then on to the end they are still this one's."""
+        with self._lock:
+            now = time.perf_counter()
+            since, self._ended = max(began, self._ended), now
+        return now - since
 
     def close(self, limit: float) -> None:
         """End the threads after what they were given; waits for them, `limit` seconds at most."""

@@ -156,6 +156,7 @@ class MemoryTier(ABC):
             copy.ready.wait()
             for other in before:
                 other.hold()
+            copy.begin()
             there = self._memory[place.first : place.last]
             if source is None:
                 self._backend.copy_bytes(there, x)

@@ -24,6 +24,11 @@ class Pending(Protocol):
     def done(self) -> bool:
         """Whether it is over, well or badly, without waiting."""
 
+    @property
+    def seconds(self) -> float | None:
+        """How long it had its link, without what it waited for before; None while it is under way, where it failed, and
+        where nobody knows."""
+
 
 class Tier(Protocol):
     """Copies of storages, by slot. One thread at a time calls it.
