@@ -74,6 +74,10 @@ class Even:
     rows: int
     scales: bool
     """More popular experts make it larger in proportion."""
+    part: int
+    """The sizes that were told together have the same number."""
+    most: int
+    """What all of the part are together at most, whatever the data."""
 
 
 @dataclass(eq=False)

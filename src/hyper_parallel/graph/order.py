@@ -8,7 +8,9 @@ A node must run after
 - the collective before it in the same process group, since the other ranks run them in that order;
 - the node before it that draws from the same random generator;
 - host points, if it writes what outlives the step: nothing is updated before the host has looked at what it asked to
-  see. Host points keep their order, and run after the updates that were before them. Moving it is no update.
+  see. Host points keep their order, and run after the updates that were before them. Moving it is no update;
+- the host point before it, if it reads a number from a tensor: what is as large as that number is not there before the
+  host has looked.
 
 Any order that keeps these computes the same bits.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import fx
 
 from hyper_parallel.errors import GraphError
@@ -128,6 +131,8 @@ class _Found:
             needs.update(self._updates)
             self._updates.clear()
             self._chain(node, "host", needs)
+        elif node.target is _NUMBER and "host" in self._chains:
+            needs.add(self._chains["host"])
         elif changed & self._lasting and not is_cache(node):
             self._updates.append(node)
             if "host" in self._chains:
@@ -141,9 +146,14 @@ class _Found:
         self._chains[name] = node
 
 
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
 def _why(node: fx.Node, other: fx.Node) -> str:
     if other in node.all_input_nodes:
         return "it uses its result"
+    if node.target is _NUMBER and other.target is HOST:
+        return "the host looks before it reads how large something is"
     if node.target is HOST or other.target is HOST:
         return "what the host is asked comes before the updates that follow it, and after those before it"
     if writes(node) & writes(other):

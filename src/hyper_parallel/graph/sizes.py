@@ -1,11 +1,20 @@
-"""Sizes that depend on the data, as nodes of the graph: what the host reads from a tensor, and arithmetic on it."""
+"""Sizes that depend on the data, as nodes of the graph: what the host reads from a tensor, and arithmetic on it.
+
+Rows that experts get are counted in parts: those that come from each rank, those of each local expert. What lies in
+memory is as large as a whole part, however it is made up, so that a bound on the part is one on every storage:
+
+    rows of a part ≤ min(load · Σ even rows, the most there can be)      `largest_sizes`
+    load = rows that came / their even share, the largest of all ranks   what a run is stopped by (`train.uneven`)
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,8 +23,11 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat.symbols import expression, floor_division, is_symbolic
-from hyper_parallel.errors import CaptureError
+from hyper_parallel.errors import BudgetError, CaptureError
 from hyper_parallel.graph.nouns import Even, StepGraph
+
+ROUNDING = 2.0**-20
+"""A load is measured in fp32: so much more than was allowed may be taken for it."""
 
 _even: ContextVar[dict[Any, Even] | None] = ContextVar("even_sizes", default=None)
 
@@ -85,20 +97,22 @@ class Sizes:
         )
 
 
-def expected(numbers: Sequence[int], even: Sequence[int], scales: bool) -> None:
+def expected(numbers: Sequence[int], even: Sequence[int], scales: bool, most: int | None = None) -> None:
     """Tell what `numbers`, read from a tensor, are where rows spread evenly; nothing happens outside of a capture.
 
     They may be taken for sizes of tensors from here on. `scales`: they grow with the popularity of this rank's experts.
+    `most`: what all together are at most; left out, they are always as many as where rows spread evenly.
     """
     known_even = _even.get()
     if known_even is None:
         return
+    part = 1 + max((known.part for known in known_even.values()), default=-1)
     for number, rows in zip(numbers, even, strict=True):
         if is_symbolic(number):
             torch._check(number >= 0)
             found = expression(number)
             if found.is_Symbol:
-                known_even[found] = Even(rows, scales)
+                known_even[found] = Even(rows, scales, part, sum(even) if most is None else most)
 
 
 def balanced_sizes(step: StepGraph, load: float = 1.0) -> dict[Any, int]:
@@ -107,15 +121,61 @@ def balanced_sizes(step: StepGraph, load: float = 1.0) -> dict[Any, int]:
 
     Raises CaptureError when the step has a size of which nothing is known.
     """
+    _check_told(step)
+    return {
+        symbol: round(even.rows * load) if even.scales else even.rows for symbol, even in step.even.items()
+    }
+
+
+def largest_sizes(step: StepGraph, load: float) -> dict[Any, int]:
+    """Each symbol of the step to rows with which every storage is as large as it can be, where a rank gets at most
+    `load` times its even share of the rows.
+
+    Raises CaptureError when the step has a size of which nothing is known, BudgetError for a storage that is not as
+    large as whole parts of the rows, so that how they are made up matters.
+    """
+    _check_told(step)
+    parts: dict[int, list[Any]] = defaultdict(list)
+    for symbol, even in step.even.items():
+        parts[even.part].append(symbol)
+    _check_whole(step, parts)
+    found = {}
+    for symbols in parts.values():
+        told = [step.even[symbol] for symbol in symbols]
+        most = min(even.most for even in told)
+        if all(even.scales for even in told):
+            most = min(most, math.floor(load * (1 + ROUNDING) * sum(even.rows for even in told)))
+        each, more = divmod(most, len(symbols))
+        found.update({symbol: each + (at < more) for at, symbol in enumerate(symbols)})
+    return found
+
+
+def uncertain(step: StepGraph) -> bool:
+    """Whether some size of the step is one that only the data decide."""
+    return any(not isinstance(storage.bytes, int) for storage in step.storages)
+
+
+def _check_told(step: StepGraph) -> None:
     unknown = [str(symbol) for symbol in step.sizes if symbol not in step.even]
     if unknown:
         raise CaptureError(
             f"the sizes {', '.join(sorted(unknown)[:5])} depend on the data, and nobody told what they are on average; "
             "give them values, or tell them in the model's code (hyper_parallel.graph.sizes.expected)"
         )
-    return {
-        symbol: round(even.rows * load) if even.scales else even.rows for symbol, even in step.even.items()
-    }
+
+
+def _check_whole(step: StepGraph, parts: Mapping[int, Sequence[Any]]) -> None:
+    sizes = {expression(storage.bytes) for storage in step.storages if not isinstance(storage.bytes, int)}
+    for size in sorted(sizes, key=str):
+        terms = size.expand().as_coefficients_dict()
+        parts_of = {step.even[symbol].part for symbol in size.free_symbols}
+        linear = all(term.is_Symbol or term.is_Integer for term in terms)
+        whole = all(len({terms[symbol] for symbol in parts[part]}) == 1 for part in parts_of)
+        if not linear or not whole:
+            raise BudgetError(
+                f"a tensor of the step has {size} bytes, of which no bound is known: it holds a part of the rows that "
+                "experts get and not all of them; leave strategy.memory.device out for this model"
+            )
 
 
 def known(number: Any, values: dict[Any, int]) -> int:
@@ -129,4 +189,4 @@ def known(number: Any, values: dict[Any, int]) -> int:
     missing = found.free_symbols - values.keys()
     if missing:
         raise KeyError(next(iter(missing)))
-    return int(found.subs(values))
+    return int(found.xreplace({symbol: sympy.Integer(values[symbol]) for symbol in found.free_symbols}))

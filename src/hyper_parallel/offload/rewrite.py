@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, balanced_sizes
+from hyper_parallel.graph.sizes import largest_sizes, uncertain
 from hyper_parallel.offload.apply import apply
 from hyper_parallel.offload.choose import choose
 from hyper_parallel.offload.moves import Plan
@@ -27,6 +28,8 @@ class Planned:
     problem: Problem
     shelves: Shelves
     """Where its slots lie, and those of the plans beside it."""
+    load: float | None = None
+    """How many times their even share of the rows a rank's experts may get; None where no size depends on it."""
 
     @property
     def places(self) -> dict[str, Places]:
@@ -38,10 +41,11 @@ class Planned:
         free = max(self.problem.profile(), default=0)
         moved = sum(self.problem.by_storage[move.storage].bytes for move in self.plan.moves)
         before, after = self.problem.starts[-1], self.plan.seconds
+        load = "" if self.load is None else f", experts' rows at most {self.load:g} times their even share"
         return (
             f"memory: {format_bytes(self.plan.peak)} at most of {format_bytes(self.problem.budget)}, "
             f"{format_bytes(free)} without a budget; {format_bytes(moved)} a step go and come back; foreseen "
-            f"{format_duration(after)} a step, {after / before:.2f} times as long as without"
+            f"{format_duration(after)} a step, {after / before:.2f} times as long as without{load}"
         )
 
 
@@ -52,15 +56,18 @@ def planned(
     spaces: tuple[Space, ...],
     shelves: Shelves | None = None,
     number: int = 0,
+    load: float = 1.0,
 ) -> Planned:
     """The step with the moves that keep it within `budget` bytes. `shelves`: the slots of the plans that the spaces
-    hold already, whose state is this one's too; `number`: by which these know this plan.
+    hold already, whose state is this one's too; `number`: by which these know this plan. `load`: how many times their
+    even share of the rows a rank's experts get at most.
 
     Raises BudgetError where no plan does.
     """
     before = shelves or Shelves.of(space.name for space in spaces)
     known = before.numbers(step)
-    problem = problem_of(step, cluster, budget, spaces, balanced_sizes(step))
+    sizes, largest = balanced_sizes(step), largest_sizes(step, load)
+    problem = problem_of(step, cluster, budget, spaces, sizes, largest)
     asked = problem
     for _ in range(_TRIES):
         plan = choose(asked)
@@ -68,7 +75,7 @@ def planned(
         after = before.holding(number, moved)
         over = {space.name: after.tiers[space.name].size - space.bytes for space in spaces}
         if all(more <= 0 for more in over.values()):
-            return Planned(moved, plan, problem, after)
+            return Planned(moved, plan, problem, after, load if uncertain(step) else None)
         # Slots of different sizes leave holes between them, and state of other plans stays: so much less may lie there
         # at once.
         less = tuple(replace(space, bytes=space.bytes - max(0, over[space.name])) for space in asked.spaces)

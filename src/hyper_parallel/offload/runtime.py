@@ -26,12 +26,16 @@ class Runtime:
         copies, to see how fast links are."""
         self.step = step
         self._slots, self._tiers, self._watch = step.slots, tiers, watch
-        names = state_names(step)
+        self._names = names = state_names(step)
         self._at_rest = {
             names[slot.storage]: number for number, slot in step.slots.items() if slot.rest != "step"
         }
         """Name of a state input to the slot that it relies on between steps."""
         self._pending: dict[int, Pending] = {}
+        self._bytes: dict[int, int] = {}
+        """Slot to the bytes that are in it: fewer than it has room for where the data decide how many."""
+        self._left: dict[int, int] = {}
+        """Storage that was given up in a step to the slot that it is in."""
         self.blocked = 0.0
         """Seconds that waits have held up the caller so far."""
         self.moved = 0
@@ -43,13 +47,15 @@ class Runtime:
         """Begin to copy the storage of `x` to its slot."""
         given = whole(x)
         self._pending[slot] = self._tiers[tier].begin_write(slot, given)
+        self._bytes[slot] = given.numel()
         self._begun(slot, tier, True, given.numel())
 
     def prefetch(self, x: torch.Tensor, slot: int, tier: str) -> None:
         """Give the storage of `x` its memory, and begin to fill it."""
-        x.untyped_storage().resize_(self._slots[slot].bytes)
-        self._pending[slot] = self._tiers[tier].begin_read(slot, whole(x))
-        self._begun(slot, tier, False, self._slots[slot].bytes)
+        x.untyped_storage().resize_(self._bytes.get(slot, self._slots[slot].bytes))
+        given = whole(x)
+        self._pending[slot] = self._tiers[tier].begin_read(slot, given)
+        self._begun(slot, tier, False, given.numel())
 
     def wait(self, x: torch.Tensor, slot: int, tier: str) -> None:
         """Wait until the slot's copy is over; nothing where none is under way."""
@@ -60,6 +66,7 @@ class Runtime:
     def detach(self, x: torch.Tensor, slot: int, tier: str) -> None:
         """Give up the memory of the storage of `x`."""
         x.untyped_storage().resize_(0)
+        self._left[self._slots[slot].storage] = slot
 
     def update(
         self,
@@ -73,6 +80,21 @@ class Runtime:
         place = self._tiers[tier]
         assert isinstance(place, Workplace), f"the host cannot compute in {tier}"
         place.begin_work(f"the update {calls[-1].name}", slots, lambda memory: run(calls, memory, given))
+
+    def stopped(self, state: Mapping[str, torch.Tensor]) -> None:
+        """The step was left before it wrote to any state: bring it to where it is between steps."""
+        for slot in list(self._pending):
+            self._pending.pop(slot).wait()
+        # What leaves the device first makes room for what comes to it.
+        for name, x in state.items():
+            if self.away(name):
+                x.untyped_storage().resize_(0)
+        for storage, name in self._names.items():
+            gone = name in state and not self.away(name) and not state[name].untyped_storage().nbytes()
+            if gone and storage in self._left:
+                slot = self._left[storage]
+                self.prefetch(state[name], slot, self._slots[slot].tier)
+                self.wait(state[name], slot, self._slots[slot].tier)
 
     def _begun(self, slot: int, tier: str, out: bool, count: int) -> None:
         self.moved += count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -29,8 +29,6 @@ ShardLevel = Literal["optimizer", "gradients", "parameters"]
 class Memory(Section):
     """How the step's memory is held down."""
 
-    reserved: ClassVar = {"expert_load": "budgets for experts' rows come with HyperOffload"}
-
     device: Bytes | None = None
     """What a step may hold at once on each rank's device. Parameters, optimizer state, gradients and activations move
     to other memory and back while the step runs, as little as the budget allows. It needs `host`, `pool` or `flash`."""
@@ -44,6 +42,10 @@ class Memory(Section):
     cluster: str | None = None
     """The machine by which moves are planned: a preset such as `h100`, or a file that `hyper-parallel calibrate` wrote.
     Left out: the device's preset, else a plain guess. It decides how fast a step is, never how much it holds."""
+    expert_load: float = Field(default=1.5, ge=1.0, allow_inf_nan=False)
+    """Under a budget, with `axes.expert`: how many times its even share of a layer's rows a rank's experts may get.
+    Memory is kept free for so many. A step that wants more is planned anew for what it wants, and begun again, where
+    that fits into the budget; else the run ends before anything is updated."""
 
     shard: ShardLevel = "parameters"
     """What the `shard` axis splits while a step runs. `parameters`: everything; parameters are gathered for each use,

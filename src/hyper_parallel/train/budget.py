@@ -63,7 +63,9 @@ class Budget:
         self._shelves = self._reserved = Shelves.of(self._tiers)
         """Where the slots of all graphs are to lie, and where those lie that the tiers have room for."""
         self._numbers = itertools.count()
-        """Of plans."""
+        self._plans: dict[Runtime, int] = {}
+        """What runs each plan, and the number by which the shelves know it."""
+        self._outdated: Runtime | None = None
         self._current: Runtime | None = None
         self.plans: list[str] = []
         """What each graph's plan comes to, in a line."""
@@ -71,22 +73,33 @@ class Budget:
         """State inputs that rest where their graph wants them."""
         self._stalled = 0.0
 
-    def planned(self, step: StepGraph) -> Runtime:
+    def planned(self, step: StepGraph, load: float = 1.0) -> Runtime:
         """What runs the step with the moves that keep it under the budget; another step may be running meanwhile.
+        `load`: how many times their even share of the rows a rank's experts get at most.
 
         Raises BudgetError where no plan does.
         """
         begun = time.perf_counter()
         number = next(self._numbers)
-        found = planned(step, self._cluster, self.bytes, tuple(self._spaces), self._shelves, number)
+        found = planned(step, self._cluster, self.bytes, tuple(self._spaces), self._shelves, number, load)
         self._shelves = found.shelves
         log.info("%s (planned in %.1f s)", found, time.perf_counter() - begun)
         self.plans.append(str(found))
-        return Runtime(found.step, self._tiers)
+        runtime = Runtime(found.step, self._tiers)
+        self._plans[runtime] = number
+        return runtime
+
+    def drop(self, runtime: Runtime) -> None:
+        """A step that was planned will not run any more; where its state rests, it does until another one is used."""
+        if runtime is self._current:
+            self._outdated = runtime
+        else:
+            self._shelves = self._shelves.without(self._plans.pop(runtime))
 
     def forget(self) -> None:
         """The steps that were planned so far will not run."""
         assert self._current is None, "no state rests by one of them"
+        self._plans.clear()
         self._shelves = Shelves.of(self._tiers)
 
     # Where state is between steps.
@@ -133,6 +146,9 @@ class Budget:
         for name in sorted(state, key=lambda name: (not runtime.away(name), name)):
             before.pass_on(name, state[name], runtime)
         self._current = runtime
+        if before is self._outdated:
+            self._outdated = None
+            self.drop(before)
 
     def _reserve(self, resting: Collection[int]) -> None:
         """Have room for the slots of all plans, between two steps: what rests in these slots stays."""

@@ -7,7 +7,7 @@ yet, while the device computes; the numbers of the step are looked at before any
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +16,21 @@ from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.errors import BudgetError, HyperParallelError
 from hyper_parallel.launch import logs
 from hyper_parallel.train.batches import StepBatch
-from hyper_parallel.train.graphs import ELSEWHERE, Graphs, eagerly, over_budget
+from hyper_parallel.train.graphs import ELSEWHERE, Captured, Graphs, eagerly, over_budget
 from hyper_parallel.train.guard import non_finite, not_finite
 from hyper_parallel.train.out_of_memory import post_mortem
 from hyper_parallel.train.profiling import Profiling
 from hyper_parallel.train.recipe import Recipe, StepResult
 from hyper_parallel.train.step import Stepper, accumulate, said_by
+from hyper_parallel.train.uneven import (
+    ELSEWHERE_FULL,
+    TooUneven,
+    changed_before,
+    check_load,
+    planned_anew,
+    refused,
+    wanted,
+)
 from hyper_parallel.train.whole_step import BatchShape, batch_inputs, state
 
 log = logging.getLogger(__name__)
@@ -55,12 +64,6 @@ class GraphStepper:
         if self._eager is not None:
             return self._eager.run(load_next=load_next, stop=stop, memory=memory)
         recipe, batch = self._recipe, self._batch
-        shape = BatchShape.of(batch.micro)
-        graph = self._graphs[shape]
-        if graph.runtime is not None:
-            assert self._graphs.budget is not None
-            self._graphs.budget.use(graph.runtime, self._state)
-        host = _Host(recipe, self._graphs, batch, load_next, stop, memory)
         device = self._tokens.device
         given = {
             **self._state,
@@ -71,18 +74,13 @@ class GraphStepper:
                 torch.tensor(recipe.schedule(batch.step), dtype=torch.float64),
             ),
         }
-        try:
-            with logs.at(batch.step + 1):
-                runner = self._profiling.runner(graph) if self._profiling else graph.executable
-                runner.run(given, host)
-        except _NotFinite:
-            pass
-        except HyperParallelError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise post_mortem(graph, error, recipe.handle, batch.step) from error
-            raise
+        while True:
+            graph = self._graphs[BatchShape.of(batch.micro)]
+            host = _Host(recipe, self._graphs, batch, load_next, stop, memory, graph.load)
+            load = self._attempt(graph, given, host)
+            if load is None:
+                break
+            self._plan_anew(graph, load)
         result = host.result
         if not result.finite:
             self._raise_non_finite(batch, result)
@@ -92,6 +90,51 @@ class GraphStepper:
         if host.following is not None:
             self._take(host.following, host.tokens, result.graph_ends)
         return result
+
+    def _attempt(self, graph: Captured, given: Mapping[str, Tensor], host: _Host) -> float | None:
+        """Run the step; how uneven the experts' rows were where that stopped it, else None."""
+        if graph.runtime is not None:
+            assert self._graphs.budget is not None
+            self._graphs.budget.use(graph.runtime, self._state)
+        try:
+            with logs.at(self._batch.step + 1):
+                runner = self._profiling.runner(graph) if self._profiling else graph.executable
+                runner.run(given, host)
+        except _NotFinite:
+            pass
+        except TooUneven as stopped:
+            return stopped.load
+        except HyperParallelError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise post_mortem(graph, error, self._recipe.handle, self._batch.step) from error
+            raise
+        return None
+
+    def _plan_anew(self, graph: Captured, load: float) -> None:
+        """Have a plan with memory for the rows of the step at hand, which was stopped because of them, on every rank.
+
+        A collective. Raises BudgetError, on every rank, where some rank has none.
+        """
+        assert graph.runtime is not None
+        assert graph.load is not None
+        handle, step = self._recipe.handle, self._batch.step
+        graph.runtime.stopped(self._state)
+        why = changed_before(graph.plain)
+        for more in wanted(load) if why is None else ():
+            found = self._graphs.planned_anew(graph, more)
+            failed = self._tokens.new_tensor(float(isinstance(found, str)))
+            if handle.all_reduce(failed, handle.mesh.names, "max").item() == 0:
+                assert not isinstance(found, str)
+                self._graphs.replace(graph, found)
+                log.warning("%s", planned_anew(step, load, graph.load, more))
+                return
+            if isinstance(found, str):
+                why = found
+            else:
+                self._graphs.drop(found)
+        raise refused(step, load, graph.load, why or ELSEWHERE_FULL)
 
     def _take(self, batch: StepBatch, tokens: Tensor, graph_ends: bool) -> None:
         self._batch, self._tokens = batch, tokens
@@ -131,7 +174,10 @@ class _Host:
         load_next: Callable[[], StepBatch] | None,
         stop: bool,
         memory: float,
+        load: float | None,
     ) -> None:
+        """`load`: how many times their even share of the rows a rank's experts may get."""
+        self._planned = load
         self._recipe, self._graphs, self._batch = recipe, graphs, batch
         self._load_next, self._stop, self._memory = load_next, stop, memory
         self.following: StepBatch | None = None
@@ -139,6 +185,9 @@ class _Host:
     def __call__(self, point: str, values: Sequence[Tensor]) -> Tensor | None:
         if point == "load":
             return self._load(values[0].device)
+        if point == "rows":
+            check_load(values[0].item(), self._planned)
+            return None
         assert point == "check", point
         summed, loads = values
         self.result = self._recipe.result(summed, loads, self._batch)

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hyper_parallel.errors import CaptureError, CompileError, GraphError, HyperParallelError
+from hyper_parallel.errors import BudgetError, CaptureError, CompileError, GraphError, HyperParallelError
 from hyper_parallel.graph import Executable, Pass, StepGraph, executable
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.passes import rewritten
+from hyper_parallel.graph.sizes import uncertain
 from hyper_parallel.offload import Runtime
 from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.passes import passes_for
@@ -39,6 +40,9 @@ class Captured:
     """The same before compiling."""
     runtime: Runtime | None = None
     """What moves its storages, where it has a memory budget."""
+    load: float | None = None
+    """How many times their even share of the rows a rank's experts may get within the budget; None where no size
+    depends on it."""
 
 
 class Graphs:
@@ -102,10 +106,35 @@ class Graphs:
             _described(shape),
         )
         if self.budget is not None:
-            runtime = self.budget.planned(step)
-            return Captured(runtime.step, executable(runtime.step, cache=runtime), step, runtime)
+            return self._planned(step, self.budget, self.shadow.handle.strategy.memory.expert_load)
         run = self._compiled(step)
         return Captured(run, executable(run), step)
+
+    def _planned(self, step: StepGraph, budget: Budget, load: float) -> Captured:
+        runtime = budget.planned(step, load)
+        run = executable(runtime.step, cache=runtime)
+        return Captured(runtime.step, run, step, runtime, load if uncertain(step) else None)
+
+    def planned_anew(self, graph: Captured, load: float) -> Captured | str:
+        """The same step with memory for rows that are `load` times as many as the even share; or why there is no such
+        plan. No collective."""
+        assert self.budget is not None
+        try:
+            return self._planned(graph.plain, self.budget, load)
+        except BudgetError as error:
+            return str(error)
+
+    def replace(self, graph: Captured, by: Captured) -> None:
+        """Run the second from now on where the first was run."""
+        (shape,) = (shape for shape, known in self._captured.items() if known is graph)
+        self._captured[shape] = by
+        self.drop(graph)
+
+    def drop(self, graph: Captured) -> None:
+        """A graph with a budget will not be run any more."""
+        assert self.budget is not None
+        assert graph.runtime is not None
+        self.budget.drop(graph.runtime)
 
     def _compiled(self, step: StepGraph) -> StepGraph:
         """What is to run: `step` compiled, or as it is."""

@@ -5,6 +5,8 @@ It is the eager step (`step`) with what the host decides put into tensors:
 - the learning rate's scale and the step's number are inputs, so that one graph serves every step;
 - the host is asked twice: at "load" for what this rank says, when the device has been given the backward pass, and at
   "check" it is shown what the step came to, and may raise before anything is updated;
+- under a memory budget it is asked once more for each exchange of experts' rows: at "rows" it is shown the largest load
+  of all ranks (`shard.experts.uneven`), and may raise before there is memory for the rows;
 - clipping multiplies by min(1, clip / norm) always, which is by 1 where eager does not clip.
 
 Gradients are added up as they come, each into the first one of its parameter.
@@ -12,7 +14,8 @@ Gradients are added up as they come, each into the first one of its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +29,7 @@ from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.documents import documents_known, several_documents
 from hyper_parallel.shard.experts.routing import update_biases
 from hyper_parallel.shard.experts.spread import even_load
+from hyper_parallel.shard.experts.uneven import asked
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.recompute import left_to_the_graph
 from hyper_parallel.shard.structure import layers_or_refuse
@@ -89,7 +93,7 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
             },
         }
         try:
-            with mode, left_to_the_graph():
+            with mode, left_to_the_graph(), _told_loads(handle):
                 found = capture(body, tensors, model, lambda: body.gradients)
                 # Asked for now: the step has made those that it was the first to need.
                 found.groups = handle.process_groups()
@@ -97,6 +101,21 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
         finally:
             body.forget()
     return _recomputed(found, handle) if handle.strategy.memory.recompute == "layer" else found
+
+
+@contextlib.contextmanager
+def _told_loads(handle: ShardedModel) -> Iterator[None]:
+    """Inside, where a budget is to be kept, the host is shown how uneven the rows of each exchange are."""
+    if handle.strategy.memory.device is None:
+        yield
+        return
+    with asked(lambda load: _show_load(handle, load)):
+        yield
+
+
+def _show_load(handle: ShardedModel, load: Tensor) -> None:
+    # The same number on every rank, so that all go on or none does.
+    host("rows", [handle.all_reduce(load, handle.mesh.names, "max")])
 
 
 def _recomputed(step: StepGraph, handle: ShardedModel) -> StepGraph:

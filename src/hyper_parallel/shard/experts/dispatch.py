@@ -30,6 +30,7 @@ from hyper_parallel.graph.sizes import expected
 from hyper_parallel.shard.axis import Axis, _Moved
 from hyper_parallel.shard.experts.grouped import apply_experts
 from hyper_parallel.shard.experts.spread import even_load, evenly
+from hyper_parallel.shard.experts.uneven import ask
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -86,6 +87,8 @@ def _elsewhere(
     n, local = expert.size, experts // expert.size
     leaving = counts[:experts].view(n, local)
     arriving = collectives.all_to_all(leaving, [1] * n, [1] * n, expert.group)
+    # Before the numbers are read, after which there is memory for as many rows.
+    ask(arriving, lambda: sum(_told_evenly(rows.size(0), expert, experts, len(replicas), 1.0)[1]))
     told = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[experts:]])
     send, receive, groups, hot = _read(told, rows.size(0), expert, experts, len(replicas))
     away = rows.narrow(0, 0, sum(send)) if replicas else rows
@@ -124,8 +127,10 @@ def _read(
     send, receive, groups, hot = parts
     if any(map(is_symbolic, send)):
         even = _told_evenly(rows, expert, experts, replicas, 1.0)
-        for part, likely, scales in zip(parts, even, (False, True, True, False), strict=True):
-            expected(part, likely, scales)
+        # What leaves is certain, but for what stays with replicas; from each rank no more comes than it has.
+        limits = (rows, expert.size * rows, expert.size * rows, rows)
+        for part, likely, scales, most in zip(parts, even, (False, True, True, False), limits, strict=True):
+            expected(part, likely, scales, most)
     return send, receive, groups, hot
 
 

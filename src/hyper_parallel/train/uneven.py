@@ -1,0 +1,80 @@
+"""A step whose experts are to get more rows than its plan has memory for: planned anew for as many, or refused.
+
+    load = rows that come to a rank / its even share, the largest of all ranks
+
+The host is shown it before each exchange of rows (`whole_step`), the same number on every rank, so that all stop there
+or none does. Nothing was updated then, and the same batch can run again.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hyper_parallel.errors import BudgetError
+from hyper_parallel.graph import StepGraph, values_of
+from hyper_parallel.graph.cache import is_cache
+from hyper_parallel.graph.effects import writes
+from hyper_parallel.graph.host import HOST
+
+ELSEWHERE_FULL = "another worker's step has no such plan; its log says why"
+
+MARGIN = 1.1
+"""What comes next is likely to be as uneven, and a little more."""
+
+
+class TooUneven(Exception):
+    """Ends the run of a graph before there is memory for rows that are more than planned for."""
+
+    def __init__(self, load: float) -> None:
+        super().__init__(f"a load of {load:.3g}")
+        self.load = load
+
+
+def check_load(shown: float, planned: float | None) -> None:
+    """Raise TooUneven where the load that the host was `shown` is above what was planned for."""
+    if planned is not None and shown > planned:
+        raise TooUneven(shown)
+
+
+def wanted(load: float) -> tuple[float, ...]:
+    """The loads to plan for, one after the other, when `load` was too much: with a margin, else just enough."""
+    # In hundredths, for messages; what was shown is fp32, so that nothing is lost by the rounding.
+    return tuple(math.ceil(round(100 * factor * load, 6)) / 100 for factor in (MARGIN, 1.0))
+
+
+def changed_before(step: StepGraph) -> str | None:
+    """Why the step cannot be run again from where the host was shown a load; None if it can."""
+    names = {
+        value.storage: entry.name
+        for entry, node in zip(step.inputs, step.placeholders, strict=True)
+        for value in values_of(node)
+    }
+    changed: str | None = None
+    first: str | None = None
+    for node in step.nodes:
+        if node.target is HOST and node.args[0] == "rows":
+            changed = first
+        elif first is None and not is_cache(node):
+            first = next((names[storage] for storage in sorted(writes(node)) if storage in names), None)
+    return None if changed is None else f"it has changed {changed} by then, and cannot be run again"
+
+
+def planned_anew(step: int, load: float, before: float, now: float) -> str:
+    """What is shown when `step`, counted from 0, was planned anew."""
+    return (
+        f"step {step + 1}: a rank's experts were to get {load:.3g} times their even share of the rows, and memory was "
+        f"kept for {before:g} times; the step was planned anew for {now:g} and begun again. "
+        f"strategy.memory.expert_load={now:g} plans for it from the start"
+    )
+
+
+def refused(step: int, load: float, planned: float, why: str) -> BudgetError:
+    """The error for `step`, counted from 0, whose experts were to get `load` times their even share."""
+    enough = wanted(load)[-1]
+    return BudgetError(
+        f"step {step + 1}: a rank's experts were to get {load:.3g} times their even share of the rows, memory is kept "
+        f"for {planned:g} times (strategy.memory.expert_load), and the step cannot be planned for more: {why}. Nothing "
+        f"was updated: resume from the last checkpoint with strategy.memory.expert_load={enough:g} and a larger "
+        "strategy.memory.device, or with smaller micro-batches; train.router_bias_rate and a router's auxiliary loss "
+        "make loads more even"
+    )
