@@ -96,6 +96,11 @@ def slots_of(node: fx.Node) -> tuple[int, ...]:
     return _tuple(node, 3)
 
 
+def slots_given(node: fx.Node, slots: tuple[int, ...]) -> None:
+    """Give an update the slots that it works in."""
+    node.args = (*node.args[:3], slots, node.args[4])
+
+
 def tier_of(node: fx.Node) -> str:
     """Where an update runs."""
     tier = node.args[4]

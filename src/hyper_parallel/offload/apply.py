@@ -1,7 +1,8 @@
 """A plan's moves as cache operators in the step's graph.
 
 Right before a node stand, in this order: the stores that begin there; of what leaves there the wait for its store and
-the `detach`; the prefetches, which take memory that was given up just before; the waits for what the node uses.
+the `detach`; the prefetches, which take memory that was given up just before; the waits for what the node uses. An
+update on the host is given the slots of its storages; the state that only it needs rests in them for good.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from hyper_parallel.graph import Slot, StepGraph, cache, validate
+from hyper_parallel.graph.apart import is_update, slots_given, storages_of, tier_of
 from hyper_parallel.graph.cache import Rest
 from hyper_parallel.graph.nouns import Value
 from hyper_parallel.offload.moves import Move
@@ -56,13 +58,16 @@ def apply(
     nodes = list(made.nodes)
     events = sorted(event for move in moves for event in _events(problem, move))
     numbers: dict[tuple[int, str], int] = {}
-    for event in events:
-        place = (event.storage, event.space)
+    updates = [(at, node) for at, node in enumerate(nodes) if is_update(node)]
+    worked_on = [(storage, tier_of(node)) for _, node in updates for storage in storages_of(node)]
+    for place in (*((event.storage, event.space) for event in events), *worked_on):
         if place not in numbers:
             number = (known or {}).get(place)
             numbers[place] = first if number is None else number
             first += number is None
-    made.slots = _slots(problem, events, numbers)
+    made.slots = _slots(made, problem, events, numbers)
+    for _, node in updates:
+        slots_given(node, tuple(numbers[storage, tier_of(node)] for storage in storages_of(node)))
     names = _names(made)
     for event in events:
         after = nodes[event.place]
@@ -76,28 +81,36 @@ def apply(
 
 
 def _events(problem: Problem, move: Move) -> Iterable[_Event]:
-    n = problem.nodes
-    used = problem.by_storage[move.storage].gaps(n)[move.gap][1]
+    n, held = problem.nodes, problem.by_storage[move.storage]
+    gaps = held.gaps(n)
+    used = gaps[move.gap][1]
     if move.store is not None:
         yield _Event(move.store % n, 0, move.leave - move.store, move.storage, move.space)
     yield _Event(move.leave % n, 1, 0, move.storage, move.space)
+    if move.gap == len(gaps) - 1 and not held.returns:
+        return
     yield _Event(move.fetch % n, 2, used - move.fetch, move.storage, move.space)
     yield _Event(used % n, 3, 0, move.storage, move.space)
 
 
-def _slots(problem: Problem, events: list[_Event], numbers: dict[tuple[int, str], int]) -> dict[int, Slot]:
+def _slots(
+    step: StepGraph, problem: Problem, events: list[_Event], numbers: dict[tuple[int, str], int]
+) -> dict[int, Slot]:
     of: dict[tuple[int, str], list[_Event]] = defaultdict(list)
     for event in events:
         of[event.storage, event.space].append(event)
     return {
         number: _slot(problem, storage, space, of[storage, space])
+        if (storage, space) in of
+        else Slot(storage, space, step.storages[storage].bytes, "away", 0, problem.nodes)
         for (storage, space), number in numbers.items()
     }
 
 
 def _slot(problem: Problem, storage: int, space: str, events: list[_Event]) -> Slot:
-    rest = _rest(events)
-    first, last = (events[0].place, events[-1].place) if rest == "step" else (0, problem.nodes)
+    rest, must = _rest(events), problem.by_storage[storage].must
+    until = events[-1].place if must is None else max(events[-1].place, must.update)
+    first, last = (events[0].place, until) if rest == "step" else (0, problem.nodes)
     return Slot(storage, space, problem.by_storage[storage].bytes, rest, first, last)
 
 

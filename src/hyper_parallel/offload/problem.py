@@ -33,6 +33,20 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True)
+class Must:
+    """The last gap of a storage has to be taken, since the host computes in its slot: an update of the optimizer.
+
+    A gradient goes out, and does not come back. A parameter, which is state, leaves without a store, and what comes
+    back is new.
+    """
+
+    space: str
+    """Where the storage goes in every gap."""
+    update: int
+    """Place of the node that begins the update: what goes out has left before it, what comes back is fetched behind."""
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """A storage."""
 
@@ -46,12 +60,20 @@ class Held:
     """It lives across steps, so that there is a gap from the last busy stretch to the first one of the next step."""
     movable: bool = True
     name: str = ""
+    must: Must | None = None
+
+    @property
+    def returns(self) -> bool:
+        """Whether it comes back from its last gap."""
+        return self.must is None or self.state
 
     def gaps(self, nodes: int) -> list[tuple[int, int]]:
         """Of each gap the first place after the stretch before it, and the place of the stretch behind it."""
         found = [(before.last + 1, after.first) for before, after in pairwise(self.busy)]
         if self.state:
             found.append((self.busy[-1].last + 1, nodes + self.busy[0].first))
+        elif self.must is not None:
+            found.append((self.busy[-1].last + 1, nodes))
         return found
 
 
@@ -86,6 +108,21 @@ class Space:
     bytes: int
     out: Rate
     back: Rate
+    work: float | None = None
+    """B/s at which the host reads and writes what lies there in an update; None where it cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Work of the host on what lies in a space, beside the device and one after the other."""
+
+    place: int
+    """Of the node that begins it."""
+    seconds: float
+    gradient: int
+    """The storage whose copy out it waits for."""
+    parameter: int
+    """The storage whose copy back waits for it."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +138,8 @@ class Problem:
     """The fastest first; what does not fit into one goes to the next."""
     budget: int
     """Bytes that may be live on the device."""
+    updates: tuple[Update, ...] = ()
+    """By ascending place; their storages have to take their last gaps."""
 
     @property
     def nodes(self) -> int:
@@ -119,6 +158,8 @@ class Problem:
             first, last = held.busy[0].first, held.busy[-1].last + 1
             if held.state:
                 first, last = 0, self.nodes
+            elif held.must is not None:
+                last = self.nodes
             change[first] += held.bytes
             change[last] -= held.bytes
         for move in moves:

@@ -114,6 +114,8 @@ class _Facts:
         kinds = [self._kind(storage) for storage in (master, gradient, *state)]
         if kinds != ["parameter", None, *["optimizer"] * len(state)] or len({master, *state}) <= len(state):
             return None
+        if self.users[master][0] is node:
+            return None
         along = {node, *self._scaling(gradient, node)}
         for storage in state:
             along |= {user for user in self.users[storage] if _name(user) in _COUNTS}
