@@ -56,3 +56,23 @@ def test_devices_that_share_a_tier_share_its_bandwidth() -> None:
     assert cluster.copy_seconds("device", "host", 1e9, 8) == pytest.approx(
         cluster.copy_seconds("device", "host", 1e9), rel=1e-6
     )
+
+
+def test_memory_for_more_rows_of_experts_is_predicted_and_told() -> None:
+    experts = (
+        "model.config.model_type=mixtral",
+        "model.config.num_local_experts=4",
+        "strategy.axes={shard: 2, expert: 2}",
+        "strategy.sequence=false",
+        "strategy.memory.device=1GiB",
+        "strategy.memory.host=1GiB",
+    )
+    peaks = {}
+    for load in (1.5, 9.0):
+        keys = (*SMALL, *experts, f"strategy.memory.expert_load={load}")
+        found = predict_run(config.load(QUICKSTART, keys), Cluster.preset("h100"))
+        peaks[load] = found.timeline.peak.bytes
+        said = "\n".join(found.notes)
+        # No more than all rows of the two ranks come to one.
+        assert f"get {min(load, 2.0):g} times their even share" in said
+    assert peaks[1.5] < peaks[9.0]

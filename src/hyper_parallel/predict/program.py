@@ -111,9 +111,16 @@ def _captured(model: nn.Module, config: RunConfig, strategy: Strategy, micro_bat
         shape = BatchShape(
             ((micro_batch(config), config.data.sequence),) * micro_batches, (False,) * micro_batches
         )
-        with spread_evenly():
+        with spread_evenly(load_of(strategy)):
             step = capture_step(Recipe.of(config, model), shape)
         return rewritten(step, passes_for(strategy))
+
+
+def load_of(strategy: Strategy) -> float:
+    """How many times their even share of the rows the rank's experts are taken to get: under a budget as many as
+    memory is kept for."""
+    memory, ranks = strategy.memory, strategy.axes.expert
+    return 1.0 if memory.device is None else min(memory.expert_load, float(ranks))
 
 
 def _repeated(

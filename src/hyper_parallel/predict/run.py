@@ -22,7 +22,7 @@ from hyper_parallel.offload.rewrite import Offload
 from hyper_parallel.offload.spaces import spaces_of
 from hyper_parallel.overlap import Overlap
 from hyper_parallel.predict.prediction import Prediction
-from hyper_parallel.predict.program import program_of
+from hyper_parallel.predict.program import load_of, program_of
 from hyper_parallel.simulate import simulate
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.out_of_memory import head_of
@@ -85,7 +85,7 @@ def predict_run(
     say(f"simulating {len(program.ops['all']):,} ops on {cluster.name or cluster.source}")
     timeline = simulate(program, cluster, algorithm=_algorithm(strategy))
     if any(_has_experts(name) for name, _ in plain.named_modules()):
-        notes.append("every expert is taken to get as many rows as the others")
+        notes.append(_loads(load_of(strategy)))
     return Prediction(
         timeline,
         strategy,
@@ -181,6 +181,15 @@ def _factors(number: int) -> str:
 
 def _algorithm(strategy: Strategy) -> str | None:
     return "flat" if strategy.placement.collectives == "flat" else None
+
+
+def _loads(load: float) -> str:
+    if load == 1.0:
+        return "every expert is taken to get as many rows as the others"
+    return (
+        f"the rank's experts are taken to get {load:g} times their even share of the rows, as many as memory is kept for "
+        "(strategy.memory.expert_load)"
+    )
 
 
 def _has_experts(name: str) -> bool:
