@@ -64,6 +64,8 @@ def test_memory_for_more_rows_of_experts_is_predicted_and_told() -> None:
         "model.config.num_local_experts=4",
         "strategy.axes={shard: 2, expert: 2}",
         "strategy.sequence=false",
+        "train.batch=2",
+        "model.config.num_hidden_layers=1",
         "strategy.memory.device=1GiB",
         "strategy.memory.host=1GiB",
     )

@@ -187,8 +187,8 @@ def _loads(load: float) -> str:
     if load == 1.0:
         return "every expert is taken to get as many rows as the others"
     return (
-        f"the rank's experts are taken to get {load:g} times their even share of the rows, as many as memory is kept for "
-        "(strategy.memory.expert_load)"
+        f"the rank's experts are taken to get {load:g} times their even share of the rows, as many as memory is kept "
+        "for (strategy.memory.expert_load)"
     )
 
 
