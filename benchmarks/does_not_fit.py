@@ -11,8 +11,8 @@ step of a tiny model on the same data makes, and `HEADROOM` more; but for the ru
 All that train must come to the same losses and the same final values. Seconds are of a step, the median of those after
 the first two; the flash is a folder on this machine's disk, read and written past the system's cache.
 
-Every run computes with one thread, so that on two cores copies have one to themselves, as they have engines of their own
-on an accelerator; `--threads 2` says what it costs where they have not. Every run asks PyTorch for large pages
+Every run computes with one thread, so that on two cores copies have one to themselves, as on an accelerator they have
+engines of their own; `--threads 2` says what it costs where they have not. Every run asks PyTorch for large pages
 (THP_MEM_ALLOC_ENABLE): under a budget memory goes back to the system and comes from it again, page by page.
 """
 
