@@ -81,6 +81,22 @@ def test_a_strategy_that_recomputes_layers_has_them_in_its_graph() -> None:
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
+def test_in_bfloat16_layers_are_computed_again_from_what_they_are_given() -> None:
+    # A layer's input is cast to float32 for its norm; the cast is what the backward pass uses, and not the input.
+    small = list(layers(_captured(precision={"compute": "bfloat16"}), LAYERS).nodes)
+    first, second = (
+        [at for at, node in enumerate(small) if node.meta["phase"] == "backward" and _of(node, layer)]
+        for layer in LAYERS
+    )
+    # So the first layer is not computed again before the last one's backward pass is over.
+    assert sum(small[at].meta["recomputed"] for at in first) > 50
+    assert min(at for at in first if small[at].meta["recomputed"]) > max(second)
+
+
+def _of(node: fx.Node, layer: str) -> bool:
+    return str(node.meta["module"]).startswith(layer)
+
+
 def test_a_goal_in_bytes_is_met_with_the_same_bits() -> None:
     step = _captured()
     most, least = peak(step).bytes, peak(layers(step, LAYERS)).bytes

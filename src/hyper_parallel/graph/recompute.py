@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -35,26 +35,47 @@ from hyper_parallel.graph.trim import trim
 _EARLY = ("forward", "loss")
 
 
-def recompute(step: StepGraph, storages: Collection[int], *, collectives: bool = False) -> StepGraph:
+Repeated = Literal["none", "weights", "all"]
+"""Which collectives may be repeated: none, those that gather weights, or any."""
+_REPEATED: dict[bool, Repeated] = {False: "weights", True: "all"}
+
+
+def recompute(
+    step: StepGraph,
+    storages: Collection[int],
+    *,
+    collectives: Repeated = "weights",
+    kept: Collection[int] = (),
+    lates: Mapping[int, int] | None = None,
+) -> StepGraph:
     """Compute these storages again for the backward pass; their first lives end with the forward pass.
 
-    `collectives`: those that are no gathers of weights may be repeated too. Raises GraphError for a storage that the
-    backward pass does not use, or that cannot be computed again.
+    `kept`: storages that live on if they are needed for it, rather than to be repeated too. `lates`: of storages that
+    are computed again for another part of the step, the place of the first node that uses the repetition. Raises
+    GraphError for a storage that the backward pass does not use, or that cannot be computed again.
     """
     made, _ = step.copied()
-    _Repeater(made, frozenset(storages), collectives).repeat()
+    _Repeater(made, frozenset(storages), collectives, frozenset(kept), lates).repeat()
     return trim(made)
 
 
-def repeatable(step: StepGraph, storages: Iterable[int], *, collectives: bool = False) -> list[int]:
+def repeatable(
+    step: StepGraph,
+    storages: Iterable[int],
+    *,
+    collectives: Repeated = "weights",
+    lates: Mapping[int, int] | None = None,
+) -> list[int]:
     """Those of the storages that `recompute` does not refuse."""
-    repeater = _Repeater(step, frozenset(), collectives)
+    repeater = _Repeater(step, frozenset(), collectives, lates=lates)
     return [storage for storage in storages if repeater.refusal(storage) is None]
 
 
-def chains(step: StepGraph, storages: Iterable[int]) -> dict[int, list[fx.Node]]:
+def chains(
+    step: StepGraph, storages: Iterable[int], *, collectives: Repeated = "weights", kept: Collection[int] = ()
+) -> dict[int, list[fx.Node]]:
     """Those of the storages that `recompute` does not refuse, to the nodes that it would repeat for each alone."""
-    repeater = _Repeater(step, frozenset(), False)
+    repeater = _Repeater(step, frozenset(), collectives, frozenset(kept))
     return {storage: repeater.chain(storage) for storage in storages if repeater.refusal(storage) is None}
 
 
@@ -78,15 +99,23 @@ def layers(
     `weights`: those that were gathered or cast inside of the module too. `collectives`: the module's own are repeated,
     as wrapping the module in a checkpoint does; else what they gave is kept.
     """
-    return recompute(
-        step, inside(step, modules, weights=weights, collectives=collectives), collectives=collectives
-    )
+    chosen = inside(step, modules, weights=weights, collectives=collectives)
+    given = [storage for storage, module in _homes(step, modules).items() if module is None]
+    return recompute(step, chosen, collectives=_REPEATED[collectives], kept=given)
 
 
 def inside(
     step: StepGraph, modules: Collection[str], *, weights: bool = True, collectives: bool = False
 ) -> list[int]:
     """The storages that are made in the forward pass of one of the modules and used, early, nowhere else."""
+    unwanted = set() if weights else of_weights(step, list(step.nodes))
+    home = _homes(step, modules)
+    chosen = [storage for storage, module in home.items() if module is not None and storage not in unwanted]
+    return repeatable(step, chosen, collectives=_REPEATED[collectives])
+
+
+def _homes(step: StepGraph, modules: Collection[str]) -> dict[int, str | None]:
+    """Of each storage that the step makes, the only one of the modules that uses it early; None where there is none."""
     nodes = list(step.nodes)
     of = {node: _owner(node.meta["module"], modules) for node in nodes}
     home: dict[int, str | None] = {}
@@ -98,9 +127,7 @@ def inside(
             for storage in touched(node):
                 if home.get(storage) != of[node]:
                     home[storage] = None
-    unwanted = set() if weights else of_weights(step, nodes)
-    chosen = [storage for storage, module in home.items() if module is not None and storage not in unwanted]
-    return repeatable(step, chosen, collectives=collectives)
+    return home
 
 
 def _owner(module: str, modules: Collection[str]) -> str | None:
@@ -112,8 +139,16 @@ def _owner(module: str, modules: Collection[str]) -> str | None:
 class _Repeater:
     """Adds repetitions to a graph, in place."""
 
-    def __init__(self, step: StepGraph, chosen: frozenset[int], collectives: bool) -> None:
+    def __init__(
+        self,
+        step: StepGraph,
+        chosen: frozenset[int],
+        collectives: Repeated,
+        kept: frozenset[int] = frozenset(),
+        lates: Mapping[int, int] | None = None,
+    ) -> None:
         self._step, self._chosen, self._collectives = step, chosen, collectives
+        self._kept, self._lates = kept, lates or {}
         self._nodes = list(step.nodes)
         self._place = {node: at for at, node in enumerate(self._nodes)}
         self._weights = of_weights(step, self._nodes)
@@ -135,6 +170,8 @@ class _Repeater:
 
     def late(self, storage: int) -> int | None:
         """The place of the first node of the backward pass that uses a storage made before; None if none does."""
+        if storage in self._lates:
+            return self._lates[storage]
         places = self._users.get(storage, [])
         if not places or self._nodes[places[0]].meta["phase"] not in _EARLY:
             return None
@@ -174,8 +211,10 @@ class _Repeater:
             return f"{node} is what the host said"
         if draws_random(node):
             return f"{node} ({node.target}) draws from a random generator"
+        if is_collective(node) and self._collectives == "none":
+            return f"{node} ({node.target}) is a collective"
         gathers_weights = {value.storage for value in values_of(node)} <= self._weights
-        if is_collective(node) and not (self._collectives or gathers_weights):
+        if is_collective(node) and self._collectives == "weights" and not gathers_weights:
             return f"{node} ({node.target}) is a collective that gathers no weights"
         if writes(node) - {storage}:
             return f"{node} ({node.target}) writes to other memory too"
@@ -213,7 +252,7 @@ class _Repeater:
         needed = [node for node in self.chain(storage) if node not in self._again]
         with self._step.graph.inserting_before(self._nodes[late]):
             for node in needed:
-                self._copy(node)
+                self._copy(node, self._nodes[late].meta["phase"])
 
     def chain(self, storage: int) -> list[fx.Node]:
         """The nodes, in order, that make a storage from what stays."""
@@ -240,11 +279,13 @@ class _Repeater:
             return storage in self._outside
         if storage in self._chosen:
             return False
+        if storage in self._kept:
+            return True
         if self._users[storage][-1] >= late:
             return True
         return any(self._unrepeatable(self._nodes[at], storage, late) for at in self._history(storage, late))
 
-    def _copy(self, node: fx.Node) -> None:
+    def _copy(self, node: fx.Node, phase: str) -> None:
         again = self._step.graph.node_copy(node, lambda source: self._again.get(source, source))
         places = self._places(node, self._again)
         for value in values_of(node):
@@ -254,7 +295,7 @@ class _Repeater:
                 self._step.storages.append(Storage(len(self._step.storages), old.bytes, old.device))
         again.meta = {
             **moved_meta(node, places),
-            "phase": "backward",
+            "phase": phase,
             "recomputed": True,
             "origin": node.meta.get("origin", node.name),
         }
