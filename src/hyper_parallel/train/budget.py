@@ -22,9 +22,10 @@ from hyper_parallel.cluster.device import Tier as Memory
 from hyper_parallel.compat import absent, backend
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.offload import Runtime, Space
-from hyper_parallel.offload.rewrite import planned
+from hyper_parallel.offload.rewrite import Planned, planned
 from hyper_parallel.offload.shelf import Shelves
 from hyper_parallel.offload.tiers import FlashTier, HostTier, PoolTier, Tier, measure
+from hyper_parallel.offload.watch import Watch
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.overlapping import cluster_of
 
@@ -60,11 +61,15 @@ class Budget:
             share = tier.capacity // world if name == "pool" else tier.capacity
             out, back = measure(tier, self._backend, min(_MEASURED, share, max(self.bytes // 4, 1)))
             self._spaces.append(Space(name, share, out, back))
+        self.watch = Watch(self._spaces)
+        """How fast the tiers are while steps run."""
         self._shelves = self._reserved = Shelves.of(self._tiers)
         """Where the slots of all graphs are to lie, and where those lie that the tiers have room for."""
         self._numbers = itertools.count()
         self._plans: dict[Runtime, int] = {}
         """What runs each plan, and the number by which the shelves know it."""
+        self.found: dict[Runtime, Planned] = {}
+        """What runs each step, and its plan."""
         self._outdated: Runtime | None = None
         self._current: Runtime | None = None
         self.plans: list[str] = []
@@ -85,8 +90,9 @@ class Budget:
         self._shelves = found.shelves
         log.info("%s (planned in %.1f s)", found, time.perf_counter() - begun)
         self.plans.append(str(found))
-        runtime = Runtime(found.step, self._tiers)
+        runtime = Runtime(found.step, self._tiers, self.watch)
         self._plans[runtime] = number
+        self.found[runtime] = found
         return runtime
 
     def drop(self, runtime: Runtime) -> None:
@@ -95,12 +101,18 @@ class Budget:
             self._outdated = runtime
         else:
             self._shelves = self._shelves.without(self._plans.pop(runtime))
+            del self.found[runtime]
 
     def forget(self) -> None:
         """The steps that were planned so far will not run."""
         assert self._current is None, "no state rests by one of them"
         self._plans.clear()
         self._shelves = Shelves.of(self._tiers)
+
+    def plan_by(self, spaces: tuple[Space, ...]) -> None:
+        """Plans go by these rates of the tiers from now on."""
+        self._spaces = list(spaces)
+        self.watch.plan_by(spaces)
 
     # Where state is between steps.
 
@@ -141,6 +153,7 @@ class Budget:
         if before is runtime:
             return
         assert before is not None, "state was settled"
+        self._stalled += runtime.blocked - before.blocked
         self._reserve(before.resting)
         # What leaves the device first makes room for what comes to it.
         for name in sorted(state, key=lambda name: (not runtime.away(name), name)):

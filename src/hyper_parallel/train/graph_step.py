@@ -21,6 +21,7 @@ from hyper_parallel.train.guard import non_finite, not_finite
 from hyper_parallel.train.out_of_memory import post_mortem
 from hyper_parallel.train.profiling import Profiling
 from hyper_parallel.train.recipe import Recipe, StepResult
+from hyper_parallel.train.replanning import Replanning
 from hyper_parallel.train.step import Stepper, accumulate, said_by
 from hyper_parallel.train.uneven import (
     ELSEWHERE_FULL,
@@ -45,6 +46,7 @@ class GraphStepper:
     def __init__(self, recipe: Recipe, graphs: Graphs, profiling: Profiling | None = None) -> None:
         self._recipe, self._graphs, self._profiling = recipe, graphs, profiling
         self._eager: Stepper | None = None
+        self._replanning = None if graphs.budget is None else Replanning(graphs, graphs.budget)
 
     def begin(self, batch: StepBatch) -> None:
         """Take the batch that the next `run` computes; collectives, needed before the first one only."""
@@ -76,7 +78,7 @@ class GraphStepper:
         }
         while True:
             graph = self._graphs[BatchShape.of(batch.micro)]
-            host = _Host(recipe, self._graphs, batch, load_next, stop, memory, graph.load)
+            host = _Host(recipe, self._graphs, batch, load_next, stop, memory, graph.load, self._replanning)
             load = self._attempt(graph, given, host)
             if load is None:
                 break
@@ -87,6 +89,8 @@ class GraphStepper:
         if self._profiling:
             self._profiling.ended(len(batch.micro))
         recipe.optimizer.advance()
+        if self._replanning is not None and self._replanning.due(result.links_changed):
+            self._replanning.plan_anew()
         if host.following is not None:
             self._take(host.following, host.tokens, result.graph_ends)
         return result
@@ -175,9 +179,10 @@ class _Host:
         stop: bool,
         memory: float,
         load: float | None,
+        replanning: Replanning | None,
     ) -> None:
         """`load`: how many times their even share of the rows a rank's experts may get."""
-        self._planned = load
+        self._planned, self._replanning = load, replanning
         self._recipe, self._graphs, self._batch = recipe, graphs, batch
         self._load_next, self._stop, self._memory = load_next, stop, memory
         self.following: StepBatch | None = None
@@ -199,4 +204,6 @@ class _Host:
     def _load(self, device: torch.device) -> Tensor:
         self.following = self._load_next() if self._load_next is not None else None
         ends = self.following is not None and not self._graphs.ready(BatchShape.of(self.following.micro))
-        return said_by(self.following, self._stop, self._memory, device, ends)
+        goes_on = self.following is not None
+        changed = goes_on and self._replanning is not None and self._replanning.wanted()
+        return said_by(self.following, self._stop, self._memory, device, ends, changed)

@@ -29,6 +29,10 @@ from hyper_parallel.train.whole_step import BatchShape, capture_step
 log = logging.getLogger(__name__)
 
 
+MANY = 8
+"""Shapes of batches at which a run says how there could be fewer."""
+
+
 @dataclass(frozen=True)
 class Captured:
     """A step as a graph, and ready to run."""
@@ -66,12 +70,27 @@ class Graphs:
         self._captured: dict[BatchShape, Captured] = {}
         self.refused: str | None = None
         """Why a shape could not be captured; None while every one could."""
+        self._notes: list[str] = []
         self.uncompiled: str | None = None
         """Why a graph could not be compiled; None while every one could that was to be."""
 
     def __getitem__(self, shape: BatchShape) -> Captured:
         """The graph of a shape for which `ready` was true."""
         return self._captured[shape]
+
+    @property
+    def captured(self) -> list[Captured]:
+        """Those of all shapes so far."""
+        return list(self._captured.values())
+
+    def note(self, text: str) -> None:
+        """Have something told to whoever follows the run."""
+        self._notes.append(text)
+
+    def told(self) -> list[str]:
+        """What was noted since this was asked the last time."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def ready(self, shape: BatchShape) -> bool:
         """Whether there is a graph for this shape; it is captured now if there was none. No collective.
@@ -81,8 +100,10 @@ class Graphs:
         if self.refused is not None:
             return False
         if shape not in self._captured:
+            begun = time.perf_counter()
             try:
                 self._captured[shape] = self._capture(shape)
+                self._note_shape(shape, time.perf_counter() - begun)
             except (CaptureError, GraphError) as error:
                 log.debug("the step could not be captured", exc_info=True)
                 self.refused = str(error)
@@ -135,6 +156,22 @@ class Graphs:
         assert self.budget is not None
         assert graph.runtime is not None
         self.budget.drop(graph.runtime)
+
+    def _note_shape(self, shape: BatchShape, seconds: float) -> None:
+        """Say that a shape is new where a run is under way, and where there come to be many."""
+        count = len(self._captured)
+        if count == 1:
+            return
+        made, plan = (
+            ("captured", "") if self.budget is None else ("captured and planned", self.budget.plans[-1])
+        )
+        text = f"a batch of a new shape ({_described(shape)}): its step was {made} in {seconds:.1f} s"
+        self.note(f"{text}; {plan}" if plan else text)
+        if count == MANY:
+            self.note(
+                f"{count} shapes of batches so far, and the step of each is {made} by itself: rows that are packed "
+                "(data.pack: true), or padded to few lengths, have fewer"
+            )
 
     def _compiled(self, step: StepGraph) -> StepGraph:
         """What is to run: `step` compiled, or as it is."""

@@ -19,9 +19,9 @@ from hyper_parallel.train.guard import shorten
 from hyper_parallel.train.optimizer import Optimizer, build_optimizer
 from hyper_parallel.train.schedule import Schedule, schedule
 
-SAID = 4
+SAID = 5
 """Numbers that a rank says in a step: valid tokens of the next batch, whether it was asked to stop, its memory, whether
-it has no graph for the next batch."""
+it has no graph for the next batch, whether links are not what its plan takes them to be."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class StepResult:
     """Sum over the ranks of what each said that it holds, in bytes."""
     graph_ends: bool = False
     """Some rank has no graph for its next batch, so that all go on eagerly."""
+    links_changed: bool = False
+    """Some rank's links are not what its plan takes them to be, so that all plan anew."""
     expert_imbalance: float | None = None
     """The largest ratio, over the layers, of the busiest expert's load to the mean; None without experts."""
     expert_loads: Tensor | None = None
@@ -84,7 +86,7 @@ class Recipe:
         return self.handle.all_reduce(batch.tokens * _speaks(self.handle, ROW_AXES), self.handle.mesh.names)
 
     def summed(self, loss: Tensor, norm: Tensor, tokens: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
-        """(fp32 [8] for `result`, each expert's load) from this rank's part of the loss, and what it says, fp32 [4].
+        """(fp32 [9] for `result`, each expert's load) from this rank's part of the loss, and what it says, fp32 [5].
 
         One collective. The loss and the tokens are of all ranks only where one speaks for those that hold the same.
         """
@@ -101,14 +103,14 @@ class Recipe:
 
         Raises DataError when no token of the batch bears loss.
         """
-        loss, _, stops, held, ends, norm, valid, ratio = values.tolist()
+        loss, _, stops, held, ends, links, norm, valid, ratio = values.tolist()
         if valid == 0:
             raise DataError(
                 f"step {batch.step + 1}: no token of the batch bears loss (rows {shorten(batch.rows)}); "
                 "check that the data's answers are not empty or cut off, or raise train.batch"
             )
         experts = (ratio, loads) if loads.numel() else (None, None)
-        return StepResult(loss, norm, int(valid), stops > 0, held, ends > 0, *experts)
+        return StepResult(loss, norm, int(valid), stops > 0, held, ends > 0, links > 0, *experts)
 
 
 def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:

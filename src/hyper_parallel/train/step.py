@@ -114,9 +114,10 @@ def said_by(
     memory: float,
     device: torch.device,
     graph_ends: bool = False,
+    links_changed: bool = False,
 ) -> Tensor:
-    """What a rank says in a step, fp32 [4]: see `recipe.SAID`."""
-    said = torch.tensor([0.0, float(stop), memory, float(graph_ends)], device=device)
+    """What a rank says in a step, fp32 [5]: see `recipe.SAID`."""
+    said = torch.tensor([0.0, float(stop), memory, float(graph_ends), float(links_changed)], device=device)
     if following is not None:
         said[0] = following.tokens
     return said

@@ -214,6 +214,8 @@ class _Run:
                 memory=float(self.worker.backend.memory_allocated()) if due else 0.0,
             )
             self.meter.end()
+            for note in graphs.told() if graphs is not None else ():
+                self._note(note)
             state.step, state.consumed = done, consumed
             state.tokens += self.tokens_per_step
             state.final_loss = result.loss
