@@ -72,6 +72,11 @@ class OutOfMemoryError(HyperParallelError):
 class BudgetError(ConfigError):
     """No plan keeps a step within the memory that it was given. The message says what would do."""
 
+    def __init__(self, text: str, why: str | None = None) -> None:
+        """`why`: the text without the advice, which names keys of a run file."""
+        super().__init__(text)
+        self.why = why or text
+
 
 class TierError(HyperParallelError):
     """A memory beside the device's own could not keep or give back what it was given."""

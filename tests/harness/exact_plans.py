@@ -78,8 +78,9 @@ def _gaps(problem: Problem, held: Held) -> range:
 def _choices(problem: Problem, held: Held, gap: int) -> Iterator[Move | None]:
     yield None
     first, last = held.gaps(problem.nodes)[gap]
+    opens = held.opens(problem.nodes)[gap]
     for space in problem.spaces:
         for leave in range(first, last):
             for fetch in range(leave + 1, last + 1):
-                for store in (None, *range(first, leave + 1)):
+                for store in (None, *range(opens, leave + 1)):
                     yield Move(held.storage, space.name, gap, store, leave, fetch)

@@ -20,7 +20,10 @@ WEIGHT = Held(0, 40, "parameter", busy(1, 5, 9, writes=(9,)), state=True)
 ACTIVATION = Held(1, 30, "activation", busy(0, 4, 8, writes=(0, 4)), state=False)
 FROZEN = Held(2, 20, "parameter", busy(2, 6), state=True)
 FIXED = Held(3, 10, "buffer", busy(3), state=True, movable=False)
-PROBLEM = Problem(tuple(map(float, range(11))), (WEIGHT, ACTIVATION, FROZEN, FIXED), (), (HOST, FLASH), 100)
+MOMENT = Held(4, 10, "optimizer", busy(3, 6, writes=(6,)), state=True)
+PROBLEM = Problem(
+    tuple(map(float, range(11))), (WEIGHT, ACTIVATION, FROZEN, FIXED, MOMENT), (), (HOST, FLASH), 100
+)
 
 GOOD = [
     [],
@@ -29,6 +32,11 @@ GOOD = [
     [Move(1, "flash", 0, 1, 2, 4), Move(1, "host", 1, 5, 5, 8)],
     [Move(2, "host", 0, None, 3, 6)],
     [Move(2, "host", 0, None, 3, 6), Move(2, "host", 1, None, 7, 12)],
+    # Stored in the step before, in an earlier gap, and while it is read.
+    [Move(0, "host", 0, 0, 2, 5), Move(0, "host", 1, None, 6, 9)],
+    [Move(0, "host", 1, 0, 6, 9)],
+    [Move(4, "host", 0, -3, 4, 6)],
+    [Move(0, "host", 1, 5, 7, 9)],
 ]
 
 
@@ -39,8 +47,11 @@ def test_moves_that_obey_the_rules(moves: list[Move]) -> None:
 
 BAD = {
     "places must be": Move(0, "host", 2, 10, 11, 11),
-    "places must be 2": Move(0, "host", 0, 1, 3, 5),
+    "places must be 2": Move(0, "host", 0, 1, 1, 5),
     "places must be 2 ≤": Move(0, "host", 0, 2, 3, 6),
+    "must begin from 0 on": Move(0, "host", 0, -1, 3, 5),
+    "must begin from 5 on": Move(1, "host", 1, 4, 5, 8),
+    "not behind the leave": Move(0, "host", 0, 4, 3, 5),
     "no such storage": Move(9, "host", 0, 2, 3, 5),
     "no such space": Move(0, "pool", 0, 2, 3, 5),
     "may not move": Move(3, "host", 0, 4, 5, 12),
@@ -53,6 +64,16 @@ BAD = {
 def test_a_broken_rule_is_named(said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_moves(PROBLEM, [BAD[said]])
+
+
+@pytest.mark.parametrize("store", [0, 1, 2, 5])
+def test_what_is_away_cannot_be_stored(store: int) -> None:
+    """Of the gap over the step's end until the first use, of the next one until the second."""
+    around, second = Move(0, "host", 2, 10, 10, 11), Move(0, "host", 1, store, 6, 9)
+    others = [around] if store < 2 else [Move(0, "host", 0, 2, 3, 5)]
+    with pytest.raises(ValueError, match="away, or on its way back"):
+        check_moves(PROBLEM, [*others, second])
+    check_moves(PROBLEM, [*others, replace(second, store=6)])
 
 
 def test_a_slot_of_another_space_or_before_a_write_is_not_valid() -> None:

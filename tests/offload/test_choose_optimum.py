@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -20,18 +21,23 @@ WITHIN = 1.03
 
 
 def options(problem: Problem) -> list[list[Move | None]]:
-    """Of each gap: stay, or leave and come back at any two places, stored as soon as it is idle."""
+    """Of each gap: stay, or leave and come back at any two places, stored as soon as it is final or idle."""
     found = []
     for held in problem.held:
-        for gap, (after, used) in enumerate(held.gaps(problem.nodes)):
+        gaps = zip(held.gaps(problem.nodes), held.opens(problem.nodes), strict=True)
+        for gap, ((after, used), opens) in enumerate(gaps):
+            stores = sorted({opens, after})
             places = [(leave, fetch) for leave in range(after, used) for fetch in range(leave + 1, used + 1)]
             if held.movable and places:
-                found.append([None, *(Move(held.storage, "host", gap, after, *place) for place in places)])
+                moves = [
+                    Move(held.storage, "host", gap, store, *place) for store in stores for place in places
+                ]
+                found.append([None, *moves])
     return found
 
 
 def valid(problem: Problem, moves: list[Move]) -> Iterator[list[Move]]:
-    """The same moves with as few stores as the rules allow."""
+    """The same moves with as few stores as the rules allow; none where a store begins while its storage is away."""
     kept = list(moves)
     for index, move in enumerate(moves):
         without = [*kept[:index], replace(move, store=None), *kept[index + 1 :]]
@@ -40,7 +46,9 @@ def valid(problem: Problem, moves: list[Move]) -> Iterator[list[Move]]:
         except ValueError:
             continue
         kept = without
-    yield kept
+    with suppress(ValueError):
+        check_moves(problem, kept)
+        yield kept
 
 
 def best(problem: Problem) -> float | None:
@@ -52,7 +60,7 @@ def best(problem: Problem) -> float | None:
     for chosen in product(*choices):
         moves = [move for move in chosen if move is not None]
         if max(problem.profile(moves)) <= problem.budget:
-            found = min(found, *(replay(problem, kept).seconds for kept in valid(problem, moves)))
+            found = min([found, *(replay(problem, kept).seconds for kept in valid(problem, moves))])
     return found
 
 

@@ -66,11 +66,18 @@ def _moves(problem: Problem, draw: random.Random | None) -> list[Move]:
                     Move(held.storage, "host", at, _needs_store(held, chosen, at, first), first, last)
                 )
             else:
-                store, leave, fetch = sorted(draw.choices(range(first, last + 1), k=3))
-                if leave == fetch:
-                    continue
-                found.append(Move(held.storage, "host", at, store, leave, fetch))
+                leave, fetch = sorted(draw.choices(range(first, last + 1), k=2))
+                if leave < fetch:
+                    store = draw.randint(_final(held, problem.nodes, chosen, at), leave)
+                    found.append(Move(held.storage, "host", at, store, leave, fetch))
     return found
+
+
+def _final(held: Held, nodes: int, chosen: list[int], at: int) -> int:
+    """First place at which a store may begin: what it copies is final, and there since the gap chosen before."""
+    gaps = held.gaps(nodes)
+    back = [gaps[other][1] - (nodes if other > at else 0) for other in chosen if other != at]
+    return max([held.opens(nodes)[at], *(place + 1 for place in back)])
 
 
 def _needs_store(held: Held, chosen: list[int], at: int, first: int) -> int | None:

@@ -25,9 +25,31 @@ def running_backward() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
-def below_autograd() -> contextlib.AbstractContextManager[None]:
-    """Operators in the block go straight to the device's kernels: nothing is recorded for a backward pass."""
-    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Operators in the block go straight to the device's kernels: nothing is recorded for a backward pass, and nothing
+    is cast."""
+    with torch._C._AutoDispatchBelowAutograd(), without_autocast():
+        yield
+
+
+def without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Operators in the block are given what they are given, whatever `torch.autocast` is on."""
+    return torch._C._DisableAutocast()  # type: ignore[no-any-return]
+
+
+def autocast_state(device: str) -> tuple[bool, torch.dtype, bool]:
+    """Whether `torch.autocast` is on for a kind of device, its dtype, and whether it keeps what it cast."""
+    return (
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often what is in the tensor's memory was changed in place."""
+    return int(tensor._version)
 
 
 def outside_modes() -> contextlib.AbstractContextManager[Any]:

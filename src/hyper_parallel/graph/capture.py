@@ -29,6 +29,7 @@ from hyper_parallel.errors import CaptureError, HyperParallelError
 from hyper_parallel.graph.blame import explained
 from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value
 from hyper_parallel.graph.phase import current_phase
+from hyper_parallel.graph.questions import Questions
 from hyper_parallel.graph.sizes import Sizes
 from hyper_parallel.graph.trim import trim
 
@@ -45,6 +46,7 @@ _QUESTIONS = frozenset(
 )
 """What is asked of a fake tensor and computes nothing."""
 _LIFT = torch.ops.aten.lift_fresh.default
+_VALUE = torch.ops.aten._local_scalar_dense.default
 _SHOWN = frozenset(
     {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
 )
@@ -57,6 +59,7 @@ def capture(
     modules: nn.Module | None = None,
     gradients: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     groups: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+    questions: Questions | None = None,
 ) -> StepGraph:
     """What `step` computes, as a graph. To be called inside the fake mode that its tensors belong to.
 
@@ -64,11 +67,12 @@ def capture(
     them, in modules for example. What it returns are the outputs. `modules`: the model whose modules' names the nodes
     are given. `gradients`: called after the step, the gradient of each parameter by its name. `groups`: the axis and
     the ranks of each process group, by its name, so that collectives can be asked for them (`groups.group_of`).
+    `questions`: answers what the step asks of its inputs' values.
 
     Raises CaptureError, which names the line and the operator, when the step reads a tensor that it was not told of, or
     cannot be followed; and whatever of our own errors the step raises.
     """
-    recorder = _Recorder(modules)
+    recorder = _Recorder(modules, questions)
     for name, (kind, tensor) in tensors.items():
         recorder.give(name, kind, tensor)
     try:
@@ -103,8 +107,9 @@ class _NothingShown(TorchFunctionMode):
 class _Recorder(TorchDispatchMode):
     """Writes down what is dispatched inside it."""
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, questions: Questions | None = None) -> None:
         super().__init__()
+        self._questions = questions
         self._names = {module: name for name, module in model.named_modules()} if model is not None else {}
         self._last: Any = None
         """The operator that was dispatched last."""
@@ -173,6 +178,11 @@ class _Recorder(TorchDispatchMode):
         self._last = func
         if func is _LIFT and not is_fake(args[0]):
             return self._constant(args[0])
+        if func is _VALUE and self._questions is not None:
+            asked = self._node_of(args[0], func)
+            answer = self._questions.ask(asked, self._graph, self._inputs, self._storages, self._constants)
+            if answer is not None:
+                return answer
         nodes = tuple(self._argument(arg, func) for arg in args)
         named = {key: self._argument(arg, func) for key, arg in kwargs.items()}
         result = (fake_kernel(func) or func)(*args, **kwargs)

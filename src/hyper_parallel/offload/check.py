@@ -3,7 +3,8 @@
 **Valid slots.** What is fetched must be what the storage held when it left. A move without a store relies on a copy
 that was made before, which holds as long as no busy stretch in between writes. The step repeats for ever, so that of
 state "before" goes around the step's end; state that no node writes was put into its slot before the first step, and is
-never stored again.
+never stored again. A store begins when what it copies is final and the storage is there: behind the use that ends the
+move before it.
 
 **Room.** A storage has one slot in a space. Where the first thing that happens to it in a step is a store, the slot is
 needed from its first store to the wait for its last fetch; otherwise it carries something over the step's end, and is
@@ -37,8 +38,11 @@ def check_moves(problem: Problem, moves: Iterable[Move]) -> None:
         _check_places(problem.nodes, held, move)
         found[move.storage, move.gap] = move
     for move in found.values():
-        if move.store is None and not _is_valid(problem.by_storage[move.storage], move, found):
+        held = problem.by_storage[move.storage]
+        if move.store is None and not _is_valid(held, move, found):
             raise ValueError(f"{move}: nothing in {move.space} holds what is in the storage")
+        if move.store is not None and not _is_there(problem.nodes, held, move, move.store, found):
+            raise ValueError(f"{move}: the storage is away, or on its way back, where its store begins")
     for space, needed in occupied(problem, found.values()).items():
         if max(needed, default=0) > known[space]:
             at = needed.index(max(needed))
@@ -72,11 +76,25 @@ def _check_places(n: int, held: Held, move: Move) -> None:
     if not 0 <= move.gap < len(gaps):
         raise ValueError(f"{move}: the storage has {len(gaps)} gaps")
     after, used = gaps[move.gap]
-    store = after if move.store is None else move.store
-    if not after <= store <= move.leave < move.fetch <= used:
+    if not after <= move.leave < move.fetch <= used:
+        raise ValueError(f"{move}: places must be {after} ≤ leave < fetch ≤ {used}, the gap between two uses")
+    opens = held.opens(n)[move.gap]
+    if move.store is not None and not opens <= move.store <= move.leave:
         raise ValueError(
-            f"{move}: places must be {after} ≤ store ≤ leave < fetch ≤ {used}, the gap between two uses"
+            f"{move}: the store must begin from {opens} on, where what it copies is final, and not behind the leave"
         )
+
+
+def _is_there(n: int, held: Held, move: Move, store: int, found: dict[tuple[int, int], Move]) -> bool:
+    """Whether no other move has the storage away, or under way, where the store of this one begins."""
+    gaps = held.gaps(n)
+    for at in range(len(gaps)):
+        if at != move.gap and (held.storage, at) in found:
+            # As late as it can be before the move: of a later gap it is the step before's.
+            used = gaps[at][1] - (n if at > move.gap else 0)
+            if store <= used:
+                return False
+    return True
 
 
 def _is_valid(held: Held, move: Move, found: dict[tuple[int, int], Move]) -> bool:

@@ -1,8 +1,8 @@
 """Which gaps a planner has chosen so far, and in which space each storage has its slot.
 
 A storage goes to the first space with room for its slot. What is counted here is never less than what
-`check.occupied` finds in the end: state needs its slot always, anything else from its first chosen gap to the use
-behind its last one.
+`check.occupied` finds in the end: state needs its slot always, anything else from where its first store may begin
+to the use behind its last gap.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Chosen:
             return (0, 0)
         if int(gaps.storage[row]) in self._state:
             return (0, gaps.nodes)
-        return int(gaps.after[chosen[0]]), int(gaps.used[chosen[-1]]) + 1
+        return int(gaps.open[chosen[0]]), int(gaps.used[chosen[-1]]) + 1
 
     def _count(self, row: int, span: tuple[int, int], sign: int) -> None:
         self._used[self.space[row], span[0] : span[1]] += sign * self.gaps.bytes[row]

@@ -93,11 +93,12 @@ def refusal(problem: Problem, floor: int) -> BudgetError:
             f"{format_bytes(floor - working_set)} more stay on the device because other memory has no room for them "
             f"({rooms}), and with that much more of it the least would do"
         )
+    why = "; ".join(lines)
     lines.append(
         f"set memory.device to {format_bytes(floor)} or more, or make the step smaller, for example by "
         "train.micro_batch or train.loss.chunk"
     )
-    return BudgetError("; ".join(lines))
+    return BudgetError("; ".join(lines), why)
 
 
 def _in_use(problem: Problem, node: int, working_set: int) -> list[str]:

@@ -28,8 +28,10 @@ class Gaps:
     gap: Ints
     """Its index among the gaps of its storage."""
     bytes: Ints
+    open: Ints
+    """First place at which a store may begin; negative where that is one of the step before."""
     after: Ints
-    """First place at which a store may begin or the storage be away."""
+    """First place at which the storage may be away."""
     used: Ints
     """Place of the next use; up to 2n of gaps that go around the step's end."""
     version: Ints
@@ -79,19 +81,23 @@ class Gaps:
 def gaps_of(problem: Problem) -> Gaps:
     """The gaps of a problem, by storage and place."""
     n = problem.nodes
-    rows: list[tuple[int, int, int, int, int, int, int, bool]] = []
+    rows: list[tuple[int, int, int, int, int, int, int, int, bool]] = []
     versions = 0
     for held in problem.held:
-        gaps = held.gaps(n)
+        gaps, opens = held.gaps(n), held.opens(n)
         if not held.movable or not gaps:
             continue
         turns, made, clean = _versions(held, len(gaps))
-        for index, ((after, used), (version, turn)) in enumerate(zip(gaps, turns, strict=True)):
+        for index, ((after, used), begins, (version, turn)) in enumerate(
+            zip(gaps, opens, turns, strict=True)
+        ):
             if after < used:
-                rows.append((held.storage, index, held.bytes, after, used, versions + version, turn, clean))
+                rows.append(
+                    (held.storage, index, held.bytes, begins, after, used, versions + version, turn, clean)
+                )
         versions += made
-    columns = np.array([row[:7] for row in rows], dtype=np.int64).reshape(len(rows), 7).T.copy()
-    never_written = np.array([row[7] for row in rows], dtype=bool)
+    columns = np.array([row[:8] for row in rows], dtype=np.int64).reshape(len(rows), 8).T.copy()
+    never_written = np.array([row[8] for row in rows], dtype=bool)
     out = _seconds([space.out for space in problem.spaces], columns[2])
     back = _seconds([space.back for space in problem.spaces], columns[2])
     out[:, never_written] = 0.0
@@ -100,10 +106,11 @@ def gaps_of(problem: Problem) -> Gaps:
         storage=columns[0],
         gap=columns[1],
         bytes=columns[2],
-        after=columns[3],
-        used=columns[4],
-        version=columns[5],
-        turn=columns[6],
+        open=columns[3],
+        after=columns[4],
+        used=columns[5],
+        version=columns[6],
+        turn=columns[7],
         clean=never_written,
         out=out,
         back=back,

@@ -42,6 +42,11 @@ class Times:
         later = starts + until
         return cls.of(later - np.append(stalls, 0.0), later)
 
+    def comes(self, places: Ints) -> Floats:
+        """When the host comes to places, also to those of the step before."""
+        found: Floats = self.arrives[places % (self.arrives.size // 2)]
+        return found + self.step * (places // (self.arrives.size // 2))
+
 
 def _twice(times: Sequence[float] | Floats) -> Floats:
     step = np.asarray(times)
@@ -49,11 +54,12 @@ def _twice(times: Sequence[float] | Floats) -> Floats:
 
 
 class Layout:
-    """Moves of the chosen gaps. Leave and fetch of other gaps mean nothing."""
+    """Moves of the chosen gaps. The places of other gaps mean nothing, nor does `store` of who carries none."""
 
     def __init__(self, gaps: Gaps, base: Ints, budget: int, chosen: Chosen, leave: Ints, fetch: Ints) -> None:
         self.gaps, self.base, self.budget, self.chosen = gaps, base, budget, chosen
         self.leave, self.fetch = leave, fetch
+        self.store: Ints = gaps.after.copy()
         self.live: Ints = base
         self.count()
 
@@ -96,6 +102,7 @@ class Layout:
         count = int(self.gaps.bytes[row])
         self.add(min(was, place), max(was, place), -count if place < was else count)
         self.leave[row] = place
+        self.store[row] = min(int(self.store[row]), place)
 
     def fetch_at(self, row: int, place: int) -> None:
         """Come back earlier or later."""
@@ -125,7 +132,7 @@ class Layout:
                 int(gaps.storage[row]),
                 problem.spaces[int(self.chosen.space[row])].name,
                 int(gaps.gap[row]),
-                int(gaps.after[row]) if stores[row] else None,
+                int(self.store[row]) if stores[row] else None,
                 int(self.leave[row]),
                 int(self.fetch[row]),
             )

@@ -2,7 +2,7 @@
 
 Links are first in, first out, one for each direction of each space. A store is begun when the nodes before its place
 have run, and a fetch likewise; the node at `leave` waits for the store, and the next one that uses the storage waits
-for the fetch:
+for the fetch. A store need not wait until its storage is idle: it may begin as soon as what it copies is final.
 
     begin(copy) = max(the host comes to its place, end of the copy before it on its link)
     node k starts when node k − 1 has ended and every copy that is waited for before it has
@@ -29,8 +29,9 @@ _NOTHING = 1e-12
 class Move:
     """A storage that is away for (a part of) a gap between two uses.
 
-    A place means "right before this node". busy[gap].last < store ≤ leave < fetch ≤ the first node of the next busy
-    stretch. Of state the gap after the last stretch ends at the first one of the next step, at a place from n on.
+    A place means "right before this node". busy[gap].last < leave < fetch ≤ the first node of the next busy stretch, and
+    open ≤ store ≤ leave (`Held.opens`). Of state the gap after the last stretch ends at the first one of the next step,
+    at a place from n on, and a store that begins in the step before does so at a negative place.
     """
 
     storage: int
@@ -38,7 +39,7 @@ class Move:
     gap: int
     """It follows the busy stretch of this index."""
     store: int | None
-    """Where the copy begins; None where the space holds what is in the storage already."""
+    """Where the copy begins, perhaps while the storage is read still; None where the space holds what is in it."""
     leave: int
     """Where the storage's memory is given up, the copy waited for."""
     fetch: int

@@ -1,7 +1,7 @@
 """Where the moves of chosen gaps begin and end, exactly to the node.
 
-From a guess of the times: a store begins as soon as its storage is idle, first come, first served; the storage leaves
-at the first node that starts after the copy. A fetch begins as late as its link allows with everything in time, served
+From a guess of the times: a store begins as soon as its link and what is needed more allow, perhaps long before its
+storage is idle; the storage leaves at the first node that starts after the copy. A fetch begins as late as its link allows with everything in time, served
 in the order of the next uses. In between a storage is away. Then, in this order:
 
     `repair`   where a node exceeds the budget still, something leaves earlier, comes back later, or goes as well
@@ -15,6 +15,8 @@ Live bytes are exact at every stage. Each stage takes the times as given; `repla
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 import numpy as np
 
 from hyper_parallel.offload.chosen import Chosen
@@ -27,30 +29,56 @@ _TINY = 1e-12
 def guess(gaps: Gaps, base: Ints, budget: int, chosen: Chosen, times: Times) -> tuple[Layout, Floats]:
     """A layout whose copies hide as far as the links allow, over the budget perhaps; and when each store is over."""
     rows = np.flatnonzero(chosen.flags)
-    stored = _stores(gaps, chosen, times)
+    begun, stored = _stores(gaps, chosen, times)
     leave = np.searchsorted(times.starts, stored - _TINY)
     leave = np.minimum(np.maximum(leave, gaps.after), gaps.used - 1)
     fetch = np.searchsorted(times.arrives, _fetches(gaps, chosen, times) + _TINY, "right") - 1
     fetch[rows] = np.clip(fetch[rows], leave[rows] + 1, gaps.used[rows])
-    return Layout(gaps, base, budget, chosen, leave, fetch), stored
+    layout = Layout(gaps, base, budget, chosen, leave, fetch)
+    # Of the step before, at places before its end.
+    before = np.where(begun < 0, 1, 0)
+    store = (
+        np.searchsorted(times.arrives, begun + before * times.step + _TINY, "right") - 1 - before * gaps.nodes
+    )
+    layout.store[rows] = np.clip(store, gaps.open, leave)[rows]
+    return layout, stored
 
 
-def _stores(gaps: Gaps, chosen: Chosen, times: Times) -> Floats:
-    """When each gap's storage is stored, first come, first served: end = max(arrival, end before) + seconds."""
-    found = times.arrives[gaps.after].copy()
+def _stores(gaps: Gaps, chosen: Chosen, times: Times) -> tuple[Floats, Floats]:
+    """When each gap's store begins, and when it is over: what becomes idle first goes first, as `settle` has it."""
+    begins, ends = times.arrives[gaps.after].copy(), times.arrives[gaps.after].copy()
     stores = np.flatnonzero(gaps.stores(chosen.flags))
-    place = gaps.after % gaps.nodes
     for space in np.unique(chosen.space[stores]).tolist():
         rows = stores[chosen.space[stores] == space]
-        order = rows[np.lexsort((gaps.used[rows], place[rows]))]
-        begin, taken = times.arrives[place[order]], gaps.out[space, order]
-        # Twice, so that what the step before left over is in the way.
-        sums = np.cumsum(np.concatenate([taken, taken]))
-        begin = np.concatenate([begin, begin + times.step])
-        ends = sums + np.maximum.accumulate(begin - sums + np.concatenate([taken, taken]))
-        ends = ends[order.size :] - times.step
-        found[order] = np.where(gaps.after[order] >= gaps.nodes, ends + times.step, ends)
-    return found
+        # By when each may begin, as if all did so in one step; then once more, behind what that one left over.
+        shift = gaps.open[rows] // gaps.nodes * times.step
+        opens, idle = times.comes(gaps.open[rows]) - shift, times.arrives[gaps.after[rows]] - shift
+        order = np.lexsort((rows, opens))
+        jobs = list(
+            zip(
+                np.concatenate([opens[order], opens[order] + times.step]).tolist(),
+                np.concatenate([idle[order], idle[order] + times.step]).tolist(),
+                np.tile(gaps.used[rows[order]], 2).tolist(),
+                np.tile(order, 2).tolist(),
+                strict=True,
+            )
+        )
+        taken = gaps.out[space, rows].tolist()
+        begun, over = np.empty(rows.size), np.empty(rows.size)
+        free, at = -np.inf, 0
+        waiting: list[tuple[float, int, int]] = []
+        while at < len(jobs) or waiting:
+            if not waiting:
+                free = max(free, jobs[at][0])
+            while at < len(jobs) and jobs[at][0] <= free:
+                heappush(waiting, jobs[at][1:])
+                at += 1
+            one = heappop(waiting)[2]
+            # The later of its two turns stays.
+            begun[one], free = free, free + taken[one]
+            over[one] = free
+        begins[rows], ends[rows] = begun - times.step + shift, over - times.step + shift
+    return begins, ends
 
 
 def _fetches(gaps: Gaps, chosen: Chosen, times: Times) -> Floats:
@@ -96,7 +124,7 @@ def repair(layout: Layout, times: Times, stored: Floats) -> bool:
         out, come = gaps.out[space, rows], gaps.back[space, rows]
         lateness = np.maximum(0.0, times.arrives[back] + come - times.starts[gaps.used[rows]])
         sooner = np.maximum(0.0, stored[rows] - times.starts[place])
-        fresh = np.maximum(0.0, out - (times.starts[place] - times.arrives[gaps.after[rows]]))
+        fresh = np.maximum(0.0, out - (times.starts[place] - times.comes(gaps.open[rows])))
         # Traffic counts too where nobody waits for it now.
         wait = np.where(late[rows], sooner, np.where(early[rows], lateness, fresh + lateness + out + come))
         needed = float(layout.live[node] - layout.budget)

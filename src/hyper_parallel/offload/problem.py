@@ -76,6 +76,20 @@ class Held:
             found.append((self.busy[-1].last + 1, nodes))
         return found
 
+    def opens(self, nodes: int) -> list[int]:
+        """Of each gap the first place at which what it moves is final, and a store for it may begin.
+
+        That is behind the last busy stretch that writes, of what none writes behind the first one. Of state it may be
+        one of the step before: a negative place.
+        """
+        ends = [busy.last + 1 for busy in self.busy if busy.writes]
+        last = ends[-1] - nodes if self.state and ends else self.busy[0].last + 1
+        found = []
+        for busy, _ in zip(self.busy, self.gaps(nodes), strict=False):
+            last = busy.last + 1 if busy.writes else last
+            found.append(last)
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:

@@ -118,6 +118,9 @@ def _held(step: StepGraph, sizes: Mapping[Any, int]) -> tuple[Held, ...]:
         if not places:
             # Nothing of the step looks at it: there all the time.
             places = [(0, len(nodes) - 1)]
+        elif storage in returned and not state:
+            # Whoever is given it may look at it from its birth on.
+            places = [(places[0][0], len(nodes) - 1)]
         movable = (
             storage not in returned
             and life.bytes > 0

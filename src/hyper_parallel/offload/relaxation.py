@@ -3,18 +3,19 @@
 Variables, of each family of storages that are idle at the same places, in each space and each gap, as fractions:
 
     stored[t]     carried out in slice t of the gap, and gone with it
-    left          in the slot since an earlier gap, and gone as the gap begins
+    early[t]      carried out in slice t since the last write, for a later gap: it may be there or in use meanwhile
+    left          in the slot since before the gap, and gone as the gap begins
     fetched[t]    carried back in slice t
 
 and the bytes away in each space at each place k. A store is in time for a place that ends before its node begins, and
 what is fetched while a node runs was there as it began. So with stores and fetches counted at the place that they are
 (no longer) in time for:
 
-    Σ fetched = left + Σ stored,   left ≤ Σ stored in the gaps since the last write (≤ 1 of what no step writes)
+    Σ fetched = left + Σ stored,   left ≤ Σ stored and early since the last write (≤ 1 of what no step writes)
     left + Σ stored over all spaces ≤ 1
     away(k) = away(k − 1) + Σ bytes · (left and stored for place k − fetched before place k)
     bytes alive(k) − Σ away(k) ≤ budget,     away(k) ≤ the space's bytes
-    Σ seconds · stored[t]  ≤ seconds of slice t + its stall                       of each space's link out
+    Σ seconds · (stored[t] + early[t]) ≤ seconds of slice t + its stall                       of each space's link out
     Σ seconds · fetched[t] ≤ seconds of slice t + its stall                       of each space's link back
 
 No row says that a fraction is stored before it is fetched: the other way round it would only take memory.
@@ -42,8 +43,8 @@ class Span:
 
     places: tuple[tuple[int, int], ...]
     """First and last chosen place of each gap that holds any."""
-    between: tuple[int, ...]
-    """Further slices in which it may be stored for a later gap: of gaps without a place, and behind a gap's last."""
+    early: tuple[int, ...]
+    """Slices in which it may be stored for a later gap: from when it is final to when its last gap begins."""
     written: bool
     """Else no step ever writes it, and a slot has it from the beginning."""
 
@@ -115,9 +116,9 @@ class Relaxation:
         linear, slices = self.linear, self._slices
         share = family.bytes / self.peak
         out_seconds, back_seconds = (family.seconds(rate) / self.unit for rate in (space.out, space.back))
-        between = np.asarray(span.between, dtype=np.int64)
-        stored_between = linear.new(between.size)
-        linear.add(out[between % slices.count], stored_between, out_seconds)
+        early = np.asarray(span.early, dtype=np.int64)
+        stored_early = linear.new(early.size)
+        linear.add(out[early % slices.count], stored_early, out_seconds)
         before: list[Ints] = []
         for at, (first, last) in enumerate(span.places):
             balance = linear.where(0.0, 0.0)
@@ -133,7 +134,7 @@ class Relaxation:
                 linear.add(balance, stored, 1.0)
                 linear.add(whole[at], stored, 1.0)
                 self._count(away, first, last, stored, since, share)
-                earlier = np.concatenate([*before, stored_between[between < slices.boundary(first)]])
+                earlier = np.concatenate([*before, stored_early[early < slices.boundary(first)]])
                 before.append(stored)
                 if not earlier.size:
                     continue
@@ -190,16 +191,12 @@ class Relaxation:
             writes = [at - writes[0] for at in writes]
         for begin, end in zip(writes or [0], [*writes[1:], len(gaps)], strict=True):
             places: list[tuple[int, int]] = []
-            between: set[int] = set()
             for gap in gaps[begin:end]:
                 found = slices.within(*gap)
                 if found:
                     places.append((found.start, found.stop - 1))
-                    between.update(range(slices.boundary(found.stop - 1), slices.boundary(found.stop)))
-                else:
-                    between.add(slices.boundary(found.start) - 1)
             if places:
-                # Of no use behind the last gap's begin, and in its first gap's own first slice there already.
-                first, last = (slices.boundary(place) for place in (places[0][0], places[-1][0]))
-                useful = {at for at in between if at < last and at != first - 1} if writes else set()
-                yield Span(tuple(places), tuple(sorted(useful)), bool(writes))
+                # Of no use in the last slice before the last gap and behind it: there it is `stored`.
+                final = slices.boundary(slices.within(*gaps[begin]).start) - 1
+                early = tuple(range(final, slices.boundary(places[-1][0]) - 1)) if writes else ()
+                yield Span(tuple(places), early, bool(writes))

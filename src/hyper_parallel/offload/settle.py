@@ -1,15 +1,18 @@
-"""Leaves found by running the step: who is stored leaves, and only who must leave is waited for.
+"""Stores and leaves found by running the step: what is stored leaves, and only what must leave is waited for.
 
-Stores are first in, first out on their link, so that those that began first are over first; what is asked for is
-bytes, whoever's they are. So the one to wait for is always the next that is over. Two steps are run, and the second
-one counts, in which copies of the first may still be under way.
+A link out that is idle begins the store that is needed first among those that may begin: of what is idle already what
+became idle first, else of what is in use still what becomes idle first (earliest deadline first, Jackson 1955). So what
+is idle never waits for more than one store of what is not, and what is final early leaves as soon as it is idle.
+
+What is asked for is bytes, whoever's they are. So the one to wait for is always the next that is over. A few steps
+are run, and the last one counts, in which copies of those before may still be under way.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from dataclasses import dataclass
-from math import inf
+from collections import defaultdict
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,91 +20,141 @@ from hyper_parallel.offload.gaps import Ints
 from hyper_parallel.offload.layout import Layout
 from hyper_parallel.offload.problem import Problem
 
-
-@dataclass(frozen=True, slots=True)
-class _Under:
-    """A store under way."""
-
-    over: float
-    row: int
-    begun: int
-    """Place, of the steps run so far."""
-    gives_up: int
-    """The place before which it must have left, if it is to leave."""
+STEPS = 3
+"""As many as a copy of the step before, which was late because of one before it, takes to show."""
 
 
 def settle(problem: Problem, layout: Layout) -> bool:
-    """Set the leaves of `layout`; False, and nothing changes, where that would break the budget."""
-    gaps, n = layout.gaps, layout.gaps.nodes
-    stores, rows = layout.stores, layout.rows
-    begin: dict[int, list[int]] = defaultdict(list)
-    fetch: dict[int, list[int]] = defaultdict(list)
-    use: dict[int, list[int]] = defaultdict(list)
-    for row in sorted(rows.tolist(), key=lambda row: (int(gaps.used[row] - layout.fetch[row]), row)):
-        fetch[int(layout.fetch[row]) % n].append(row)
-        use[int(gaps.first_use[row])].append(row)
-    for row in sorted(rows[stores[rows]].tolist(), key=lambda row: (int(gaps.used[row]), row)):
-        begin[int(gaps.after[row]) % n].append(row)
-    over = (_without(layout) - layout.budget).tolist()
-    sizes, spaces = gaps.bytes.tolist(), layout.chosen.space.tolist()
-    seconds = np.diff(problem.starts).tolist()
-    under: list[deque[_Under]] = [deque() for _ in problem.spaces]
-    out, back = [0.0] * len(under), [0.0] * len(under)
-    left: dict[int, int] = {}
-    here: dict[int, float] = {}
-    """Of each row, when its fetch is over."""
-    gone: set[int] = set()
-    away, now = 0, 0.0
-    eventful = {*fetch, *begin, *use}
-    # The store that is over next, when that is, and the place before which it must have left.
-    head, soonest, gives_up = _next(under)
-    for at in range(2 * n):
-        node = at if at < n else at - n
-        event = node in eventful
-        if event:
-            for row in fetch.get(node, ()):
-                if row in gone:
-                    gone.discard(row)
-                    away -= sizes[row]
-            for row in begin.get(node, ()):
-                space = spaces[row]
-                out[space] = max(now, out[space]) + float(gaps.out[space, row])
-                last = at + int(layout.fetch[row] - gaps.after[row]) - 1
-                under[space].append(_Under(out[space], row, at, last))
-                head, soonest, gives_up = _next(under)
-        while head is not None and (soonest <= now or away < over[node] or at >= gives_up):
-            under[spaces[head.row]].popleft()
-            if at <= gives_up:
-                now = max(now, soonest)
-                gone.add(head.row)
-                away += sizes[head.row]
-                left[head.row] = int(gaps.after[head.row]) + at - head.begun
-            head, soonest, gives_up = _next(under)
-        if event:
-            for row in fetch.get(node, ()):
-                space = spaces[row]
-                here[row] = back[space] = max(now, back[space]) + float(gaps.back[space, row])
-            for row in use.get(node, ()):
-                now = max(now, here.get(row, 0.0))
-        now += seconds[node]
-    was = layout.leave.copy()
-    for row, place in left.items():
-        layout.leave[row] = place
+    """Set the stores and leaves of `layout`; False, and nothing changes, where that would break the budget."""
+    store, leave = layout.store.copy(), layout.leave.copy()
+    _Run(problem, layout).go()
+    layout.store[:] = np.minimum(layout.store, layout.leave)
     layout.count()
     if layout.fits():
         return True
-    layout.leave[:] = was
+    layout.store[:], layout.leave[:] = store, leave
     layout.count()
     return False
 
 
-def _next(under: list[deque[_Under]]) -> tuple[_Under | None, float, int]:
-    """The store that is over next, with when that is and where it gives up; nobody is never over."""
-    ready = [queue[0] for queue in under if queue]
-    if not ready:
-        return None, inf, 0
-    found = ready[0] if len(ready) == 1 else min(ready, key=lambda one: (one.over, one.row))
-    return found, found.over, found.gives_up
+class _Open(NamedTuple):
+    """A store that may begin. The least one begins first."""
+
+    idle: int
+    """Place from which on the storage is not in use."""
+    used: int
+    row: int
+    base: int
+    """Place 0 of the step that its gap is counted in."""
+
+
+class _Under(NamedTuple):
+    """A store under way."""
+
+    over: float
+    row: int
+    base: int
+
+
+class _Run:
+    """Several steps, node by node. Places count on from each step into the next one."""
+
+    def __init__(self, problem: Problem, layout: Layout) -> None:
+        gaps, n = layout.gaps, layout.gaps.nodes
+        self._layout, self._seconds = layout, np.diff(problem.starts).tolist()
+        self._begin, self._fetch, self._use = (defaultdict[int, list[int]](list) for _ in range(3))
+        rows = layout.rows
+        for row in rows[np.lexsort((rows, gaps.used[rows] - layout.fetch[rows]))].tolist():
+            self._fetch[int(layout.fetch[row]) % n].append(row)
+            self._use[int(gaps.first_use[row])].append(row)
+        for row in rows[layout.stores[rows]].tolist():
+            self._begin[int(gaps.open[row]) % n].append(row)
+        self._over = (_without(layout) - layout.budget).tolist()
+        self._sizes, self._spaces = gaps.bytes.tolist(), layout.chosen.space.tolist()
+        self._opens, self._after, self._used = gaps.open.tolist(), gaps.after.tolist(), gaps.used.tolist()
+        self._out, self._back = gaps.out.tolist(), gaps.back.tolist()
+        self._last = (layout.fetch - 1).tolist()
+        self._now, self._away = 0.0, 0
+        self._gone: set[int] = set()
+        self._free = [0.0 for _ in problem.spaces]
+        """When each link out is."""
+        self._open: list[list[_Open]] = [[] for _ in problem.spaces]
+        self._under: list[_Under] = []
+        """Of storages that are idle; what is over first comes first."""
+        self._early: dict[int, list[_Under]] = defaultdict(list)
+        """Of storages that are in use still, by the place at which they are idle."""
+
+    def go(self) -> None:
+        """Run them."""
+        n = self._layout.gaps.nodes
+        free = [0.0 for _ in self._free]
+        here: dict[int, float] = {}
+        """Of each row, when its fetch is over."""
+        for at in range(STEPS * n):
+            node = at % n
+            came = self._now
+            for row in self._fetch.get(node, ()):
+                if row in self._gone:
+                    self._gone.discard(row)
+                    self._away -= self._sizes[row]
+            for row in self._begin.get(node, ()):
+                base = at - self._opens[row]
+                one = _Open(base + self._after[row], base + self._used[row], row, base)
+                heappush(self._open[self._spaces[row]], one)
+            for under in self._early.pop(at, ()):
+                heappush(self._under, under)
+            self._fill(at, came, came)
+            while self._leaves(at, came, self._away < self._over[node]):
+                self._fill(at, came, self._now)
+            for row in self._fetch.get(node, ()):
+                space = self._spaces[row]
+                here[row] = free[space] = max(self._now, free[space]) + self._back[space][row]
+            for row in self._use.get(node, ()):
+                self._now = max(self._now, here.get(row, 0.0))
+            self._now += self._seconds[node]
+            self._fill(at, came, self._now)
+
+    def _fill(self, at: int, came: float, until: float) -> None:
+        """Begin stores while a link out would be idle before a time."""
+        for space, waiting in enumerate(self._open):
+            while waiting and self._free[space] < until:
+                self._store(space, at, came)
+
+    def _store(self, space: int, at: int, came: float) -> None:
+        """Begin the store that is needed first, at a place to which the host came at a time."""
+        one = heappop(self._open[space])
+        self._free[space] = max(came, self._free[space]) + self._out[space][one.row]
+        self._layout.store[one.row] = at - one.base
+        under = _Under(self._free[space], one.row, one.base)
+        if one.idle <= at:
+            heappush(self._under, under)
+        else:
+            self._early[one.idle].append(under)
+
+    def _leaves(self, at: int, came: float, needed: bool) -> bool:
+        """Let one leave that is stored, or has to leave; False where there is none."""
+        if not self._under:
+            waiting = [
+                (max(came, self._free[space]) + self._out[space][queue[0].row], space)
+                for space, queue in enumerate(self._open)
+                if queue
+                and queue[0].idle <= at
+                and (needed or at >= queue[0].base + self._last[queue[0].row])
+            ]
+            if not waiting:
+                return False
+            self._store(min(waiting)[1], at, came)
+        over, row, base = self._under[0]
+        last = base + self._last[row]
+        if over > self._now and not needed and at < last:
+            return False
+        heappop(self._under)
+        if at <= last:
+            self._now = max(self._now, over)
+            self._gone.add(row)
+            self._away += self._sizes[row]
+            self._layout.leave[row] = at - base
+        return True
 
 
 def _without(layout: Layout) -> Ints:

@@ -1,0 +1,18 @@
+"""Nested arguments and results as their leaves: PyTorch's trees, in which Transformers registers its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils import _pytree
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves, and the shape of the tree: hashable, and equal for trees of the same shape."""
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: Iterable[Any], shape: Any) -> Any:
+    """The tree of these leaves."""
+    return _pytree.tree_unflatten(leaves, shape)

@@ -1,0 +1,9 @@
+"""A memory budget for a training loop of one's own, or Transformers' Trainer: `hp.offload(model, budget=…)`.
+
+The two passes of a model are captured as one step, planned as one, and run as autograd asks for them.
+"""
+
+from hyper_parallel.eager.offload import offload, release
+from hyper_parallel.eager.offloaded import Offloaded
+
+__all__ = ["Offloaded", "offload", "release"]

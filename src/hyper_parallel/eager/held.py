@@ -1,0 +1,122 @@
+"""What else is on the device while a model's passes run, and counts: gradients, an optimizer's state, earlier results.
+
+Optimizers are found by their first step (`torch.optim` tells of each), so that nobody has to name them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hyper_parallel.compat.trees import flatten
+from hyper_parallel.graph import Input, Kind, StepGraph, Storage
+from hyper_parallel.graph.nouns import Value
+
+KINDS: Mapping[str, Kind] = {
+    "the optimizer's state": "optimizer",
+    "gradients of before": "gradient",
+    "results of the call before": "input",
+    "what the inputs are parts of": "input",
+}
+
+
+class Held:
+    """Looks at what a model's owner holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._results: list[Any] = []
+        """Weak references to the storages of the last call's results."""
+        watching = weakref.WeakMethod(self._stepped)
+        self._hook = register_optimizer_step_post_hook(
+            lambda optimizer, *_: seen(optimizer) if (seen := watching()) else None
+        )
+        weakref.finalize(self, self._hook.remove)
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._hook.remove()
+
+    def gave(self, results: Sequence[Tensor]) -> None:
+        """The last call's results."""
+        self._results = [weakref.ref(tensor.untyped_storage()) for tensor in results]
+
+    def bytes(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, int]:
+        """Of each of `KINDS`, as a call with these inputs begins; no byte twice, nor any of the model's own state."""
+        model = self._model()
+        assert model is not None, "it is being called"
+        counted = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        seen = {_address(tensor) for tensor in inputs}
+        whole = sum({_address(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}.values())
+        results = [found for reference in self._results if (found := reference()) is not None]
+        found = {
+            "the optimizer's state": _new(self._state(), counted, device),
+            "gradients of before": _new(gradients, counted, device),
+            "results of the call before": sum(
+                storage.nbytes() for storage in results if storage.data_ptr() not in counted | seen
+            ),
+            "what the inputs are parts of": max(0, whole - sum(_extent(tensor) for tensor in inputs)),
+        }
+        assert found.keys() == KINDS.keys()
+        return found
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model()
+        if model is None or optimizer in self._optimizers:
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            self._optimizers.add(optimizer)
+
+    def _state(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            for leaf in flatten(list(optimizer.state.values()))[0]:
+                if isinstance(leaf, Tensor):
+                    yield leaf
+
+
+def beside(step: StepGraph, held: Mapping[str, int]) -> StepGraph:
+    """The step with inputs of so many bytes that it never looks at: they are there all the time."""
+    made = step.copy()
+    last = made.placeholders[-1]
+    for name, count in held.items():
+        if not count:
+            continue
+        with made.graph.inserting_after(last):
+            last = made.graph.placeholder(f"in_{len(made.inputs)}")
+        device = made.storages[0].device
+        made.inputs.append(Input(name, KINDS[name]))
+        value = Value((count,), (1,), torch.uint8, device, len(made.storages))
+        made.storages.append(Storage(value.storage, count, device, name))
+        last.meta.update(value=value, phase="forward", module="", recomputed=False)
+    return made
+
+
+def _new(tensors: Iterable[Tensor], counted: set[int], device: torch.device) -> int:
+    """Bytes of the storages that were not counted yet; they are from now on."""
+    found = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device == device and storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            found += storage.nbytes()
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to its last one: what a step counts for it."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

@@ -1,0 +1,113 @@
+"""The forward of a model under a memory budget: what stands in the place of the model's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from hyper_parallel.eager.call import Call
+from hyper_parallel.eager.held import Held
+from hyper_parallel.eager.passes import state_of
+from hyper_parallel.eager.plans import Plans
+from hyper_parallel.eager.run import Run, TwoPasses
+from hyper_parallel.errors import HyperParallelError
+
+log = logging.getLogger(__name__)
+
+
+class Offloaded:
+    """Called as the model's forward. A call that needs no gradients runs the model's own, as it is."""
+
+    def __init__(self, model: nn.Module, plans: Plans, through: Sequence[str] | None) -> None:
+        self._model = weakref.ref(model)
+        self._own = model.__dict__.get("forward")
+        """What stood in the place of the class's forward before, if anything did."""
+        self._plans, self._through = plans, through
+        self._held = Held(model)
+        self._run: weakref.ref[Run] | None = None
+        functools.update_wrapper(self, model.forward)
+        self._caches = "use_cache" in inspect.signature(model.forward).parameters
+        weakref.finalize(model, plans.close)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What each plan comes to, in a line."""
+        return tuple(self._plans.notes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own forward returns.
+
+        Raises CaptureError where it cannot be captured, BudgetError where no plan meets the budget, TierError where a
+        memory fails, and HyperParallelError where the backward pass of the call before is still to come.
+        """
+        model = self._model()
+        assert model is not None, "it is being called"
+        if torch.compiler.is_compiling():
+            raise HyperParallelError(
+                "a model under hp.offload is a graph of its own, which torch.compile cannot take in; leave either out"
+            )
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
+            return self._forward(*args, **kwargs)
+        self._refuse_second()
+        if self._caches:
+            # Keys and values for later calls: a step of training has no use for them, and they would stay.
+            kwargs.setdefault("use_cache", False)
+        call = Call.of(args, kwargs)
+        device = next(model.parameters()).device
+        held = self._held.bytes(call.tensors, device)
+        ready = self._plans.ready(model, self._forward, call, self._through, held)
+        tensors = {**{name: x for name, (_, x) in state_of(model).items()}, **call.named}
+        run = Run(ready, tensors)
+        self._run = weakref.ref(run)
+        outputs = TwoPasses.apply(run, ready.passes, *(tensors[name] for name in ready.passes.wanted))
+        self._held.gave(outputs)
+        return ready.passes.result(outputs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        if self._own is not None:
+            return self._own(*args, **kwargs)
+        model: Any = self._model()
+        return type(model).forward(model, *args, **kwargs)
+
+    def _refuse_second(self) -> None:
+        run = self._run() if self._run is not None else None
+        if run is not None and run.waits:
+            raise HyperParallelError(
+                "a model under hp.offload is called again before the backward pass of the call before: the plan is for "
+                "one forward pass and its backward pass. Call backward() first, or let go of what the first call "
+                "returned, or make the call inside torch.no_grad()"
+            )
+
+    def close(self) -> None:
+        """The model runs as it did before, and the memory beside the device is given back."""
+        self._refuse_second()
+        model = self._model()
+        if model is not None and model.__dict__.get("forward") is self:
+            del model.__dict__["forward"]
+            if self._own is not None:
+                model.__dict__["forward"] = self._own
+        self._held.close()
+        self._plans.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model has a forward of its own, and no budget."""
+        model: Any = self._model()
+        copy = memo.get(id(model))
+        if copy is None:
+            self.__reduce_ex__(2)
+        return types.MethodType(type(model).forward, copy)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise HyperParallelError(
+            "a model under hp.offload is not saved as a whole; save model.state_dict(), or call "
+            "hyper_parallel.eager.release(model) first"
+        )

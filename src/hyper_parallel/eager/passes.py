@@ -1,0 +1,299 @@
+"""A model's forward pass and the backward pass of it, captured as one step.
+
+Between the two the host is asked: it is shown what the forward pass gives, and answers with the gradients of it. A run
+of the graph stops there, with all that it keeps, until autograd comes back. The graph uses every parameter there and at
+its end, so that they are on the device whenever code runs that is not the graph's; there, too, it says that they are
+written to, since an optimizer may do that before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.compat.dispatch import without_autocast
+from hyper_parallel.compat.fake import fake_mode, faked, is_fake
+from hyper_parallel.compat.pretence import computed_once, taken_for_real
+from hyper_parallel.compat.trees import flatten, unflatten
+from hyper_parallel.eager.call import Call
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph import Kind, Rewrite, StepGraph, capture, host, layers, phase, rewritten
+from hyper_parallel.graph.effects import reads, touched
+from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.owned import owned
+from hyper_parallel.graph.questions import Question, Questions
+
+TURN, GRADIENT, END = "turn", "gradient", "end"
+"""Points at which the host is asked: after the forward pass, for each further gradient, and after the backward pass."""
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the forward pass gives."""
+
+    name: str
+    """Of the field of the result that it is in; empty where the result is a tensor."""
+    differentiable: bool
+    through: bool
+    """A gradient comes back for it."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Both passes of one kind of call."""
+
+    step: StepGraph
+    outputs: tuple[Output, ...]
+    leaves: tuple[Any, ...]
+    """Of the result; those that are tensors are in `outputs`, in order."""
+    shape: Any
+    """Of the result's tree."""
+    questions: tuple[Question, ...]
+    """What the forward pass asked of its inputs' values."""
+    wanted: tuple[str, ...]
+    """Inputs of the step that have a gradient."""
+    late: frozenset[str]
+    """Inputs whose values the backward pass reads, and outputs (``output.0``)."""
+
+    def result(self, tensors: Sequence[Tensor]) -> Any:
+        """What the model returns, of these outputs."""
+        left = iter(tensors)
+        return unflatten([next(left) if leaf is _TENSOR else leaf for leaf in self.leaves], self.shape)
+
+
+_TENSOR = object()
+
+
+def state_of(model: nn.Module) -> dict[str, tuple[Kind, Tensor]]:
+    """What lives on from one call to the next, by the names of the step's inputs."""
+    parameters: dict[str, tuple[Kind, Tensor]] = {
+        f"parameter.{name}": ("parameter", parameter) for name, parameter in model.named_parameters()
+    }
+    buffers: dict[str, tuple[Kind, Tensor]] = {
+        f"buffer.{name}": ("buffer", buffer) for name, buffer in model.named_buffers()
+    }
+    return {**parameters, **buffers}
+
+
+def capture_passes(
+    model: nn.Module, forward: Callable[..., Any], call: Call, through: Sequence[str] | None
+) -> Passes:
+    """Both passes of `model`, whose own forward is `forward`.
+
+    `through`: the fields of the result whose gradients come back; None to decide it from the result. What is asked of
+    the values of the call's tensors is answered from them. Raises CaptureError where the passes cannot be captured.
+    """
+    mode = fake_mode()
+    questions = Questions(call.named)
+    with faked(model, mode), mode:
+        given = [_empty(tensor) for tensor in call.tensors]
+        body = _Body(model, forward, call, given, through)
+        inputs: dict[str, tuple[Kind, Tensor]] = {
+            name: ("input", tensor) for name, tensor in zip(call.names, given, strict=True)
+        }
+        fakes = [dict(module._buffers) for module in model.modules()]
+        try:
+            with taken_for_real(), computed_once(model) as again:
+                step = capture(
+                    body,
+                    {**state_of(model), **inputs},
+                    model,
+                    lambda: body.gradients,
+                    questions=questions,
+                )
+            wanted = tuple(body.gradients)
+            _check_left(model, fakes)
+        finally:
+            body.forget()
+    _say_written(step)
+    if again:
+        step = rewritten(step, [Rewrite("layers", lambda step: layers(step, again))])
+    return Passes(
+        step,
+        tuple(body.outputs),
+        tuple(body.leaves),
+        body.shape,
+        tuple(questions.asked),
+        wanted,
+        _late(step),
+    )
+
+
+def _empty(like: Tensor) -> Tensor:
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.requires_grad_(like.requires_grad)
+
+
+class _Body:
+    """Both passes, on whatever tensors the model has."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        given: Sequence[Tensor],
+        through: Sequence[str] | None,
+    ) -> None:
+        self._model, self._forward, self._call, self._given = model, forward, call, given
+        self._through = through
+        named = {**{name: tensor for name, (_, tensor) in state_of(model).items()}}
+        named.update(zip(call.names, given, strict=True))
+        self._wanted = {tensor: name for name, tensor in named.items() if tensor.requires_grad}
+        self._of: dict[Tensor, Tensor] = {}
+        self._taken: set[int] = set()
+        self.outputs: list[Output] = []
+        self.leaves: list[Any] = []
+        self.shape: Any = None
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """By the names of the inputs that they are of."""
+        return {self._wanted[tensor]: gradient for tensor, gradient in self._of.items()}
+
+    def forget(self) -> None:
+        """Let go of the gradients."""
+        self._of.clear()
+
+    def __call__(self) -> Mapping[str, Tensor]:
+        with torch.enable_grad():
+            returned = self._call.run(self._forward, self._given)
+        tensors = self._read(returned)
+        through = [tensor for tensor, output in zip(tensors, self.outputs, strict=True) if output.through]
+        state = [tensor.detach() for _, tensor in state_of(self._model).values()]
+        with torch.no_grad():
+            shown = [tensor.detach() for tensor in tensors]
+            answers = [
+                host(
+                    TURN if not at else GRADIENT,
+                    [*shown, *state] if not at else [shown[0]],
+                    x.numel(),
+                    x.dtype,
+                )
+                for at, x in enumerate(through)
+            ]
+        self._taken.update(x.untyped_storage()._cdata for x in (*answers, *shown, *self._given, *state))
+        hooks = [tensor.register_hook(self._keep(tensor)) for tensor in self._wanted]
+        # In this thread, on any device: an engine's own thread would not know the phase.
+        try:
+            with phase("backward"), torch.autograd.set_multithreading_enabled(False), without_autocast():
+                gradients = [x.view(like.shape) for x, like in zip(answers, through, strict=True)]
+                torch.autograd.grad(through, list(self._wanted), gradients, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        with torch.no_grad(), phase("backward"):
+            host(END, state)
+        named = {f"output.{at}": tensor for at, tensor in enumerate(shown)}
+        named.update({f"answer.{at}": tensor for at, tensor in enumerate(answers)})
+        named.update({f"gradient.{name}": tensor for name, tensor in self.gradients.items()})
+        return named
+
+    def _keep(self, tensor: Tensor) -> Callable[[Tensor], None]:
+        def keep(gradient: Tensor) -> None:
+            with torch.no_grad():
+                self._of[tensor] = owned(gradient, tensor, self._taken)
+
+        return keep
+
+    def _read(self, returned: Any) -> list[Tensor]:
+        """The tensors of the result; what it is made of is noted."""
+        tensors: list[Tensor] = []
+        names: list[str] = []
+        leaves, self.shape = flatten(returned)
+        for name, value in _fields(returned):
+            for leaf in flatten(value)[0]:
+                if isinstance(leaf, Tensor):
+                    tensors.append(leaf)
+                    names.append(name)
+                elif not isinstance(leaf, _PLAIN):
+                    raise CaptureError(_opaque(name, leaf))
+        self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        through = self._through if self._through is not None else _assumed(names, tensors)
+        self.outputs = [
+            Output(name, x.requires_grad, x.requires_grad and name in through, tuple(x.shape), x.dtype)
+            for name, x in zip(names, tensors, strict=True)
+        ]
+        there = {output.name for output in self.outputs if output.through}
+        if not there or not set(through) <= there:
+            known = ", ".join(sorted({output.name for output in self.outputs if output.differentiable}))
+            raise CaptureError(
+                f"hp.offload was told that gradients come back through {', '.join(through) or 'nothing'}; what the "
+                f"model returns here and has a gradient is: {known or 'nothing'}"
+            )
+        return tensors
+
+
+def _fields(returned: Any) -> list[tuple[str, Any]]:
+    """The result's parts by their names, in the order of its leaves."""
+    if isinstance(returned, Mapping):
+        return [(str(name), value) for name, value in returned.items()]
+    if isinstance(returned, tuple | list):
+        return [(str(at), value) for at, value in enumerate(returned)]
+    return [("", returned)]
+
+
+def _assumed(names: Sequence[str], tensors: Sequence[Tensor]) -> list[str]:
+    """The fields through which gradients come back, where nobody says it: the loss, if there is one."""
+    found = [name for name, tensor in zip(names, tensors, strict=True) if tensor.requires_grad]
+    if "loss" in found:
+        return ["loss"]
+    numbers = [n for n, x in zip(names, tensors, strict=True) if x.requires_grad and not x.dim()]
+    return numbers[:1] or list(dict.fromkeys(found))
+
+
+def _opaque(name: str, leaf: Any) -> str:
+    cache = "; pass use_cache=False" if name == "past_key_values" else ""
+    return (
+        f"the model returns{f' in {name!r}' if name else ''} a {type(leaf).__name__}, in which nobody can find "
+        f"the tensors{cache}. What hp.offload runs returns tensors, numbers and strings, in tuples, lists, dicts and "
+        "Transformers' outputs"
+    )
+
+
+def _check_left(model: nn.Module, fakes: Sequence[Mapping[str, Tensor | None]]) -> None:
+    """Nothing of the capture stays behind in the model."""
+    for (name, module), before in zip(model.named_modules(), fakes, strict=True):
+        changed = [key for key, value in module._buffers.items() if before.get(key) is not value]
+        changed += [
+            key for key, value in vars(module).items() if isinstance(value, Tensor) and is_fake(value)
+        ]
+        if changed:
+            for key in changed:
+                if key not in before:
+                    delattr(module, key)
+            raise CaptureError(
+                f"the forward pass of module {name!r} sets its {changed[0]!r} to another tensor, which a graph of it "
+                "would not do again; make it a buffer and write into it (copy_)"
+            )
+
+
+def _say_written(step: StepGraph) -> None:
+    """What the person's own code may write to between two steps is written to at the end of each."""
+    for node in step.nodes:
+        if node.target is HOST and node.args[0] == END:
+            node.meta["writes"] = frozenset(touched(node))
+
+
+def _late(step: StepGraph) -> frozenset[str]:
+    """What the nodes behind the turn read of what comes from outside, and of what was shown there."""
+    returned = zip(step.outputs, step.output.all_input_nodes, strict=True)
+    names = {node.meta["value"].storage: name for name, node in returned if name.startswith("output.")}
+    for entry, node in zip(step.inputs, step.placeholders, strict=True):
+        names[node.meta["value"].storage] = entry.name
+    found: set[int] = set()
+    turned = False
+    for node in step.nodes:
+        at_host = node.target is HOST
+        turned = turned or (at_host and node.args[0] == TURN)
+        if turned and not at_host:
+            found |= reads(node)
+    return frozenset(names[storage] for storage in found if storage in names)

@@ -1,0 +1,129 @@
+"""The plans of a model under a budget: one for each kind of call, made when such a call first comes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat import backend
+from hyper_parallel.eager.call import Call
+from hyper_parallel.eager.held import beside
+from hyper_parallel.eager.passes import Passes, capture_passes
+from hyper_parallel.eager.run import Ready
+from hyper_parallel.errors import BudgetError
+from hyper_parallel.graph import executable
+from hyper_parallel.offload import Runtime
+from hyper_parallel.offload.memories import machine_of, measured, open_tiers
+from hyper_parallel.offload.rewrite import planned
+from hyper_parallel.offload.shelf import Shelves
+from hyper_parallel.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+MANY = 8
+"""Plans from which on it is said that calls differ much."""
+
+
+class Plans:
+    """Memory beside the device, and the plans that use it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int,
+        host: int | None,
+        flash: str | Path | None,
+        cluster: Cluster | None,
+    ) -> None:
+        """Takes the tiers, and measures how fast they are. Raises TierError."""
+        self._budget = budget
+        self._backend = backend(device.type)
+        self._backend.return_memory()
+        self._cluster = cluster or machine_of(self._backend)
+        self._tiers = open_tiers(self._backend, host=host, flash=flash)
+        try:
+            self._spaces = measured(self._tiers, self._backend, budget)
+        except BaseException:
+            self.close()
+            raise
+        self._known: dict[Hashable, list[Ready]] = defaultdict(list)
+        self._shelves = Shelves.of(self._tiers)
+        self._numbers = itertools.count()
+        self.notes: list[str] = []
+        """What each plan comes to, in a line."""
+
+    def ready(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        through: Sequence[str] | None,
+        held: Mapping[str, int],
+    ) -> Ready:
+        """The plan for a call while so much else is on the device; made now where there is none.
+
+        Raises CaptureError, BudgetError, TierError.
+        """
+        known = self._known[call.key(model)]
+        inputs = call.named
+        for at, ready in enumerate(known):
+            if all(question.holds(inputs) for question in ready.passes.questions):
+                if any(count > ready.held.get(name, 0) for name, count in held.items()):
+                    # More of one thing and less of another is planned for as the most of both.
+                    most = {name: max(count, ready.held.get(name, 0)) for name, count in held.items()}
+                    known[at] = self._planned(ready.passes, call, most)
+                return known[at]
+        begun = time.perf_counter()
+        passes = capture_passes(model, forward, call, through)
+        log.info(
+            "hp.offload: both passes as a graph: %d nodes, captured in %.1f s (inputs: %s)",
+            len(list(passes.step.nodes)),
+            time.perf_counter() - begun,
+            call,
+        )
+        known.append(self._planned(passes, call, held))
+        if sum(map(len, self._known.values())) == MANY:
+            log.warning(
+                "hp.offload has made %d plans, one for each shape of input: inputs of few shapes (padded, packed) and "
+                "numbers given as tensors save the time that plans take",
+                MANY,
+            )
+        return known[-1]
+
+    def _planned(self, passes: Passes, call: Call, held: Mapping[str, int]) -> Ready:
+        begun = time.perf_counter()
+        number = next(self._numbers)
+        try:
+            found = planned(
+                beside(passes.step, held), self._cluster, self._budget, self._spaces, self._shelves, number
+            )
+        except BudgetError as error:
+            raise BudgetError(
+                f"hp.offload: {error.why}; give hp.offload a larger budget, or more memory beside the device (host=, "
+                "flash=), or call the model with fewer rows"
+            ) from error
+        for name, tier in self._tiers.items():
+            places = found.shelves.tiers[name].places
+            tier.reserve({})
+            tier.reserve(places.sizes, places.offsets)
+        self._shelves = found.shelves
+        beyond = sum(held.values())
+        note = f"{found} (inputs: {call}; beside them {format_bytes(beyond)} are held)"
+        log.info("hp.offload: %s, planned in %.1f s", note, time.perf_counter() - begun)
+        self.notes.append(note)
+        runtime = Runtime(found.step, self._tiers)
+        return Ready(passes, executable(found.step, cache=runtime), runtime, dict(held))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for tier in self._tiers.values():
+            tier.close()

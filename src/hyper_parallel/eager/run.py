@@ -1,0 +1,156 @@
+"""A forward pass that stops where its backward pass begins, and autograd's way back into it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.compat.dispatch import below_autograd, version
+from hyper_parallel.eager.passes import TURN, Passes
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.graph import Executable
+from hyper_parallel.offload import Runtime
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Two passes with their moves."""
+
+    passes: Passes
+    executable: Executable
+    runtime: Runtime
+    held: Mapping[str, int]
+    """What else may be on the device meanwhile."""
+
+
+class Run:
+    """One call of a model and, later, its backward pass. Alive, it holds what the backward pass needs."""
+
+    def __init__(self, ready: Ready, tensors: Mapping[str, Tensor]) -> None:
+        """`tensors`: state and inputs by their names."""
+        self._ready = ready
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._steps: Generator[Any, Any, tuple[Tensor, ...]] | None = ready.executable.function(
+            [self._tensors.get(name, _NOTHING) for name in ready.executable.inputs]
+        )
+        self._versions: dict[str, tuple[Tensor, int]] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether the backward pass is still to come."""
+        return self._steps is not None
+
+    def forward(self) -> list[Tensor]:
+        """What the model gives, known to nobody's autograd."""
+        point, values = self._send(None)
+        assert point == TURN, point
+        passes = self._ready.passes
+        shown = values[: len(passes.outputs)]
+        looked_at = {f"output.{at}": tensor for at, tensor in enumerate(shown)} | self._tensors
+        self._versions = {
+            name: (tensor.detach(), version(tensor))
+            for name, tensor in looked_at.items()
+            if name in passes.late
+        }
+        # Not the run's own tensors: those would come to hold, by autograd, the run that holds them.
+        return [tensor.detach() for tensor in shown]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """The gradients of `passes.wanted`, of those of the outputs."""
+        self._check(gradients)
+        passes = self._ready.passes
+        pending = [
+            gradient.detach().to(output.dtype).contiguous().view(-1)
+            for output, gradient in zip(passes.outputs, gradients, strict=True)
+            if output.through and gradient is not None
+        ]
+        pending.reverse()
+        answer: Tensor | None = pending.pop()
+        while True:
+            try:
+                self._send(answer)
+            except StopIteration as stop:
+                found = dict(zip(self._ready.executable.outputs, stop.value, strict=True))
+                break
+            answer = pending.pop() if pending else None
+        self._steps = None
+        self._versions, self._tensors = {}, {}
+        return tuple(found[f"gradient.{name}"] for name in passes.wanted)
+
+    def _check(self, gradients: Sequence[Tensor | None]) -> None:
+        """Raises HyperParallelError for what the graph is not of."""
+        if self._steps is None:
+            raise HyperParallelError(
+                "the backward pass of a model under hp.offload runs once, and this one has run; call the model again "
+                "(retain_graph=True keeps nothing of it)"
+            )
+        if torch.is_grad_enabled():
+            raise HyperParallelError(
+                "create_graph=True: a model under hp.offload has no gradients of gradients; "
+                "call hyper_parallel.eager.release(model) first to compute them"
+            )
+        outputs = self._ready.passes.outputs
+        came = [o.name for o, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+        meant = [o.name for o in outputs if o.through]
+        if came != meant:
+            names = ", ".join(repr(name) for name in dict.fromkeys(came))
+            raise HyperParallelError(
+                f"gradients came back for {_listed(came)} of what the model returned, and the plan is for "
+                f"{_listed(meant)}; say so beforehand: hp.offload(model, …, through=({names},))"
+            )
+        for name, (tensor, before) in self._versions.items():
+            if version(tensor) != before:
+                raise HyperParallelError(
+                    f"{name} was changed in place after the model was called, and its backward pass needs it as it "
+                    "was; change a clone, or change it after backward()"
+                )
+
+    def _send(self, answer: Tensor | None) -> tuple[str, Sequence[Tensor]]:
+        assert self._steps is not None
+        try:
+            with below_autograd():
+                found: tuple[str, Sequence[Tensor]] = self._steps.send(answer)
+                return found
+        except StopIteration:
+            raise
+        except BaseException:
+            self._steps = None
+            self.stopped()
+            raise
+
+    def stopped(self) -> None:
+        """It goes no further: the model's state is on the device, and no copy is under way."""
+        state = {name: x for name, x in self._tensors.items() if not name.startswith("input.")}
+        self._ready.runtime.stopped(state)
+
+
+_NOTHING = torch.empty(0)
+"""In the place of an input that nobody looks at."""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in dict.fromkeys(names)) or "nothing"
+
+
+class TwoPasses(torch.autograd.Function):
+    """A run's two passes as one operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, passes: Passes, *wanted: Tensor) -> tuple[Tensor, ...]:
+        """The outputs. `wanted`: the tensors that have a gradient."""
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        outputs = run.forward()
+        ctx.mark_non_differentiable(
+            *(x for x, output in zip(outputs, passes.outputs, strict=True) if not output.differentiable)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Of each argument."""
+        return (None, None, *ctx.run.backward(gradients))
