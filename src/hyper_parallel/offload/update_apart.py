@@ -24,11 +24,10 @@ from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.graph import StepGraph, Storage, dependencies, reorder, validate, values_of
 from hyper_parallel.graph.apart import Call, Given, Moved, given_of, is_update, storages_of, update
-from hyper_parallel.graph.effects import is_view, touched, writes
+from hyper_parallel.graph.effects import touched, writes
+from hyper_parallel.graph.nearer import sums_at_birth
 from hyper_parallel.graph.nouns import Value
 
-_SCALAR = 64
-"""Bytes: what is no larger costs nothing to keep."""
 _UPDATES = ("_fused_adamw_", "_fused_adam_")
 """Operators that update each element by itself: of parameters, gradients, and then all their state."""
 _SCALES = ("mul_",)
@@ -65,6 +64,24 @@ def can_be_apart(step: StepGraph) -> list[Apart]:
     return sorted(found, key=lambda one: facts.place[facts.users[one.storages[0]][0]])
 
 
+def latest(step: StepGraph, share: float) -> list[str]:
+    """Parameters whose updates make up a share of the bytes of those that can be apart, those that are used last first.
+
+    Their gradients come first in the backward pass, and they are wanted last in the next step: nothing else leaves the
+    links so much time.
+    """
+    found = can_be_apart(step)
+    sizes = [step.storages[one.storages[0]].bytes for one in found]
+    wanted = share * sum(sizes)
+    names: list[str] = []
+    for one, count in zip(reversed(found), reversed(sizes), strict=True):
+        if wanted <= 0:
+            break
+        names.append(one.parameter)
+        wanted -= count
+    return names
+
+
 def put_apart(step: StepGraph, parameters: Collection[str], tier: str) -> StepGraph:
     """The step with the updates of these parameters on the host; `step` stays as it is.
 
@@ -77,6 +94,7 @@ def put_apart(step: StepGraph, parameters: Collection[str], tier: str) -> StepGr
     at_home: dict[fx.Node, fx.Node] = {}
     for one in chosen:
         _replace(made, Apart(one.parameter, _all(one.nodes, new), _all(one.tensors, new)), at_home, tier)
+    made = sums_at_birth(made)
     made = reorder(made, _order(made))
     validate(step, made)
     return made
@@ -222,22 +240,17 @@ def _on_host(made: StepGraph, source: fx.Node, at_home: dict[fx.Node, fx.Node]) 
 
 
 def _order(made: StepGraph) -> list[fx.Node]:
-    """Updates begin as early as they may, in the order in which their parameters are wanted; and so does what is
-    computed of their gradients for the norm."""
+    """Updates begin as early as they may, in the order in which their parameters are wanted in the next step."""
     nodes = list(made.nodes)
-    users: dict[int, list[fx.Node]] = {}
-    for node in nodes:
+    first: dict[int, int] = {}
+    for at, node in enumerate(nodes):
         for storage in touched(node):
-            users.setdefault(storage, []).append(node)
-    place = {node: at for at, node in enumerate(nodes)}
+            first.setdefault(storage, at)
     rank: dict[fx.Node, int] = {}
-    for node in nodes:
+    for at, node in enumerate(nodes):
         if is_update(node):
-            master, gradient, *_ = storages_of(node)
-            rank[node] = place[users[master][0]] if master in users else place[node]
-            rank.update((source, place[source]) for source in given_of(node) if source in place)
-            for user in users.get(gradient, ()):
-                rank.update((part, place[part]) for part in _reduction(user, gradient))
+            rank[node] = first.get(storages_of(node)[0], at)
+            rank.update((source, at) for source in given_of(node) if source.op == "call_function")
     # A tuple, so that there is always another place right behind one: (3,) < (3, 1) < (4,).
     places: dict[fx.Node, tuple[int, ...]] = {}
     needs = dependencies(made)
@@ -246,16 +259,3 @@ def _order(made: StepGraph) -> list[fx.Node]:
         if node in rank:
             places[node] = (*max((places[other] for other in needs[node]), default=(-1,)), rank[node])
     return sorted(nodes, key=places.__getitem__)
-
-
-def _reduction(head: fx.Node, gradient: int) -> list[fx.Node]:
-    """The nodes from one that reads nothing but a gradient to a few numbers; none where there is another way on."""
-    if is_view(head) or writes(head) or touched(head) != {gradient}:
-        return []
-    found = [head]
-    while sum(value.bytes for value in values_of(found[-1])) > _SCALAR:
-        users = list(found[-1].users)
-        if len(users) != 1 or users[0].all_input_nodes != [found[-1]] or writes(users[0]):
-            return []
-        found.append(users[0])
-    return found
