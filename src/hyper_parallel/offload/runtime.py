@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from hyper_parallel.errors import TierError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.apart import Call, run
 from hyper_parallel.offload.shelf import state_names
@@ -36,6 +37,8 @@ class Runtime:
         """Slot to the bytes that are in it: fewer than it has room for where the data decide how many."""
         self._left: dict[int, int] = {}
         """Storage that was given up in a step to the slot that it is in."""
+        self._filling: set[int] = set()
+        """Slots from which a storage is being filled, or was to be."""
         self.blocked = 0.0
         """Seconds that waits have held up the caller so far."""
         self.moved = 0
@@ -54,6 +57,7 @@ class Runtime:
         """Give the storage of `x` its memory, and begin to fill it."""
         x.untyped_storage().resize_(self._bytes.get(slot, self._slots[slot].bytes))
         given = whole(x)
+        self._filling.add(slot)
         self._pending[slot] = self._tiers[tier].begin_read(slot, given)
         self._begun(slot, tier, False, given.numel())
 
@@ -62,6 +66,7 @@ class Runtime:
         pending = self._pending.pop(slot, None)
         if pending is not None:
             self.blocked += pending.wait()
+            self._filling.discard(slot)
 
     def detach(self, x: torch.Tensor, slot: int, tier: str) -> None:
         """Give up the memory of the storage of `x`."""
@@ -84,15 +89,18 @@ class Runtime:
     def stopped(self, state: Mapping[str, torch.Tensor]) -> None:
         """The step was left before it wrote to any state: bring it to where it is between steps."""
         for slot in list(self._pending):
-            self._pending.pop(slot).wait()
+            with contextlib.suppress(TierError):  # which may be why the step was left
+                self._pending.pop(slot).wait()
+                self._filling.discard(slot)
         # What leaves the device first makes room for what comes to it.
         for name, x in state.items():
             if self.away(name):
                 x.untyped_storage().resize_(0)
         for storage, name in self._names.items():
-            gone = name in state and not self.away(name) and not state[name].untyped_storage().nbytes()
-            if gone and storage in self._left:
-                slot = self._left[storage]
+            slot = self._left.get(storage)
+            if name not in state or self.away(name) or slot is None:
+                continue
+            if slot in self._filling or not state[name].untyped_storage().nbytes():
                 self.prefetch(state[name], slot, self._slots[slot].tier)
                 self.wait(state[name], slot, self._slots[slot].tier)
 
