@@ -15,12 +15,14 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import registry
 from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.errors import BudgetError, GraphError
-from hyper_parallel.graph import Slot, StepGraph, lifetimes, values_of
+from hyper_parallel.graph import Slot, StepGraph, balanced_sizes, lifetimes, values_of
 from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.nouns import Value
 from hyper_parallel.graph.order import check_order
 from hyper_parallel.graph.sizes import known, largest_sizes, uncertain
 from hyper_parallel.offload import Runtime
 from hyper_parallel.offload.problem import Rate, Space
+from hyper_parallel.offload.problem_of import problem_of
 from hyper_parallel.offload.rewrite import planned
 from hyper_parallel.offload.tiers import FlashTier, HostTier, Tier
 from hyper_parallel.train.uneven import changed_before, wanted
@@ -138,6 +140,20 @@ def test_a_plan_for_more_rows_needs_more_and_says_so(step: StepGraph) -> None:
     moves = {held.storage for held in plans[1].problem.held if held.movable}
     assert moves >= {storage.index for storage in step.storages if not isinstance(storage.bytes, int)} & moves
     assert any(not isinstance(step.storages[storage].bytes, int) for storage in moves)
+
+
+def test_what_lies_among_several_results_moves_only_once_it_was_taken_out() -> None:
+    memory = {"device": 2**30, "host": 2**30, "recompute": "layer"}
+    step = _captured(memory=memory)
+    sizes = balanced_sizes(step), largest_sizes(step, 1.5)
+    problem = problem_of(step, CLUSTER, 0, (HOST_SPACE,), *sizes)
+    named: dict[int, int] = {}
+    for at, node in enumerate(step.nodes):
+        if isinstance(node.meta.get("value"), Value):
+            named.setdefault(node.meta["value"].storage, at)
+    late = [held for held in problem.held if named.get(held.storage, -1) > held.busy[0].first]
+    assert late  # a rewrite put other nodes between
+    assert all(held.busy[0].last >= named[held.storage] for held in late)
 
 
 def test_a_step_can_be_run_again_that_has_changed_nothing(step: StepGraph) -> None:

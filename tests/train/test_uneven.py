@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from harness import run_ranks
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import Executable
+from hyper_parallel.verify.families import FAMILIES
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from observer import Observer
@@ -68,14 +69,23 @@ def _watched(peaks: list[int]) -> Iterator[None]:
         yield
 
 
-def _within(budget: int, load: float | None, tiers: dict[str, Any]) -> dict[str, Any]:
+def _within(
+    budget: int, load: float | None, tiers: dict[str, Any], sections: dict[str, Any] = SECTIONS
+) -> dict[str, Any]:
     memory = {"device": budget, **tiers, **({} if load is None else {"expert_load": load})}
-    return {**SECTIONS, "strategy": {**SECTIONS["strategy"], "memory": memory}}
+    return {**sections, "strategy": {**sections["strategy"], "memory": memory}}
 
 
-def _floor(rank: int, folder: Path, load: float, tiers: dict[str, Any]) -> int:
+def _floor(
+    rank: int,
+    folder: Path,
+    load: float,
+    tiers: dict[str, Any],
+    sections: dict[str, Any] = SECTIONS,
+    model: Callable[[], nn.Module] | None = None,
+) -> int:
     with pytest.raises(BudgetError) as refused:
-        run_engine(rank, folder, f"floor-{load}", "graph", _within(1, load, tiers), lambda: _model(0.0))
+        run_engine(rank, folder, f"floor-{load}", "graph", _within(1, load, tiers, sections), model)
     found = re.search(r"at least ([\d,]+) bytes", str(refused.value))
     assert found is not None, str(refused.value)
     return int(found[1].replace(",", ""))
@@ -115,7 +125,7 @@ def _case(
 
 def _cases(rank: int, world: int, folder: Path, tiers: dict[str, Any]) -> tuple[list[int], dict[str, _Case]]:
     """The floors for some loads, and each case."""
-    floors = [_floor(rank, folder, load, tiers) for load in (1.0, 1.5, 2.0)]
+    floors = [_floor(rank, folder, load, tiers, model=lambda: _model(0.0)) for load in (1.0, 1.5, 2.0)]
     least, usual, most = (int(1.01 * floor) for floor in floors)
     cases = {
         "even": _case(rank, folder, "even", 0.02, usual, None, tiers),
@@ -153,3 +163,43 @@ def test_two_workers_are_never_over_the_budget_whatever_the_routing(tmp_path: Pa
     # One that stops, all stop.
     for name in ranks[0][1]:
         assert len({(len(cases[name].peaks), bool(cases[name].refused)) for _, cases in ranks}) == 1
+
+
+FOUR: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "model": {"config": {**MOE, "model_type": "mixtral"}},
+        "strategy": {"axes": {"shard": 4, "expert": 4}},
+    },
+    "deepseek-v3": {
+        "model": {
+            "config": {key: value for key, value in FAMILIES["deepseek-v3"].items() if key != "vocab_size"}
+        },
+        "strategy": {"axes": {"shard": 2, "tensor": 2, "expert": 2}},
+    },
+}
+
+
+def _four(rank: int, world: int, folder: Path, name: str) -> _Case:
+    """Under the smallest budget for any routing and 1%."""
+    sections = {**FOUR[name], "train": {"micro_batch": 1}}
+    tiers = {"host": "100KiB", "flash": str(folder / "spill")}
+    found = _Case(int(1.01 * _floor(rank, folder, 4.0, tiers, sections)))
+    with _watched(found.peaks):
+        within = _within(found.budget, 4.0, tiers, sections)
+        moved = run_engine(rank, folder, "within", "graph", within)
+    eager = run_engine(rank, folder, "free", "eager", sections)
+    found.notes, found.apart = moved.notes, differences(moved, eager)
+    assert of_graph(moved)
+    return found
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", FOUR)
+def test_twenty_steps_of_four_workers_within_the_smallest_budget_are_equal_to_the_bit(
+    name: str, tmp_path: Path
+) -> None:
+    for case in run_ranks(_four, 4, tmp_path, name, timeout=600):
+        assert case.apart == {}
+        assert len(case.peaks) == 20
+        assert max(case.peaks) <= case.budget
+        assert any("experts' rows at most 4 times" in note for note in case.notes)

@@ -21,7 +21,7 @@ from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.effects import begun, touched, writes
 from hyper_parallel.graph.groups import is_wait, ranks_of
 from hyper_parallel.graph.lower import lowered
-from hyper_parallel.graph.nouns import Kind
+from hyper_parallel.graph.nouns import Kind, Value
 from hyper_parallel.offload.problem import Busy, Held, Must, Problem, Space, Taken, Update
 from hyper_parallel.program import Program
 from hyper_parallel.simulate import simulate
@@ -147,10 +147,16 @@ def _uses(nodes: list[fx.Node]) -> tuple[dict[int, list[tuple[int, int]]], dict[
     uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
     changed: dict[int, set[int]] = defaultdict(set)
     ends = {begun(node): at for at, node in enumerate(nodes) if is_wait(node)}
+    # One of several results cannot be moved before it has been taken out from among them.
+    named: dict[int, int] = {}
+    for at, node in enumerate(nodes):
+        value = node.meta.get("value")
+        if isinstance(value, Value):
+            named.setdefault(value.storage, at)
     for at, node in enumerate(nodes):
         made = {value.storage for value in values_of(node)}
         for storage in touched(node) | made:
-            uses[storage].append((at, ends.get(node, at)))
+            uses[storage].append((at, max(ends.get(node, at), named.get(storage, at))))
         for storage in writes(node) | (made - touched(node)):
             changed[storage].add(at)
     return uses, changed
