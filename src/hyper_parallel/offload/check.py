@@ -43,6 +43,7 @@ def check_moves(problem: Problem, moves: Iterable[Move]) -> None:
             raise ValueError(f"{move}: nothing in {move.space} holds what is in the storage")
         if move.store is not None and not _is_there(problem.nodes, held, move, move.store, found):
             raise ValueError(f"{move}: the storage is away, or on its way back, where its store begins")
+    _check_must(problem, found)
     for space, needed in occupied(problem, found.values()).items():
         if max(needed, default=0) > known[space]:
             at = needed.index(max(needed))
@@ -57,9 +58,14 @@ def occupied(problem: Problem, moves: Iterable[Move]) -> dict[str, list[int]]:
     # Of each slot: place in a step and turn at that place of all that happens to it.
     events: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     for move in moves:
-        used = problem.by_storage[move.storage].gaps(n)[move.gap][1]
+        held = problem.by_storage[move.storage]
+        gaps = held.gaps(n)
         told = events[move.storage, move.space]
-        told += [(move.leave % n, 1), (move.fetch % n, 2), (used % n, 3)]
+        told.append((move.leave % n, 1))
+        if held.must is not None and not held.returns and move.gap == len(gaps) - 1:
+            told.append((held.must.update, 3))
+        else:
+            told += [(move.fetch % n, 2), (gaps[move.gap][1] % n, 3)]
         if move.store is not None:
             told.append((move.store % n, 0))
     changes: dict[str, list[int]] = {space.name: [0] * (n + 1) for space in problem.spaces}
@@ -69,6 +75,32 @@ def occupied(problem: Problem, moves: Iterable[Move]) -> dict[str, list[int]]:
         changes[space][first] += count
         changes[space][last] -= count
     return {space: list(accumulate(change))[:n] for space, change in changes.items()}
+
+
+def _check_must(problem: Problem, found: dict[tuple[int, int], Move]) -> None:
+    """What the host computes on is in its slot by then, and comes back afterwards."""
+    n = problem.nodes
+    for held in problem.held:
+        if held.must is None:
+            continue
+        move = found.get((held.storage, len(held.gaps(n)) - 1))
+        if move is None:
+            raise ValueError(
+                f"storage {held.storage} has to be away in its last gap: the host computes in its slot"
+            )
+        if any(one.space != held.must.space for one in found.values() if one.storage == held.storage):
+            raise ValueError(
+                f"{move}: the host computes in {held.must.space}, where all its moves have to lead"
+            )
+        if held.state and (move.store is not None or not move.leave <= held.must.update < move.fetch):
+            raise ValueError(
+                f"{move}: it leaves without a store, before the host's update at {held.must.update}, and is fetched "
+                "behind it"
+            )
+        if not held.state and not (move.leave <= held.must.update and move.fetch == n):
+            raise ValueError(
+                f"{move}: it leaves before the host's update at {held.must.update}, and for good: fetch is {n}"
+            )
 
 
 def _check_places(n: int, held: Held, move: Move) -> None:

@@ -2,7 +2,8 @@
 
 A storage goes to the first space with room for its slot. What is counted here is never less than what
 `check.occupied` finds in the end: state needs its slot always, anything else from where its first store may begin
-to the use behind its last gap.
+to the use behind its last gap. Gaps that have to be taken are chosen from the beginning, in the space where the host
+computes.
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ class Chosen:
         self._room = [space.bytes for space in problem.spaces]
         sizes = {held.storage: held.bytes for held in problem.held if held.storage in gaps.rows}
         self._state = {held.storage for held in problem.held if held.state}
-        self.ample = bool(self._room) and sum(sizes.values()) <= self._room[0]
+        index = {space.name: at for at, space in enumerate(problem.spaces)}
+        self._fixed = {held.storage: index[held.must.space] for held in problem.held if held.must is not None}
+        """Storage that has to be in a space, and its index."""
+        first = not any(self._fixed.values())
+        self.ample = bool(self._room) and first and sum(sizes.values()) <= self._room[0]
         self._used = np.zeros((len(self._room), gaps.nodes), dtype=np.int64)
+        for storage, space in self._fixed.items():
+            self.space[gaps.rows[storage]] = space
+        self.holds = not [row for row in np.flatnonzero(gaps.must).tolist() if not self.add(row)]
+        """Whether there is room for what has to be away."""
 
     def copy(self) -> Chosen:
         """One that changes by itself."""
         other = object.__new__(Chosen)
         other.gaps, other._room, other._state, other.ample = self.gaps, self._room, self._state, self.ample
+        other._fixed, other.holds = self._fixed, self.holds
         other.flags, other.space = self.flags.copy(), self.space.copy()
         other._used = self._used if self.ample else self._used.copy()
         return other
@@ -46,6 +56,7 @@ class Chosen:
 
     def drop(self, row: int) -> None:
         """Choose a gap no longer."""
+        assert not self.gaps.must[row], "what has to be away"
         if not self.flags[row]:
             return
         before = self._span(row)
@@ -64,7 +75,8 @@ class Chosen:
         self._count(row, before, -1)
         first, last = wanted
         # A storage only ever goes on to slower spaces, so that whoever tries again comes to an end.
-        for space in range(int(self.space[row]), len(self._room)):
+        storage, here = int(gaps.storage[row]), int(self.space[row])
+        for space in range(here, here + 1 if storage in self._fixed else len(self._room)):
             if self._used[space, first:last].max(initial=0) + gaps.bytes[row] <= self._room[space]:
                 self.space[rows] = space
                 self._count(row, wanted, 1)

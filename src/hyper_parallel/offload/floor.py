@@ -62,7 +62,7 @@ def farthest(gaps: Gaps, base: Ints, budget: int, chosen: Chosen) -> Layout:
 def _sweep(problem: Problem, gaps: Gaps, base: Ints, budget: int) -> Layout | None:
     layout = farthest(gaps, base, budget, Chosen(problem, gaps))
     n, node = gaps.nodes, 0
-    open_ = np.ones(len(gaps), dtype=bool)
+    open_ = ~gaps.must
     while True:
         over = np.flatnonzero(layout.live[node:] > budget)
         if not over.size:
@@ -98,7 +98,17 @@ def refusal(problem: Problem, floor: int) -> BudgetError:
         f"set memory.device to {format_bytes(floor)} or more, or make the step smaller, for example by "
         "train.micro_batch or train.loss.chunk"
     )
-    return BudgetError("; ".join(lines), why)
+    return BudgetError("; ".join(lines), why, floor)
+
+
+def no_room(problem: Problem) -> BudgetError:
+    """Why the updates of a problem cannot run on the host."""
+    rooms = ", ".join(f"{space.name} {format_bytes(space.bytes)}" for space in problem.spaces) or "none"
+    return BudgetError(
+        f"the updates of {len(problem.updates)} parameters are to run on the host, and beside their optimizer state "
+        f"other memory has too little room for parameters and gradients ({rooms}); set memory.host higher, or "
+        "memory.update to auto or device"
+    )
 
 
 def _in_use(problem: Problem, node: int, working_set: int) -> list[str]:

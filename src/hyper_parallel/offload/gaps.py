@@ -34,14 +34,24 @@ class Gaps:
     """First place at which the storage may be away."""
     used: Ints
     """Place of the next use; up to 2n of gaps that go around the step's end."""
+    until: Ints
+    """Last place at which it may leave."""
+    since: Ints
+    """First place at which it may be fetched."""
     version: Ints
     turn: Ints
     clean: Flags
-    """Nobody ever writes the storage: its slot is valid for good."""
+    """Nobody on the device ever writes the storage: its slot is valid for good."""
+    must: Flags
+    """The gap has to be taken, since the host computes in the slot."""
+    returns: Flags
+    """It comes back at the gap's end."""
     out: Floats
     """[space, gap]: seconds of the copy out."""
     back: Floats
     """[space, gap]: seconds of the copy back."""
+    updates: tuple[tuple[int, float, int, int], ...] = ()
+    """Place and seconds of the host's work, the row of the gradient that it waits for, that of the parameter."""
 
     def __len__(self) -> int:
         return len(self.storage)
@@ -81,7 +91,7 @@ class Gaps:
 def gaps_of(problem: Problem) -> Gaps:
     """The gaps of a problem, by storage and place."""
     n = problem.nodes
-    rows: list[tuple[int, int, int, int, int, int, int, int, bool]] = []
+    rows: list[tuple[int, ...]] = []
     versions = 0
     for held in problem.held:
         gaps, opens = held.gaps(n), held.opens(n)
@@ -91,16 +101,27 @@ def gaps_of(problem: Problem) -> Gaps:
         for index, ((after, used), begins, (version, turn)) in enumerate(
             zip(gaps, opens, turns, strict=True)
         ):
+            must = held.must if index == len(gaps) - 1 else None
+            until, since = used - 1, after + 1
+            if must is not None:
+                until = must.update
+                since = must.update + 1 if held.state else used
+            returns = held.returns or must is None
             if after < used:
                 rows.append(
-                    (held.storage, index, held.bytes, begins, after, used, versions + version, turn, clean)
+                    (
+                        *(held.storage, index, held.bytes, begins, after, used, until, since),
+                        *(versions + version, turn, clean, must is not None, returns),
+                    )
                 )
         versions += made
-    columns = np.array([row[:8] for row in rows], dtype=np.int64).reshape(len(rows), 8).T.copy()
-    never_written = np.array([row[8] for row in rows], dtype=bool)
+    columns = np.array(rows, dtype=np.int64).reshape(len(rows), 13).T.copy()
+    never_written, must_be, returning = (column.astype(bool) for column in columns[10:])
     out = _seconds([space.out for space in problem.spaces], columns[2])
     back = _seconds([space.back for space in problem.spaces], columns[2])
     out[:, never_written] = 0.0
+    back[:, ~returning] = 0.0
+    last = {int(columns[0, row]): row for row in np.flatnonzero(must_be).tolist()}
     return Gaps(
         nodes=n,
         storage=columns[0],
@@ -109,11 +130,19 @@ def gaps_of(problem: Problem) -> Gaps:
         open=columns[3],
         after=columns[4],
         used=columns[5],
-        version=columns[6],
-        turn=columns[7],
+        until=columns[6],
+        since=columns[7],
+        version=columns[8],
+        turn=columns[9],
         clean=never_written,
+        must=must_be,
+        returns=returning,
         out=out,
         back=back,
+        updates=tuple(
+            (update.place, update.seconds, last[update.gradient], last[update.parameter])
+            for update in problem.updates
+        ),
     )
 
 

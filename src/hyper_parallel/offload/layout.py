@@ -60,6 +60,8 @@ class Layout:
         self.gaps, self.base, self.budget, self.chosen = gaps, base, budget, chosen
         self.leave, self.fetch = leave, fetch
         self.store: Ints = gaps.after.copy()
+        self.since: Ints = gaps.since
+        """Of each gap, from which place on a fetch finds what it is to bring."""
         self.live: Ints = base
         self.count()
 

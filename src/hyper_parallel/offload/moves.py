@@ -4,7 +4,8 @@ Links are first in, first out, one for each direction of each space. A store is 
 have run, and a fetch likewise; the node at `leave` waits for the store, and the next one that uses the storage waits
 for the fetch. A store need not wait until its storage is idle: it may begin as soon as what it copies is final.
 
-    begin(copy) = max(the host comes to its place, end of the copy before it on its link)
+    begin(copy) = max(the host comes to its place, end of the copy before it on its link, end of an update of its slot)
+    begin(update) = max(the host comes to its node, end of the update before it, end of the copy of its gradient)
     node k starts when node k − 1 has ended and every copy that is waited for before it has
 
 Right before a node the host begins stores, waits for the stores of what leaves, begins fetches (whose memory may have
@@ -29,9 +30,9 @@ _NOTHING = 1e-12
 class Move:
     """A storage that is away for (a part of) a gap between two uses.
 
-    A place means "right before this node". busy[gap].last < leave < fetch ≤ the first node of the next busy stretch, and
-    open ≤ store ≤ leave (`Held.opens`). Of state the gap after the last stretch ends at the first one of the next step,
-    at a place from n on, and a store that begins in the step before does so at a negative place.
+    A place means "right before this node". busy[gap].last < leave < fetch ≤ the first node of the next busy stretch,
+    and open ≤ store ≤ leave (`Held.opens`). Of state the gap after the last stretch ends at the first one of the next
+    step, at a place from n on, and a store that begins in the step before does so at a negative place.
     """
 
     storage: int
@@ -86,6 +87,7 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
     # By place: (how soon it is waited for, storage, copy, link, seconds), and the copies that are waited for.
     stores: dict[int, list[_Begin]] = defaultdict(list)
     fetches: dict[int, list[_Begin]] = defaultdict(list)
+    updates = {update.place: update for update in problem.updates}
     leaves: dict[int, list[_Copy]] = defaultdict(list)
     uses: dict[int, list[_Copy]] = defaultdict(list)
     for move in moves:
@@ -97,7 +99,10 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
                 (move.leave - move.store, move.storage, copy, (space.name, True), taken)
             )
             leaves[move.leave % n].append(copy)
-        copy, used = (move.storage, move.gap, False), held.gaps(n)[move.gap][1]
+        gaps = held.gaps(n)
+        if move.gap == len(gaps) - 1 and not held.returns:
+            continue
+        copy, used = (move.storage, move.gap, False), gaps[move.gap][1]
         taken = space.back.seconds(held.bytes)
         fetches[move.fetch % n].append((used - move.fetch, move.storage, copy, (space.name, False), taken))
         uses[used % n].append(copy)
@@ -105,7 +110,11 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
         begun.sort()
     for waited in (*leaves.values(), *uses.values()):
         waited.sort()
-    places = sorted({*stores, *leaves, *fetches, *uses})
+    places = sorted({*stores, *leaves, *fetches, *uses, *updates})
+    last = {held.storage: len(held.gaps(n)) - 1 for held in problem.held if held.must is not None}
+    worked: dict[_Copy, float] = {}
+    """When the host has done what a copy brings back."""
+    host = 0.0
     free: dict[tuple[str, bool], float] = defaultdict(float)
     over: dict[_Copy, float] = {}
     step = problem.starts[-1] - problem.starts[0]
@@ -120,7 +129,7 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
             now = since + (problem.starts[at] - problem.starts[0]) + stall
             for begins, ends in ((stores, leaves), (fetches, uses)):
                 for _, _, copy, link, taken in begins.get(at, ()):
-                    free[link] = over[copy] = max(now, free[link]) + taken
+                    free[link] = over[copy] = max(now, free[link], worked.get(copy, 0.0)) + taken
                 for copy in ends.get(at, ()):
                     late = over.get(copy, 0.0) - now
                     if late > 0:
@@ -128,8 +137,18 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
                         now += late
                         waits[copy[:2]] = waits.get(copy[:2], 0.0) + late
             late_by.append(stall)
+            if at in updates:
+                update = updates[at]
+                gradient = (update.gradient, last[update.gradient], True)
+                host = max(now, host, over.get(gradient, 0.0)) + update.seconds
+                worked[update.parameter, last[update.parameter], False] = host
         end = since + step + stall
-        left = {copy: round(until - end, 12) for copy, until in over.items() if until - end > _NOTHING}
+        left = {
+            copy: round(until - end, 12)
+            for times in (worked, over)
+            for copy, until in times.items()
+            if until - end > _NOTHING
+        }
         known = next((at for at, (_, before) in enumerate(seen) if before == left), None)
         if known is not None:
             seconds = (end - seen[known][0]) / (len(seen) - known)

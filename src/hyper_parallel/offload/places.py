@@ -1,8 +1,8 @@
 """Where the moves of chosen gaps begin and end, exactly to the node.
 
 From a guess of the times: a store begins as soon as its link and what is needed more allow, perhaps long before its
-storage is idle; the storage leaves at the first node that starts after the copy. A fetch begins as late as its link allows with everything in time, served
-in the order of the next uses. In between a storage is away. Then, in this order:
+storage is idle; the storage leaves at the first node that starts after the copy. A fetch begins as late as its link
+allows with everything in time, served in the order of the next uses. In between a storage is away. Then, in this order:
 
     `repair`   where a node exceeds the budget still, something leaves earlier, comes back later, or goes as well
     `settle`   leaves are found anew by running the step: wait only where memory asks for it, else leave when stored
@@ -31,10 +31,12 @@ def guess(gaps: Gaps, base: Ints, budget: int, chosen: Chosen, times: Times) -> 
     rows = np.flatnonzero(chosen.flags)
     begun, stored = _stores(gaps, chosen, times)
     leave = np.searchsorted(times.starts, stored - _TINY)
-    leave = np.minimum(np.maximum(leave, gaps.after), gaps.used - 1)
+    leave = np.minimum(np.maximum(leave, gaps.after), gaps.until)
     fetch = np.searchsorted(times.arrives, _fetches(gaps, chosen, times) + _TINY, "right") - 1
-    fetch[rows] = np.clip(fetch[rows], leave[rows] + 1, gaps.used[rows])
+    since = _since(gaps, stored, times)
+    fetch[rows] = np.clip(fetch[rows], np.maximum(leave + 1, since)[rows], gaps.used[rows])
     layout = Layout(gaps, base, budget, chosen, leave, fetch)
+    layout.since = since
     # Of the step before, at places before its end.
     before = np.where(begun < 0, 1, 0)
     store = (
@@ -81,10 +83,24 @@ def _stores(gaps: Gaps, chosen: Chosen, times: Times) -> tuple[Floats, Floats]:
     return begins, ends
 
 
+def _since(gaps: Gaps, stored: Floats, times: Times) -> Ints:
+    """From which place on the host has done what a fetch brings: end = max(arrival, gradient, end before) + seconds."""
+    found = gaps.since.copy()
+    free = -np.inf
+    # Twice, so that what the step before left over is in the way.
+    for _ in range(2 if gaps.updates else 0):
+        free -= times.step
+        for place, seconds, gradient, parameter in gaps.updates:
+            free = max(free, float(times.arrives[place]), float(stored[gradient])) + seconds
+            done = int(np.searchsorted(times.arrives, free - _TINY))
+            found[parameter] = np.clip(done, gaps.since[parameter], gaps.used[parameter])
+    return found
+
+
 def _fetches(gaps: Gaps, chosen: Chosen, times: Times) -> Floats:
     """When each fetch must begin at the latest: begin = min(next use, begin of the fetch behind it) − seconds."""
     found = times.starts[gaps.used].copy()
-    chosen_rows = np.flatnonzero(chosen.flags)
+    chosen_rows = np.flatnonzero(chosen.flags & gaps.returns)
     for space in np.unique(chosen.space[chosen_rows]).tolist():
         rows = chosen_rows[chosen.space[chosen_rows] == space]
         order = rows[np.lexsort((gaps.storage[rows], gaps.first_use[rows]))]
@@ -141,7 +157,7 @@ def repair(layout: Layout, times: Times, stored: Floats) -> bool:
 
 def prune(layout: Layout) -> int:
     """Let stay what the budget does not need away, the shortest absences first; how many stay."""
-    rows = layout.rows
+    rows = layout.rows[~layout.gaps.must[layout.rows]]
     dropped = 0
     away = layout.fetch[rows] - layout.leave[rows]
     for row in rows[np.lexsort((rows, away))].tolist():
@@ -155,7 +171,7 @@ def prune(layout: Layout) -> int:
 def advance(layout: Layout, times: Times) -> None:
     """Begin fetches as soon as memory and their link allow, in the order of the next uses."""
     gaps, n = layout.gaps, layout.gaps.nodes
-    rows = layout.rows
+    rows = layout.rows[gaps.returns[layout.rows]]
     free = np.full(len(gaps.back), -np.inf)
     for _ in range(2):
         for row in rows[np.lexsort((gaps.storage[rows], gaps.first_use[rows]))].tolist():
@@ -163,7 +179,7 @@ def advance(layout: Layout, times: Times) -> None:
             ahead = times.step if gaps.used[row] >= n else 0.0
             fetch = int(layout.fetch[row])
             soonest = int(np.searchsorted(times.arrives, free[space] + ahead, "right")) - 1
-            soonest = max(soonest, int(layout.leave[row]) + 1)
+            soonest = max(soonest, int(layout.leave[row]) + 1, int(layout.since[row]))
             if soonest < fetch:
                 fetch = _earliest(layout, soonest, fetch, layout.budget - int(gaps.bytes[row]))
                 layout.fetch_at(row, fetch)
@@ -189,7 +205,7 @@ def delay(layout: Layout, times: Times, stored: Floats) -> None:
     for row in rows[np.lexsort((rows, stored[rows]))].tolist():
         leave = int(layout.leave[row])
         wanted = int(np.searchsorted(times.starts, stored[row] - _TINY))
-        wanted = min(wanted, int(layout.fetch[row]) - 1)
+        wanted = min(wanted, int(layout.fetch[row]) - 1, int(gaps.until[row]))
         limit = layout.budget - int(gaps.bytes[row])
         place = leave
         for begin, end in pieces(leave, wanted, n) if leave < wanted else ():

@@ -123,7 +123,7 @@ class Space:
     out: Rate
     back: Rate
     work: float | None = None
-    """B/s at which the host reads and writes what lies there in an update; None where it cannot."""
+    """B/s at which the host reads and writes what lies there in an update; None where only the cluster says."""
 
 
 @dataclass(frozen=True, slots=True)

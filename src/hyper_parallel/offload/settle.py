@@ -66,14 +66,18 @@ class _Run:
         rows = layout.rows
         for row in rows[np.lexsort((rows, gaps.used[rows] - layout.fetch[rows]))].tolist():
             self._fetch[int(layout.fetch[row]) % n].append(row)
-            self._use[int(gaps.first_use[row])].append(row)
+            if gaps.returns[row]:
+                self._use[int(gaps.first_use[row])].append(row)
         for row in rows[layout.stores[rows]].tolist():
             self._begin[int(gaps.open[row]) % n].append(row)
         self._over = (_without(layout) - layout.budget).tolist()
         self._sizes, self._spaces = gaps.bytes.tolist(), layout.chosen.space.tolist()
         self._opens, self._after, self._used = gaps.open.tolist(), gaps.after.tolist(), gaps.used.tolist()
         self._out, self._back = gaps.out.tolist(), gaps.back.tolist()
-        self._last = (layout.fetch - 1).tolist()
+        self._last = np.minimum(layout.fetch - 1, gaps.until).tolist()
+        self._updates = {update[0]: update for update in gaps.updates}
+        self._stored: dict[int, float] = {}
+        """Of each row, when its store is over."""
         self._now, self._away = 0.0, 0
         self._gone: set[int] = set()
         self._free = [0.0 for _ in problem.spaces]
@@ -88,8 +92,10 @@ class _Run:
         """Run them."""
         n = self._layout.gaps.nodes
         free = [0.0 for _ in self._free]
-        here: dict[int, float] = {}
+        host, here = 0.0, dict[int, float]()
         """Of each row, when its fetch is over."""
+        done: dict[int, float] = {}
+        """Of each row, when the host has done what its fetch brings."""
         for at in range(STEPS * n):
             node = at % n
             came = self._now
@@ -108,9 +114,14 @@ class _Run:
                 self._fill(at, came, self._now)
             for row in self._fetch.get(node, ()):
                 space = self._spaces[row]
-                here[row] = free[space] = max(self._now, free[space]) + self._back[space][row]
+                begin = max(self._now, free[space], done.get(row, 0.0))
+                here[row] = free[space] = begin + self._back[space][row]
             for row in self._use.get(node, ()):
                 self._now = max(self._now, here.get(row, 0.0))
+            if node in self._updates:
+                _, seconds, gradient, parameter = self._updates[node]
+                host = max(self._now, host, self._stored.get(gradient, 0.0)) + seconds
+                done[parameter] = host
             self._now += self._seconds[node]
             self._fill(at, came, self._now)
 
@@ -125,6 +136,7 @@ class _Run:
         one = heappop(self._open[space])
         self._free[space] = max(came, self._free[space]) + self._out[space][one.row]
         self._layout.store[one.row] = at - one.base
+        self._stored[one.row] = self._free[space]
         under = _Under(self._free[space], one.row, one.base)
         if one.idle <= at:
             heappush(self._under, under)

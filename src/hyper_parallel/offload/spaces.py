@@ -38,11 +38,17 @@ def spaces_of(memory: Memory, cluster: Cluster, ranks: int) -> tuple[Space, ...]
                 f"strategy.memory.{name}: {format_bytes(asked)} for each rank, and the {min(ranks, tier.ranks)} that "
                 f"share the {name} of cluster {cluster.name!r} have {format_bytes(share)} each; ask for less"
             )
-        rates = []
-        for source, target in (("device", name), (name, "device")):
-            latency = cluster.copy_seconds(source, target, 0, ranks)
-            rates.append(
-                Rate(latency, _MANY / (cluster.copy_seconds(source, target, _MANY, ranks) - latency))
+        found.append(
+            Space(
+                name,
+                asked or share,
+                _rate(cluster, "device", name, ranks),
+                _rate(cluster, name, "device", ranks),
             )
-        found.append(Space(name, asked or share, *rates))
+        )
     return tuple(found)
+
+
+def _rate(cluster: Cluster, source: str, target: str, ranks: int) -> Rate:
+    latency = cluster.copy_seconds(source, target, 0, ranks)
+    return Rate(latency, _MANY / (cluster.copy_seconds(source, target, _MANY, ranks) - latency))
