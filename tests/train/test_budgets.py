@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from harness import run_ranks
 from hyper_parallel.compat import absent
 from hyper_parallel.data import PackedText
-from hyper_parallel.errors import BudgetError, CaptureError
+from hyper_parallel.errors import BudgetError, CaptureError, NonFiniteError
 from hyper_parallel.train.whole_step import capture_step
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -159,3 +159,17 @@ def test_a_model_of_ones_own_has_its_values_after_the_run(folder: Path) -> None:
     free, within = trained
     assert all(torch.equal(free[name], within[name]) for name in free)
     assert not absent._keepers
+
+
+def test_a_loss_that_is_not_finite_names_the_worst_gradient_as_without_a_budget(folder: Path) -> None:
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    said = []
+    for name, sections in (("nan", {}), ("nan-budget", _with_budget(folder, {}, 700_000, "host"))):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **settings))
+        model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+        with pytest.raises(NonFiniteError) as caught:
+            run_engine(0, folder, name, "graph", sections, model=lambda model=model: model)
+        said.append(str(caught.value))
+    assert "the worst gradient is that of" in said[0]
+    assert said[0] == said[1]

@@ -17,7 +17,7 @@ from hyper_parallel.errors import BudgetError, HyperParallelError
 from hyper_parallel.launch import logs
 from hyper_parallel.train.batches import StepBatch
 from hyper_parallel.train.graphs import ELSEWHERE, Captured, Graphs, eagerly, over_budget
-from hyper_parallel.train.guard import non_finite, not_finite
+from hyper_parallel.train.guard import non_finite
 from hyper_parallel.train.out_of_memory import post_mortem
 from hyper_parallel.train.profiling import Profiling
 from hyper_parallel.train.recipe import Recipe, StepResult
@@ -33,6 +33,7 @@ from hyper_parallel.train.uneven import (
     wanted,
 )
 from hyper_parallel.train.whole_step import BatchShape, batch_inputs, state
+from hyper_parallel.train.worst import gradients_counted
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class GraphStepper:
             self._plan_anew(graph, load)
         result = host.result
         if not result.finite:
-            self._raise_non_finite(batch, result)
+            self._raise_non_finite(batch, given, result)
         if self._profiling:
             self._profiling.ended(len(batch.micro))
         recipe.optimizer.advance()
@@ -132,7 +133,7 @@ class GraphStepper:
             if handle.all_reduce(failed, handle.mesh.names, "max").item() == 0:
                 assert not isinstance(found, str)
                 self._graphs.replace(graph, found)
-                log.warning("%s", planned_anew(step, load, graph.load, more))
+                self._graphs.note(planned_anew(step, load, graph.load, more))
                 return
             if isinstance(found, str):
                 why = found
@@ -149,14 +150,15 @@ class GraphStepper:
             self._eager = Stepper(self._recipe)
             self._eager.take(batch, tokens)
 
-    def _raise_non_finite(self, batch: StepBatch, result: StepResult) -> None:
+    def _raise_non_finite(self, batch: StepBatch, given: Mapping[str, Tensor], result: StepResult) -> None:
         """The graph has let go of the gradients; the parameters are what they were, so these are computed again."""
-        recipe = self._recipe
-        if self._graphs.budget is not None:
-            raise not_finite(batch.step, batch.rows, result.loss, result.grad_norm)
-        model = recipe.model.train()
-        accumulate(model, recipe.handle, batch, self._tokens, recipe.seed, recipe.loss)
-        raise non_finite(recipe.handle, batch.step, batch.rows, result.loss, result.grad_norm)
+        recipe, counts = self._recipe, None
+        graph = self._graphs[BatchShape.of(batch.micro)]
+        if graph.runtime is not None:
+            counts = gradients_counted(graph.step, graph.runtime, self._state, given)
+        else:
+            accumulate(recipe.model.train(), recipe.handle, batch, self._tokens, recipe.seed, recipe.loss)
+        raise non_finite(recipe.handle, batch.step, batch.rows, result.loss, result.grad_norm, counts)
 
 
 class _NotFinite(Exception):
