@@ -6,8 +6,8 @@ update in twice the bytes. Here it waits as it was made, and is cast a second ti
     g = cast(n) … uses … update(g)    →    g = cast(n) … early uses;  … g' = cast(n);  late uses, update(g')
 
 The same kernel runs on the same bits, so that g' = g. It helps where early uses end soon (`nearer.sums_at_birth`) and
-late ones stand together (`nearer.updates_together`). What a gradient is added to (several micro-batches) and what is
-reduced in float32 stay as they are.
+late ones stand together (`nearer.updates_together`). What a gradient is added to (several micro-batches), what is
+reduced in float32 and what the host updates with stay as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from hyper_parallel.graph.apart import is_update, storages_of
 from hyper_parallel.graph.effects import touched, writes
 from hyper_parallel.graph.nouns import StepGraph, values_of
 from hyper_parallel.graph.products import operator_name
@@ -31,12 +32,13 @@ def narrow(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> StepGraph
         for storage in touched(node) | {value.storage for value in values_of(node)}:
             users.setdefault(storage, []).append(at)
     bytes_of = [known(storage.bytes, dict(sizes or {})) for storage in step.storages]
+    to_host = {storage for node in nodes if is_update(node) for storage in storages_of(node)}
     lates: dict[int, int] = {}
     sources: dict[int, int] = {}
     """Gradient to what it was cast from."""
     for storage in step.gradients:
         places = users.get(storage, [])
-        if len(places) < 2 or operator_name(nodes[places[0]]) != "_to_copy":
+        if storage in to_host or len(places) < 2 or operator_name(nodes[places[0]]) != "_to_copy":
             continue
         (source,) = touched(nodes[places[0]]) or {storage}
         if bytes_of[source] < bytes_of[storage] and step.storages[source].name is None:

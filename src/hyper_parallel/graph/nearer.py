@@ -4,7 +4,7 @@
   there. Else all of it must be there again at the step's end.
 - What changes memory in place for an update (a gradient's clipping) comes right before that update, not all of it
   before all updates.
-- Updates stand in the order of the model, or from its end to its beginning.
+- Updates stand in the order of the model, or from its end to its beginning. Those on the host stay where they are.
 
 `graph.order.dependencies` holds: no two writes to the same memory change places, and collectives, waits for them and
 host points stay in their order. So the bits are the same.
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx
 
+from hyper_parallel.graph.apart import is_update
 from hyper_parallel.graph.effects import draws_random, touched, writes
 from hyper_parallel.graph.groups import is_collective, is_wait
 from hyper_parallel.graph.host import HOST
@@ -84,7 +85,11 @@ def updates_together(step: StepGraph, *, backwards: bool = False) -> StepGraph:
     """The step with what each update needs right before it; `backwards`: the last update comes first."""
     nodes = list(step.nodes)
     lasting = {storage.index for storage in step.storages if storage.name is not None}
-    updates = [node for node in nodes if node.meta["phase"] == "optimizer" and writes(node) & lasting]
+    updates = [
+        node
+        for node in nodes
+        if node.meta["phase"] == "optimizer" and writes(node) & lasting and not is_update(node)
+    ]
     lazy = {
         node
         for node in nodes
@@ -117,7 +122,7 @@ def _stays(node: fx.Node) -> bool:
 
 
 def _fixed(node: fx.Node) -> bool:
-    return node.target is HOST or is_collective(node) or is_wait(node)
+    return node.target is HOST or is_collective(node) or is_wait(node) or is_update(node)
 
 
 def _fresh(node: fx.Node) -> set[int]:

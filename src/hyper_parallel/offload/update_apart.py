@@ -27,7 +27,9 @@ from hyper_parallel.graph.apart import Call, Given, Moved, given_of, is_update, 
 from hyper_parallel.graph.effects import touched, writes
 from hyper_parallel.graph.nearer import sums_at_birth
 from hyper_parallel.graph.nouns import Value
+from hyper_parallel.offload.shelf import ALIGN
 
+PARTS = 4
 _UPDATES = ("_fused_adamw_", "_fused_adam_")
 """Operators that update each element by itself: of parameters, gradients, and then all their state."""
 _SCALES = ("mul_",)
@@ -64,21 +66,37 @@ def can_be_apart(step: StepGraph) -> list[Apart]:
     return sorted(found, key=lambda one: facts.place[facts.users[one.storages[0]][0]])
 
 
-def latest(step: StepGraph, share: float) -> list[str]:
-    """Parameters whose updates make up a share of the bytes of those that can be apart, those that are used last first.
+@dataclass(frozen=True)
+class InParts:
+    """Updates on the host as one of a few settings of a search: so many `PARTS` of what may be."""
+
+    tier: str
+    """Where their state is to lie, and"""
+    room: int
+    """how many bytes of it may be taken."""
+
+    def __call__(self, step: StepGraph, setting: int, refused: bool = False) -> StepGraph:
+        """The step at a setting from 0, none, to `PARTS`, all."""
+        names = latest(step, setting / PARTS, self.room)
+        return put_apart(step, names, self.tier) if names else step
+
+
+def latest(step: StepGraph, share: float, room: int) -> list[str]:
+    """Parameters whose updates make up a share of the bytes of those that can be apart, those that are used last first,
+    as far as there is room for them, their gradients and their state.
 
     Their gradients come first in the backward pass, and they are wanted last in the next step: nothing else leaves the
     links so much time.
     """
     found = can_be_apart(step)
-    sizes = [step.storages[one.storages[0]].bytes for one in found]
-    wanted = share * sum(sizes)
+    wanted = share * sum(step.storages[one.storages[0]].bytes for one in found)
     names: list[str] = []
-    for one, count in zip(reversed(found), reversed(sizes), strict=True):
-        if wanted <= 0:
-            break
-        names.append(one.parameter)
-        wanted -= count
+    for one in reversed(found):
+        needed = [-(-step.storages[storage].bytes // ALIGN) * ALIGN for storage in one.storages]
+        if wanted > 0 and sum(needed) <= room:
+            names.append(one.parameter)
+            wanted -= step.storages[one.storages[0]].bytes
+            room -= sum(needed)
     return names
 
 

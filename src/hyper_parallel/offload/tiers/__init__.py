@@ -6,7 +6,7 @@
 from hyper_parallel.offload.tiers.flash import FlashTier
 from hyper_parallel.offload.tiers.host import HostTier
 from hyper_parallel.offload.tiers.pool import PoolTier
-from hyper_parallel.offload.tiers.rates import measure
+from hyper_parallel.offload.tiers.rates import measure, measure_work
 from hyper_parallel.offload.tiers.tier import Pending, Tier, Workplace
 
-__all__ = ["FlashTier", "HostTier", "Pending", "PoolTier", "Tier", "Workplace", "measure"]
+__all__ = ["FlashTier", "HostTier", "Pending", "PoolTier", "Tier", "Workplace", "measure", "measure_work"]

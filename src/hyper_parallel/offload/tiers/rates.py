@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from hyper_parallel.compat import Backend
+from hyper_parallel.compat.kernels import adamw_
 from hyper_parallel.offload.problem import Rate
-from hyper_parallel.offload.tiers.tier import Pending, Tier
+from hyper_parallel.offload.tiers.tier import Pending, Tier, Workplace
 
 _SMALL = 64 * 2**10
 _TIMES = 3
@@ -44,6 +45,44 @@ def measure(tier: Tier, backend: Backend, bytes: int = 32 * 2**20) -> tuple[Rate
     finally:
         tier.reserve({})
     return _rate(out), _rate(back)
+
+
+def measure_work(tier: Workplace, backend: Backend, bytes: int = 32 * 2**20) -> float:
+    """B/s at which the host reads and writes what lies in a tier in an update by AdamW, of `bytes` or less in all.
+
+    Called like `measure`, whose errors it has.
+    """
+    count = max(min(bytes, tier.capacity) // 4 // 4096 * 4096, 64)
+    x = torch.zeros(count, dtype=torch.uint8, device=backend.name)
+    tier.reserve(dict.fromkeys(range(4), count))
+    seconds = []
+    try:
+        for slot in range(4):
+            tier.begin_write(slot, x).wait()
+        for _ in range(_TIMES):
+            backend.synchronize()
+            started = time.perf_counter()
+            tier.begin_work("a measurement", range(4), _update).wait()
+            seconds.append(time.perf_counter() - started)
+    finally:
+        tier.reserve({})
+    # Of four tensors all are read, and three are written.
+    return 7 * count / min(seconds)
+
+
+def _update(memory: Sequence[torch.Tensor]) -> None:
+    parameter, gradient, first, second = ([part.view(torch.float32)] for part in memory)
+    adamw_(
+        parameter,
+        gradient,
+        first,
+        second,
+        [torch.zeros(())],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        eps=1e-8,
+    )
 
 
 def _median(backend: Backend, begin: Callable[[], Pending]) -> float:
