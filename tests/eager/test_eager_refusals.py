@@ -53,7 +53,7 @@ def test_what_depends_on_computed_values_is_refused_with_its_line() -> None:
 
 
 def test_experts_that_loop_over_the_router_are_refused() -> None:
-    model: Any = model_of("mixtral", num_hidden_layers=1)
+    model: Any = model_of("mixtral")
     model.set_experts_implementation("eager")
     with pytest.raises(CaptureError, match=r"modeling_mixtral\.py"):
         hp.offload(model, budget="1GiB", host="1MiB")(**BATCH)
@@ -73,7 +73,7 @@ def test_state_that_the_forward_pass_sets_anew_is_refused() -> None:
 def test_a_result_without_a_way_to_its_tensors_is_refused() -> None:
     with pytest.raises(CaptureError, match="'more' a object"):
         _offloaded(lambda *_: object())(_x())
-    model: Any = hp.offload(model_of("llama", num_hidden_layers=1), budget="1GiB", host="1MiB")
+    model: Any = hp.offload(model_of("llama"), budget="1GiB", host="1MiB")
     with pytest.raises(CaptureError, match="pass use_cache=False"):
         model(**BATCH, use_cache=True)
 

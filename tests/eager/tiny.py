@@ -25,7 +25,7 @@ _LLAMA = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {  # with dropout
         "model_type": "gpt2",
         "n_embd": 32,
-        "n_layer": 2,
+        "n_layer": 1,
         "n_head": 4,
         "n_positions": 64,
         "vocab_size": 64,
