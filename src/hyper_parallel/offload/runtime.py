@@ -88,10 +88,10 @@ class Runtime:
 
     def stopped(self, state: Mapping[str, torch.Tensor]) -> None:
         """The step was left before it wrote to any state: bring it to where it is between steps."""
-        for slot in list(self._pending):
+        for number in list(self._pending):
             with contextlib.suppress(TierError):  # which may be why the step was left
-                self._pending.pop(slot).wait()
-                self._filling.discard(slot)
+                self._pending.pop(number).wait()
+                self._filling.discard(number)
         # What leaves the device first makes room for what comes to it.
         for name, x in state.items():
             if self.away(name):
