@@ -20,7 +20,7 @@ import numpy as np
 
 from hyper_parallel.offload.chosen import Chosen
 from hyper_parallel.offload.cover import Cover, Taste
-from hyper_parallel.offload.floor import farthest, floor_of, refusal
+from hyper_parallel.offload.floor import farthest, floor_of, no_room, refusal
 from hyper_parallel.offload.gaps import Gaps, Ints, gaps_of
 from hyper_parallel.offload.layout import Layout, Times
 from hyper_parallel.offload.moves import Move, Plan, Replayed, replay
@@ -59,7 +59,9 @@ def choose(problem: Problem, *, tries: int = TRIES) -> Plan:
     floor = floor_of(problem, gaps, base)
     if problem.budget < floor.bytes:
         raise refusal(problem, floor.bytes)
-    if peak <= problem.budget:
+    if not floor.chosen.holds:
+        raise no_room(problem)
+    if peak <= problem.budget and not problem.updates:
         return Plan((), peak, replay(problem, ()).seconds, 0.0, floor.bytes, working_set)
     best = _Planner(problem, gaps, base, tries).plan(floor.chosen)
     live = max(problem.profile(best.moves))
@@ -112,7 +114,8 @@ class _Planner:
             if best.replayed.stall <= self._hidden:
                 break
             chosen = best.layout.chosen.copy()
-            rows, others = best.layout.rows.tolist(), np.flatnonzero(~chosen.flags).tolist()
+            rows = best.layout.rows[~self._gaps.must[best.layout.rows]].tolist()
+            others = np.flatnonzero(~chosen.flags).tolist()
             for row in draw.sample(rows, min(len(rows), draw.randint(0, 3))):
                 chosen.drop(row)
             for row in draw.sample(others, min(len(others), draw.randint(0, 2))):

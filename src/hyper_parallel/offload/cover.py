@@ -134,6 +134,11 @@ class _Run:
         """Of each stored version: the row that carries the store, its space, and the seconds that it took."""
 
     def go(self) -> Covered:
+        # What has to be away takes its part of the links, and leaves what it can.
+        must = np.flatnonzero(self.gaps.must)
+        for row in must[np.lexsort((self.gaps.used[must], self.gaps.after[must]))].tolist():
+            one = np.array([row])
+            self._take(self._hidden(one, self._sums(), self._links(one)), 0)
         while (self.over > 0).any():
             best = self._next()
             if best is None:
