@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from hyper_parallel.compat import kernels
 from hyper_parallel.compat.symbols import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, capture, executable, host, lifetimes, peak, phase
@@ -53,6 +54,34 @@ def test_a_graph_computes_what_eager_computes_and_updates_state_in_place() -> No
     assert torch.equal(outputs["loss"], loss)
     assert torch.equal(weight, updated)
     assert seen == [("check", loss.item())]
+
+
+def test_an_update_is_captured_without_memory_for_its_parameter() -> None:
+    with fake_mode_with_symbols():
+        model = nn.Module()
+        model.weight = nn.Parameter(_fake(2**40))  # of which no machine has four
+        gradient, first, second = (_fake(2**40) for _ in range(3))
+        count, lr = torch.zeros(()), torch.ones((), dtype=torch.float64)
+
+        def step() -> dict[str, torch.Tensor]:
+            with phase("optimizer"), torch.no_grad():
+                kernels.adamw_(
+                    [model.weight],
+                    [gradient],
+                    [first],
+                    [second],
+                    [count],
+                    lr=lr,
+                    betas=(0.9, 0.95),
+                    weight_decay=0.1,
+                    eps=1e-8,
+                )
+            return {}
+
+        inputs = {"parameter": model.weight, "gradient": gradient, "first": first, "second": second}
+        inputs |= {"count": count, "lr": lr}
+        found = capture(step, {name: ("input", tensor) for name, tensor in inputs.items()}, model)
+    assert "_fused_adamw_" in str([node.target for node in found.nodes])
 
 
 def test_what_the_host_raises_leaves_the_state_as_it_was() -> None:

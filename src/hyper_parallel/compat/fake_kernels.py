@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def fake_kernel(operator: Any) -> Callable[..., torch.Tensor] | None:
+def fake_kernel(operator: Any) -> Callable[..., Any] | None:
     """A function of the operator's fake arguments to its fake result; None where PyTorch's own is right."""
     return _KERNELS.get(operator)
 
@@ -36,4 +36,12 @@ def _grouped_mm(
     return mat_a.new_empty_strided(shape, strides, dtype=dtype)
 
 
-_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+def _fused_adamw(*_: Any, **__: Any) -> None:
+    """All of it is written in place. PyTorch has no fake kernel of it with a tensor for the learning rate, and runs the
+    real one on zeros instead, which takes four times the memory of the parameter."""
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten._fused_adamw_.tensor_lr: _fused_adamw,
+}
