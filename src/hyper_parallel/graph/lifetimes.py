@@ -69,7 +69,7 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
     for storage, (kind, name) in outside.items():
         if storage in away and not moves[storage]:
             continue
-        size = known(step.storages[storage].bytes, dict(sizes or {}))
+        size = known(step.storages[storage].bytes, sizes or {})
         for since, until in _lives(-1, len(nodes), moves[storage]):
             found.append(Lifetime(storage, size, kind, since, until, name, *_where(nodes, since)))
     for storage, at in sorted(born.items(), key=lambda entry: entry[1]):
@@ -77,7 +77,7 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
             continue
         node, last = nodes[at], nodes[died[storage]]
         end = len(nodes) if storage in returned else died[storage]
-        size = known(step.storages[storage].bytes, dict(sizes or {}))
+        size = known(step.storages[storage].bytes, sizes or {})
         kind = _kind(step, storage, node, last, weights)
         of = step.gradients.get(storage)
         for since, until in _lives(at, end, moves[storage]):

@@ -178,7 +178,7 @@ def _check_whole(step: StepGraph, parts: Mapping[int, Sequence[Any]]) -> None:
             )
 
 
-def known(number: Any, values: dict[Any, int]) -> int:
+def known(number: Any, values: Mapping[Any, int]) -> int:
     """A size as an int: symbols take the `values` that they are given.
 
     Raises KeyError for a symbol without one.

@@ -29,9 +29,7 @@ def workspaces(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[
     ends = {begun(node): at for at, node in enumerate(nodes) if is_wait(node)}
     found = []
     for at, node in enumerate(nodes):
-        taken = sum(
-            value.dtype.itemsize * known(value.elements, dict(sizes or {})) for value in _copied(node)
-        )
+        taken = sum(value.dtype.itemsize * known(value.elements, sizes or {}) for value in _copied(node))
         if taken:
             where = (node.meta["module"], node.meta["phase"])
             found.append(Lifetime(-1, taken, "temporary", at, ends.get(node, at), None, *where))
