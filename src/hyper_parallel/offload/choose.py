@@ -3,7 +3,8 @@
 1. `floor`: what cannot be met is refused, and what can be is met.
 2. `cover` chooses gaps, in a few tastes; none is best for all problems.
 3. `places` finds the places of their moves, and `replay` says how long the step takes with them. With the times that
-   come out the places are found again, while that helps.
+   come out the places are found again, while that helps. A store begins as soon as what it copies is final and the
+   link has nothing more urgent to do; where a few large copies would be in the way, only when its storage is idle.
 4. The best plan is improved: a few of its gaps are given up, the planner mends the hole, and what is better stays.
 
 All is exact where it comes to bytes, and decided by `replay` where it comes to time. The same problem gives the same
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,7 +36,7 @@ TASTES = (
     Taste("also", by_time=True, stall=3.0),
     Taste("first", by_time=True, stall=1.0),
 )
-CHOICES = 2000
+CHOICES = 1500
 """Gaps chosen, by all tastes together, after which no other taste is tried."""
 ROUNDS = 4
 """Times that places are found again with the times that came out."""
@@ -87,6 +88,8 @@ class _Found:
 class _Planner:
     def __init__(self, problem: Problem, gaps: Gaps, base: Ints, tries: int) -> None:
         self._problem, self._gaps, self._base, self._tries = problem, gaps, base, tries
+        self._idle = replace(gaps, open=gaps.after)
+        """As if no store could begin before its storage is idle."""
         self._hidden = HIDDEN * (problem.starts[-1] - problem.starts[0])
 
     def plan(self, frugal: Chosen) -> _Found:
@@ -107,38 +110,47 @@ class _Planner:
         return self._improved(best)
 
     def _improved(self, best: _Found) -> _Found:
-        """Give a few gaps up or take one more, mend what that breaks, and keep what is better."""
+        """Give a few gaps up, perhaps of those waited for, or take more, mend what that breaks, keep what is better."""
         draw = random.Random(0)
         moved = best.layout.rows.size
+        storage, gap = self._gaps.storage.tolist(), self._gaps.gap.tolist()
         for _ in range(min(self._tries, WORK // (self._gaps.nodes + 8 * moved))):
             if best.replayed.stall <= self._hidden:
                 break
             chosen = best.layout.chosen.copy()
             rows = best.layout.rows[~self._gaps.must[best.layout.rows]].tolist()
             others = np.flatnonzero(~chosen.flags).tolist()
-            for row in draw.sample(rows, min(len(rows), draw.randint(0, 3))):
+            late = [row for row in rows if (storage[row], gap[row]) in best.replayed.waits]
+            given = late if late and draw.random() < 0.5 else rows
+            for row in draw.sample(given, min(len(given), draw.randint(0, 3))):
                 chosen.drop(row)
             for row in draw.sample(others, min(len(others), draw.randint(0, 2))):
                 chosen.add(row)
-            for found in self._refined(chosen, Times.replayed(best.replayed), rounds=2):
+            gaps = draw.choice((self._gaps, self._idle))
+            for found in self._refined(chosen, Times.replayed(best.replayed), 2, gaps):
                 best = min(best, found, key=lambda one: one.rank)
         return best
 
     def _candidates(self) -> Iterator[_Found]:
-        cover = Cover(self._problem, self._gaps, self._problem.budget)
         choices = 0
-        for taste in TASTES:
-            if choices > CHOICES:
-                return
-            covered = cover.choose(taste, Chosen(self._problem, self._gaps))
-            choices += int(covered.chosen.flags.sum())
-            yield from self._refined(covered.chosen, Times.stalled(self._problem, covered.stalls))
+        for gaps in (self._gaps, self._idle):
+            cover = Cover(self._problem, gaps, self._problem.budget)
+            for taste in TASTES:
+                if choices > CHOICES:
+                    return
+                covered = cover.choose(taste, Chosen(self._problem, self._gaps))
+                choices += int(covered.chosen.flags.sum())
+                times = Times.stalled(self._problem, covered.stalls)
+                yield from self._refined(covered.chosen, times, gaps=gaps)
 
-    def _refined(self, chosen: Chosen, times: Times, rounds: int = ROUNDS) -> Iterator[_Found]:
+    def _refined(
+        self, chosen: Chosen, times: Times, rounds: int = ROUNDS, gaps: Gaps | None = None
+    ) -> Iterator[_Found]:
         """Places for gaps, found again and again while the step becomes quicker."""
+        gaps = gaps or self._gaps
         least = np.inf
         for _ in range(rounds):
-            layout, stored = guess(self._gaps, self._base, self._problem.budget, chosen.copy(), times)
+            layout, stored = guess(gaps, self._base, self._problem.budget, chosen.copy(), times)
             if not repair(layout, times, stored):
                 return
             settle(self._problem, layout)

@@ -8,10 +8,10 @@ seconds that each link has left in each slice, a gap is worth
     seconds of its copies + `stall` · seconds that the step would have to wait
 
 and the gap that is worth most is chosen, until nothing exceeds. It is away from when the link out has had time for its
-copy until the link back must begin. Links are fluids here: which of the copies are under way at a time does not matter
-for how many bytes have left by then, as long as the link is not idle, so that a link's seconds may be given out in any
-order. Of slice k the stall before it is slice 2k of a link and its run 2k + 1; a stall that one gap needs is time that
-both directions of every link have.
+copy, which it has from when what is copied is final, until the link back must begin. Links are fluids here: which of
+the copies are under way at a time does not matter for how many bytes have left by then, as long as the link is not
+idle, so that a link's seconds may be given out in any order. Of slice k the stall before it is slice 2k of a link and
+its run 2k + 1; a stall that one gap needs is time that both directions of every link have.
 
 This is weighted set cover's greedy rule (Chvátal 1979) with prices of two machines. What it chooses is placed exactly,
 and its stalls found anew, by `places`.
@@ -37,6 +37,8 @@ SHORT = 96
 """Gaps that are looked at again at each choice, and"""
 REFRESH = 16
 """choices after which all are."""
+STEPS = 4
+"""The one before, for what is final since then, the step itself, the next one, and a bit."""
 _TINY = 1e-12
 
 
@@ -93,10 +95,11 @@ class Cover:
         opens, shuts = np.searchsorted(self._cuts, nodes), np.searchsorted(self._cuts, nodes, "right") - 1
         shuts[n] = m
         first = opens[gaps.after % n] + m * (gaps.after // n)
+        final = opens[gaps.open % n] + m * (gaps.open // n)
         last = shuts[gaps.used % n] + m * (gaps.used // n)
         large = np.argsort(-gaps.bytes, kind="stable")[:ROWS]
         self._rows = np.sort(large[first[large] < last[large]])
-        self._first, self._last = first, last
+        self._final, self._first, self._last = final, first, last
 
     def choose(self, taste: Taste, chosen: Chosen) -> Covered:
         """Choose gaps; `chosen` is empty, and changed."""
@@ -113,7 +116,7 @@ class _Run:
     def __init__(self, cover: Cover, taste: Taste, chosen: Chosen) -> None:
         self.taste, self.chosen, self.gaps = taste, chosen, cover._gaps
         self.cover, self.m = cover, cover._slices
-        self.first, self.last = cover._first, cover._last
+        self.final, self.first, self.last = cover._final, cover._first, cover._last
         self.over = cover._over.copy()
         self.weight = cover._weights[int(taste.by_time)]
         spaces = len(self.gaps.out)
@@ -220,10 +223,10 @@ class _Run:
         out, back = self._seconds(rows)
         leave, fetch = np.empty_like(first), np.empty_like(last)
         for _, here, gone, come in links:
-            least = np.searchsorted(gone, gone[2 * first[here]] + out[here] - _TINY)
-            leave[here] = np.maximum(first[here], least // 2)
-            most = np.searchsorted(come, come[_shut(last[here], self.m)] - back[here] + _TINY, "right") - 1
-            fetch[here] = np.minimum(last[here], most // 2)
+            least = np.searchsorted(gone, gone[self._at(self.final[rows[here]])] + out[here] - _TINY)
+            leave[here] = np.maximum(first[here], least // 2 - self.m)
+            most = np.searchsorted(come, come[self._shut(last[here])] - back[here] + _TINY, "right") - 1
+            fetch[here] = np.minimum(last[here], most // 2 - self.m)
         # What does not come back in time leaves no trace here: worth 0.
         leave, fetch = np.minimum(leave, 2 * self.m), np.maximum(fetch, 0)
         none = np.zeros(rows.size)
@@ -242,9 +245,9 @@ class _Run:
         fetch = np.where(some, over[np.maximum(to, 0)] + 1, first)
         before, behind = np.zeros(rows.size), np.zeros(rows.size)
         for _, here, gone, come in links:
-            had = gone[_shut(leave[here], self.m)] - gone[2 * first[here]]
+            had = gone[self._shut(leave[here])] - gone[self._at(self.final[rows[here]])]
             before[here] = np.maximum(0.0, out[here] - had)
-            had = come[_shut(last[here], self.m)] - come[2 * fetch[here]]
+            had = come[self._shut(last[here])] - come[self._at(fetch[here])]
             behind[here] = np.maximum(0.0, back[here] - had)
         copies = 0.0 if self.taste.hidden == "first" else out + back
         worth = self._worth(rows, first, np.where(some, last, first), sums)
@@ -257,14 +260,15 @@ class _Run:
         if not self._place(row):
             return
         space = int(self.chosen.space[row])
-        leave, fetch, first, last = int(ways.leave[at]), int(ways.fetch[at]), self.first[row], self.last[row]
+        leave, fetch, last = int(ways.leave[at]), int(ways.fetch[at]), self.last[row]
         for where, wait in ((leave, ways.before[at]), (int(last), ways.behind[at])):
             self.free[:, :, 2 * (where % m)] += wait
             self.stalls[where % m] += wait
         out = self.out[space, row]
         if out > 0:
             version = int(self.gaps.version[row])
-            taken = _take(self.free[0, space], 2 * int(first), out)
+            # As late as it can be, since what is final early can wait for what is not.
+            taken = _take(self.free[0, space], 2 * leave + 1, out, backward=True)
             if version in self.carriers:
                 # The store moves to the gap before; the one that carried it gives its seconds back.
                 _, other, slices, seconds = self.carriers[version]
@@ -276,6 +280,15 @@ class _Run:
         if leave < fetch:
             for begin, end in pieces(leave, fetch, m):
                 self.over[begin:end] -= self.gaps.bytes[row]
+
+    def _at(self, place: Ints) -> Ints:
+        """Index of a slice's stall in running sums of a link, which begin with the step before."""
+        found: Ints = 2 * (place + self.m)
+        return found
+
+    def _shut(self, place: Ints) -> Ints:
+        """Index behind the stall before a slice."""
+        return self._at(place) + 1
 
     def _place(self, row: int) -> bool:
         """Choose a row where its space has room still; else it is a candidate for the next space, if any."""
@@ -307,19 +320,13 @@ def _cuts(starts: Floats) -> Ints:
 
 
 def _running(values: Floats) -> Floats:
-    """Sums of the first 0, 1, … values of two steps and a bit."""
+    """Sums of the first 0, 1, … values of a few steps."""
     size = values.size
-    found = np.empty(3 * size + 1)
+    found = np.empty(STEPS * size + 1)
     found[0] = 0.0
     np.cumsum(values, out=found[1 : size + 1])
-    found[size + 1 : 2 * size + 1] = found[1 : size + 1] + found[size]
-    found[2 * size + 1 :] = found[1 : size + 1] + found[2 * size]
-    return found
-
-
-def _shut(place: Ints, slices: int) -> Ints:
-    """Index behind the stall before a place."""
-    found: Ints = np.minimum(2 * place + 1, 6 * slices)
+    for step in range(1, STEPS):
+        found[step * size + 1 : (step + 1) * size + 1] = found[1 : size + 1] + found[step * size]
     return found
 
 

@@ -1,6 +1,6 @@
 """Where the moves of chosen gaps begin and end, exactly to the node.
 
-From a guess of the times: a store begins as soon as its link and what is needed more allow, perhaps long before its
+From a guess of the times: a store begins as soon as its link and what is needed sooner allow, perhaps long before its
 storage is idle; the storage leaves at the first node that starts after the copy. A fetch begins as late as its link
 allows with everything in time, served in the order of the next uses. In between a storage is away. Then, in this order:
 
