@@ -11,28 +11,22 @@ import itertools
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.cluster.device import Device, Link
-from hyper_parallel.cluster.device import Tier as Memory
 from hyper_parallel.compat import absent, backend
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.offload import Runtime, Space
+from hyper_parallel.offload.memories import GUESS, measured, open_tiers
 from hyper_parallel.offload.rewrite import Planned, planned
 from hyper_parallel.offload.shelf import Shelves
-from hyper_parallel.offload.tiers import FlashTier, HostTier, PoolTier, Tier, measure
 from hyper_parallel.offload.watch import Watch
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.overlapping import cluster_of
 
 log = logging.getLogger(__name__)
-
-_MEASURED = 32 << 20
-"""Bytes of the copies by which a tier is measured."""
 
 
 class Budget:
@@ -47,20 +41,13 @@ class Budget:
         self._cluster = _cluster(strategy, torch.device(device).type)
         self._backend = backend(torch.device(device).type)
         self._backend.return_memory()
-        self._tiers: dict[str, Tier] = {}
-        if memory.host is not None:
-            self._tiers["host"] = HostTier(self._backend, memory.host)
-        world = strategy.axes.world
+        pool = None
         if memory.pool is not None:
             shared = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
-            self._tiers["pool"] = PoolTier(self._backend, memory.pool, shared, f"rank {rank}")
-        if memory.flash is not None:
-            self._tiers["flash"] = FlashTier(Path(memory.flash), self._backend)
-        self._spaces: list[Space] = []
-        for name, tier in self._tiers.items():
-            share = tier.capacity // world if name == "pool" else tier.capacity
-            out, back = measure(tier, self._backend, min(_MEASURED, share, max(self.bytes // 4, 1)))
-            self._spaces.append(Space(name, share, out, back))
+            pool = (memory.pool, shared, f"rank {rank}")
+        self._tiers = open_tiers(self._backend, memory.host, memory.flash, pool)
+        world = strategy.axes.world
+        self._spaces = list(measured(self._tiers, self._backend, self.bytes, world))
         self.watch = Watch(self._spaces)
         """How fast the tiers are while steps run."""
         self._shelves = self._reserved = Shelves.of(self._tiers)
@@ -199,15 +186,4 @@ class Budget:
 def _cluster(strategy: Strategy, kind: str) -> Cluster:
     """By what the moves are planned."""
     section: Literal["overlap", "memory"] = "overlap" if strategy.memory.cluster is None else "memory"
-    return cluster_of(strategy, section, kind) or _GUESS
-
-
-_GUESS = Cluster(
-    device=Device(
-        "unknown", {"float32": 5e10}, {"float32": 5e9}, Memory("device", 1e12, 1e10, 1e10), launch=5e-6
-    ),
-    links={"node": Link("node", 1e9, 1e-4)},
-    source="a plain guess",
-    name="unknown",
-)
-"""A few processor cores: what is known of a machine that nobody described."""
+    return cluster_of(strategy, section, kind) or GUESS

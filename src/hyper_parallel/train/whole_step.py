@@ -25,6 +25,7 @@ from hyper_parallel.compat.fake import faked
 from hyper_parallel.compat.symbols import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import Kind, Rewrite, StepGraph, capture, host, layers, phase, rewritten
+from hyper_parallel.graph.owned import owned
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.documents import documents_known, several_documents
 from hyper_parallel.shard.experts.routing import update_biases
@@ -245,19 +246,9 @@ class _Body:
                 if known is not None:
                     known.add_(gradient)
                 else:
-                    self._of[parameter] = self._own(gradient, parameter)
+                    self._of[parameter] = owned(gradient, parameter, self._taken)
 
         return add
-
-    def _own(self, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-        """A gradient that may be written to: laid out as its parameter, sharing memory with no other."""
-        gradient = gradient.detach()
-        if gradient.stride() != parameter.stride() or gradient.untyped_storage()._cdata in self._taken:
-            gradient = torch.empty_strided(
-                parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
-            ).copy_(gradient)
-        self._taken.add(gradient.untyped_storage()._cdata)
-        return gradient
 
     def _clip(self, norm: Tensor, clip: float) -> None:
         factor = torch.where(norm > clip, (clip / (norm + 1e-6)).clamp(max=1.0), torch.ones_like(norm))
