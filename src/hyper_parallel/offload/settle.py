@@ -83,6 +83,8 @@ class _Run:
         self._free = [0.0 for _ in problem.spaces]
         """When each link out is."""
         self._open: list[list[_Open]] = [[] for _ in problem.spaces]
+        self._waiting = 0
+        """How many those are."""
         self._under: list[_Under] = []
         """Of storages that are idle; what is over first comes first."""
         self._early: dict[int, list[_Under]] = defaultdict(list)
@@ -96,9 +98,19 @@ class _Run:
         """Of each row, when its fetch is over."""
         done: dict[int, float] = {}
         """Of each row, when the host has done what its fetch brings."""
+        eventful = {*self._begin, *self._fetch, *self._use, *self._updates}
         for at in range(STEPS * n):
             node = at % n
             came = self._now
+            if node not in eventful and at not in self._early:
+                # Most nodes: nothing changes but the time, and what its passing allows.
+                while (self._under or self._waiting) and self._leaves(
+                    at, came, self._away < self._over[node]
+                ):
+                    self._fill(at, came, self._now)
+                self._now += self._seconds[node]
+                self._fill(at, came, self._now)
+                continue
             for row in self._fetch.get(node, ()):
                 if row in self._gone:
                     self._gone.discard(row)
@@ -107,6 +119,7 @@ class _Run:
                 base = at - self._opens[row]
                 one = _Open(base + self._after[row], base + self._used[row], row, base)
                 heappush(self._open[self._spaces[row]], one)
+                self._waiting += 1
             for under in self._early.pop(at, ()):
                 heappush(self._under, under)
             self._fill(at, came, came)
@@ -127,6 +140,8 @@ class _Run:
 
     def _fill(self, at: int, came: float, until: float) -> None:
         """Begin stores while a link out would be idle before a time."""
+        if not self._waiting or min(self._free) >= until:
+            return
         for space, waiting in enumerate(self._open):
             while waiting and self._free[space] < until:
                 self._store(space, at, came)
@@ -134,6 +149,7 @@ class _Run:
     def _store(self, space: int, at: int, came: float) -> None:
         """Begin the store that is needed first, at a place to which the host came at a time."""
         one = heappop(self._open[space])
+        self._waiting -= 1
         self._free[space] = max(came, self._free[space]) + self._out[space][one.row]
         self._layout.store[one.row] = at - one.base
         self._stored[one.row] = self._free[space]
