@@ -11,7 +11,15 @@ from hyper_parallel.cluster.device import Tier as Memory
 from hyper_parallel.cluster.presets import preset_of
 from hyper_parallel.compat import Backend
 from hyper_parallel.offload.problem import Space
-from hyper_parallel.offload.tiers import FlashTier, HostTier, PoolTier, Tier, measure
+from hyper_parallel.offload.tiers import (
+    FlashTier,
+    HostTier,
+    PoolTier,
+    Tier,
+    Workplace,
+    measure,
+    measure_work,
+)
 
 _MEASURED = 32 << 20
 """Bytes of the copies by which a tier is measured."""
@@ -55,7 +63,8 @@ def open_tiers(
 
 
 def measured(tiers: Mapping[str, Tier], backend: Backend, budget: int, ranks: int = 1) -> tuple[Space, ...]:
-    """What a planner may use of the tiers, of the pool a rank's part, and how fast copies are now.
+    """What a planner may use of the tiers, of the pool a rank's part, and how fast copies and the host's
+    updates are now.
 
     `budget`: bytes of the device, of which a quarter at most is taken meanwhile.
     """
@@ -63,5 +72,10 @@ def measured(tiers: Mapping[str, Tier], backend: Backend, budget: int, ranks: in
     for name, tier in tiers.items():
         share = tier.capacity // ranks if name == "pool" else tier.capacity
         out, back = measure(tier, backend, min(_MEASURED, share, max(budget // 4, 1)))
-        spaces.append(Space(name, share, out, back))
+        work = (
+            measure_work(tier, backend, min(_MEASURED, share, budget))
+            if isinstance(tier, Workplace)
+            else None
+        )
+        spaces.append(Space(name, share, out, back, work))
     return tuple(spaces)

@@ -22,14 +22,18 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
+from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, Storage, dependencies, reorder, validate, values_of
 from hyper_parallel.graph.apart import Call, Given, Moved, given_of, is_update, storages_of, update
 from hyper_parallel.graph.effects import touched, writes
 from hyper_parallel.graph.nearer import sums_at_birth
 from hyper_parallel.graph.nouns import Value
+from hyper_parallel.offload.problem import Space
 from hyper_parallel.offload.shelf import ALIGN
 
 PARTS = 4
+NEAR = ("host", "pool")
+"""Spaces that are the host's memory."""
 _UPDATES = ("_fused_adamw_", "_fused_adam_")
 """Operators that update each element by itself: of parameters, gradients, and then all their state."""
 _SCALES = ("mul_",)
@@ -79,6 +83,24 @@ class InParts:
         """The step at a setting from 0, none, to `PARTS`, all."""
         names = latest(step, setting / PARTS, self.room)
         return put_apart(step, names, self.tier) if names else step
+
+
+def in_parts(spaces: Iterable[Space]) -> InParts | None:
+    """The setting of a search in the first space that the host can compute in; None where there is none."""
+    found = next((space for space in spaces if space.name in NEAR), None)
+    return None if found is None else InParts(found.name, found.bytes)
+
+
+def on_host(step: StepGraph, spaces: Iterable[Space]) -> StepGraph:
+    """The step with all the updates on the host that can be there. Raises BudgetError where none can."""
+    parts = in_parts(spaces)
+    made = step if parts is None else parts(step, PARTS)
+    if made is step:
+        raise BudgetError(
+            "strategy.memory.update is 'host', and no update can run there: it takes memory.host or memory.pool with "
+            "room for a parameter, its gradient and its state, and the optimizer adamw; leave the key out, or mend that"
+        )
+    return made
 
 
 def latest(step: StepGraph, share: float, room: int) -> list[str]:

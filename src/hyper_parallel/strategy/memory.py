@@ -26,6 +26,10 @@ ShardLevel = Literal["optimizer", "gradients", "parameters"]
 """What ranks of the `shard` axis hold a part of: ZeRO-1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054, section 5)."""
 
 
+Where = Literal["auto", "device", "host"]
+"""Where updates of the optimizer run under a budget; `auto`: where the step is quickest."""
+
+
 class Memory(Section):
     """How the step's memory is held down."""
 
@@ -46,6 +50,11 @@ class Memory(Section):
     """Under a budget, with `axes.expert`: how many times its even share of a layer's rows a rank's experts may get.
     Memory is kept free for so many. A step that wants more is planned anew for what it wants, and begun again, where
     that fits into the budget; else the run ends before anything is updated."""
+
+    update: Where = "auto"
+    """Where a budget's optimizer updates run. `host`: moments and master values of the parameters lie in `host`, or in
+    `pool`, for good; gradients go there, PyTorch's fused AdamW runs there beside the device, and new values come back:
+    a third of what it takes to move the moments. `device`: none does. `auto`: as is quickest."""
 
     shard: ShardLevel = "parameters"
     """What the `shard` axis splits while a step runs. `parameters`: everything; parameters are gathered for each use,
@@ -69,6 +78,11 @@ class Memory(Section):
             raise ValueError(
                 "'device' is a budget, and what does not fit needs a place to go; set host or pool to a number of "
                 "bytes, or flash to a folder"
+            )
+        if self.update == "host" and self.host is None and self.pool is None:
+            raise ValueError(
+                "'update: host' needs memory that the host computes in; set device to what a step may hold on the "
+                "device, and host or pool to a number of bytes"
             )
         if self.device is None and elsewhere:
             raise ValueError(
