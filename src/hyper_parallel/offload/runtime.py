@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from hyper_parallel.errors import TierError
-from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.apart import Call, run
 from hyper_parallel.offload.shelf import state_names
 from hyper_parallel.offload.tiers import Pending, Tier, Workplace
@@ -65,7 +65,10 @@ class Runtime:
         """Wait until the slot's copy is over; nothing where none is under way."""
         pending = self._pending.pop(slot, None)
         if pending is not None:
-            self.blocked += pending.wait()
+            try:
+                self.blocked += pending.wait()
+            except TierError as error:
+                raise TierError(f"{error} (slot {slot}: {self._what(slot)})") from error
             self._filling.discard(slot)
 
     def detach(self, x: torch.Tensor, slot: int, tier: str) -> None:
@@ -103,6 +106,16 @@ class Runtime:
             if slot in self._filling or not state[name].untyped_storage().nbytes():
                 self.prefetch(state[name], slot, self._slots[slot].tier)
                 self.wait(state[name], slot, self._slots[slot].tier)
+
+    def _what(self, slot: int) -> str:
+        """What lies in a slot, in words."""
+        storage = self._slots[slot].storage
+        if storage in self._names:
+            return self._names[storage]
+        if storage in self.step.gradients:
+            return f"the gradient of {self.step.gradients[storage]}"
+        of = (node for node in self.step.nodes if storage in {value.storage for value in values_of(node)})
+        return f"a tensor of {next((node.meta['module'] for node in of), '') or 'the step'}"
 
     def _begun(self, slot: int, tier: str, out: bool, count: int) -> None:
         self.moved += count
