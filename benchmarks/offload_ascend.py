@@ -1,0 +1,117 @@
+"""A Llama-3-8B and a DeepSeek-V3 on eight Ascend 910C, with recomputation and with a budget. Part of `offload.py`.
+
+Simulated, on the preset of CloudMatrix384. Beside it stands what is published of HyperOffload (arXiv 2602.00748): 5.2
+to 4.08 s a step, and 2.5 to 2.19 s. With which batch, sequence, precision and parallel strategy is not known to us. So
+what a step computes is assumed, the batch such that the baseline takes about as long as the published one, and only the
+ratios can be compared. A device is what PyTorch sees, half of a package with 64 GB.
+
+The baseline computes layers again in the backward pass, since the step does not fit the device's memory otherwise; with
+the budget nothing is computed again that need not be, and what does not fit goes to the host's memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from capture import CASES
+from memory import SHAPE
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import from_dict
+from hyper_parallel.predict import predict_run
+
+BUDGET = "54GB"
+"""Of the 64 GB of a device: the rest is for what kernels and the runtime take."""
+HOST = "170GB"
+"""For each device."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training step of which two figures are published."""
+
+    model: dict[str, Any]
+    axes: dict[str, int]
+    sequence: int
+    batch: int
+    micro_batch: int
+    published: tuple[float, float]
+    """Seconds of a step: baseline, HyperOffload."""
+    assumed: str
+
+
+_LLAMA = CASES["Llama-3-8B, tensor 8 · shard 8"].model
+_DEEPSEEK = CASES["DeepSeek-V3, shard 64 · expert 64"].model
+RUNS = {
+    "Llama-3-8B": Run(
+        _LLAMA,
+        {"shard": 8},
+        4096,
+        24,
+        3,
+        (5.2, 4.08),
+        "24 rows of 4,096 tokens, three on each device at once, shard 8, fp32 state, bf16 arithmetic",
+    ),
+    "DeepSeek-V3": Run(
+        {**_DEEPSEEK, "num_hidden_layers": 4, "first_k_dense_replace": 3},
+        {"shard": 8, "expert": 8},
+        4096,
+        8,
+        1,
+        (2.5, 2.19),
+        "4 of 61 layers (one with all 256 experts), since 671B parameters do not fit eight devices; 8 rows of 4,096 "
+        "tokens, one on each device, shard 8 · expert 8, fp32 state, bf16 arithmetic",
+    ),
+}
+
+
+def predicted(name: str, quick: bool = False) -> dict[str, Any]:
+    """The rows of a run, simulated, beside what is published."""
+    run = RUNS[name]
+    rows = []
+    ways = {
+        "baseline: layers computed again": ({"recompute": "layer"}, run.published[0]),
+        "nothing computed again (too large)": ({}, None),
+        "ours, within a budget": ({"device": BUDGET, "host": HOST, "expert_load": 1.0}, run.published[1]),
+    }
+    for way, (memory, published) in ways.items():
+        found = predict_run(_config(run, memory, quick), Cluster.named("cloudmatrix384x8"))
+        rows.append(
+            {
+                "name": way,
+                "peak": found.timeline.peak.bytes,
+                "capacity": found.capacity,
+                "simulated_s": found.timeline.step,
+                "published_s": published,
+                "notes": list(found.notes),
+            }
+        )
+    return {
+        "assumed": run.assumed,
+        "rows": rows,
+        "published_ratio": run.published[1] / run.published[0],
+        "simulated_ratio": rows[-1]["simulated_s"] / rows[0]["simulated_s"],
+    }
+
+
+def _config(run: Run, memory: dict[str, Any], quick: bool) -> Any:
+    model = dict(run.model)
+    if quick:
+        small = {"hidden_size", "intermediate_size", "vocab_size"}
+        model |= {key: SHAPE[key] for key in small} | {"num_hidden_layers": 4}
+    return from_dict(
+        {
+            "version": 1,
+            "out": "unused",
+            "model": {"config": model},
+            "data": {"train": ["unused"], "sequence": 256 if quick else run.sequence},
+            "train": {"batch": run.batch, "micro_batch": run.micro_batch, "clip": 1.0},
+            "strategy": {
+                "version": 1,
+                "axes": run.axes,
+                "precision": {"param": "float32", "compute": "bfloat16", "reduce": "float32"},
+                "memory": memory,
+            },
+        }
+    )

@@ -1,0 +1,318 @@
+"""What others do about memory, and what we do, as real steps on this machine. Part of `offload.py`.
+
+Each contestant is a process of its own, so that none pays for another's allocations; they take steps in turns. All
+train the same model on the same batch with one thread, and a step is all of it: forward, backward, norm, clipping,
+update. Its peak is that of one step under an observer that knows no plan.
+
+On a processor a copy to "the host" would stay in the same memory. So what is offloaded goes to an arena that is not
+counted (`HostTier`), behind a link whose bandwidth is emulated: a copy is over when its bytes divided by the bandwidth
+have passed since the copy before it in its direction. Flash is real: files read and written past the system's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from memory import answer, batch_of, recipe_of
+from observer import Observer
+from offload_saved import Emulated, SavedElsewhere
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hyper_parallel as hp
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat import absent, registry
+from hyper_parallel.config.train import AdamWConfig
+from hyper_parallel.graph import executable
+from hyper_parallel.offload import Runtime, Space, problem_of
+from hyper_parallel.offload.rewrite import planned
+from hyper_parallel.offload.tiers import FlashTier, HostTier, Tier, measure
+from hyper_parallel.train.batches import MicroBatch, StepBatch
+from hyper_parallel.train.recipe import Recipe
+from hyper_parallel.train.step import Stepper
+from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
+
+ROWS, POSITIONS = 2, 512
+ARENA = 4 << 30
+"""Bytes that the host tier may take at most."""
+LR = 1e-3
+"""That of `memory.recipe_of`."""
+_WARM = 2
+"""Steps after the observed one that are not timed."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """How steps are run."""
+
+    kind: str
+    """`eager`, `graph`, or a way of others: `save_on_cpu`, `ahead`, `wrapper`, `fsdp`."""
+    recompute: bool = False
+    budget: int | None = None
+    flash: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contestants have in common."""
+
+    layers: int
+    bandwidth: float
+    """Of the emulated link, B/s each way."""
+    folder: str
+    """Of the flash tier."""
+    cluster: str
+    """The file of this machine's cluster, by which plans are made."""
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The model."""
+        return LlamaConfig(
+            vocab_size=4096,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=self.layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=POSITIONS,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+
+
+# The contestants.
+
+
+Run = Callable[[], float]
+Made = tuple[Run, list[Tensor], dict[str, Any]]
+"""A step, which gives its loss; what is there before it; and what is known beforehand."""
+
+
+def contestant(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Made:
+    """One of them, in this process."""
+    if how.kind == "graph":
+        return _graph(how, setting, stack)
+    if how.kind == "fsdp":
+        return _fsdp(setting, stack)
+    recipe = _model(how, setting, "fsdp", values=True)
+    layers = list(recipe.model.model.layers)
+    if how.kind == "wrapper":
+        for layer in layers:
+            layer.forward = _saving_on_cpu(layer.forward)
+    batch = _batch(recipe, setting)
+    stepper = Stepper(recipe)
+    stepper.begin(batch)
+
+    def run() -> float:
+        return stepper.run(load_next=lambda: batch, stop=False, memory=0.0).loss
+
+    there = [tensor for _, tensor in state(recipe.handle, recipe.optimizer).values()]
+    if how.kind not in ("save_on_cpu", "ahead"):
+        return run, there, {}
+    tier = _host(setting, stack)
+    saved = SavedElsewhere(tier, layers, there, how.kind == "ahead")
+    saved.step(run)  # counts
+    return (lambda: saved.step(run)), there, {}
+
+
+def _saving_on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward pass as torch's `offload_wrapper` runs it. That renames the parameters, and so is not used."""
+
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return forward(*args, **kwargs)
+
+    return saving
+
+
+def _fsdp(setting: Setting, stack: contextlib.ExitStack) -> Made:
+    """FSDP2 with its `CPUOffloadPolicy`, on one worker. What it would move is on the processor already."""
+    values = _model(Contestant("eager"), setting, "fsdp", values=True).model.state_dict()
+    model = LlamaForCausalLM(setting.config)
+    model.load_state_dict(values)
+    meeting = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "meeting"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    stack.callback(dist.destroy_process_group)
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    usual = AdamWConfig()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": usual.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=LR,
+        betas=usual.betas,
+        eps=usual.eps,
+        foreach=False,
+        fused=False,
+    )
+    micro: MicroBatch = batch_of(0, ROWS, POSITIONS, setting.config.vocab_size)
+
+    def run() -> float:
+        logits = model(micro.input_ids, position_ids=micro.position_ids).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), micro.labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return run, [parameter.to_local() for parameter in model.parameters()], {}
+
+
+def _graph(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Made:
+    shadow = _model(how, setting, "traceable", values=False)
+    step = capture_step(shadow, BatchShape(((ROWS, POSITIONS),), (False,)))
+    about: dict[str, Any] = {}
+    settled: set[str] = set()
+    runtime = None
+    if how.budget is not None:
+        backend = registry.backend("cpu")
+        tier = (
+            stack.enter_context(contextlib.closing(FlashTier(Path(setting.folder), backend)))
+            if how.flash
+            else _host(setting, stack)
+        )
+        space = Space(tier.name, tier.capacity, *measure(tier, backend))
+        found = planned(step, Cluster.load(setting.cluster), how.budget, (space,))
+        tier.reserve(found.places[tier.name].sizes, found.places[tier.name].offsets)
+        runtime = Runtime(found.step, {tier.name: tier})
+        about = {
+            "budget": how.budget,
+            "foreseen_peak": found.plan.peak,
+            "foreseen_s": found.plan.seconds,
+            "out_GB_s": space.out.bandwidth / 1e9,
+            "back_GB_s": space.back.bandwidth / 1e9,
+        }
+        step = found.step
+    executor = executable(step, cache=runtime)
+
+    def settle(name: str, tensor: Tensor) -> None:
+        settled.add(name)
+        if runtime is not None:
+            runtime.rest(name, tensor)
+
+    with absent.settling(settle):
+        recipe = _model(how, setting, "traceable", values=True)
+    micro = _batch(recipe, setting).micro
+    values = {name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()}
+    for name in values.keys() - settled:
+        settle(name, values[name])
+    tokens, one = torch.tensor(float(ROWS * POSITIONS)), torch.ones((), dtype=torch.float64)
+    counter = torch.tensor(0)
+    tensors = {**values, **batch_inputs(micro, counter, tokens, one)}
+    losses: list[float] = []
+
+    def host(point: str, shown: Sequence[Tensor]) -> Tensor | None:
+        if point == "load":
+            losses.append(float(shown[0]))
+        return answer(point, shown)
+
+    def run() -> float:
+        executor.run(tensors, host)
+        return losses[-1]
+
+    return run, list(tensors.values()), about
+
+
+def _model(how: Contestant, setting: Setting, lowering: str, values: bool) -> Recipe:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(setting.config)
+    strategy = hp.Strategy(memory={"recompute": "layer" if how.recompute else "none"})
+    hp.parallelize(model, strategy, lowering=lowering)
+    if values:
+        hp.init_weights(model, seed=0)
+    return recipe_of(model)
+
+
+def _batch(recipe: Recipe, setting: Setting) -> StepBatch:
+    micro: MicroBatch = batch_of(0, ROWS, POSITIONS, setting.config.vocab_size)
+    return StepBatch(0, list(range(ROWS)), [micro], torch.tensor(float(ROWS * POSITIONS)))
+
+
+def _host(setting: Setting, stack: contextlib.ExitStack) -> Tier:
+    arena = stack.enter_context(contextlib.closing(HostTier(registry.backend("cpu"), ARENA)))
+    return Emulated(arena, setting.bandwidth)
+
+
+def bounds(setting: Setting) -> dict[str, int]:
+    """What single operators of the step use, and its peak without a budget."""
+    how = Contestant("graph")
+    step = capture_step(
+        _model(how, setting, "traceable", values=False), BatchShape(((ROWS, POSITIONS),), (False,))
+    )
+    problem = problem_of(step, Cluster.load(setting.cluster), 2**50, ())
+    return {"working_set": problem.working_set, "peak": max(problem.profile())}
+
+
+# A process for each.
+
+
+class Process:
+    """A contestant that takes steps when it is told to."""
+
+    def __init__(self, name: str, note: str, how: Contestant, setting: Setting) -> None:
+        self.name, self.note, self.how = name, note, how
+        told = json.dumps([vars(how), vars(setting)])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, told],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.about = self._answer()
+
+    def step(self) -> float:
+        """Seconds."""
+        assert self._process.stdin is not None
+        print("step", file=self._process.stdin, flush=True)
+        return float(self._answer()["seconds"])
+
+    def close(self) -> None:
+        """End it."""
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name}: the process failed with {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def serve(how: Contestant, setting: Setting) -> None:
+    """One contestant's process: an observed step, some that warm up, and then one for each line."""
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        run, there, about = contestant(how, setting, stack)
+        with Observer(there) as observer:
+            losses = [run()]
+        losses += [run() for _ in range(_WARM)]
+        print(json.dumps({**about, "peak": observer.peak, "losses": losses}), flush=True)
+        for _ in sys.stdin:
+            begun = time.perf_counter()
+            run()
+            print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
+
+
+if __name__ == "__main__":
+    one, common = json.loads(sys.argv[1])
+    serve(Contestant(**one), Setting(**common))
