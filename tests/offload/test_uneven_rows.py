@@ -25,6 +25,7 @@ from hyper_parallel.offload.problem import Rate, Space
 from hyper_parallel.offload.problem_of import problem_of
 from hyper_parallel.offload.rewrite import planned
 from hyper_parallel.offload.tiers import FlashTier, HostTier, Tier
+from hyper_parallel.offload.update_apart import can_be_apart, put_apart
 from hyper_parallel.train.uneven import changed_before, wanted
 from hyper_parallel.train.whole_step import capture_step
 from hyper_parallel.verify.families import FAMILIES
@@ -154,6 +155,13 @@ def test_what_lies_among_several_results_moves_only_once_it_was_taken_out() -> N
     late = [held for held in problem.held if named.get(held.storage, -1) > held.busy[0].first]
     assert late  # a rewrite put other nodes between
     assert all(held.busy[0].last >= named[held.storage] for held in late)
+
+
+def test_updates_can_run_on_the_host_in_a_step_of_uncertain_size(step: StepGraph) -> None:
+    apart = can_be_apart(step)
+    made = put_apart(step, [apart[0].parameter], "host")
+    sizes = balanced_sizes(made), largest_sizes(made, 1.5)
+    assert len(problem_of(made, CLUSTER, 0, (HOST_SPACE,), *sizes).updates) == 1
 
 
 def test_a_step_can_be_run_again_that_has_changed_nothing(step: StepGraph) -> None:

@@ -53,7 +53,7 @@ def problem_of(
         tuple(Taken(life.born, life.died, life.bytes) for life in workspaces(step, most)),
         _beside_state(step, spaces),
         budget,
-        _updates(step, cluster, spaces),
+        _updates(step, cluster, spaces, known),
     )
 
 
@@ -76,8 +76,10 @@ def starts_of(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int] | None
     return (*starts, max(end, now))
 
 
-def _updates(step: StepGraph, cluster: Cluster, spaces: tuple[Space, ...]) -> tuple[Update, ...]:
-    work = costs(step) if any(is_update(node) for node in step.nodes) else {}
+def _updates(
+    step: StepGraph, cluster: Cluster, spaces: tuple[Space, ...], sizes: Mapping[Any, int]
+) -> tuple[Update, ...]:
+    work = costs(step, sizes) if any(is_update(node) for node in step.nodes) else {}
     rates = {space.name: space.work for space in spaces}
     found = []
     for at, node in enumerate(step.nodes):

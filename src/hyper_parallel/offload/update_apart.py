@@ -23,7 +23,15 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.graph import StepGraph, Storage, dependencies, reorder, validate, values_of
+from hyper_parallel.graph import (
+    StepGraph,
+    Storage,
+    balanced_sizes,
+    dependencies,
+    reorder,
+    validate,
+    values_of,
+)
 from hyper_parallel.graph.apart import Call, Given, Moved, given_of, is_update, storages_of, update
 from hyper_parallel.graph.effects import touched, writes
 from hyper_parallel.graph.nearer import sums_at_birth
@@ -134,7 +142,7 @@ def put_apart(step: StepGraph, parameters: Collection[str], tier: str) -> StepGr
     at_home: dict[fx.Node, fx.Node] = {}
     for one in chosen:
         _replace(made, Apart(one.parameter, _all(one.nodes, new), _all(one.tensors, new)), at_home, tier)
-    made = sums_at_birth(made)
+    made = sums_at_birth(made, balanced_sizes(made))
     made = reorder(made, _order(made))
     validate(step, made)
     return made
