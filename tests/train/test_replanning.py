@@ -16,10 +16,9 @@ import torch
 from engines import Ran, differences, of_graph, run_engine
 
 from harness import run_ranks
-from hyper_parallel.offload import Move, choose, rewrite, watch
+from hyper_parallel.offload import Move, choose, memories, rewrite, watch
 from hyper_parallel.offload.problem import Busy, Held, Problem, Rate, Space
 from hyper_parallel.offload.tiers.host import HostTier
-from hyper_parallel.train import budget
 from hyper_parallel.train.replanning import QUIET, Replanning
 
 SLOW_FROM = 6
@@ -55,7 +54,7 @@ def _slow_link(slow: float) -> Iterator[None]:
         patch.setattr(HostTier, "_begin", slowed)
         patch.setattr(watch, "LARGE", 1024)
         patch.setattr(rewrite, "choose", functools.partial(choose, tries=10))
-        patch.setattr(budget, "measure", lambda *args: (RATE, RATE))
+        patch.setattr(memories, "measure", lambda *args: (RATE, RATE))
         yield
 
 

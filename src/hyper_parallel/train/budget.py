@@ -94,6 +94,7 @@ class Budget:
         """The steps that were planned so far will not run."""
         assert self._current is None, "no state rests by one of them"
         self._plans.clear()
+        self.found.clear()
         self._shelves = Shelves.of(self._tiers)
 
     def plan_by(self, spaces: tuple[Space, ...]) -> None:
