@@ -13,6 +13,7 @@ from harness.exact_plans import long_run, plans
 from harness.memory_problems import SMALL, drawn, llama, spaces
 from hyper_parallel.offload.bound import least_seconds, zero_stall_budget
 from hyper_parallel.offload.linear import Linear, SolverError
+from hyper_parallel.offload.moves import Move, replay
 from hyper_parallel.offload.problem import Busy, Held, Problem, Rate, Space
 
 TINY = [(seed, nodes, tiers) for nodes, tiers in ((4, 1), (5, 1), (4, 2)) for seed in range(20)]
@@ -101,6 +102,22 @@ def test_a_copy_may_be_made_behind_the_last_chosen_place_of_a_gap() -> None:
     problem = Problem(tuple(map(float, range(14))), held, (), (space,), 100)
     # Of the first gap only node 1 is looked at, and there is time to store at nodes 2 to 5.
     assert zero_stall_budget(problem, places=6) <= zero_stall_budget(problem) == 200
+
+
+def test_a_copy_may_be_made_before_the_first_chosen_place_of_a_gap_in_which_it_stays() -> None:
+    # Nodes 7 and 10 are looked at. Six seconds to store it lie before node 7, and three behind it.
+    uses = (Busy(0, 0, True), Busy(8, 8, False), Busy(20, 20, False))
+    held = (
+        Held(0, 100, "activation", uses, False),
+        Held(1, 299, "activation", (Busy(10, 10, True),), False),
+        Held(2, 300, "activation", (Busy(7, 7, True),), False),
+        Held(3, 299, "activation", (Busy(9, 9, True), Busy(11, 11, False)), False),
+    )
+    space = Space("host", 2**30, Rate(0.0, 17.0), Rate(0.0, 12.0))
+    problem = Problem(tuple(map(float, range(22))), held, (), (space,), 598)
+    moves = [Move(0, "host", 1, 1, 9, 11)]
+    assert replay(problem, moves).stall == 0.0 and max(problem.profile(moves)) == 598
+    assert zero_stall_budget(problem, places=2) <= 598
 
 
 def test_state_goes_around_the_end_of_the_step() -> None:

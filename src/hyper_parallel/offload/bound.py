@@ -10,14 +10,14 @@ and the least budget is sought with every stall 0 (`zero_stall_budget`), or the 
 (`least_seconds`).
 
 **Why it is a bound.** Take any plan whose step repeats, with any order of copies on a link that carries one at a time.
-Let "stored" and "fetched" be the fractions of each copy that its link has carried by a time. A store begins after the
-use before its gap and is over where its storage leaves, so that all of it is stored by each place at which the storage
-is away. A fetch begins when the host comes to its place, after the last node at which the storage is away, and is over
-before the next use. A node never takes less time than `starts` gives it, so that what lies between the ends of a slice
-is its base and the stalls in it. So the plan, as it is, meets every row, and its time is base plus stalls. Everything
-else is left out, which only lowers the bound: that a whole storage comes and goes, that memory must be met at places
-that are not chosen, that a link is first in first out, and where in a slice a gap begins. The step that counts is the
-one that repeats: over many steps no link carries more than the time there is.
+Let "stored" and "fetched" be the fractions of each copy that its link has carried by a time. A store begins behind the
+last write before its gap, perhaps long before the gap, and is over where its storage leaves, so that all of it is
+stored by each place at which the storage is away. A fetch begins when the host comes to its place, after the last node
+at which the storage is away, and is over before the next use. A node never takes less time than `starts` gives it, so
+that what lies between the ends of a slice is its base and the stalls in it. So the plan, as it is, meets every row, and
+its time is base plus stalls. Everything else is left out, which only lowers the bound: that a whole storage comes and
+goes, that memory must be met at places that are not chosen, that a link is first in first out, and where in a slice a
+gap begins. The step that counts is the one that repeats: over many steps no link carries more than the time there is.
 
 **How it is made small.** Storages whose gaps hold the same places are one variable. They are alike but for latency, of
 which each byte is charged what the largest of them pays. Small ones, together less than `SMALL` of the peak, are taken
