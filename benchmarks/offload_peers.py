@@ -11,9 +11,8 @@ something is left open it is answered in the policy's favour:
   the layer before runs;
 - `CPUOffloadPolicy` of FSDP2, on one device: parameters lie on the host, come a layer ahead and are freed after it, in
   the forward and again in the backward pass; gradients go to the host, where the optimizer runs when all are there.
-  The update takes the time in which the host's memory carries it, as if no other device of the node used it:
-
-      seconds = parameters · (reads 4 tensors of float32, writes 3) / the host's bandwidth                `on_the_host`
+  The update takes what ours takes there (`Cluster.host_seconds`), with the host to itself; what its norm reads is not
+  counted.
 """
 
 from __future__ import annotations
@@ -32,10 +31,12 @@ from hyper_parallel.offload import Problem, Rate, Space, problem_of
 from hyper_parallel.offload.check import check_moves
 from hyper_parallel.offload.moves import Move, replay
 from hyper_parallel.offload.problem import Busy, Held
+from hyper_parallel.workload.work import Work
 
 _EARLY = ("forward", "loss")
-_UPDATE_BYTES = 7 * 4
-"""For each element: the gradient, the parameter and two moments are read, all but the first are written."""
+_READ, _WRITTEN = 5 * 4, 4 * 4
+"""Bytes for each element: clipping scales the gradient; the update reads it, the parameter and two moments, and writes
+all but the first."""
 _ROOM = 2**50
 
 
@@ -134,9 +135,9 @@ def on_the_host(step: StepGraph, case: Case) -> Problem:
     whole, phases = case.problem(step), phases_of(step)
     home = phases.index("clip")
     update = home + 1
-    assert case.cluster.host is not None
-    parameters = sum(held.bytes for held in whole.held if held.state and held.kind == "parameter") // 4
-    seconds = parameters * _UPDATE_BYTES / case.cluster.host.read
+    elements = sum(held.bytes for held in whole.held if held.state and held.kind == "parameter") // 4
+    work = Work("optimizer", read=elements * _READ, written=elements * _WRITTEN)
+    seconds = case.cluster.host_seconds(work)
     begun = whole.starts[home]
     starts = (*whole.starts[:home], begun, begun, begun + seconds)
     held = []
