@@ -72,7 +72,13 @@ def _watched(peaks: list[int]) -> Iterator[None]:
 def _within(
     budget: int, load: float | None, tiers: dict[str, Any], sections: dict[str, Any] = SECTIONS
 ) -> dict[str, Any]:
-    memory = {"device": budget, **tiers, **({} if load is None else {"expert_load": load})}
+    # What the host computes in its own memory an observer would take for the device's.
+    memory = {
+        "device": budget,
+        "update": "device",
+        **tiers,
+        **({} if load is None else {"expert_load": load}),
+    }
     return {**sections, "strategy": {**sections["strategy"], "memory": memory}}
 
 
