@@ -30,6 +30,20 @@ def test_the_smallest_budget_holds_and_changes_no_bit(family: str, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+def test_results_that_nobody_keeps_make_room() -> None:
+    def make() -> nn.Module:
+        return model_of("llama", vocab_size=256)
+
+    def run(model: nn.Module) -> Any:
+        return trained(model, BATCHES, observed=True)
+
+    kept, much = at_the_floor(make, run, host="16MiB")
+    moved, less = at_the_floor(make, run, host="16MiB", keep_results=False)
+    logits = BATCHES[0]["input_ids"].numel() * 256 * 4
+    assert same(moved, kept)
+    assert moved.peaks[2] <= less < much - 0.9 * logits
+
+
 def test_padding_is_seen_in_the_mask_and_has_a_plan_of_its_own() -> None:
     batches = [batch_of(seed=step, padded=3 * (step % 2)) for step in range(4)]
     model = hp.offload(model_of("llama"), budget="4MiB", host="4MiB")
@@ -75,6 +89,31 @@ def test_autocast_is_followed() -> None:
 
     moved, _ = at_the_floor(lambda: model_of("llama"), run, host="16MiB")
     assert all(torch.equal(a, b) for a, b in zip(moved, run(model_of("llama")), strict=True))
+
+
+class Precise(nn.Module):
+    """Half of it computes in float32 whatever the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.last(middle.float())
+
+
+def test_what_the_model_keeps_out_of_autocast_stays_out() -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(0)))
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad for p in model.parameters())]
+
+    moved = run(hp.offload(Precise(), budget="1MiB", host="1MiB"))
+    assert all(torch.equal(a, b) for a, b in zip(moved, run(Precise()), strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +118,16 @@ def test_gradients_come_back_where_the_plan_expects_them() -> None:
         run(_offloaded(through=("logits",)))
 
 
+def test_results_that_are_not_to_be_kept_are_looked_for() -> None:
+    model = _offloaded(keep_results=False)
+    out = model(_x())
+    with pytest.raises(HyperParallelError, match="'middle' is still held"):
+        out["loss"].backward()
+    loss = out.pop("loss")
+    del out
+    loss.backward()
+
+
 @pytest.mark.parametrize("what", ["x", "middle", "weight"])
 def test_what_the_backward_pass_needs_may_not_be_changed_meanwhile(what: str) -> None:
     model = _offloaded(through=("loss", "middle"))
@@ -193,5 +202,4 @@ def test_copies_and_release(tmp_path: Path) -> None:
     again: Any = hp.offload(hp.offload(model, budget="1MiB", flash=tmp_path), budget="1MiB", host="1MiB")
     again(_x())["loss"].backward()
     del model, again, other
-    gc.collect()
     assert [file.name for file in tmp_path.iterdir()] == ["model"]

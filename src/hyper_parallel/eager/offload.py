@@ -26,6 +26,7 @@ def offload(
     host: int | str | None = None,
     flash: str | Path | None = None,
     through: Sequence[str] | None = None,
+    keep_results: bool = True,
     cluster: Cluster | None = None,
 ) -> Model:
     """Keep the forward and the backward pass of `model` within `budget` bytes of its device (``"10GiB"``).
@@ -40,6 +41,8 @@ def offload(
     `host`: how much of the host's memory may be used; `flash`: a folder on a fast disk for what fits in neither; one of
     them is needed. `through`: the fields of what the model returns through which gradients come back, ``("logits",)``
     where a loop computes the loss itself from several; left out it is the loss, else all that have a gradient.
+    `keep_results`: what the model returns beside the loss, logits for example, may be held until `backward` is over;
+    False where all of it is let go of before, which needs less.
     `cluster`: the machine by which moves are planned; it decides how fast a step is, never how much it holds.
 
     Losses and gradients have the bits of the model's own passes. Whenever code runs that is not the model's, its
@@ -57,9 +60,17 @@ def offload(
     release(model)
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         _movable(name, parameter)
-    plans = Plans(device, _bytes(budget), None if host is None else _bytes(host), flash, cluster)
+    plans = Plans(
+        device,
+        _bytes(budget),
+        None if host is None else _bytes(host),
+        flash,
+        cluster,
+        None if through is None else tuple(through),
+        keep_results,
+    )
     # Not by the module's own __setattr__, which is for parameters, buffers and modules.
-    model.__dict__["forward"] = Offloaded(model, plans, through)
+    model.__dict__["forward"] = Offloaded(model, plans)
     return model
 
 

@@ -26,15 +26,19 @@ log = logging.getLogger(__name__)
 class Offloaded:
     """Called as the model's forward. A call that needs no gradients runs the model's own, as it is."""
 
-    def __init__(self, model: nn.Module, plans: Plans, through: Sequence[str] | None) -> None:
+    __wrapped__: Any
+
+    def __init__(self, model: nn.Module, plans: Plans) -> None:
         self._model = weakref.ref(model)
         self._own = model.__dict__.get("forward")
         """What stood in the place of the class's forward before, if anything did."""
-        self._plans, self._through = plans, through
+        self._plans = plans
         self._held = Held(model)
         self._run: weakref.ref[Run] | None = None
         functools.update_wrapper(self, model.forward)
-        self._caches = "use_cache" in inspect.signature(model.forward).parameters
+        del self.__wrapped__  # which would keep the model alive
+        self.__signature__ = inspect.signature(model.forward)
+        self._caches = "use_cache" in self.__signature__.parameters
         weakref.finalize(model, plans.close)
 
     @property
@@ -63,11 +67,12 @@ class Offloaded:
         call = Call.of(args, kwargs)
         device = next(model.parameters()).device
         held = self._held.bytes(call.tensors, device)
-        ready = self._plans.ready(model, self._forward, call, self._through, held)
+        ready = self._plans.ready(model, self._forward, call, held)
         tensors = {**{name: x for name, (_, x) in state_of(model).items()}, **call.named}
         run = Run(ready, tensors)
         self._run = weakref.ref(run)
         outputs = TwoPasses.apply(run, ready.passes, *(tensors[name] for name in ready.passes.wanted))
+        run.gave(outputs)
         self._held.gave(outputs)
         return ready.passes.result(outputs)
 

@@ -42,7 +42,8 @@ class Output:
     differentiable: bool
     through: bool
     """A gradient comes back for it."""
-    shape: tuple[int, ...]
+    kept: bool
+    """It may be held until the backward pass is over."""
     dtype: torch.dtype
 
 
@@ -84,18 +85,23 @@ def state_of(model: nn.Module) -> dict[str, tuple[Kind, Tensor]]:
 
 
 def capture_passes(
-    model: nn.Module, forward: Callable[..., Any], call: Call, through: Sequence[str] | None
+    model: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    through: Sequence[str] | None,
+    keep: bool = True,
 ) -> Passes:
     """Both passes of `model`, whose own forward is `forward`.
 
-    `through`: the fields of the result whose gradients come back; None to decide it from the result. What is asked of
-    the values of the call's tensors is answered from them. Raises CaptureError where the passes cannot be captured.
+    `through`: the fields of the result whose gradients come back; None to decide it from the result. `keep`: the others
+    may be held until the backward pass is over. What is asked of the values of the call's tensors is answered from
+    them. Raises CaptureError where the passes cannot be captured.
     """
     mode = fake_mode()
     questions = Questions(call.named)
     with faked(model, mode), mode:
         given = [_empty(tensor) for tensor in call.tensors]
-        body = _Body(model, forward, call, given, through)
+        body = _Body(model, forward, call, given, through, keep)
         inputs: dict[str, tuple[Kind, Tensor]] = {
             name: ("input", tensor) for name, tensor in zip(call.names, given, strict=True)
         }
@@ -142,9 +148,10 @@ class _Body:
         call: Call,
         given: Sequence[Tensor],
         through: Sequence[str] | None,
+        keep: bool,
     ) -> None:
         self._model, self._forward, self._call, self._given = model, forward, call, given
-        self._through = through
+        self._through, self._keep = through, keep
         named = {**{name: tensor for name, (_, tensor) in state_of(model).items()}}
         named.update(zip(call.names, given, strict=True))
         self._wanted = {tensor: name for name, tensor in named.items() if tensor.requires_grad}
@@ -181,7 +188,7 @@ class _Body:
                 for at, x in enumerate(through)
             ]
         self._taken.update(x.untyped_storage()._cdata for x in (*answers, *shown, *self._given, *state))
-        hooks = [tensor.register_hook(self._keep(tensor)) for tensor in self._wanted]
+        hooks = [tensor.register_hook(self._owner(tensor)) for tensor in self._wanted]
         # In this thread, on any device: an engine's own thread would not know the phase.
         try:
             with phase("backward"), torch.autograd.set_multithreading_enabled(False), without_autocast():
@@ -192,12 +199,16 @@ class _Body:
                 hook.remove()
         with torch.no_grad(), phase("backward"):
             host(END, state)
-        named = {f"output.{at}": tensor for at, tensor in enumerate(shown)}
+        named = {
+            f"output.{at}": tensor
+            for at, (tensor, output) in enumerate(zip(shown, self.outputs, strict=True))
+            if output.kept
+        }
         named.update({f"answer.{at}": tensor for at, tensor in enumerate(answers)})
         named.update({f"gradient.{name}": tensor for name, tensor in self.gradients.items()})
         return named
 
-    def _keep(self, tensor: Tensor) -> Callable[[Tensor], None]:
+    def _owner(self, tensor: Tensor) -> Callable[[Tensor], None]:
         def keep(gradient: Tensor) -> None:
             with torch.no_grad():
                 self._of[tensor] = owned(gradient, tensor, self._taken)
@@ -219,7 +230,13 @@ class _Body:
         self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         through = self._through if self._through is not None else _assumed(names, tensors)
         self.outputs = [
-            Output(name, x.requires_grad, x.requires_grad and name in through, tuple(x.shape), x.dtype)
+            Output(
+                name,
+                x.requires_grad,
+                x.requires_grad and name in through,
+                self._keep or (x.requires_grad and name in through),
+                x.dtype,
+            )
             for name, x in zip(names, tensors, strict=True)
         ]
         there = {output.name for output in self.outputs if output.through}
@@ -285,15 +302,15 @@ def _say_written(step: StepGraph) -> None:
 
 def _late(step: StepGraph) -> frozenset[str]:
     """What the nodes behind the turn read of what comes from outside, and of what was shown there."""
-    returned = zip(step.outputs, step.output.all_input_nodes, strict=True)
-    names = {node.meta["value"].storage: name for name, node in returned if name.startswith("output.")}
-    for entry, node in zip(step.inputs, step.placeholders, strict=True):
-        names[node.meta["value"].storage] = entry.name
+    names: dict[int, str] = {}
     found: set[int] = set()
-    turned = False
     for node in step.nodes:
         at_host = node.target is HOST
-        turned = turned or (at_host and node.args[0] == TURN)
-        if turned and not at_host:
+        if at_host and node.args[0] == TURN:
+            shown: Any = node.args[1]
+            names = {source.meta["value"].storage: f"output.{at}" for at, source in enumerate(shown)}
+        elif names and not at_host:
             found |= reads(node)
+    for entry, node in zip(step.inputs, step.placeholders, strict=True):
+        names[node.meta["value"].storage] = entry.name
     return frozenset(names[storage] for storage in found if storage in names)

@@ -43,9 +43,12 @@ class Plans:
         host: int | None,
         flash: str | Path | None,
         cluster: Cluster | None,
+        through: Sequence[str] | None,
+        keep: bool,
     ) -> None:
-        """Takes the tiers, and measures how fast they are. Raises TierError."""
-        self._budget = budget
+        """Takes the tiers, and measures how fast they are. `through`, `keep`: as `capture_passes` has them. Raises
+        TierError."""
+        self._budget, self._through, self._keep = budget, through, keep
         self._backend = backend(device.type)
         self._backend.return_memory()
         self._cluster = cluster or machine_of(self._backend)
@@ -66,7 +69,6 @@ class Plans:
         model: nn.Module,
         forward: Callable[..., Any],
         call: Call,
-        through: Sequence[str] | None,
         held: Mapping[str, int],
     ) -> Ready:
         """The plan for a call while so much else is on the device; made now where there is none.
@@ -83,7 +85,7 @@ class Plans:
                     known[at] = self._planned(ready.passes, call, most)
                 return known[at]
         begun = time.perf_counter()
-        passes = capture_passes(model, forward, call, through)
+        passes = capture_passes(model, forward, call, self._through, self._keep)
         log.info(
             "hp.offload: both passes as a graph: %d nodes, captured in %.1f s (inputs: %s)",
             len(list(passes.step.nodes)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,7 @@ class Run:
             [self._tensors.get(name, _NOTHING) for name in ready.executable.inputs]
         )
         self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._results: list[weakref.ref[Tensor] | None] = []
 
     @property
     def waits(self) -> bool:
@@ -59,6 +61,13 @@ class Run:
         # Not the run's own tensors: those would come to hold, by autograd, the run that holds them.
         return [tensor.detach() for tensor in shown]
 
+    def gave(self, results: Sequence[Tensor]) -> None:
+        """What the caller got, of which some may have to be let go of."""
+        self._results = [
+            None if output.kept else weakref.ref(tensor)
+            for tensor, output in zip(results, self._ready.passes.outputs, strict=True)
+        ]
+
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """The gradients of `passes.wanted`, of those of the outputs."""
         self._check(gradients)
@@ -77,8 +86,7 @@ class Run:
                 found = dict(zip(self._ready.executable.outputs, stop.value, strict=True))
                 break
             answer = pending.pop() if pending else None
-        self._steps = None
-        self._versions, self._tensors = {}, {}
+        self._steps, self._tensors = None, {}
         return tuple(found[f"gradient.{name}"] for name in passes.wanted)
 
     def _check(self, gradients: Sequence[Tensor | None]) -> None:
@@ -107,6 +115,14 @@ class Run:
                 raise HyperParallelError(
                     f"{name} was changed in place after the model was called, and its backward pass needs it as it "
                     "was; change a clone, or change it after backward()"
+                )
+        self._versions = {}  # with which some of the results would stay
+        for output, result in zip(outputs, self._results, strict=True):
+            if result is not None and result() is not None:
+                raise HyperParallelError(
+                    f"the model's {output.name!r} is still held as its backward pass begins, and the plan gives its "
+                    "memory to others (keep_results=False); let go of it before backward(), or leave "
+                    "keep_results=False out"
                 )
 
     def _send(self, answer: Tensor | None) -> tuple[str, Sequence[Tensor]]:
