@@ -49,8 +49,8 @@ class Offloaded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own forward returns.
 
-        Raises CaptureError where it cannot be captured, BudgetError where no plan meets the budget, TierError where a
-        memory fails, and HyperParallelError where the backward pass of the call before is still to come.
+        The backward pass of an earlier call is not possible any more. Raises CaptureError where it cannot be captured,
+        BudgetError where no plan meets the budget, and TierError where a memory fails.
         """
         model = self._model()
         assert model is not None, "it is being called"
@@ -60,7 +60,7 @@ class Offloaded:
             )
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
             return self._forward(*args, **kwargs)
-        self._refuse_second()
+        self._give_way()
         if self._caches:
             # Keys and values for later calls: a step of training has no use for them, and they would stay.
             kwargs.setdefault("use_cache", False)
@@ -83,18 +83,15 @@ class Offloaded:
         model: Any = self._model()
         return type(model).forward(model, *args, **kwargs)
 
-    def _refuse_second(self) -> None:
+    def _give_way(self) -> None:
+        """Nothing is kept any more for a backward pass that did not come."""
         run = self._run() if self._run is not None else None
-        if run is not None and run.waits:
-            raise HyperParallelError(
-                "a model under hp.offload is called again before the backward pass of the call before: the plan is for "
-                "one forward pass and its backward pass. Call backward() first, or let go of what the first call "
-                "returned, or make the call inside torch.no_grad()"
-            )
+        if run is not None:
+            run.give_way()
 
     def close(self) -> None:
         """The model runs as it did before, and the memory beside the device is given back."""
-        self._refuse_second()
+        self._give_way()
         model = self._model()
         if model is not None and model.__dict__.get("forward") is self:
             del model.__dict__["forward"]

@@ -40,11 +40,8 @@ class Run:
         )
         self._versions: dict[str, tuple[Tensor, int]] = {}
         self._results: list[weakref.ref[Tensor] | None] = []
-
-    @property
-    def waits(self) -> bool:
-        """Whether the backward pass is still to come."""
-        return self._steps is not None
+        self._over = ""
+        """Why there is no backward pass any more."""
 
     def forward(self) -> list[Tensor]:
         """What the model gives, known to nobody's autograd."""
@@ -86,16 +83,13 @@ class Run:
                 found = dict(zip(self._ready.executable.outputs, stop.value, strict=True))
                 break
             answer = pending.pop() if pending else None
-        self._steps, self._tensors = None, {}
+        self._steps, self._tensors, self._over = None, {}, _RAN
         return tuple(found[f"gradient.{name}"] for name in passes.wanted)
 
     def _check(self, gradients: Sequence[Tensor | None]) -> None:
         """Raises HyperParallelError for what the graph is not of."""
         if self._steps is None:
-            raise HyperParallelError(
-                "the backward pass of a model under hp.offload runs once, and this one has run; call the model again "
-                "(retain_graph=True keeps nothing of it)"
-            )
+            raise HyperParallelError(self._over)
         if torch.is_grad_enabled():
             raise HyperParallelError(
                 "create_graph=True: a model under hp.offload has no gradients of gradients; "
@@ -133,19 +127,36 @@ class Run:
                 return found
         except StopIteration:
             raise
-        except BaseException:
-            self._steps = None
-            self.stopped()
+        except BaseException as error:
+            self._stop(f"the passes of this call were stopped: {error}")
             raise
 
-    def stopped(self) -> None:
+    def give_way(self) -> None:
+        """There is no backward pass of it any more, and nothing is kept for one: the model is called again."""
+        if self._steps is not None:
+            self._stop(_GAVE_WAY)
+
+    def _stop(self, why: str) -> None:
         """It goes no further: the model's state is on the device, and no copy is under way."""
+        assert self._steps is not None
+        self._steps.close()
+        self._steps, self._over, self._versions = None, why, {}
         state = {name: x for name, x in self._tensors.items() if not name.startswith("input.")}
         self._ready.runtime.stopped(state)
+        self._tensors = {}
 
 
 _NOTHING = torch.empty(0)
 """In the place of an input that nobody looks at."""
+_RAN = (
+    "the backward pass of a model under hp.offload runs once, and this one has run; call the model again "
+    "(retain_graph=True keeps nothing of it)"
+)
+_GAVE_WAY = (
+    "a model under hp.offload was called again before the backward pass of this call, for which nothing is kept any "
+    "more: its plan is for one forward pass and its backward pass. Call backward() first, give all inputs to one "
+    "call, or make the other call inside torch.no_grad()"
+)
 
 
 def _listed(names: Sequence[str]) -> str:
