@@ -16,6 +16,7 @@ from harness import run_ranks
 from hyper_parallel.compat import absent
 from hyper_parallel.data import PackedText
 from hyper_parallel.errors import BudgetError, CaptureError, NonFiniteError
+from hyper_parallel.train import graphs
 from hyper_parallel.train.whole_step import capture_step
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -111,11 +112,15 @@ def test_a_resumed_run_may_have_another_budget_or_none(folder: Path) -> None:
 
 def test_each_shape_of_batch_has_a_plan_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedText, "several", None)  # each batch is looked at
+    monkeypatch.setattr(graphs, "MANY", 2)
     sections = {"data": packed_text(folder)}
     moved = run_engine(0, folder, "shapes-budget", "graph", _with_budget(folder, sections, 600_000, "host"))
     eager = run_engine(0, folder, "shapes", "eager", sections)
     assert len({note for note in moved.notes if "the step as a graph" in note}) > 1
     assert sum(note.startswith("memory: ") for note in moved.notes) > 1
+    said = [note for note in moved.notes if note.startswith("a batch of a new shape (rows × positions: ")]
+    assert said and all(" captured and planned in " in note and "; memory: " in note for note in said)
+    assert sum(note.startswith("2 shapes of batches so far") for note in moved.notes) == 1
     assert differences(moved, eager) == {}
 
 

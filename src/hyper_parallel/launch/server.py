@@ -168,6 +168,8 @@ def _work(job: _Job, index: int) -> int:
 
     config = RunConfig.model_validate_json(job.message["config"])
     with stop.listening((signal.SIGINT,)), logs.recording(logs.path_of(config.out, place.rank), terminal):
-        code = work(place, config, job.message["target"], report, listener)
+        with stop.ending(signal.SIGTERM):  # sent when another worker has failed
+            code = work(place, config, job.message["target"], report, listener)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         atexit._run_exitfuncs()  # trackers flush what they hold
         return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -30,6 +31,19 @@ def listening(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
         _requested.set()
 
     with handling(dict.fromkeys(signals, handle)):
+        yield
+
+
+@contextlib.contextmanager
+def ending(number: signal.Signals) -> Iterator[None]:
+    """While inside, `number` raises KeyboardInterrupt, so that files and memory are given back on the way out; where an
+    error is on its way out already, it does nothing."""
+
+    def handle(_: int, frame: FrameType | None) -> None:
+        if sys.exc_info()[1] is None:
+            raise KeyboardInterrupt
+
+    with handling({number: handle}):
         yield
 
 
