@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from harness import run_ranks
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import Executable
+from hyper_parallel.offload.tiers.memory import MemoryTier
 from hyper_parallel.verify.families import FAMILIES
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -52,13 +53,32 @@ def _model(router: float) -> nn.Module:
     return model
 
 
+class _OfDevice(Observer):
+    """Does not see what lies in these tiers' own memory, on which the host computes updates."""
+
+    def __init__(self, there: Sequence[torch.Tensor], tiers: set[MemoryTier]) -> None:
+        self._tiers = tiers
+        super().__init__(there)
+
+    @property
+    def alive(self) -> int:
+        theirs = {tier._memory.untyped_storage().data_ptr() for tier in self._tiers}
+        there = [reference() for reference in list(self._known.values())]
+        return sum(one.nbytes() for one in there if one is not None and one.data_ptr() not in theirs)
+
+
 @contextmanager
 def _watched(peaks: list[int]) -> Iterator[None]:
     """Adds to `peaks` the most that an observer sees alive, who knows nothing of a plan, in each run of a step."""
-    run = Executable.run
+    run, reserve = Executable.run, MemoryTier.reserve
+    tiers: set[MemoryTier] = set()
+
+    def reserved(self: MemoryTier, *args: Any) -> None:
+        tiers.add(self)
+        reserve(self, *args)
 
     def watched(self: Executable, tensors: dict[str, torch.Tensor], host: Any) -> Any:
-        with Observer(list(tensors.values())) as observer:
+        with _OfDevice(list(tensors.values()), tiers) as observer:
             try:
                 return run(self, tensors, host)
             finally:
@@ -66,19 +86,14 @@ def _watched(peaks: list[int]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executable, "run", watched)
+        patch.setattr(MemoryTier, "reserve", reserved)
         yield
 
 
 def _within(
     budget: int, load: float | None, tiers: dict[str, Any], sections: dict[str, Any] = SECTIONS
 ) -> dict[str, Any]:
-    # What the host computes in its own memory an observer would take for the device's.
-    memory = {
-        "device": budget,
-        "update": "device",
-        **tiers,
-        **({} if load is None else {"expert_load": load}),
-    }
+    memory = {"device": budget, **tiers, **({} if load is None else {"expert_load": load})}
     return {**sections, "strategy": {**sections["strategy"], "memory": memory}}
 
 
