@@ -38,6 +38,8 @@ TASTES = (
 )
 CHOICES = 1500
 """Gaps chosen, by all tastes together, after which no other taste is tried."""
+FEW = 100
+"""Gaps in a plan up to which stores are tried as well that begin only when their storage is idle."""
 ROUNDS = 4
 """Times that places are found again with the times that came out."""
 WORK = 100_000
@@ -126,17 +128,17 @@ class _Planner:
                 chosen.drop(row)
             for row in draw.sample(others, min(len(others), draw.randint(0, 2))):
                 chosen.add(row)
-            gaps = draw.choice((self._gaps, self._idle))
+            gaps = draw.choice((self._gaps, self._idle)) if moved <= FEW else self._gaps
             for found in self._refined(chosen, Times.replayed(best.replayed), 2, gaps):
                 best = min(best, found, key=lambda one: one.rank)
         return best
 
     def _candidates(self) -> Iterator[_Found]:
         choices = 0
-        for gaps in (self._gaps, self._idle):
+        for gaps, most in ((self._gaps, CHOICES), (self._idle, FEW * len(TASTES))):
             cover = Cover(self._problem, gaps, self._problem.budget)
             for taste in TASTES:
-                if choices > CHOICES:
+                if choices > most:
                     return
                 covered = cover.choose(taste, Chosen(self._problem, self._gaps))
                 choices += int(covered.chosen.flags.sum())
