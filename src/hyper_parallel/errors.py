@@ -72,10 +72,11 @@ class OutOfMemoryError(HyperParallelError):
 class BudgetError(ConfigError):
     """No plan keeps a step within the memory that it was given. The message says what would do."""
 
-    def __init__(self, text: str, why: str | None = None) -> None:
-        """`why`: the text without the advice, which names keys of a run file."""
+    def __init__(self, text: str, why: str | None = None, floor: int | None = None) -> None:
+        """`why`: the text without the advice, which names keys of a run file. `floor`: the least bytes that do."""
         super().__init__(text)
         self.why = why or text
+        self.floor = floor
 
 
 class TierError(HyperParallelError):

@@ -17,7 +17,7 @@ Jain et al., "Checkmate", arXiv 1910.02653.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -71,12 +71,39 @@ def repeatable(
     return [storage for storage in storages if repeater.refusal(storage) is None]
 
 
-def chains(
-    step: StepGraph, storages: Iterable[int], *, collectives: Repeated = "weights", kept: Collection[int] = ()
-) -> dict[int, list[fx.Node]]:
+def chains(step: StepGraph, storages: Iterable[int]) -> dict[int, list[fx.Node]]:
     """Those of the storages that `recompute` does not refuse, to the nodes that it would repeat for each alone."""
-    repeater = _Repeater(step, frozenset(), collectives, frozenset(kept))
+    repeater = _Repeater(step, frozenset(), "weights")
     return {storage: repeater.chain(storage) for storage in storages if repeater.refusal(storage) is None}
+
+
+def affordable(
+    step: StepGraph,
+    limits: Mapping[int, float],
+    price: Mapping[fx.Node, float],
+    *,
+    collectives: Repeated = "weights",
+    kept: Collection[int] = (),
+) -> dict[int, float]:
+    """Those storages that may be computed again at once, each within its limit, to what each costs beside the others.
+
+    They are looked at in the order in which they are made. To make one costs the prices of all nodes that lead there
+    from what stays; what was found affordable before does not stay. So what is not becomes a checkpoint, from which
+    later ones are made.
+    """
+    chosen: set[int] = set()
+    repeater = _Repeater(step, chosen, collectives, frozenset(kept))
+    seen: set[fx.Node] = set()
+    found: dict[int, float] = {}
+    for storage in sorted(limits, key=repeater.born):
+        if repeater.refusal(storage) is not None:
+            continue
+        chain = repeater.chain(storage)
+        if sum(price.get(node, 0.0) for node in chain) <= limits[storage]:
+            found[storage] = sum(price.get(node, 0.0) for node in chain if node not in seen)
+            seen.update(chain)
+            chosen.add(storage)
+    return found
 
 
 def regather(step: StepGraph, kept: Callable[[str], bool] = lambda module: False) -> StepGraph:
@@ -142,7 +169,7 @@ class _Repeater:
     def __init__(
         self,
         step: StepGraph,
-        chosen: frozenset[int],
+        chosen: Set[int],
         collectives: Repeated,
         kept: frozenset[int] = frozenset(),
         lates: Mapping[int, int] | None = None,
@@ -162,11 +189,16 @@ class _Repeater:
                 self._users.setdefault(storage, []).append(at)
             for storage in writes(node):
                 self._writers.setdefault(storage, []).append(at)
+        self._needs = {node: reads(node) | touched(node) for node in self._nodes}
         self._again: dict[fx.Node, fx.Node] = {}
         self._moved: dict[int, int] = {}
         """Storage to the one that takes its place."""
 
     # What may be repeated.
+
+    def born(self, storage: int) -> int:
+        """The place of the first node that uses a storage or makes it."""
+        return self._users[storage][0]
 
     def late(self, storage: int) -> int | None:
         """The place of the first node of the backward pass that uses a storage made before; None if none does."""
@@ -267,7 +299,7 @@ class _Repeater:
             for at in history:
                 if self._nodes[at] in self._again:
                     continue
-                for other in reads(self._nodes[at]) | touched(self._nodes[at]):
+                for other in self._needs[self._nodes[at]]:
                     if other not in seen and not self._stays(other, late):
                         seen.add(other)
                         pending.append(other)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from hyper_parallel.graph import StepGraph
 from hyper_parallel.offload.bound import least_seconds
 from hyper_parallel.offload.linear import SolverError
 from hyper_parallel.offload.moves import Move, replay
@@ -28,10 +27,10 @@ class _Row:
     until: str
 
 
-def explained(original: StepGraph, found: Planned) -> str:
+def explained(found: Planned) -> str:
     """Several lines: the budget and the bounds, then a line for each sort of storage that moves.
 
-    `original`: the step before its moves. Bounds are told where HiGHS is installed.
+    Bounds are told where HiGHS is installed.
     """
     problem, plan = found.problem, found.plan
     lines = [
@@ -41,7 +40,9 @@ def explained(original: StepGraph, found: Planned) -> str:
         _bounds(problem, plan.seconds),
         "",
     ]
-    phases = [f"{node.meta['phase']}{' again' if node.meta['recomputed'] else ''}" for node in original.nodes]
+    phases = [
+        f"{node.meta['phase']}{' again' if node.meta['recomputed'] else ''}" for node in found.graph.nodes
+    ]
     sorts: dict[_Row, list[Move]] = defaultdict(list)
     for move in plan.moves:
         sorts[_row(problem, phases, move)].append(move)

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field, replace
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.graph import StepGraph, balanced_sizes
+from hyper_parallel.graph import StepGraph, balanced_sizes, validate
 from hyper_parallel.graph.sizes import largest_sizes, uncertain
 from hyper_parallel.offload.apply import apply
+from hyper_parallel.offload.choices import ANY, Choices, changes
 from hyper_parallel.offload.choose import choose
 from hyper_parallel.offload.moves import Plan
 from hyper_parallel.offload.problem import Problem, Space
 from hyper_parallel.offload.problem_of import problem_of
+from hyper_parallel.offload.search import search
 from hyper_parallel.offload.shelf import Places, Shelves
+from hyper_parallel.offload.update_apart import on_host
 from hyper_parallel.units import format_bytes, format_duration
 
 _TRIES = 4
@@ -28,8 +31,14 @@ class Planned:
     problem: Problem
     shelves: Shelves
     """Where its slots lie, and those of the plans beside it."""
-    load: float | None = None
+    load: float | None
     """How many times their even share of the rows a rank's experts may get; None where no size depends on it."""
+    graph: StepGraph
+    """The step with what was changed in it, before its moves: places in the problem are those of its nodes."""
+    captured: Problem
+    """The memory of the step as it was given."""
+    changed: tuple[str, ...] = ()
+    """What was changed in the step beside moves, in words."""
 
     @property
     def places(self) -> dict[str, Places]:
@@ -38,13 +47,14 @@ class Planned:
 
     def __str__(self) -> str:
         """In one line."""
-        free = max(self.problem.profile(), default=0)
+        free = max(self.captured.profile(), default=0)
         moved = sum(self.problem.by_storage[move.storage].bytes for move in self.plan.moves)
-        before, after = self.problem.starts[-1], self.plan.seconds
+        before, after = self.captured.starts[-1], self.plan.seconds
         load = "" if self.load is None else f", experts' rows at most {self.load:g} times their even share"
+        changed = "".join(f"; {what}" for what in self.changed)
         return (
             f"memory: {format_bytes(self.plan.peak)} at most of {format_bytes(self.problem.budget)}, "
-            f"{format_bytes(free)} without a budget; {format_bytes(moved)} a step go and come back; foreseen "
+            f"{format_bytes(free)} without a budget; {format_bytes(moved)} a step go and come back{changed}; foreseen "
             f"{format_duration(after)} a step, {after / before:.2f} times as long as without{load}"
         )
 
@@ -57,25 +67,37 @@ def planned(
     shelves: Shelves | None = None,
     number: int = 0,
     load: float = 1.0,
+    choices: Choices = ANY,
 ) -> Planned:
-    """The step with the moves that keep it within `budget` bytes. `shelves`: the slots of the plans that the spaces
-    hold already, whose state is this one's too; `number`: by which these know this plan. `load`: how many times their
-    even share of the rows a rank's experts get at most.
+    """The step with the moves that keep it within `budget` bytes, and with the changes that make it quicker. `shelves`:
+    the slots of the plans that the spaces hold already, whose state is this one's too; `number`: by which these know
+    this plan. `load`: how many times their even share of the rows a rank's experts get at most.
 
     Raises BudgetError where no plan does.
     """
     before = shelves or Shelves.of(space.name for space in spaces)
-    known = before.numbers(step)
     sizes, largest = balanced_sizes(step), largest_sizes(step, load)
-    problem = problem_of(step, cluster, budget, spaces, sizes, largest)
+
+    def memory(graph: StepGraph) -> Problem:
+        return problem_of(graph, cluster, budget, spaces, sizes, largest)
+
+    captured = memory(step)
+    begun = on_host(step, spaces) if choices.update == "host" else step
+    dials = choices.dials(cluster, spaces, memory, sizes)
+    found = search(begun, captured if begun is step else memory(begun), dials, memory)
+    graph, problem = found.step, found.problem
+    validate(step, graph)
+    known = before.numbers(graph)
     asked = problem
     for _ in range(_TRIES):
-        plan = choose(asked)
-        moved = apply(step, problem, plan.moves, before.next, known)
+        plan = choose(asked) if found.plan.stall or asked is not problem else found.plan
+        moved = apply(graph, problem, plan.moves, before.next, known)
         after = before.holding(number, moved)
         over = {space.name: after.tiers[space.name].size - space.bytes for space in spaces}
         if all(more <= 0 for more in over.values()):
-            return Planned(moved, plan, problem, after, load if uncertain(step) else None)
+            most = load if uncertain(step) else None
+            changed = changes(step, graph, problem)
+            return Planned(moved, plan, problem, after, most, graph, captured, changed)
         # Slots of different sizes leave holes between them, and state of other plans stays: so much less may lie there
         # at once.
         less = tuple(replace(space, bytes=space.bytes - max(0, over[space.name])) for space in asked.spaces)
@@ -94,8 +116,9 @@ class Offload:
     cluster: Cluster
     budget: int
     spaces: tuple[Space, ...]
-    found: list[tuple[StepGraph, Planned]] = field(default_factory=list)
-    """The steps that it was given, and what came of them."""
+    choices: Choices = ANY
+    found: list[Planned] = field(default_factory=list)
+    """What came of the steps that it was given."""
 
     name: str = "offload"
     requires: frozenset[str] = frozenset()
@@ -104,6 +127,6 @@ class Offload:
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The step with its moves."""
-        found = planned(step, self.cluster, self.budget, self.spaces)
-        self.found.append((step, found))
+        found = planned(step, self.cluster, self.budget, self.spaces, choices=self.choices)
+        self.found.append(found)
         return found.step

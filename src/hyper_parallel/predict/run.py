@@ -17,6 +17,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.graph import Pass
 from hyper_parallel.inspect.run import micro_batch, model_of
+from hyper_parallel.offload.choices import Choices
 from hyper_parallel.offload.explain import explained
 from hyper_parallel.offload.rewrite import Offload
 from hyper_parallel.offload.spaces import spaces_of
@@ -80,7 +81,7 @@ def predict_run(
         notes.append("collectives are waited for where they begin; --ordered orders them as training would")
     if offload is not None:
         say("looking for bounds" if explain else "planned")
-        notes += [explained(*found) if explain else str(found[1]) for found in offload.found]
+        notes += [explained(found) if explain else str(found) for found in offload.found]
     program = replace(program, model_flops=flops)
     say(f"simulating {len(program.ops['all']):,} ops on {cluster.name or cluster.source}")
     timeline = simulate(program, cluster, algorithm=_algorithm(strategy))
@@ -120,7 +121,7 @@ def _offload(strategy: Strategy, cluster: Cluster) -> Offload | None:
     if strategy.memory.device is None:
         return None
     spaces = spaces_of(strategy.memory, cluster, strategy.axes.world)
-    return Offload(cluster, strategy.memory.device, spaces)
+    return Offload(cluster, strategy.memory.device, spaces, Choices.of(strategy.memory))
 
 
 def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluster:

@@ -60,8 +60,9 @@ class Memory(Section):
     """What the `shard` axis splits while a step runs. `parameters`: everything; parameters are gathered for each use,
     gradients reduced in each micro-batch (ZeRO-3). `gradients`: parameters are gathered once a step and kept (ZeRO-2).
     `optimizer`: gradients, too, are kept whole, and reduced in the last micro-batch only (ZeRO-1)."""
-    recompute: Literal["none", "layer"] = "none"
-    """`layer` keeps only each layer's input and computes the layer again in the backward pass."""
+    recompute: Literal["auto", "none", "layer"] = "auto"
+    """`layer` keeps only each layer's input and computes the layer again in the backward pass; `none` keeps everything.
+    `auto`: under a budget whatever is cheaper to compute again than to copy, as the planner finds; else `none`."""
     gathered: Literal["keep", "mlp", "again"] = "keep"
     """With the sequence split (`sequence`, tensor_y): the gathered inputs of matrix products are kept for the backward
     pass, or only their shards are, and the backward pass gathers again. `mlp` keeps those of the first products of

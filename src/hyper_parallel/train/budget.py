@@ -19,6 +19,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import absent, backend
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.offload import Runtime, Space
+from hyper_parallel.offload.choices import Choices
 from hyper_parallel.offload.memories import GUESS, measured, open_tiers
 from hyper_parallel.offload.rewrite import Planned, planned
 from hyper_parallel.offload.shelf import Shelves
@@ -39,6 +40,7 @@ class Budget:
         assert memory.device is not None, "a budget"
         self.bytes = memory.device
         self._cluster = _cluster(strategy, torch.device(device).type)
+        self._choices = Choices.of(memory)
         self._backend = backend(torch.device(device).type)
         self._backend.return_memory()
         pool = None
@@ -73,7 +75,8 @@ class Budget:
         """
         begun = time.perf_counter()
         number = next(self._numbers)
-        found = planned(step, self._cluster, self.bytes, tuple(self._spaces), self._shelves, number, load)
+        spaces = tuple(self._spaces)
+        found = planned(step, self._cluster, self.bytes, spaces, self._shelves, number, load, self._choices)
         self._shelves = found.shelves
         log.info("%s (planned in %.1f s)", found, time.perf_counter() - begun)
         self.plans.append(str(found))

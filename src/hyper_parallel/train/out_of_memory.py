@@ -81,7 +81,7 @@ def remedies(
     if loss > _LOGITS * total:
         found.append("train.loss.chunk, smaller: the logits of fewer positions exist at the same time")
     if working >= state or loss > _LOGITS * total:
-        if strategy.memory.recompute == "none":
+        if strategy.memory.recompute != "layer":
             found.append("strategy.memory.recompute=layer: activations are computed again, not kept")
         if rows != 1:
             found.append("train.micro_batch, smaller: a worker computes fewer rows at once")

@@ -101,7 +101,7 @@ def describe(strategy: Strategy) -> str:
     parts = [f"{axis} {size}" for axis in names if (size := strategy.axes.degree(axis)) > 1]
     if strategy.sequence:
         parts.append("sequence")
-    if strategy.memory.recompute != "none":
+    if strategy.memory.recompute == "layer":
         parts.append("recompute")
     return " · ".join(parts)
 
