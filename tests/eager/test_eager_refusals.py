@@ -144,6 +144,21 @@ def test_what_the_backward_pass_needs_may_not_be_changed_meanwhile(what: str) ->
         total.backward()
 
 
+@pytest.mark.parametrize("budget", [1_000_000, 220_000])
+def test_what_moves_in_the_backward_pass_does_not_lose_a_change(budget: int) -> None:
+    model = _offloaded(budget=budget)
+    loss = model(_x())["loss"]
+    before = model.up.weight.detach().clone()  # no gradient needs it
+    with torch.no_grad():
+        model.up.weight.add_(1)
+    if budget == 1_000_000:  # it stays where it is
+        loss.backward()
+    else:
+        with pytest.raises(HyperParallelError, match=r"parameter\.up\.weight was changed in place"):
+            loss.backward()
+    assert torch.equal(model.up.weight, before + 1)
+
+
 def test_a_memory_that_fails_leaves_the_parameters_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _offloaded(budget=220_000)  # 1% above the floor
     x = _x()

@@ -21,7 +21,7 @@ from hyper_parallel.compat.pretence import computed_once, taken_for_real
 from hyper_parallel.compat.trees import flatten, unflatten
 from hyper_parallel.eager.call import Call
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph import Kind, Rewrite, StepGraph, capture, host, layers, phase, rewritten
+from hyper_parallel.graph import Kind, Rewrite, StepGraph, capture, host, is_cache, layers, phase, rewritten
 from hyper_parallel.graph.effects import reads, touched
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.owned import owned
@@ -61,8 +61,6 @@ class Passes:
     """What the forward pass asked of its inputs' values."""
     wanted: tuple[str, ...]
     """Inputs of the step that have a gradient."""
-    late: frozenset[str]
-    """Inputs whose values the backward pass reads, and outputs (``output.0``)."""
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """What the model returns, of these outputs."""
@@ -129,7 +127,6 @@ def capture_passes(
         body.shape,
         tuple(questions.asked),
         wanted,
-        _late(step),
     )
 
 
@@ -300,8 +297,8 @@ def _say_written(step: StepGraph) -> None:
             node.meta["writes"] = frozenset(touched(node))
 
 
-def _late(step: StepGraph) -> frozenset[str]:
-    """What the nodes behind the turn read of what comes from outside, and of what was shown there."""
+def late(step: StepGraph) -> frozenset[str]:
+    """Inputs, and outputs (``output.0``), that the backward pass reads or moves, as the turn leaves them."""
     names: dict[int, str] = {}
     found: set[int] = set()
     for node in step.nodes:
@@ -310,7 +307,8 @@ def _late(step: StepGraph) -> frozenset[str]:
             shown: Any = node.args[1]
             names = {source.meta["value"].storage: f"output.{at}" for at, source in enumerate(shown)}
         elif names and not at_host:
-            found |= reads(node)
+            # What is moved may come back from a copy that was made before the turn.
+            found |= touched(node) if is_cache(node) else reads(node)
     for entry, node in zip(step.inputs, step.placeholders, strict=True):
         names[node.meta["value"].storage] = entry.name
     return frozenset(names[storage] for storage in found if storage in names)

@@ -17,7 +17,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
 from hyper_parallel.eager.call import Call
 from hyper_parallel.eager.held import beside
-from hyper_parallel.eager.passes import Passes, capture_passes
+from hyper_parallel.eager.passes import Passes, capture_passes, late
 from hyper_parallel.eager.run import Ready
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import executable
@@ -79,10 +79,8 @@ class Plans:
         inputs = call.named
         for at, ready in enumerate(known):
             if all(question.holds(inputs) for question in ready.passes.questions):
-                if any(count > ready.held.get(name, 0) for name, count in held.items()):
-                    # More of one thing and less of another is planned for as the most of both.
-                    most = {name: max(count, ready.held.get(name, 0)) for name, count in held.items()}
-                    known[at] = self._planned(ready.passes, call, most)
+                if any(count > ready.held[name] for name, count in held.items()):
+                    known[at] = self._again(ready, call, held)
                 return known[at]
         begun = time.perf_counter()
         passes = capture_passes(model, forward, call, self._through, self._keep)
@@ -100,6 +98,18 @@ class Plans:
                 MANY,
             )
         return known[-1]
+
+    def _again(self, ready: Ready, call: Call, held: Mapping[str, int]) -> Ready:
+        """In the place of a plan for which too much is held."""
+        self._shelves = self._shelves.without(ready.number)
+        most = {name: max(count, ready.held[name]) for name, count in held.items()}
+        try:
+            # Once there was more of one thing, and now there is of another: soon there may be of both.
+            return self._planned(ready.passes, call, most)
+        except BudgetError:
+            if most == held:
+                raise
+            return self._planned(ready.passes, call, held)
 
     def _planned(self, passes: Passes, call: Call, held: Mapping[str, int]) -> Ready:
         begun = time.perf_counter()
@@ -123,7 +133,8 @@ class Plans:
         log.info("hp.offload: %s, planned in %.1f s", note, time.perf_counter() - begun)
         self.notes.append(note)
         runtime = Runtime(found.step, self._tiers)
-        return Ready(passes, executable(found.step, cache=runtime), runtime, dict(held))
+        run = executable(found.step, cache=runtime)
+        return Ready(passes, run, runtime, dict(held), late(found.step), number)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -26,6 +26,10 @@ class Ready:
     runtime: Runtime
     held: Mapping[str, int]
     """What else may be on the device meanwhile."""
+    late: frozenset[str]
+    """What may not change between the passes (`passes.late`)."""
+    number: int
+    """By which the plans know it."""
 
 
 class Run:
@@ -53,7 +57,7 @@ class Run:
         self._versions = {
             name: (tensor.detach(), version(tensor))
             for name, tensor in looked_at.items()
-            if name in passes.late
+            if name in self._ready.late
         }
         # Not the run's own tensors: those would come to hold, by autograd, the run that holds them.
         return [tensor.detach() for tensor in shown]
