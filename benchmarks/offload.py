@@ -52,7 +52,7 @@ from hyper_parallel.train.whole_step import BatchShape, capture_step
 PARTS = ("real", "simulated", "ascend")
 EMULATED = 512 << 20
 """B/s each way of the link in the real part: what a copy takes of a step is then of the order that it is on a GPU."""
-ROUNDS = 7
+ROUNDS = 5
 LAYERS = 4
 """Of the model in the real part."""
 SEQUENCE = 4096

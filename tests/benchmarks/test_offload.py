@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import offload_pages
 import offload_peers as peers
 import offload_saved
 import torch
@@ -136,3 +137,22 @@ def test_ours_is_below_where_one_plan_holds_no_more_and_takes_no_longer() -> Non
         "smaller": False,
     }
     assert found["quicker"]["ratio"] == 1.5
+
+
+def test_the_page_has_the_results_between_its_marks_and_nothing_else_changes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{offload_pages.BEGIN}\n{offload_pages.END}\nafter\n")
+    point = {"peak": 3 << 30, "seconds": 2.5, "stall": 0.0}
+    ours = [
+        {"budget": 3 << 30, "peak": 3 << 30, "seconds": 1.25},
+        {"budget": 2 << 30, "peak": 2 << 30, "seconds": 4.0},
+    ]
+    one = {"rows": 1, "sequence": 8, "layers": 2, "link_B_s": 1e9, "others": {"none": point}, "ours": ours}
+    one["below"] = offload.below_simulated(one["others"], ours)
+    for _ in range(2):
+        offload_pages.fill({"simulated": {"workloads": [one]}}, page)
+        text = page.read_text()
+        assert text.startswith("before\n") and text.endswith("\nafter\n")
+        assert text.count("| none | 3.0 GiB | 2.500 s | 1.250 s |") == 1
+        assert text.count("| a budget of 2.0 GiB | 2.0 GiB | | 4.000 s |") == 1
+        assert "Simulated" in text and "on or below every other" in text
