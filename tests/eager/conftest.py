@@ -1,4 +1,4 @@
-"""Plans that are made quickly: as exact, and slower to run."""
+"""Plans that are made quickly, as exact and slower to run, but in the whole matrix."""
 
 from __future__ import annotations
 
@@ -8,5 +8,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("hyper_parallel.offload.choose"), "WORK", 0)
+def _quick_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("matrix") is None:
+        monkeypatch.setattr(importlib.import_module("hyper_parallel.offload.choose"), "WORK", 0)
+        monkeypatch.setattr(importlib.import_module("hyper_parallel.offload.search"), "PLANS", 1)

@@ -17,7 +17,10 @@ import hyper_parallel as hp
 BATCHES = [batch_of(seed=step) for step in range(3)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES, *(pytest.param(f, marks=pytest.mark.matrix, id=f"{f}-searched") for f in ("llama", "gpt2"))],
+)
 def test_the_smallest_budget_holds_and_changes_no_bit(family: str, tmp_path: Path) -> None:
     tiers: dict[str, Any] = {"flash": tmp_path} if family == "gpt2" else {"host": "16MiB"}
     free = trained(model_of(family), BATCHES, observed=True)
