@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,13 +16,29 @@ from harness.captured import family_config, inputs_of, micro_batches, recipe_of,
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
-from hyper_parallel.errors import GraphError
-from hyper_parallel.graph import StepGraph, cache, dependencies, executable, lifetimes, lower, text, validate
+from hyper_parallel.errors import BudgetError, GraphError
+from hyper_parallel.graph import (
+    StepGraph,
+    cache,
+    dependencies,
+    executable,
+    lifetimes,
+    lower,
+    text,
+    validate,
+    workspaces,
+)
 from hyper_parallel.graph.apart import is_update, slots_of, storages_of
 from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.lifetimes import peak_of
+from hyper_parallel.offload.apply import apply
+from hyper_parallel.offload.check import check_moves
+from hyper_parallel.offload.choose import choose
+from hyper_parallel.offload.problem import Rate, Space
+from hyper_parallel.offload.problem_of import problem_of
 from hyper_parallel.offload.runtime import Runtime
 from hyper_parallel.offload.tiers import HostTier
-from hyper_parallel.offload.update_apart import can_be_apart, put_apart
+from hyper_parallel.offload.update_apart import can_be_apart, latest, put_apart
 from hyper_parallel.simulate import simulate
 from hyper_parallel.train.recipe import SAID, Recipe
 from hyper_parallel.train.whole_step import capture_step, state
@@ -123,6 +140,65 @@ def test_all_of_a_dense_model_can_be_apart_and_its_state_is_never_on_the_device(
     assert not {life.storage for life in lifetimes(moved)} & state_storages
     assert not [node for node in moved.nodes if "_fused_adamw" in str(node.target)]
     assert "_fused_adamw_.tensor_lr" in text(moved)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_planner_finds_their_moves_within_any_budget(share: float) -> None:
+    step = _captured("llama")
+    apart = put_apart(step, latest(step, 0.5, 2**30), "host")
+    slow = Rate(1e-6, 1.5e9)
+    problem = problem_of(apart, Cluster.named("h100"), 0, (Space("host", 2**30, slow, slow),))
+    budget = int(problem.working_set + share * (max(problem.profile()) - problem.working_set))
+    problem = replace(problem, budget=budget)
+    plan = choose(problem, tries=1)
+    check_moves(problem, plan.moves)
+    moved = apply(apart, problem, plan.moves)
+    held = peak_of([*lifetimes(moved), *workspaces(moved)]).bytes
+    assert held == max(problem.profile(plan.moves)) == plan.peak <= budget
+    plain = _Run("llama", step)
+    with _tier(moved) as tier:
+        run = _Run("llama", moved, Runtime(moved, {"host": tier}))
+        for _ in range(2):
+            plain.step()
+            run.step()
+        expected, got = plain.values(), run.values()
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_what_comes_back_waits_for_the_host() -> None:
+    step = _captured("llama")
+    apart = put_apart(step, latest(step, 1.0, 2**30), "host")
+    quick = Rate(0.0, 1e15)
+    seconds = []
+    for work in (1e15, 1e6):
+        problem = problem_of(apart, Cluster.named("h100"), 2**30, (Space("host", 2**30, quick, quick, work),))
+        host = sum(update.seconds for update in problem.updates)
+        plan = choose(problem)
+        seconds.append(plan.seconds)
+        assert plan.seconds >= host
+    assert seconds[0] == pytest.approx(problem.starts[-1], rel=1e-3)
+
+
+def test_rules_that_moves_of_updates_obey() -> None:
+    step = _captured("llama")
+    apart = put_apart(step, [can_be_apart(step)[0].parameter], "host")
+    rate = Rate(1e-6, 1e9)
+    problem = problem_of(apart, Cluster.named("h100"), 2**30, (Space("host", 2**30, rate, rate),))
+    moves = choose(problem).moves
+    check_moves(problem, moves)
+    (update,) = problem.updates
+    gradient, parameter = (
+        next(move for move in moves if move.storage == storage)
+        for storage in (update.gradient, update.parameter)
+    )
+    with pytest.raises(ValueError, match="has to be away"):
+        check_moves(problem, [gradient])
+    with pytest.raises(ValueError, match="before the host's update"):
+        check_moves(problem, [replace(gradient, leave=update.place + 1), parameter])
+    with pytest.raises(ValueError, match="fetched behind it"):
+        check_moves(problem, [gradient, replace(parameter, fetch=update.place)])
+    with pytest.raises(BudgetError, match="updates of 1 parameter are"):
+        choose(replace(problem, spaces=(Space("host", 4096, rate, rate),)))
 
 
 def test_a_step_that_is_stopped_updates_nothing() -> None:

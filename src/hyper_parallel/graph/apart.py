@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -53,12 +54,12 @@ class Call:
     """In which `Moved` and `Given` stand for tensors."""
     kwargs: Mapping[str, Any]
 
-    @property
+    @cached_property
     def moved(self) -> tuple[int, ...]:
         """Which of `moved` it touches, ascending."""
         return _indices((self.args, self.kwargs))
 
-    @property
+    @cached_property
     def writes(self) -> tuple[int, ...]:
         """Which of them it changes."""
         return _indices(list(written(self.operator, self.args, self.kwargs)))

@@ -104,8 +104,9 @@ def refusal(problem: Problem, floor: int) -> BudgetError:
 def no_room(problem: Problem) -> BudgetError:
     """Why the updates of a problem cannot run on the host."""
     rooms = ", ".join(f"{space.name} {format_bytes(space.bytes)}" for space in problem.spaces) or "none"
+    count = len(problem.updates)
     return BudgetError(
-        f"the updates of {len(problem.updates)} parameters are to run on the host, and beside their optimizer state "
+        f"the updates of {count} parameter{'s' if count > 1 else ''} are to run on the host, and beside their optimizer state "
         f"other memory has too little room for parameters and gradients ({rooms}); set memory.host higher, or "
         "memory.update to auto or device"
     )
