@@ -177,6 +177,23 @@ def test_a_loss_of_ones_own_and_parameters_between_the_passes() -> None:
     assert all(torch.equal(a, b) for a, b in zip(moved, run(model_of("llama")), strict=True))
 
 
+def test_parameters_that_share_their_memory_stay_where_they_are() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        flat = torch.cat([layer.weight.detach().flatten() for layer in model])
+        for layer, part in zip(model, flat.split(64 * 64), strict=True):
+            layer.weight.data = part.view(64, 64)
+        return model
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        model(torch.randn(512, 64, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    moved, _ = at_the_floor(make, run, host="16MiB")
+    assert all(torch.equal(a, b) for a, b in zip(moved, run(make()), strict=True))
+
+
 def test_evaluation_is_the_models_own() -> None:
     model = hp.offload(model_of("gpt2"), budget="400KiB", host="16MiB")
     model(**BATCHES[0]).loss.backward()

@@ -8,6 +8,7 @@ written to, since an optimizer may do that before the next step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,18 @@ def state_of(model: nn.Module) -> dict[str, tuple[Kind, Tensor]]:
     return {**parameters, **buffers}
 
 
+def lodgers(model: nn.Module) -> frozenset[str]:
+    """Of `state_of`, what lies in memory that is not its own alone: given up, it would be gone for others too."""
+    state = {name: tensor for name, (_, tensor) in state_of(model).items()}
+    owners = Counter(tensor.untyped_storage().data_ptr() for tensor in state.values())
+    return frozenset(
+        name
+        for name, tensor in state.items()
+        if owners[tensor.untyped_storage().data_ptr()] > 1
+        or tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    )
+
+
 def capture_passes(
     model: nn.Module,
     forward: Callable[..., Any],
@@ -97,6 +110,7 @@ def capture_passes(
     """
     mode = fake_mode()
     questions = Questions(call.named)
+    staying: dict[str, Kind] = dict.fromkeys(lodgers(model), "constant")
     with faked(model, mode), mode:
         given = [_empty(tensor) for tensor in call.tensors]
         body = _Body(model, forward, call, given, through, keep)
@@ -108,7 +122,10 @@ def capture_passes(
             with taken_for_real(), computed_once(model) as again:
                 step = capture(
                     body,
-                    {**state_of(model), **inputs},
+                    {
+                        **{name: (staying.get(name, kind), x) for name, (kind, x) in state_of(model).items()},
+                        **inputs,
+                    },
                     model,
                     lambda: body.gradients,
                     questions=questions,
