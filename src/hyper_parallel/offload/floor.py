@@ -106,7 +106,7 @@ def no_room(problem: Problem) -> BudgetError:
     rooms = ", ".join(f"{space.name} {format_bytes(space.bytes)}" for space in problem.spaces) or "none"
     count = len(problem.updates)
     return BudgetError(
-        f"the updates of {count} parameter{'s' if count > 1 else ''} are to run on the host, and beside their optimizer state "
+        f"the updates of {count} parameter{'s' if count > 1 else ''} are to run on the host, and beside their state "
         f"other memory has too little room for parameters and gradients ({rooms}); set memory.host higher, or "
         "memory.update to auto or device"
     )
