@@ -177,6 +177,22 @@ def test_a_loss_of_ones_own_and_parameters_between_the_passes() -> None:
     assert all(torch.equal(a, b) for a, b in zip(moved, run(model_of("llama")), strict=True))
 
 
+def test_equal_gradients_are_memory_of_their_own() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.a + self.b
+
+    model, given = hp.offload(Sum(), budget="1MiB", host="1MiB"), torch.full((8,), 3.0)
+    for count in (1, 2):
+        model(torch.ones(8)).backward(given)
+        assert [p.grad.tolist() for p in model.parameters()] == [[3.0 * count] * 8] * 2
+        assert given.tolist() == [3.0] * 8
+
+
 def test_parameters_that_share_their_memory_stay_where_they_are() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
