@@ -32,6 +32,7 @@ from hyper_parallel.graph.apart import is_update, slots_of, storages_of
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.lifetimes import peak_of
 from hyper_parallel.offload.apply import apply
+from hyper_parallel.offload.bound import least_seconds
 from hyper_parallel.offload.check import check_moves
 from hyper_parallel.offload.choose import choose
 from hyper_parallel.offload.problem import Rate, Space
@@ -177,6 +178,20 @@ def test_what_comes_back_waits_for_the_host() -> None:
         seconds.append(plan.seconds)
         assert plan.seconds >= host
     assert seconds[0] == pytest.approx(problem.starts[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_no_plan_is_below_the_bound(share: float) -> None:
+    pytest.importorskip("highspy")
+    step = _captured("llama")
+    apart = put_apart(step, latest(step, 1.0, 2**30), "host")
+    slow = Rate(1e-6, 1.5e9)
+    problem = problem_of(apart, Cluster.named("h100"), 0, (Space("host", 2**30, slow, slow, 1e9),))
+    budget = int(problem.working_set + share * (max(problem.profile()) - problem.working_set))
+    problem = replace(problem, budget=budget)
+    least = least_seconds(problem, places=48)
+    assert least >= sum(update.seconds for update in problem.updates)
+    assert problem.starts[-1] <= least <= choose(problem, tries=1).seconds
 
 
 def test_rules_that_moves_of_updates_obey() -> None:

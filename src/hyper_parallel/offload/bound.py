@@ -19,6 +19,10 @@ its time is base plus stalls. Everything else is left out, which only lowers the
 goes, that memory must be met at places that are not chosen, that a link is first in first out, and where in a slice a
 gap begins. The step that counts is the one that repeats: over many steps no link carries more than the time there is.
 
+**Updates on the host.** The program leaves out that their gradients and parameters have to be away, and in which order
+what concerns them goes: a gradient dies with its last use, and a parameter may come back at once. But each step has to
+be as long as all their copies out, all their copies back, and the host's work, each one after the other.
+
 **How it is made small.** Storages whose gaps hold the same places are one variable. They are alike but for latency, of
 which each byte is charged what the largest of them pays. Small ones, together less than `SMALL` of the peak, are taken
 to be away whenever they are idle, at no cost.
@@ -27,6 +31,7 @@ to be away whenever they are idle, at no cost.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hyper_parallel.offload.problem import Problem
 from hyper_parallel.offload.relaxation import Relaxation
@@ -41,6 +46,7 @@ def zero_stall_budget(problem: Problem, *, places: int = PLACES, seconds: float 
     `places`: how many places memory is asked for at. `seconds`: after how long the solver is asked for what it has.
     Raises SolverError without HiGHS (`pip install 'hyper-parallel[bounds]'`).
     """
+    problem = _without_updates(problem)
     peak, least = max(problem.profile(), default=0), problem.working_set
     if least == peak or not problem.spaces:
         return peak
@@ -56,10 +62,31 @@ def least_seconds(problem: Problem, *, places: int = PLACES, seconds: float = 60
 
     `places`, `seconds` and what is raised are as of `zero_stall_budget`.
     """
+    host = _of_updates(problem)
+    problem = _without_updates(problem)
     base = problem.starts[-1] - problem.starts[0]
     if max(problem.profile(), default=0) <= problem.budget:
-        return base
+        return max(base, host)
     if problem.budget < problem.working_set or not problem.spaces:
         return math.inf
     relaxation = Relaxation(problem, problem.budget, places, stalls=True)
-    return base + max(0.0, relaxation.linear.least(seconds)) * relaxation.unit
+    return max(host, base + max(0.0, relaxation.linear.least(seconds)) * relaxation.unit)
+
+
+def _without_updates(problem: Problem) -> Problem:
+    held = tuple(replace(one, must=None) if one.must is not None else one for one in problem.held)
+    return replace(problem, held=held, updates=())
+
+
+def _of_updates(problem: Problem) -> float:
+    """Seconds of a step below which its updates on the host do not go."""
+    spaces = {space.name: space for space in problem.spaces}
+    out = back = host = 0.0
+    for update in problem.updates:
+        gradient, parameter = (problem.by_storage[one] for one in (update.gradient, update.parameter))
+        assert gradient.must is not None
+        space = spaces[gradient.must.space]
+        out += space.out.seconds(gradient.bytes)
+        back += space.back.seconds(parameter.bytes)
+        host += update.seconds
+    return max(out, back, host)
