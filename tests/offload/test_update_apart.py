@@ -28,7 +28,7 @@ from hyper_parallel.graph import (
     validate,
     workspaces,
 )
-from hyper_parallel.graph.apart import is_update, slots_of, storages_of
+from hyper_parallel.graph.apart import calls_of, is_update, slots_of, storages_of
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.lifetimes import peak_of
 from hyper_parallel.offload.apply import apply
@@ -140,6 +140,8 @@ def test_all_of_a_dense_model_can_be_apart_and_its_state_is_never_on_the_device(
     state_storages = {storage for node in updates for storage in storages_of(node)[2:]}
     assert not {life.storage for life in lifetimes(moved)} & state_storages
     assert not [node for node in moved.nodes if "_fused_adamw" in str(node.target)]
+    # Clipping, the count of updates and the update itself.
+    assert {len(calls_of(node)) for node in updates} == {3}
     assert "_fused_adamw_.tensor_lr" in text(moved)
 
 

@@ -42,16 +42,18 @@ class Choices:
 
     def dials(
         self,
+        step: StepGraph,
         cluster: Cluster,
         spaces: Iterable[Space],
         problem_of: Callable[[StepGraph], Problem],
         sizes: Mapping[Any, int],
     ) -> tuple[Dial, ...]:
-        """Those that the search may turn. `problem_of`: a graph's memory; `sizes`: values of what the data decide."""
+        """Those that the search may turn for a step. `problem_of`: a graph's memory; `sizes`: values of what the data
+        decide."""
         found = []
-        parts = in_parts(spaces)
-        if self.update == "auto" and parts is not None:
-            found.append(Dial("update", PARTS + 1, PARTS, parts))
+        parts = in_parts(step, spaces) if self.update == "auto" else None
+        if parts is not None:
+            found.append(Dial("update", PARTS + 1, PARTS - 1, parts))
         if self.order:
             found.append(Dial("order", 3, 1, _Order(sizes, self.recompute)))
         if self.recompute:

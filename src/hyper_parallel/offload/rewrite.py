@@ -83,7 +83,7 @@ def planned(
 
     captured = memory(step)
     begun = on_host(step, spaces) if choices.update == "host" else step
-    dials = choices.dials(cluster, spaces, memory, sizes)
+    dials = choices.dials(step, cluster, spaces, memory, sizes)
     found = search(begun, captured if begun is step else memory(begun), dials, memory)
     graph, problem = found.step, found.problem
     validate(step, graph)

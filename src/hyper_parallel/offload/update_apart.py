@@ -93,22 +93,23 @@ class InParts:
         return put_apart(step, names, self.tier) if names else step
 
 
-def in_parts(spaces: Iterable[Space]) -> InParts | None:
-    """The setting of a search in the first space that the host can compute in; None where there is none."""
+def in_parts(step: StepGraph, spaces: Iterable[Space]) -> InParts | None:
+    """The setting of a search in the first space that the host can compute in; None where no update can be there."""
     found = next((space for space in spaces if space.name in NEAR), None)
-    return None if found is None else InParts(found.name, found.bytes)
+    if found is None or not latest(step, 1.0, found.bytes):
+        return None
+    return InParts(found.name, found.bytes)
 
 
 def on_host(step: StepGraph, spaces: Iterable[Space]) -> StepGraph:
     """The step with all the updates on the host that can be there. Raises BudgetError where none can."""
-    parts = in_parts(spaces)
-    made = step if parts is None else parts(step, PARTS)
-    if made is step:
+    parts = in_parts(step, spaces)
+    if parts is None:
         raise BudgetError(
             "strategy.memory.update is 'host', and no update can run there: it takes memory.host or memory.pool with "
             "room for a parameter, its gradient and its state, and the optimizer adamw; leave the key out, or mend that"
         )
-    return made
+    return parts(step, PARTS)
 
 
 def latest(step: StepGraph, share: float, room: int) -> list[str]:
