@@ -32,8 +32,8 @@ SLOW = Rate(1e-7, 5e7)
 
 @pytest.fixture(autouse=True)
 def _few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step as it is, and with all that may be changed."""
-    monkeypatch.setattr(search, "PLANS", 2)
+    """The step as it is, with all and half of what may be computed again, and in another order."""
+    monkeypatch.setattr(search, "PLANS", 4)
 
 
 def _config(family: str, **strategy: Any) -> Any:
