@@ -41,10 +41,10 @@ def plans(steps: list[StepGraph]) -> list[Planned]:
 
 
 def _slots(shelf: Shelf, step: StepGraph) -> list[tuple[int, int, bool]]:
-    """(first byte, last, whether it rests) of a step's slots."""
+    """(first byte, last, whether it rests, for this step or another) of a step's slots."""
     places = shelf.places
     return [
-        (places.offsets[number], places.offsets[number] + slot.bytes, slot.rest != "step")
+        (places.offsets[number], places.offsets[number] + slot.bytes, number in shelf.rest.offsets)
         for number, slot in step.slots.items()
     ]
 
