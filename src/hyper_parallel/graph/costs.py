@@ -15,7 +15,7 @@ the sizes of the graph; sizes that the data decide are given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,15 +113,17 @@ _FLOPS = {
 """FLOPs to an element, where it is not one; a square root, a quotient or a power counts as four."""
 
 
-def costs(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> dict[fx.Node, Work | Collective]:
+def costs(
+    step: StepGraph, sizes: Mapping[Any, int] | None = None, nodes: Iterable[fx.Node] | None = None
+) -> dict[fx.Node, Work | Collective]:
     """What every node does that does anything; host points, waits and numbers are left out.
 
-    `sizes` gives the symbols of `step.sizes` values. Raises KeyError for a symbol without one, and CaptureError for a
-    collective over a group of which the capture was not told.
+    `nodes`: those that are asked about; left out, all. `sizes` gives the symbols of `step.sizes` values. Raises
+    KeyError for a symbol without one, and CaptureError for a collective over a group that the capture was not told of.
     """
     pricer = _Pricer(step, dict(sizes or {}))
     found: dict[fx.Node, Work | Collective] = {}
-    for node in step.nodes:
+    for node in step.nodes if nodes is None else nodes:
         cost = pricer.cost(node)
         if cost is not None:
             found[node] = cost

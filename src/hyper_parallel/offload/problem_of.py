@@ -79,7 +79,7 @@ def starts_of(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int] | None
 def _updates(
     step: StepGraph, cluster: Cluster, spaces: tuple[Space, ...], sizes: Mapping[Any, int]
 ) -> tuple[Update, ...]:
-    work = costs(step, sizes) if any(is_update(node) for node in step.nodes) else {}
+    work = costs(step, sizes, filter(is_update, step.nodes))
     rates = {space.name: space.work for space in spaces}
     found = []
     for at, node in enumerate(step.nodes):

@@ -76,6 +76,48 @@ def planned(
     Raises BudgetError where no plan does.
     """
     before = shelves or Shelves.of(space.name for space in spaces)
+    captured: Problem | None = None
+    left = spaces
+    for _ in range(_TRIES):
+        found = _chosen(step, cluster, budget, left, load, choices)
+        captured = captured or found.captured
+        graph, problem, plan = found.graph, found.problem, found.plan
+        moved = apply(graph, problem, plan.moves, before.next, before.numbers(graph))
+        after = before.holding(number, moved)
+        over = {space.name: after.tiers[space.name].size - space.bytes for space in spaces}
+        if all(more <= 0 for more in over.values()):
+            most = load if uncertain(step) else None
+            changed = changes(step, graph, problem)
+            return Planned(moved, plan, problem, after, most, graph, captured, changed)
+        # Slots of different sizes leave holes between them, and state of other plans stays: so much less may lie there
+        # at once.
+        left = tuple(replace(space, bytes=space.bytes - max(0, over[space.name])) for space in left)
+    told = ", ".join(f"{name} {format_bytes(more)}" for name, more in over.items() if more > 0)
+    raise BudgetError(
+        f"what must leave the device fits into the memory beside it only in pieces (too large by: {told}); give it a "
+        "little more, or the device"
+    )
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What was chosen for a step, before its slots have places."""
+
+    graph: StepGraph
+    problem: Problem
+    plan: Plan
+    captured: Problem
+
+
+def _chosen(
+    step: StepGraph,
+    cluster: Cluster,
+    budget: int,
+    spaces: tuple[Space, ...],
+    load: float,
+    choices: Choices,
+) -> _Chosen:
+    """The best graph for a step, and its plan. Raises BudgetError where none meets the budget."""
     sizes, largest = balanced_sizes(step), largest_sizes(step, load)
 
     def memory(graph: StepGraph) -> Problem:
@@ -85,28 +127,10 @@ def planned(
     begun = on_host(step, spaces) if choices.update == "host" else step
     dials = choices.dials(step, cluster, spaces, memory, sizes)
     found = search(begun, captured if begun is step else memory(begun), dials, memory)
-    graph, problem = found.step, found.problem
-    validate(step, graph)
-    known = before.numbers(graph)
-    asked = problem
-    for _ in range(_TRIES):
-        plan = choose(asked) if found.plan.stall or asked is not problem else found.plan
-        moved = apply(graph, problem, plan.moves, before.next, known)
-        after = before.holding(number, moved)
-        over = {space.name: after.tiers[space.name].size - space.bytes for space in spaces}
-        if all(more <= 0 for more in over.values()):
-            most = load if uncertain(step) else None
-            changed = changes(step, graph, problem)
-            return Planned(moved, plan, problem, after, most, graph, captured, changed)
-        # Slots of different sizes leave holes between them, and state of other plans stays: so much less may lie there
-        # at once.
-        less = tuple(replace(space, bytes=space.bytes - max(0, over[space.name])) for space in asked.spaces)
-        asked = replace(asked, spaces=less)
-    told = ", ".join(f"{name} {format_bytes(more)}" for name, more in over.items() if more > 0)
-    raise BudgetError(
-        f"what must leave the device fits into the memory beside it only in pieces (too large by: {told}); give it a "
-        "little more, or the device"
-    )
+    validate(step, found.step)
+    # The search tries many graphs and looks at each a little; what it has found is worth a longer look.
+    plan = choose(found.problem) if found.plan.stall else found.plan
+    return _Chosen(found.step, found.problem, plan, captured)
 
 
 @dataclass
