@@ -102,6 +102,7 @@ def _talk(step: StepGraph) -> list[str]:
     return [node.name for node in step.nodes if is_collective(node) or is_wait(node)]
 
 
+@pytest.mark.matrix
 def test_what_is_computed_again_and_reordered_is_quicker_than_copies_alone() -> None:
     alone, both = _planned("llama", NEITHER), _planned("llama", BOTH)
     again = _planned("llama", Choices(order=False, update="device"))

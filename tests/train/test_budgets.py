@@ -35,6 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
     },
 }
+QUICK = ("llama", "gpt2", "mixtral")
+"""Families that are looked at in every run of the tests."""
 TIERS = {
     "host": {"host": "64MiB"},
     "flash": {"flash": "spill"},
@@ -71,7 +73,9 @@ def _compared(
     return moved, run_engine(rank, folder, name, "eager", sections), floor
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in FAMILIES]
+)
 def test_twenty_steps_within_the_smallest_budget_are_equal_to_the_bit(name: str, folder: Path) -> None:
     tiers = list(TIERS)[list(FAMILIES).index(name) % len(TIERS)]
     moved, eager, _ = _compared(0, 1, folder, name, {"model": {"config": FAMILIES[name]}}, tiers)
@@ -87,7 +91,7 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", ["shard", pytest.param("replicate-shard", marks=pytest.mark.matrix)])
 def test_four_workers_are_equal_to_the_bit(name: str, folder: Path) -> None:
     sections = {**FOUR[name], "train": {"micro_batch": 1, "optimizer": {"name": "adamw", "lr": 1e-3}}}
     tiers = "pool" if name == "shard" else "both"

@@ -7,8 +7,9 @@ setting of all dials is a graph, and the graph has a plan; the plan's seconds (`
     turns one dial after the other, that of most settings first, to where it helps most often and halfway there;
     goes on around the best found so far, by two settings of each dial and then by one,
 
-and stops where a step takes no longer than without a budget, or after `PLANS` plans. There are no clocks in it: the
-same step gives the same plan in every process.
+and stops where a step takes no longer than without a budget, or after `PLANS` plans, or sooner where a step is so quick
+that looking on would take longer than it could save in `REPAID` steps. There are no clocks in it: the same step gives
+the same plan in every process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ SMALL = 0.01
 BETTER = 5e-3
 """Of a step's seconds: what another graph must save at least."""
 PLANS = 8
-"""Those that are tried."""
+"""Those that are tried at most; and no more than"""
+REPAID = 30
+"""steps pay for, if all of their waiting were saved, where a try takes about"""
+PRICE = 5e-4
+"""seconds for each node of the step."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,9 @@ class _Search:
         """Look for the best."""
         zero = tuple(0 for _ in self._dials)
         self._try(zero)
+        if self.best is not None:
+            waits = self.best.plan.seconds - _seconds(self._problem)
+            self._plans = min(self._plans, int(REPAID * waits / (PRICE * self._problem.nodes)))
         if self._done():
             return
         if self.best is None:
