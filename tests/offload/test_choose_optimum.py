@@ -90,5 +90,5 @@ def test_within_three_percent_of_the_best_of_all_plans(first: int) -> None:
             continue
         tried += 1
         stalled += least > problem.starts[-1] * (1 + 1e-9)
-        assert choose(problem).seconds <= WITHIN * least
+        assert choose(problem, tries=20).seconds <= WITHIN * least
     assert tried >= 5 and stalled >= 2

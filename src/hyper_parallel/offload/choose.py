@@ -26,6 +26,7 @@ from hyper_parallel.offload.gaps import Gaps, Ints, gaps_of
 from hyper_parallel.offload.layout import Layout, Times
 from hyper_parallel.offload.moves import Move, Plan, Replayed, replay
 from hyper_parallel.offload.places import advance, delay, guess, prune, repair
+from hyper_parallel.offload.polish import polish
 from hyper_parallel.offload.problem import Problem
 from hyper_parallel.offload.settle import settle
 
@@ -44,8 +45,12 @@ ROUNDS = 4
 """Times that places are found again with the times that came out."""
 WORK = 100_000
 """Nodes and moves that are looked at to improve a plan: many tries of a small one, a few of a large one."""
-TRIES = 250
+TRIES = 100
 """At most, unless the caller says otherwise."""
+RUNS = 60
+"""Runs of a small plan's step, for each try, in which its places are changed one by one, and"""
+MOST = 1_500_000
+"""nodes and moves that are looked at for them."""
 HIDDEN = 1e-9
 """Of a step's seconds: less stall than this is none."""
 
@@ -109,7 +114,19 @@ class _Planner:
             best = self._replayed(layout)
             for found in self._refined(frugal.copy(), Times.replayed(best.replayed)):
                 best = min(best, found, key=lambda one: one.rank)
-        return self._improved(best)
+        improved = self._improved(best)
+        return min(self._polished((best, improved)), key=lambda one: one.rank)
+
+    def _polished(self, found: tuple[_Found, ...]) -> Iterator[_Found]:
+        """Plans, and what becomes of them, where they are small, by changes of single places."""
+        yield from found
+        work = max(self._gaps.nodes + 8 * one.layout.rows.size for one in found)
+        if work * self._tries > WORK or any(one.replayed.stall <= self._hidden for one in found):
+            return
+        runs = min(self._tries * RUNS, MOST // work) // len(found)
+        for one in found:
+            layout, replayed = polish(self._problem, one.layout, one.replayed, runs, self._hidden)
+            yield _Found(layout, layout.moves(self._problem), replayed)
 
     def _improved(self, best: _Found) -> _Found:
         """Give a few gaps up, perhaps of those waited for, or take more, mend what that breaks, keep what is better."""

@@ -65,6 +65,15 @@ class Layout:
         self.live: Ints = base
         self.count()
 
+    def copy(self) -> Layout:
+        """One that changes by itself."""
+        other = object.__new__(Layout)
+        other.gaps, other.base, other.budget, other.since = self.gaps, self.base, self.budget, self.since
+        other.chosen = self.chosen.copy()
+        other.leave, other.fetch, other.store = self.leave.copy(), self.fetch.copy(), self.store.copy()
+        other.live = self.live.copy()
+        return other
+
     def count(self) -> None:
         """Find the live bytes anew."""
         n, gaps = self.gaps.nodes, self.gaps
