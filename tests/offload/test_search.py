@@ -32,8 +32,9 @@ SLOW = Rate(1e-7, 5e7)
 
 @pytest.fixture(autouse=True)
 def _few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step as it is, with all and half of what may be computed again, and in another order."""
+    """The step as it is, with all and half of what may be computed again, and in another order, however quick it is."""
     monkeypatch.setattr(search, "PLANS", 4)
+    monkeypatch.setattr(search, "REPAID", 10**9)
 
 
 def _config(family: str, **strategy: Any) -> Any:
@@ -162,3 +163,11 @@ def test_without_room_elsewhere_computing_again_lowers_the_floor() -> None:
         floors.append(refused.value.floor)
     assert floors[1] < 0.9 * floors[0]
     assert planned(step, CLUSTER, floors[1], none, choices=BOTH).plan.peak <= floors[1]
+
+
+def test_a_step_that_is_too_quick_to_repay_a_search_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "REPAID", 0)
+    step = _captured("llama")
+    found = planned(step, CLUSTER, _budget(step, 0.3), (Space("host", 2**30, SLOW, SLOW),), choices=BOTH)
+    assert found.plan.stall > 0
+    assert found.changed == ()
