@@ -1,8 +1,14 @@
-"""Shared by the whole suite: one thread a process, because two cores serve every worker of every test."""
+"""Shared by the whole suite: one thread a process, because two cores serve every worker of every test, and no time
+limit on an example of a property, because nothing here asserts a time."""
 
 from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")

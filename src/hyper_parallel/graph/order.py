@@ -51,11 +51,13 @@ def check_order(step: StepGraph, order: Sequence[fx.Node], free: Collection[fx.N
             "give each computing node of the graph once"
         )
     for node, before in needs.items():
-        for other in before:
-            if place[other] > place[node]:
-                raise GraphError(
-                    f"{node} ({node.target}) may not run before {other} ({other.target}): {_why(node, other)}"
-                )
+        late = {other for other in before if place[other] > place[node]}
+        if late:
+            # The first of them as the step has it, so that the same mistake has the same text in every process.
+            other = next(one for one in needs if one in late)
+            raise GraphError(
+                f"{node} ({node.target}) may not run before {other} ({other.target}): {_why(node, other)}"
+            )
 
 
 def legal(step: StepGraph, order: Sequence[fx.Node]) -> bool:
