@@ -38,10 +38,10 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import absent, registry
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, executable
-from hyper_parallel.offload import Runtime, Space, problem_of
-from hyper_parallel.offload.rewrite import Planned, planned
-from hyper_parallel.offload.tiers import FlashTier, HostTier, Tier
-from hyper_parallel.offload.tiers import measure as rates
+from hyper_parallel.offloading import Runtime, Space, problem_of
+from hyper_parallel.offloading.rewrite import Planned, planned
+from hyper_parallel.offloading.tiers import FlashTier, HostTier, Tier
+from hyper_parallel.offloading.tiers import measure as rates
 from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
 

@@ -11,7 +11,7 @@ from gpu_engines import STEPS, batch_of, recipe_of
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import Backend, absent
 from hyper_parallel.graph import balanced_sizes
-from hyper_parallel.offload import problem_of
+from hyper_parallel.offloading import problem_of
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.graph_step import GraphStepper

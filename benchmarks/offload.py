@@ -45,8 +45,8 @@ import hyper_parallel as hp
 from hyper_parallel.calibrate import Settings, calibrate
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.offload import Rate, Space
-from hyper_parallel.offload.rewrite import planned
+from hyper_parallel.offloading import Rate, Space
+from hyper_parallel.offloading.rewrite import planned
 from hyper_parallel.train.whole_step import BatchShape, capture_step
 
 PARTS = ("real", "simulated", "ascend")

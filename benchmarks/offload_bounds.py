@@ -12,7 +12,7 @@ linear program's with memory asked for at every node, which splits storages, and
 whole ones (`harness.exact_milp`), as far as HiGHS proves it in `--seconds`. What lies between a plan and the higher one
 is the most that the best plan could gain.
 
-Nothing here ran on such a machine: times are those of the planner's clock (`offload.moves.replay`), simulated.
+Nothing here ran on such a machine: times are those of the planner's clock (`offloading.moves.replay`), simulated.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from memory import build, recipe_of
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.offload import Plan, Problem, Rate, Space, choose, problem_of
-from hyper_parallel.offload.bound import least_seconds, zero_stall_budget
+from hyper_parallel.offloading import Plan, Problem, Rate, Space, choose, problem_of
+from hyper_parallel.offloading.bound import least_seconds, zero_stall_budget
 from hyper_parallel.train.whole_step import BatchShape, capture_step
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

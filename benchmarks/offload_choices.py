@@ -23,9 +23,9 @@ import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.apart import is_update
-from hyper_parallel.offload import Rate, Space, problem_of
-from hyper_parallel.offload.choices import Choices
-from hyper_parallel.offload.rewrite import planned
+from hyper_parallel.offloading import Rate, Space, problem_of
+from hyper_parallel.offloading.choices import Choices
+from hyper_parallel.offloading.rewrite import planned
 from hyper_parallel.train.whole_step import BatchShape, capture_step
 
 LINKS = (25, 50)

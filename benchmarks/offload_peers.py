@@ -27,10 +27,10 @@ from torch import fx
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, layers
 from hyper_parallel.graph.recompute import regather
-from hyper_parallel.offload import Problem, Rate, Space, problem_of
-from hyper_parallel.offload.check import check_moves
-from hyper_parallel.offload.moves import Move, replay
-from hyper_parallel.offload.problem import Busy, Held
+from hyper_parallel.offloading import Problem, Rate, Space, problem_of
+from hyper_parallel.offloading.check import check_moves
+from hyper_parallel.offloading.moves import Move, replay
+from hyper_parallel.offloading.problem import Busy, Held
 from hyper_parallel.workload.work import Work
 
 _EARLY = ("forward", "loss")

@@ -38,9 +38,9 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import absent, registry
 from hyper_parallel.config.train import AdamWConfig
 from hyper_parallel.graph import executable
-from hyper_parallel.offload import Runtime, Space, problem_of
-from hyper_parallel.offload.rewrite import planned
-from hyper_parallel.offload.tiers import FlashTier, HostTier, Tier, measure
+from hyper_parallel.offloading import Runtime, Space, problem_of
+from hyper_parallel.offloading.rewrite import planned
+from hyper_parallel.offloading.tiers import FlashTier, HostTier, Tier, measure
 from hyper_parallel.train.batches import MicroBatch, StepBatch
 from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.step import Stepper

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.offload.runtime import whole
-from hyper_parallel.offload.tiers import Pending, Tier
+from hyper_parallel.offloading.runtime import whole
+from hyper_parallel.offloading.tiers import Pending, Tier
 
 _SMALL = 1024
 """Bytes below which nothing is offloaded, which is torchtune's limit."""

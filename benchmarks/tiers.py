@@ -23,9 +23,9 @@ from measure import timed_on, write
 from torch import Tensor
 
 from hyper_parallel.compat import Backend, backend
-from hyper_parallel.offload.tiers import FlashTier, HostTier, PoolTier, Tier, measure
-from hyper_parallel.offload.tiers.checksum import checksum
-from hyper_parallel.offload.tiers.flash import PART
+from hyper_parallel.offloading.tiers import FlashTier, HostTier, PoolTier, Tier, measure
+from hyper_parallel.offloading.tiers.checksum import checksum
+from hyper_parallel.offloading.tiers.flash import PART
 
 MiB = 2**20
 SIZES = (64 * 2**10, MiB, 16 * MiB, 256 * MiB)

@@ -6,15 +6,13 @@ The public names. They are imported when they are first used, so that `import hy
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel._version import __version__
 
 if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig, load
-    from hyper_parallel.eager import offload  # type: ignore[no-redef]
+    from hyper_parallel.eager import offload
     from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
     from hyper_parallel.strategy import Strategy
     from hyper_parallel.train import Trainer
@@ -56,22 +54,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Folder(ModuleType):
-    """A folder with the name of a public function: it can be called as that function."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return __getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)
-
-
-class _Package(ModuleType):
-    """This package. Importing a folder sets it as an attribute, in the place of what `__getattr__` gives."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _HOMES and isinstance(value, ModuleType):
-            value.__class__ = _Folder
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

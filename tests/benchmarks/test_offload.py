@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import offload
 import offload_pages
 import offload_peers as peers
 import offload_saved
@@ -18,12 +19,11 @@ from memory import MODELS, build, recipe_of
 from torch import nn
 
 import hyper_parallel as hp
-import offload
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import registry
 from hyper_parallel.graph import peak
-from hyper_parallel.offload import Rate
-from hyper_parallel.offload.tiers import HostTier
+from hyper_parallel.offloading import Rate
+from hyper_parallel.offloading.tiers import HostTier
 from hyper_parallel.train.whole_step import BatchShape, capture_step
 from hyper_parallel.workload.work import Work
 

@@ -10,5 +10,5 @@ import pytest
 @pytest.fixture(autouse=True)
 def _quick_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("matrix") is None:
-        monkeypatch.setattr(importlib.import_module("hyper_parallel.offload.choose"), "WORK", 0)
-        monkeypatch.setattr(importlib.import_module("hyper_parallel.offload.search"), "PLANS", 1)
+        monkeypatch.setattr(importlib.import_module("hyper_parallel.offloading.choose"), "WORK", 0)
+        monkeypatch.setattr(importlib.import_module("hyper_parallel.offloading.search"), "PLANS", 1)

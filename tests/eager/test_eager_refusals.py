@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,16 +202,6 @@ def test_arguments_are_checked(given: dict[str, Any], match: str) -> None:
         empty = Small()
     with pytest.raises(BudgetError, match="are on meta"):
         hp.offload(empty, budget="1GiB", host="1GiB")
-
-
-def test_the_name_is_a_function_and_a_folder() -> None:
-    from hyper_parallel.offload import problem_of
-    from hyper_parallel.offload.tiers import HostTier
-
-    assert sys.modules["hyper_parallel.offload"].problem_of is problem_of
-    assert "HostTier" in vars(hp.offload.tiers) and HostTier is not None
-    with pytest.raises(BudgetError, match="needs a place to go"):
-        hp.offload(Small(), budget="1GiB")
 
 
 def test_copies_and_release(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ from typing import Any
 import highspy
 import numpy as np
 
-from hyper_parallel.offload.gaps import gaps_of
-from hyper_parallel.offload.moves import Move
-from hyper_parallel.offload.problem import Problem
+from hyper_parallel.offloading.gaps import gaps_of
+from hyper_parallel.offloading.moves import Move
+from hyper_parallel.offloading.problem import Problem
 
 SHORT = 1e-6
 """Of the step: a node that takes less counts as a wait for leaves behind it, which any step may have, since the solver

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 
-from hyper_parallel.offload.check import check_moves
-from hyper_parallel.offload.moves import Move
-from hyper_parallel.offload.problem import Held, Problem
+from hyper_parallel.offloading.check import check_moves
+from hyper_parallel.offloading.moves import Move
+from hyper_parallel.offloading.problem import Held, Problem
 
 
 def long_run(problem: Problem, moves: Iterable[Move], steps: int = 60) -> float:

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from hyper_parallel.offload.problem import Busy, Held, Problem, Rate, Space, Taken
+from hyper_parallel.offloading.problem import Busy, Held, Problem, Rate, Space, Taken
 
 GiB = 2**30
 
@@ -334,8 +334,8 @@ FULL = Shape()
 def main() -> None:
     """Print what the planner makes of the full shape, beside the lower bounds."""
     # The planner brings torch, which problems alone do not need.
-    from hyper_parallel.offload.bound import least_seconds
-    from hyper_parallel.offload.choose import choose
+    from hyper_parallel.offloading.bound import least_seconds
+    from hyper_parallel.offloading.choose import choose
 
     print(
         "| Link, GiB/s | Budget, GiB | Step without moves, s | Planned, s | Stall, s | Bound, s | Gap | Planning, s |"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from hyper_parallel.offload.runtime import Runtime
+from hyper_parallel.offloading.runtime import Runtime
 
 
 class Copied:

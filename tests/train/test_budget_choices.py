@@ -10,7 +10,7 @@ from engines import Ran, differences, of_graph, run_engine
 from tiny_run import LLAMA
 
 from harness import run_ranks
-from hyper_parallel.offload import Rate, memories, search
+from hyper_parallel.offloading import Rate, memories, search
 
 # A link so slow that almost anything is cheaper than a copy, whatever machine this is.
 SLOW = Rate(1e-6, 5e7)

@@ -25,10 +25,10 @@ from tiny_run import metrics, run, run_config
 from harness.commands import descendants, running, wait_until
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import TierError
-from hyper_parallel.offload import choose, rewrite
-from hyper_parallel.offload.tiers import host
-from hyper_parallel.offload.tiers.lease import PREFIX
-from hyper_parallel.offload.tiers.pool import SHARED
+from hyper_parallel.offloading import choose, rewrite
+from hyper_parallel.offloading.tiers import host
+from hyper_parallel.offloading.tiers.lease import PREFIX
+from hyper_parallel.offloading.tiers.pool import SHARED
 from hyper_parallel.train.graph_step import GraphStepper
 
 TRAIN = {"steps": 6, "eval": {"batches": 1}, "sample": {"tokens": 0}}

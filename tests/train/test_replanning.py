@@ -16,9 +16,9 @@ import torch
 from engines import Ran, differences, of_graph, run_engine
 
 from harness import run_ranks
-from hyper_parallel.offload import Move, choose, memories, rewrite, watch
-from hyper_parallel.offload.problem import Busy, Held, Problem, Rate, Space
-from hyper_parallel.offload.tiers.host import HostTier
+from hyper_parallel.offloading import Move, choose, memories, rewrite, watch
+from hyper_parallel.offloading.problem import Busy, Held, Problem, Rate, Space
+from hyper_parallel.offloading.tiers.host import HostTier
 from hyper_parallel.train.replanning import QUIET, Replanning
 
 SLOW_FROM = 6

@@ -3,7 +3,7 @@
 The two passes of a model are captured as one step, planned as one, and run as autograd asks for them.
 """
 
-from hyper_parallel.eager.offload import offload, release
+from hyper_parallel.eager.entry import offload, release
 from hyper_parallel.eager.offloaded import Offloaded
 
 __all__ = ["Offloaded", "offload", "release"]

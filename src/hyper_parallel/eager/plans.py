@@ -21,10 +21,10 @@ from hyper_parallel.eager.passes import Passes, capture_passes, late
 from hyper_parallel.eager.run import Ready
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import executable
-from hyper_parallel.offload import Runtime
-from hyper_parallel.offload.memories import machine_of, measured, open_tiers
-from hyper_parallel.offload.rewrite import planned
-from hyper_parallel.offload.shelf import Shelves
+from hyper_parallel.offloading import Runtime
+from hyper_parallel.offloading.memories import machine_of, measured, open_tiers
+from hyper_parallel.offloading.rewrite import planned
+from hyper_parallel.offloading.shelf import Shelves
 from hyper_parallel.units import format_bytes
 
 log = logging.getLogger(__name__)

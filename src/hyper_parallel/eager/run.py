@@ -14,7 +14,7 @@ from hyper_parallel.compat.dispatch import below_autograd, version
 from hyper_parallel.eager.passes import TURN, Passes
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import Executable
-from hyper_parallel.offload import Runtime
+from hyper_parallel.offloading import Runtime
 
 
 @dataclass(frozen=True)

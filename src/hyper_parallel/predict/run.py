@@ -17,10 +17,10 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.graph import Pass
 from hyper_parallel.inspect.run import micro_batch, model_of
-from hyper_parallel.offload.choices import Choices
-from hyper_parallel.offload.explain import explained
-from hyper_parallel.offload.rewrite import Offload
-from hyper_parallel.offload.spaces import spaces_of
+from hyper_parallel.offloading.choices import Choices
+from hyper_parallel.offloading.explain import explained
+from hyper_parallel.offloading.rewrite import Offload
+from hyper_parallel.offloading.spaces import spaces_of
 from hyper_parallel.overlap import Overlap
 from hyper_parallel.predict.prediction import Prediction
 from hyper_parallel.predict.program import load_of, program_of

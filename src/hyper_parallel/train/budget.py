@@ -18,12 +18,12 @@ import torch
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import absent, backend
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.offload import Runtime, Space
-from hyper_parallel.offload.choices import Choices
-from hyper_parallel.offload.memories import GUESS, measured, open_tiers
-from hyper_parallel.offload.rewrite import Planned, planned
-from hyper_parallel.offload.shelf import Shelves
-from hyper_parallel.offload.watch import Watch
+from hyper_parallel.offloading import Runtime, Space
+from hyper_parallel.offloading.choices import Choices
+from hyper_parallel.offloading.memories import GUESS, measured, open_tiers
+from hyper_parallel.offloading.rewrite import Planned, planned
+from hyper_parallel.offloading.shelf import Shelves
+from hyper_parallel.offloading.watch import Watch
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.overlapping import cluster_of
 

@@ -16,7 +16,7 @@ from torch import nn
 from hyper_parallel.config import ModelConfig, RunConfig
 from hyper_parallel.data import TextData, Tokenizer
 from hyper_parallel.errors import ConfigError, nearest
-from hyper_parallel.offload.lend import lend
+from hyper_parallel.offloading.lend import lend
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.train.budget import Budget

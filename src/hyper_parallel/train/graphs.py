@@ -20,7 +20,7 @@ from hyper_parallel.graph import Executable, Pass, StepGraph, executable
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.passes import rewritten
 from hyper_parallel.graph.sizes import uncertain
-from hyper_parallel.offload import Runtime
+from hyper_parallel.offloading import Runtime
 from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.passes import passes_for
 from hyper_parallel.train.recipe import Recipe

@@ -1,7 +1,7 @@
 """New plans in the middle of a run, where links are not as fast as its plans take them to be.
 
-Each rank looks at its own links (`offload.watch`). Where one departs, and the step would wait for it, the rank says so
-with what the ranks tell each other in every step, and all plan anew before the same step, each by its own links. No
+Each rank looks at its own links (`offloading.watch`). Where one departs, and the step would wait for it, the rank says
+so with what the ranks tell each other in every step, and all plan anew before the same step, each by its own links. No
 collective is added, and no bit of the results depends on it.
 
 A run on a machine that is busy with other things must not plan for ever: nothing is asked for within QUIET steps of the
@@ -14,8 +14,8 @@ import logging
 import time
 from dataclasses import replace
 
-from hyper_parallel.offload import Space, replay
-from hyper_parallel.offload.rewrite import Planned
+from hyper_parallel.offloading import Space, replay
+from hyper_parallel.offloading.rewrite import Planned
 from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.graphs import Captured, Graphs
 from hyper_parallel.units import format_duration

@@ -15,7 +15,7 @@ from hyper_parallel.graph import StepGraph, executable, values_of
 from hyper_parallel.graph.cache import is_cache
 from hyper_parallel.graph.effects import touched
 from hyper_parallel.graph.host import HOST
-from hyper_parallel.offload import Runtime
+from hyper_parallel.offloading import Runtime
 from hyper_parallel.train.guard import counted
 from hyper_parallel.train.recipe import SAID
 

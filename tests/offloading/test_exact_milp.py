@@ -1,0 +1,66 @@
+"""The program of whole copies: below the best of all plans of tiny problems, and next to it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from harness.exact_milp import Exact
+from harness.exact_plans import long_run, plans
+from harness.memory_problems import drawn, under
+from hyper_parallel.offloading.bound import least_seconds
+from hyper_parallel.offloading.choose import choose
+from hyper_parallel.offloading.problem import Problem
+
+ROUNDING = 1e-5
+"""Of the step: of the solver, which keeps to rows by 1e-6."""
+
+
+def tiny(seed: int) -> Problem:
+    """So few gaps that all plans can be tried, and links so slow that nodes wait."""
+    problem = drawn(seed, 3, 6)
+    slow = [
+        replace(
+            space,
+            out=replace(space.out, bandwidth=space.out.bandwidth / 3),
+            back=replace(space.back, bandwidth=space.back.bandwidth / 3),
+        )
+        for space in problem.spaces
+    ]
+    return under(replace(problem, spaces=tuple(slow)), random.Random(seed).choice((0.0, 0.3)))
+
+
+def test_proves_the_best_of_all_plans_of_tiny_problems() -> None:
+    met = looser = 0
+    for problem in map(tiny, range(60)):
+        try:
+            found = [long_run(problem, moves) for moves in plans(problem, most=2000)]
+        except ValueError:
+            continue
+        if not found or min(found) <= problem.starts[-1] * (1 + ROUNDING):
+            continue
+        proved = Exact(problem).solve(10.0, near=1e-7)
+        assert proved.bound <= min(found) * (1 + ROUNDING)
+        assert proved.closed and proved.bound == pytest.approx(proved.seconds, rel=ROUNDING)
+        met += proved.bound >= min(found) * (1 - ROUNDING)
+        looser += least_seconds(problem, places=problem.nodes) < 0.95 * min(found)
+    assert met >= 8 and looser >= 3
+
+
+def test_a_plan_is_a_solution_to_begin_with() -> None:
+    problem = under(drawn(5, 12, 30), 0.2)
+    plan = choose(problem, tries=2)
+    assert plan.stall > 0
+    proved = Exact(problem).solve(1.0, plan.moves, near=1.0)
+    assert proved.bound <= plan.seconds * (1 + ROUNDING)
+    assert proved.seconds <= plan.seconds * (1 + ROUNDING)
+
+
+def test_no_plan_at_all() -> None:
+    problem = replace(tiny(0), budget=tiny(0).working_set - 1)
+    assert Exact(problem).solve(1.0).bound == float("inf")
+
+
+def test_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="one space"):
+        Exact(drawn(0, tiers=2))

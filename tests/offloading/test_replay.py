@@ -1,0 +1,32 @@
+"""What a plan comes to in time, step after step."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.exact_plans import long_run
+from harness.memory_problems import drawn
+from hyper_parallel.offloading.choose import choose
+from hyper_parallel.offloading.moves import Move, replay
+from hyper_parallel.offloading.problem import Busy, Held, Problem, Rate, Space
+
+
+def test_a_link_that_has_more_to_carry_than_a_step_lasts_makes_the_step_longer() -> None:
+    space = Space("host", 10**6, Rate(0.0, 100.0), Rate(0.0, 1e9))
+    held = tuple(
+        Held(at, count, "optimizer", (Busy(50 * at, 50 * at, True),), True)
+        for at, count in ((0, 90), (1, 50))
+    )
+    problem = Problem([at / 100 for at in range(101)], held, (), (space,), 1000)
+    moves = [Move(at, "host", 0, 50 * at + 1, 50 * at + 98, 50 * at + 99) for at in (0, 1)]
+    found = replay(problem, moves)
+    # 140 bytes a step over 100 B/s, of which the second step does not know yet.
+    assert found.seconds == pytest.approx(1.4, abs=1e-6)
+    assert found.stall == pytest.approx(0.4, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_steps_are_those_of_a_long_run(seed: int) -> None:
+    problem = drawn(seed)
+    plan = choose(problem, tries=5)
+    assert replay(problem, plan.moves).seconds == pytest.approx(long_run(problem, plan.moves), rel=1e-9)

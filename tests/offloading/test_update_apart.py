@@ -1,0 +1,328 @@
+"""Updates on the host: the same bits as on the device, nothing updated before the step is checked, state that rests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from harness.apart import placed
+from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
+from harness.slots import Poisoning, Shelf
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat import backend
+from hyper_parallel.errors import BudgetError, GraphError
+from hyper_parallel.graph import (
+    StepGraph,
+    cache,
+    dependencies,
+    executable,
+    lifetimes,
+    lower,
+    text,
+    validate,
+    workspaces,
+)
+from hyper_parallel.graph.apart import calls_of, is_update, slots_of, storages_of
+from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.lifetimes import peak_of
+from hyper_parallel.offloading.apply import apply
+from hyper_parallel.offloading.bound import least_seconds
+from hyper_parallel.offloading.check import check_moves
+from hyper_parallel.offloading.choose import choose
+from hyper_parallel.offloading.problem import Rate, Space
+from hyper_parallel.offloading.problem_of import problem_of
+from hyper_parallel.offloading.runtime import Runtime
+from hyper_parallel.offloading.tiers import HostTier
+from hyper_parallel.offloading.update_apart import can_be_apart, latest, put_apart
+from hyper_parallel.simulate import simulate
+from hyper_parallel.train.recipe import SAID, Recipe
+from hyper_parallel.train.whole_step import capture_step, state
+from hyper_parallel.verify.families import FAMILIES
+from hyper_parallel.verify.matrix import draw_batch
+
+Host = Callable[[str, object], Tensor | None]
+
+
+def _recipe(family: str) -> Recipe:
+    return recipe_of(FAMILIES[family], family_config(FAMILIES[family], {}, None))
+
+
+@functools.cache
+def _captured(family: str) -> StepGraph:
+    recipe, config = _recipe(family), family_config(FAMILIES[family], {}, None)
+    micro = micro_batches(recipe.handle, config, draw_batch(FAMILIES[family]))
+    return capture_step(recipe, shape_of(micro, True))
+
+
+@functools.cache
+def _apart(family: str) -> StepGraph:
+    """Every update on the host."""
+    step = _captured(family)
+    return placed(put_apart(step, [one.parameter for one in can_be_apart(step)], "host"))
+
+
+class _Run:
+    """Steps of a model, and its state."""
+
+    def __init__(self, family: str, step: StepGraph, runtime: Runtime | None = None) -> None:
+        recipe, config = _recipe(family), family_config(FAMILIES[family], {}, None)
+        self.tensors = inputs_of(
+            recipe, micro_batches(recipe.handle, config, draw_batch(FAMILIES[family])), 100.0
+        )
+        self.names = sorted(state(recipe.handle, recipe.optimizer))
+        self.runtime = runtime
+        if runtime is not None:
+            for name in self.names:
+                runtime.rest(name, self.tensors[name])
+        self._run = executable(step, cache=runtime)
+
+    def step(self, check: Callable[[], None] | None = None) -> None:
+        def host(point: str, values: object) -> Tensor | None:
+            if point == "check" and check is not None:
+                check()
+            return torch.zeros(SAID) if point == "load" else None
+
+        self._run.run(self.tensors, host)
+
+    def values(self) -> dict[str, Tensor]:
+        found = {}
+        for name in self.names:
+            if self.runtime is None:
+                found[name] = self.tensors[name].clone()
+                continue
+            with self.runtime.present(name, self.tensors[name]):
+                found[name] = self.tensors[name].clone()
+        return found
+
+
+def _tier(step: StepGraph) -> HostTier:
+    tier = HostTier(backend("cpu"), 2**30)
+    tier.reserve({number: slot.bytes for number, slot in step.slots.items()})
+    return tier
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.matrix)])
+def test_twenty_steps_are_equal_to_the_bit(family: str) -> None:
+    moved = _apart(family)
+    plain = _Run(family, _captured(family))
+    with _tier(moved) as tier:
+        apart = _Run(family, moved, Runtime(moved, {"host": tier}))
+        for _ in range(20):
+            plain.step()
+            apart.step()
+        expected, got = plain.values(), apart.values()
+    for name, value in expected.items():
+        assert torch.equal(value, got[name]), name
+
+
+def test_nothing_on_the_device_is_read_that_is_away() -> None:
+    moved = _apart("llama")
+    shelf = Shelf()
+    shelf.reserve({number: slot.bytes for number, slot in moved.slots.items()})
+    plain, apart = _Run("llama", _captured("llama")), _Run("llama", moved, Poisoning(moved, {"host": shelf}))
+    for _ in range(3):
+        plain.step()
+        apart.step()
+    got = apart.values()
+    assert all(torch.equal(value, got[name]) for name, value in plain.values().items())
+
+
+def test_all_of_a_dense_model_can_be_apart_and_its_state_is_never_on_the_device() -> None:
+    step, moved = _captured("llama"), _apart("llama")
+    updates = [node for node in moved.nodes if is_update(node)]
+    assert len(updates) == sum(entry.kind == "parameter" for entry in step.inputs)
+    state_storages = {storage for node in updates for storage in storages_of(node)[2:]}
+    assert not {life.storage for life in lifetimes(moved)} & state_storages
+    assert not [node for node in moved.nodes if "_fused_adamw" in str(node.target)]
+    # Clipping, the count of updates and the update itself.
+    assert {len(calls_of(node)) for node in updates} == {3}
+    assert "_fused_adamw_.tensor_lr" in text(moved)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_planner_finds_their_moves_within_any_budget(share: float) -> None:
+    step = _captured("llama")
+    apart = put_apart(step, latest(step, 0.5, 2**30), "host")
+    slow = Rate(1e-6, 1.5e9)
+    problem = problem_of(apart, Cluster.named("h100"), 0, (Space("host", 2**30, slow, slow),))
+    budget = int(problem.working_set + share * (max(problem.profile()) - problem.working_set))
+    problem = replace(problem, budget=budget)
+    plan = choose(problem, tries=1)
+    check_moves(problem, plan.moves)
+    moved = apply(apart, problem, plan.moves)
+    held = peak_of([*lifetimes(moved), *workspaces(moved)]).bytes
+    assert held == max(problem.profile(plan.moves)) == plan.peak <= budget
+    plain = _Run("llama", step)
+    with _tier(moved) as tier:
+        run = _Run("llama", moved, Runtime(moved, {"host": tier}))
+        for _ in range(2):
+            plain.step()
+            run.step()
+        expected, got = plain.values(), run.values()
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_what_comes_back_waits_for_the_host() -> None:
+    step = _captured("llama")
+    apart = put_apart(step, latest(step, 1.0, 2**30), "host")
+    quick = Rate(0.0, 1e15)
+    seconds = []
+    for work in (1e15, 1e6):
+        problem = problem_of(apart, Cluster.named("h100"), 2**30, (Space("host", 2**30, quick, quick, work),))
+        host = sum(update.seconds for update in problem.updates)
+        plan = choose(problem)
+        seconds.append(plan.seconds)
+        assert plan.seconds >= host
+    assert seconds[0] == pytest.approx(problem.starts[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_no_plan_is_below_the_bound(share: float) -> None:
+    pytest.importorskip("highspy")
+    step = _captured("llama")
+    apart = put_apart(step, latest(step, 1.0, 2**30), "host")
+    slow = Rate(1e-6, 1.5e9)
+    problem = problem_of(apart, Cluster.named("h100"), 0, (Space("host", 2**30, slow, slow, 1e9),))
+    budget = int(problem.working_set + share * (max(problem.profile()) - problem.working_set))
+    problem = replace(problem, budget=budget)
+    least = least_seconds(problem, places=48)
+    assert least >= sum(update.seconds for update in problem.updates)
+    assert problem.starts[-1] <= least <= choose(problem, tries=1).seconds
+
+
+def test_rules_that_moves_of_updates_obey() -> None:
+    step = _captured("llama")
+    apart = put_apart(step, [can_be_apart(step)[0].parameter], "host")
+    rate = Rate(1e-6, 1e9)
+    problem = problem_of(apart, Cluster.named("h100"), 2**30, (Space("host", 2**30, rate, rate),))
+    moves = choose(problem).moves
+    check_moves(problem, moves)
+    (update,) = problem.updates
+    gradient, parameter = (
+        next(move for move in moves if move.storage == storage)
+        for storage in (update.gradient, update.parameter)
+    )
+    with pytest.raises(ValueError, match="has to be away"):
+        check_moves(problem, [gradient])
+    with pytest.raises(ValueError, match="before the host's update"):
+        check_moves(problem, [replace(gradient, leave=update.place + 1), parameter])
+    with pytest.raises(ValueError, match="fetched behind it"):
+        check_moves(problem, [gradient, replace(parameter, fetch=update.place)])
+    with pytest.raises(BudgetError, match="updates of 1 parameter are"):
+        choose(replace(problem, spaces=(Space("host", 4096, rate, rate),)))
+
+
+def test_a_step_that_is_stopped_updates_nothing() -> None:
+    moved = _apart("llama")
+    with _tier(moved) as tier:
+        run = _Run("llama", moved, Runtime(moved, {"host": tier}))
+        run.step()
+        before = run.values()
+
+        def refuse() -> None:
+            raise ArithmeticError("the loss is not finite")
+
+        with pytest.raises(ArithmeticError):
+            run.step(refuse)
+        after = run.values()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_what_is_lent_and_changed_goes_back_to_the_slot() -> None:
+    moved, plain = _apart("llama"), _Run("llama", _captured("llama"))
+    changed = ["parameter.model.norm.weight", "optimizer.exp_avg.model.norm.weight"]
+    with _tier(moved) as tier:
+        run = _Run("llama", moved, Runtime(moved, {"host": tier}))
+        run.step()
+        plain.step()
+        assert run.runtime is not None
+        for name in changed:
+            with run.runtime.present(name, run.tensors[name], changed=True):
+                run.tensors[name].add_(0.5)
+            plain.tensors[name].add_(0.5)
+            assert run.tensors[name].untyped_storage().nbytes() == 0
+        run.step()
+        plain.step()
+        expected, got = plain.values(), run.values()
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_an_update_that_fails_is_an_error_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = _apart("llama")
+
+    def fails(*args: object) -> None:
+        raise ArithmeticError("the host cannot add")
+
+    with _tier(moved) as tier:
+        run = _Run("llama", moved, Runtime(moved, {"host": tier}))
+        with monkeypatch.context() as patch:
+            patch.setattr("hyper_parallel.offloading.runtime.run", fails)
+            run.step()
+        with pytest.raises(Exception, match="the host cannot add"):
+            run.step()
+
+
+def test_it_runs_beside_the_device_in_the_simulation() -> None:
+    moved, cluster = _apart("llama"), Cluster.named("h100")
+    timeline = simulate(lower({"all": moved}), cluster)
+    end = {span.op.index: span.end for span in timeline.spans}
+    updates = [span for span in timeline.spans if span.op.queue == "host"]
+    assert len(updates) == sum(is_update(node) for node in moved.nodes)
+    by_index = {span.op.index: span for span in timeline.spans}
+    for span in updates:
+        assert span.op.work is not None
+        assert span.end - span.start == pytest.approx(cluster.host_seconds(span.op.work))
+        stores = [other for other in span.op.after if by_index[other].op.queue == "copy:device>host"]
+        assert len(stores) == 1
+        assert span.start >= end[stores[0]]
+    assert all(after.start >= before.end for before, after in pairwise(updates))
+    least = sum(
+        moved.slots[slot].bytes for node in moved.nodes if is_update(node) for slot in slots_of(node)[2:]
+    )
+    assert timeline.peak_in("host").bytes >= least
+
+
+def _without(step: StepGraph, unwanted: Callable[[fx.Node], bool]) -> StepGraph:
+    made = step.copy()
+    for node in [node for node in made.nodes if unwanted(node)]:
+        made.graph.erase_node(node)
+    return made
+
+
+def test_a_graph_that_updates_what_is_not_there_is_refused() -> None:
+    step = _captured("llama")
+    planned = put_apart(step, [can_be_apart(step)[0].parameter], "host")
+    moved = placed(planned)
+    update = next(node for node in moved.nodes if is_update(node))
+    master, gradient, *_ = storages_of(update)
+
+    def first(operator: object, storage: int) -> Callable[[fx.Node], bool]:
+        return lambda node: node.target is operator and moved.slots[node.args[1]].storage == storage
+
+    with pytest.raises(GraphError, match="not where storage"):
+        validate(planned, _without(moved, first(cache.detach, master)))
+    with pytest.raises(GraphError, match="does not hold"):
+        validate(planned, _without(moved, first(cache.store, gradient)))
+
+
+def test_no_update_may_begin_before_the_step_is_checked() -> None:
+    moved = _apart("llama")
+    check = [node for node in moved.nodes if node.target is HOST][-1]
+    needs = dependencies(moved)
+    assert all(check in needs[node] for node in moved.nodes if is_update(node))
+
+
+def test_state_that_something_else_looks_at_stays_on_the_device() -> None:
+    step = _captured("llama").copy()
+    everything = len(can_be_apart(step))
+    update = next(node for node in step.nodes if "_fused_adamw" in str(node.target))
+    with step.graph.inserting_before(update):
+        looked = step.graph.call_function(torch.ops.aten.add_.Scalar, (update.args[2][0], 0.0))  # type: ignore[index]
+    looked.meta = {**update.meta, "value": update.args[2][0].meta["value"]}  # type: ignore[index,union-attr]
+    assert len(can_be_apart(step)) == everything - 1
