@@ -33,21 +33,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import llama_8b
 import offload_peers as peers
-from capture import CASES
 from measure import RESULTS, paired_ratio, write
-from memory import build, recipe_of
 from offload_ascend import RUNS, predicted
 from offload_pages import fill
 from offload_real import Contestant, Process, Setting, bounds
 
-import hyper_parallel as hp
 from hyper_parallel.calibrate import Settings, calibrate
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.offloading import Rate, Space
 from hyper_parallel.offloading.rewrite import planned
-from hyper_parallel.train.whole_step import BatchShape, capture_step
 
 PARTS = ("real", "simulated", "ascend")
 EMULATED = 512 << 20
@@ -55,7 +52,6 @@ EMULATED = 512 << 20
 ROUNDS = 5
 LAYERS = 4
 """Of the model in the real part."""
-SEQUENCE = 4096
 ROWS = (1, 4)
 """Of the simulated workloads."""
 SHARES = (0.1, 0.25, 0.5)
@@ -185,10 +181,7 @@ def simulated(given: argparse.Namespace) -> dict[str, Any]:
 
 def workload(rows: int, layers: int) -> dict[str, Any]:
     """Others' points and ours, of a step of so many rows."""
-    fields = {**CASES["Llama-3-8B, tensor 8 · shard 8"].model, "num_hidden_layers": layers}
-    strategy = hp.Strategy.model_validate({"precision": {"compute": "bfloat16"}})
-    shape = BatchShape(((rows, SEQUENCE),), (False,))
-    step = capture_step(recipe_of(build(fields, strategy)), shape)
+    step = llama_8b.captured(layers, rows)
     cluster = Cluster.named("h100")
     link = cluster.link("host")
     case = peers.Case(step, cluster, Rate(link.latency, link.reached))
@@ -201,7 +194,7 @@ def workload(rows: int, layers: int) -> dict[str, Any]:
     return {
         "rows": rows,
         "layers": layers,
-        "sequence": SEQUENCE,
+        "sequence": llama_8b.SEQUENCE,
         "link_B_s": case.link.bandwidth,
         "working_set": least,
         "peak": peak,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import llama_8b
 from capture import CASES
 from memory import SHAPE
 
@@ -41,11 +42,10 @@ class Run:
     assumed: str
 
 
-_LLAMA = CASES["Llama-3-8B, tensor 8 · shard 8"].model
 _DEEPSEEK = CASES["DeepSeek-V3, shard 64 · expert 64"].model
 RUNS = {
     "Llama-3-8B": Run(
-        _LLAMA,
+        llama_8b.MODEL,
         {"shard": 8},
         4096,
         24,

@@ -25,16 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from capture import CASES
+import llama_8b
 from measure import write
-from memory import build, recipe_of
 
-import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.offloading import Plan, Problem, Rate, Space, choose, problem_of
 from hyper_parallel.offloading.bound import least_seconds, zero_stall_budget
-from hyper_parallel.train.whole_step import BatchShape, capture_step
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from harness.exact_milp import Exact
@@ -42,26 +39,14 @@ from harness.memory_problems import drawn, under
 
 LINKS = (25, 50, 400)
 """GiB/s each way."""
-SHARES = (0.3, 0.5, 0.7)
-"""Where the budgets lie between the working set and the peak."""
 INSTANCES = 40
 """Small ones."""
 SLOWER = 3
 """Times the links of small instances, so that copies do not all hide."""
 NEAR = 0.03
 """Of the bound."""
-SEQUENCE = 4096
 CLOSE = 1 / 512
 """Of the peak: how far the bisection of the least budget without stall goes."""
-
-
-def problem_of_8b(layers: int | None) -> Problem:
-    """The step's memory; budget and spaces are still to be said."""
-    model = dict(CASES["Llama-3-8B, tensor 8 · shard 8"].model)
-    model["num_hidden_layers"] = layers or model["num_hidden_layers"]
-    recipe = recipe_of(build(model, hp.Strategy.model_validate({"precision": {"compute": "bfloat16"}})))
-    step = capture_step(recipe, BatchShape(((1, SEQUENCE),), (False,)))
-    return problem_of(step, Cluster.named("h100"), 1, ())
 
 
 def timed(problem: Problem) -> tuple[Plan, float]:
@@ -158,7 +143,7 @@ def main() -> None:
     if given.small:
         small_instances(given.seconds)
         return
-    base = problem_of_8b(given.layers)
+    base = problem_of(llama_8b.captured(given.layers), Cluster.named("h100"), 1, ())
     peak, least = max(base.profile()), base.working_set
     print(
         f"{base.nodes:,} nodes, {len(base.held):,} storages, peak {peak / 2**30:.1f} GiB, working set "
@@ -190,7 +175,7 @@ def main() -> None:
             f"{ours / bound - 1:+.2%} (solved in {solved:.0f} s)",
             flush=True,
         )
-        for share in SHARES:
+        for share in llama_8b.SHARES:
             asked = replace(problem, budget=int(least + share * (peak - least)))
             plan, took = timed(asked)
             begun = time.perf_counter()

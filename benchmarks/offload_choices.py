@@ -14,19 +14,14 @@ import argparse
 import time
 from typing import Any
 
-from capture import CASES
+import llama_8b
 from measure import write
-from memory import build, recipe_of
-from offload_bounds import SEQUENCE, SHARES
 
-import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.apart import is_update
 from hyper_parallel.offloading import Rate, Space, problem_of
 from hyper_parallel.offloading.choices import Choices
 from hyper_parallel.offloading.rewrite import planned
-from hyper_parallel.train.whole_step import BatchShape, capture_step
 
 LINKS = (25, 50)
 """GiB/s each way."""
@@ -38,14 +33,6 @@ CHOICES = {
 }
 
 
-def step_of(layers: int | None) -> StepGraph:
-    """The step, captured."""
-    model = dict(CASES["Llama-3-8B, tensor 8 · shard 8"].model)
-    model["num_hidden_layers"] = layers or model["num_hidden_layers"]
-    recipe = recipe_of(build(model, hp.Strategy.model_validate({"precision": {"compute": "bfloat16"}})))
-    return capture_step(recipe, BatchShape(((1, SEQUENCE),), (False,)))
-
-
 def main() -> None:
     """Plan all cases, print, keep."""
     parser = argparse.ArgumentParser(
@@ -53,14 +40,14 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, help="of the model; a result is kept for all of them only")
     given = parser.parse_args()
-    step, cluster = step_of(given.layers), Cluster.named("h100")
+    step, cluster = llama_8b.captured(given.layers), Cluster.named("h100")
     free = problem_of(step, cluster, 1, ())
     least, most = free.working_set, max(free.profile())
     rows: list[dict[str, Any]] = []
     for link in LINKS:
         rate = Rate(1e-5, link * 2**30)
         host = Space("host", 1 << 40, rate, rate)
-        for share in SHARES:
+        for share in llama_8b.SHARES:
             budget = int(least + share * (most - least))
             for name, choices in CHOICES.items():
                 begun = time.process_time()

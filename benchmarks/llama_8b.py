@@ -1,0 +1,24 @@
+"""The step of a Llama of 8B's shape that several benchmarks plan memory for: bf16 arithmetic, fp32 parameters and
+moments, on one device. Only captured: no value of it is ever made."""
+
+from __future__ import annotations
+
+from capture import CASES
+from memory import build, recipe_of
+
+import hyper_parallel as hp
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.train.whole_step import BatchShape, capture_step
+
+MODEL = CASES["Llama-3-8B, tensor 8 · shard 8"].model
+SEQUENCE = 4096
+SHARES = (0.3, 0.5, 0.7)
+"""Where the budgets that are looked at lie between the working set and the peak."""
+
+
+def captured(layers: int | None = None, rows: int = 1) -> StepGraph:
+    """The step of so many rows of `SEQUENCE` tokens; of all the model's layers where `layers` is left out."""
+    fields = {**MODEL, "num_hidden_layers": layers or MODEL["num_hidden_layers"]}
+    strategy = hp.Strategy.model_validate({"precision": {"compute": "bfloat16"}})
+    recipe = recipe_of(build(fields, strategy))
+    return capture_step(recipe, BatchShape(((rows, SEQUENCE),), (False,)))
