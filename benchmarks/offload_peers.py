@@ -18,9 +18,11 @@ something is left open it is answered in the policy's favour:
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import fx
 
@@ -28,10 +30,12 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, layers
 from hyper_parallel.graph.recompute import regather
 from hyper_parallel.offloading import Problem, Rate, Space, problem_of
-from hyper_parallel.offloading.check import check_moves
 from hyper_parallel.offloading.moves import Move, replay
 from hyper_parallel.offloading.problem import Busy, Held
 from hyper_parallel.workload.work import Work
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from harness.check_moves import check_moves
 
 _EARLY = ("forward", "loss")
 _READ, _WRITTEN = 5 * 4, 4 * 4

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 
-from hyper_parallel.offloading.check import check_moves
+from harness.check_moves import check_moves
 from hyper_parallel.offloading.moves import Move
 from hyper_parallel.offloading.problem import Held, Problem
 

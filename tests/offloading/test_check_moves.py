@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hyper_parallel.offloading.check import check_moves, occupied
+from harness.check_moves import check_moves, occupied
 from hyper_parallel.offloading.moves import Move, replay
 from hyper_parallel.offloading.problem import Busy, Held, Problem, Rate, Space
 

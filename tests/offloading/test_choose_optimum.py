@@ -9,8 +9,8 @@ from math import prod
 
 import pytest
 
+from harness.check_moves import check_moves
 from harness.memory_problems import drawn, under
-from hyper_parallel.offloading.check import check_moves
 from hyper_parallel.offloading.choose import choose
 from hyper_parallel.offloading.moves import Move, replay
 from hyper_parallel.offloading.problem import Problem

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.check_moves import check_moves
 from harness.memory_problems import SMALL, drawn, llama, spaces, under
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.offloading.bound import least_seconds
-from hyper_parallel.offloading.check import check_moves
 from hyper_parallel.offloading.choose import choose
 from hyper_parallel.offloading.moves import Plan, replay
 from hyper_parallel.offloading.problem import Problem

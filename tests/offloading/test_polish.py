@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.check_moves import check_moves
 from harness.memory_problems import drawn, under
-from hyper_parallel.offloading.check import check_moves
 from hyper_parallel.offloading.chosen import Chosen
 from hyper_parallel.offloading.floor import farthest
 from hyper_parallel.offloading.gaps import gaps_of

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from harness.apart import placed
 from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
+from harness.check_moves import check_moves
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
@@ -33,7 +34,6 @@ from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.lifetimes import peak_of
 from hyper_parallel.offloading.apply import apply
 from hyper_parallel.offloading.bound import least_seconds
-from hyper_parallel.offloading.check import check_moves
 from hyper_parallel.offloading.choose import choose
 from hyper_parallel.offloading.problem import Rate, Space
 from hyper_parallel.offloading.problem_of import problem_of

@@ -1,9 +1,8 @@
 """Which gaps a planner has chosen so far, and in which space each storage has its slot.
 
-A storage goes to the first space with room for its slot. What is counted here is never less than what
-`check.occupied` finds in the end: state needs its slot always, anything else from where its first store may begin
-to the use behind its last gap. Gaps that have to be taken are chosen from the beginning, in the space where the host
-computes.
+A storage goes to the first space with room for its slot. What is counted here is never less than what its moves
+need in the end: state needs its slot always, anything else from where its first store may begin to the use behind its
+last gap. Gaps that have to be taken are chosen from the beginning, in the space where the host computes.
 """
 
 from __future__ import annotations

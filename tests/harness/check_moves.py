@@ -1,4 +1,4 @@
-"""The rules that moves obey, whoever chose them.
+"""The rules that moves obey, whoever chose them: written beside the planner, which never reads them.
 
 **Valid slots.** What is fetched must be what the storage held when it left. A move without a store relies on a copy
 that was made before, which holds as long as no busy stretch in between writes. The step repeats for ever, so that of
