@@ -9,7 +9,7 @@ from torch import nn
 from hyper_parallel.compat import kernels
 from hyper_parallel.compat.symbols import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph import StepGraph, capture, executable, host, lifetimes, peak, phase
+from hyper_parallel.graph import StepGraph, capture, executable, host, lifetimes, peak, phase, values_of
 
 
 def _fake(*shape: int) -> torch.Tensor:
@@ -54,6 +54,30 @@ def test_a_graph_computes_what_eager_computes_and_updates_state_in_place() -> No
     assert torch.equal(outputs["loss"], loss)
     assert torch.equal(weight, updated)
     assert seen == [("check", loss.item())]
+
+
+def test_what_comes_from_outside_is_known_by_its_storage() -> None:
+    with fake_mode_with_symbols():
+        model = nn.Linear(4, 3)
+        weight, bias, x = model.weight, model.bias, _fake(5, 4)
+        inputs = {
+            "weight": ("parameter", weight),
+            "row": ("input", weight.detach()[0]),
+            "bias": ("parameter", bias),
+            "x": ("input", x),
+        }
+        graph = capture(lambda: {"y": model(x).detach()}, inputs, model)
+
+    kinds = {entry.name: (storage, entry.kind) for storage, entry in graph.outside.items()}
+    # Views of one memory are one storage, which the last of them brings.
+    assert {name: kind for name, (_, kind) in kinds.items()} == {
+        "row": "input",
+        "bias": "parameter",
+        "x": "input",
+    }
+    made = {value.storage for node in graph.nodes for value in values_of(node)} - graph.outside.keys()
+    assert len(made) == 1, "the output, which no input brings"
+    assert graph.copy().outside == graph.outside
 
 
 def test_an_update_is_captured_without_memory_for_its_parameter() -> None:

@@ -326,6 +326,5 @@ def late(step: StepGraph) -> frozenset[str]:
         elif names and not at_host:
             # What is moved may come back from a copy that was made before the turn.
             found |= touched(node) if is_cache(node) else reads(node)
-    for entry, node in zip(step.inputs, step.placeholders, strict=True):
-        names[node.meta["value"].storage] = entry.name
+    names |= {storage: entry.name for storage, entry in step.outside.items()}
     return frozenset(names[storage] for storage in found if storage in names)

@@ -47,11 +47,7 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
     died: dict[int, int] = {}
     moves: dict[int, list[tuple[int, bool]]] = defaultdict(list)
     """Of each storage: where its memory is taken again (True) or given up."""
-    outside = {
-        value.storage: (entry.kind, entry.name)
-        for entry, node in zip(step.inputs, step.placeholders, strict=True)
-        for value in values_of(node)
-    }
+    outside = step.outside
     returned = {value.storage for node in step.output.all_input_nodes for value in values_of(node)}
     for at, node in enumerate(nodes):
         for value in values_of(node):
@@ -66,12 +62,12 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
     weights = of_weights(step, nodes)
     away = {slot.storage for slot in step.slots.values() if slot.rest == "away"}
     found = []
-    for storage, (kind, name) in outside.items():
+    for storage, entry in outside.items():
         if storage in away and not moves[storage]:
             continue
         size = known(step.storages[storage].bytes, sizes or {})
         for since, until in _lives(-1, len(nodes), moves[storage]):
-            found.append(Lifetime(storage, size, kind, since, until, name, *_where(nodes, since)))
+            found.append(Lifetime(storage, size, entry.kind, since, until, entry.name, *_where(nodes, since)))
     for storage, at in sorted(born.items(), key=lambda entry: entry[1]):
         if storage in outside or step.storages[storage].name is not None:
             continue
@@ -113,10 +109,7 @@ def _kind(step: StepGraph, storage: int, born: fx.Node, last: fx.Node, weights: 
 
 def of_weights(step: StepGraph, nodes: list[fx.Node]) -> set[int]:
     """Storages computed from parameters alone: gathered or cast ones."""
-    kinds: dict[int, bool] = {}
-    for entry, node in zip(step.inputs, step.placeholders, strict=True):
-        for value in values_of(node):
-            kinds[value.storage] = entry.kind == "parameter"
+    kinds = {storage: entry.kind == "parameter" for storage, entry in step.outside.items()}
     found = set()
     for node in nodes:
         sources = [value.storage for source in node.all_input_nodes for value in values_of(source)]

@@ -29,7 +29,7 @@ from hyper_parallel.graph.effects import begun
 from hyper_parallel.graph.groups import is_wait
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.lifetimes import Lifetime, lifetimes
-from hyper_parallel.graph.nouns import Kind, StepGraph, values_of
+from hyper_parallel.graph.nouns import Kind, StepGraph
 from hyper_parallel.graph.products import operator_name
 from hyper_parallel.program import Bytes, Collective, Op, Program
 from hyper_parallel.workload.work import Work
@@ -253,11 +253,8 @@ class _Slots:
         self.first = len(step.storages)
         """The number of slot 0 as a storage."""
         # What is never on the device has no life there.
-        kinds = {
-            value.storage: entry.kind
-            for entry, node in zip(step.inputs, step.placeholders, strict=True)
-            for value in (values_of(node) if step.slots else ())
-        } | ({life.storage: life.kind for life in found} if step.slots else {})
+        kinds = {storage: entry.kind for storage, entry in step.outside.items()}
+        kinds |= {life.storage: life.kind for life in found}
         self._bytes = {
             slot: Bytes(
                 self.first + slot,

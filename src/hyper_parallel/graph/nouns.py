@@ -121,6 +121,15 @@ class StepGraph:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     @property
+    def outside(self) -> dict[int, Input]:
+        """Each storage that the step does not make itself, and the input that brings it: of several the last."""
+        return {
+            value.storage: entry
+            for entry, node in zip(self.inputs, self.placeholders, strict=True)
+            for value in values_of(node)
+        }
+
+    @property
     def output(self) -> fx.Node:
         """The last node."""
         last: fx.Node = next(iter(reversed(self.graph.nodes)))

@@ -107,7 +107,7 @@ def _held(step: StepGraph, sizes: Mapping[Any, int]) -> tuple[Held, ...]:
     uses, changed = _uses(nodes)
     lives = {life.storage: life for life in lifetimes(step, sizes)}
     returned = {value.storage for node in step.output.all_input_nodes for value in values_of(node)}
-    outside = {value.storage for node in step.placeholders for value in values_of(node)}
+    outside = step.outside
     updates = [(at, node) for at, node in enumerate(nodes) if is_update(node)]
     resting = {storage for _, node in updates for storage in storages_of(node)[2:]}
     must = {storage: Must(tier_of(node), at) for at, node in updates for storage in storages_of(node)[:2]}

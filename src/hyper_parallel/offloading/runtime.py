@@ -14,7 +14,6 @@ import torch
 from hyper_parallel.errors import TierError
 from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.apart import Call, run
-from hyper_parallel.offloading.shelf import state_names
 from hyper_parallel.offloading.tiers import Pending, Tier, Workplace
 from hyper_parallel.offloading.watch import Watch
 
@@ -27,9 +26,11 @@ class Runtime:
         copies, to see how fast links are."""
         self.step = step
         self._slots, self._tiers, self._watch = step.slots, tiers, watch
-        self._names = names = state_names(step)
+        self._outside = step.outside
         self._at_rest = {
-            names[slot.storage]: number for number, slot in step.slots.items() if slot.rest != "step"
+            self._outside[slot.storage].name: number
+            for number, slot in step.slots.items()
+            if slot.rest != "step"
         }
         """Name of a state input to the slot that it relies on between steps."""
         self._pending: dict[int, Pending] = {}
@@ -99,8 +100,8 @@ class Runtime:
         for name, x in state.items():
             if self.away(name):
                 x.untyped_storage().resize_(0)
-        for storage, name in self._names.items():
-            slot = self._left.get(storage)
+        for storage, entry in self._outside.items():
+            name, slot = entry.name, self._left.get(storage)
             if name not in state or self.away(name) or slot is None:
                 continue
             if slot in self._filling or not state[name].untyped_storage().nbytes():
@@ -110,8 +111,8 @@ class Runtime:
     def _what(self, slot: int) -> str:
         """What lies in a slot, in words."""
         storage = self._slots[slot].storage
-        if storage in self._names:
-            return self._names[storage]
+        if storage in self._outside:
+            return self._outside[storage].name
         if storage in self.step.gradients:
             return f"the gradient of {self.step.gradients[storage]}"
         of = (node for node in self.step.nodes if storage in {value.storage for value in values_of(node)})

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from hyper_parallel.graph import Slot, StepGraph, values_of
+from hyper_parallel.graph import Slot, StepGraph
 from hyper_parallel.offloading.offsets import pack
 
 ALIGN = 4096
@@ -99,7 +99,7 @@ class Shelves:
 
     def numbers(self, step: StepGraph) -> dict[tuple[int, str], int]:
         """(storage, tier) of the step's state to the slots that it has here already."""
-        storages = {name: storage for storage, name in state_names(step).items()}
+        storages = {entry.name: storage for storage, entry in step.outside.items()}
         found = {}
         for (name, tier), number in self.known.items():
             storage = storages.get(name)
@@ -111,9 +111,9 @@ class Shelves:
     def holding(self, plan: int, step: StepGraph) -> Shelves:
         """With the slots of one more plan, numbered from `numbers` and `next`."""
         tiers = {name: shelf.holding(plan, step) for name, shelf in self.tiers.items()}
-        names = state_names(step)
+        outside = step.outside
         resting = {
-            (names[slot.storage], slot.tier): number
+            (outside[slot.storage].name, slot.tier): number
             for number, slot in step.slots.items()
             if slot.rest != "step"
         }
@@ -130,15 +130,6 @@ class Shelves:
             if number in tiers[tier].rest.sizes
         }
         return Shelves(tiers, self.next, known)
-
-
-def state_names(step: StepGraph) -> dict[int, str]:
-    """Storage of an input to the input's name."""
-    return {
-        value.storage: entry.name
-        for entry, node in zip(step.inputs, step.placeholders, strict=True)
-        for value in values_of(node)
-    }
 
 
 def _joined(rest: Places, slots: Mapping[int, int]) -> Places:

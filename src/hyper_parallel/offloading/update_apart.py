@@ -164,11 +164,7 @@ class _Facts:
         for node in step.nodes:
             for storage in touched(node):
                 self.users.setdefault(storage, []).append(node)
-        self._inputs = {
-            value.storage: entry
-            for entry, node in zip(step.inputs, step.placeholders, strict=True)
-            for value in values_of(node)
-        }
+        self._outside = step.outside
 
     def apart(self, node: fx.Node) -> Apart | None:
         """The update of a node, None where it has to stay on the device."""
@@ -197,7 +193,7 @@ class _Facts:
             return None
         ordered = tuple(sorted(along, key=self.place.__getitem__))
         before = tuple(_before(tensor, along) for tensor in tensors)
-        return Apart(self._inputs[master].name, ordered, before)
+        return Apart(self._outside[master].name, ordered, before)
 
     def _whole(self, node: fx.Node) -> bool:
         """Whether a node's value is all of its storage, of a size that is known before the step runs."""
@@ -208,7 +204,7 @@ class _Facts:
         return isinstance(count, int) and isinstance(value.bytes, int) and 0 < value.bytes == count
 
     def _kind(self, storage: int) -> str | None:
-        entry = self._inputs.get(storage)
+        entry = self._outside.get(storage)
         return None if entry is None else entry.kind
 
     def _scaling(self, gradient: int, node: fx.Node) -> list[fx.Node]:

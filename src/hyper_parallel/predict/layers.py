@@ -80,11 +80,8 @@ class Layers:
 
     def __init__(self, step: StepGraph, prefix: str) -> None:
         self._name = re.compile(rf"(?:^|\.){re.escape(prefix)}\.(\d+)(?:\.|$)")
-        self._of: dict[int, Tag] = {}
+        self._of = {storage: self.named(entry.name) for storage, entry in step.outside.items()}
         """Storage to its layer."""
-        for entry, node in zip(step.inputs, step.placeholders, strict=True):
-            for value in values_of(node):
-                self._of[value.storage] = self.named(entry.name)
         for storage, name in step.gradients.items():
             self._of[storage] = self.named(name)
         self._nodes: dict[fx.Node, Tag] = {}

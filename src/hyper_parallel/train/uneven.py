@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.graph import StepGraph, values_of
+from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.cache import is_cache
 from hyper_parallel.graph.effects import writes
 from hyper_parallel.graph.host import HOST
@@ -44,18 +44,14 @@ def wanted(load: float) -> tuple[float, ...]:
 
 def changed_before(step: StepGraph) -> str | None:
     """Why the step cannot be run again from where the host was shown a load; None if it can."""
-    names = {
-        value.storage: entry.name
-        for entry, node in zip(step.inputs, step.placeholders, strict=True)
-        for value in values_of(node)
-    }
+    outside = step.outside
     changed: str | None = None
     first: str | None = None
     for node in step.nodes:
         if node.target is HOST and node.args[0] == "rows":
             changed = first
         elif first is None and not is_cache(node):
-            first = next((names[storage] for storage in sorted(writes(node)) if storage in names), None)
+            first = next((outside[storage].name for storage in sorted(outside.keys() & writes(node))), None)
     return None if changed is None else f"it has changed {changed} by then, and cannot be run again"
 
 
