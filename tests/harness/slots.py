@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from hyper_parallel.graph import StepGraph
 from hyper_parallel.offloading.runtime import Runtime
 
 
@@ -34,6 +35,13 @@ class Shelf:
     def __init__(self, name: str = "host", capacity: int = 2**40) -> None:
         self.name, self.capacity = name, capacity
         self.held: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, step: StepGraph) -> Shelf:
+        """With all slots of a step."""
+        shelf = cls()
+        shelf.reserve({number: slot.bytes for number, slot in step.slots.items()})
+        return shelf
 
     def reserve(self, sizes: Mapping[int, int], offsets: Mapping[int, int] | None = None) -> None:
         self.held = {

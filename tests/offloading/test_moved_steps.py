@@ -7,14 +7,12 @@ import random
 import pytest
 import torch
 
-from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
+from harness.family_steps import Running, captured_step
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import (
-    StepGraph,
     cache,
-    executable,
     lifetimes,
     lower,
     peak,
@@ -29,24 +27,9 @@ from hyper_parallel.offloading.problem import Held, Problem, Rate, Space
 from hyper_parallel.offloading.problem_of import problem_of
 from hyper_parallel.offloading.runtime import Runtime
 from hyper_parallel.simulate import simulate
-from hyper_parallel.train.recipe import SAID, Recipe
-from hyper_parallel.train.whole_step import capture_step, state
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch
 
 HOST = Space("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
 CLUSTER = Cluster.named("h100")
-
-
-def _recipe(family: str) -> Recipe:
-    return recipe_of(FAMILIES[family], family_config(FAMILIES[family], {}, None))
-
-
-def _captured(recipe: Recipe, family: str) -> StepGraph:
-    config = family_config(FAMILIES[family], {}, None)
-    return capture_step(
-        recipe, shape_of(micro_batches(recipe.handle, config, draw_batch(FAMILIES[family])), True)
-    )
 
 
 def _moves(problem: Problem, draw: random.Random | None) -> list[Move]:
@@ -86,51 +69,18 @@ def _needs_store(held: Held, chosen: list[int], at: int, first: int) -> int | No
     return first if chosen[0] == at or any(busy.writes for busy in before) else None
 
 
-def _run(
-    recipe: Recipe, family: str, step: StepGraph, runtime: Runtime | None, steps: int = 3
-) -> dict[str, torch.Tensor]:
-    config = family_config(FAMILIES[family], {}, None)
-    micro = micro_batches(recipe.handle, config, draw_batch(FAMILIES[family]))
-    tensors = inputs_of(recipe, micro, 100.0)
-    names = state(recipe.handle, recipe.optimizer)
-    if runtime is not None:
-        for name in names:
-            runtime.rest(name, tensors[name])
-    run = executable(step, cache=runtime)
-    losses = []
-
-    def host(point: str, values: object) -> torch.Tensor | None:
-        if point == "load":
-            return torch.zeros(SAID)
-        losses.append(values[0].clone())  # type: ignore[index]
-        return None
-
-    for _ in range(steps):
-        run.run(tensors, host)
-    found = {}
-    for name in names:
-        if runtime is None:
-            found[name] = tensors[name].clone()
-            continue
-        with runtime.present(name, tensors[name]):
-            found[name] = tensors[name].clone()
-    return {**found, "losses": torch.stack(losses)}
-
-
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 def test_moved_steps_give_the_same_bits_and_hold_what_the_problem_says(family: str, seed: int | None) -> None:
-    step = _captured(_recipe(family), family)
-    plain = _run(_recipe(family), family, step, None)
+    step = captured_step(family)
+    plain = Running(family, step).after(3)
     problem = problem_of(step, CLUSTER, 0, (HOST,))
     moves = _moves(problem, None if seed is None else random.Random(seed))
     assert len(moves) > 50
     moved = apply(step, problem, moves)
     validate(step, moved)
-    shelf = Shelf()
-    shelf.reserve({number: slot.bytes for number, slot in moved.slots.items()})
-    runtime = (Runtime if seed == 0 else Poisoning)(moved, {"host": shelf})
-    got = _run(_recipe(family), family, moved, runtime)
+    runtime = (Runtime if seed == 0 else Poisoning)(moved, {"host": Shelf.of(moved)})
+    got = Running(family, moved, runtime).after(3)
     assert plain.keys() == got.keys()
     for name, tensor in plain.items():
         assert torch.equal(tensor, got[name]), name
@@ -141,13 +91,13 @@ def test_moved_steps_give_the_same_bits_and_hold_what_the_problem_says(family: s
 
 
 def test_with_everything_away_no_more_is_there_than_the_working_set() -> None:
-    step = _captured(_recipe("llama"), "llama")
+    step = captured_step("llama")
     problem = problem_of(step, CLUSTER, 0, (HOST,))
     assert max(problem.profile(_moves(problem, None))) == problem.working_set
 
 
 def test_a_moved_step_can_be_simulated_and_read() -> None:
-    step = _captured(_recipe("llama"), "llama")
+    step = captured_step("llama")
     problem = problem_of(step, CLUSTER, 0, (HOST,))
     moved = apply(step, problem, _moves(problem, None))
     timeline = simulate(lower({"all": moved}), CLUSTER)
@@ -160,7 +110,7 @@ def test_a_moved_step_can_be_simulated_and_read() -> None:
 
 
 def test_what_is_away_may_not_be_read() -> None:
-    step = _captured(_recipe("llama"), "llama")
+    step = captured_step("llama")
     problem = problem_of(step, CLUSTER, 0, (HOST,))
     held = next(
         held for held in problem.held if held.kind == "activation" and held.movable and len(held.busy) > 1

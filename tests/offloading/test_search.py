@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
+from harness.family_steps import Running, captured_step, config_of
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.graph import StepGraph, executable, is_collective, is_wait
+from hyper_parallel.graph import StepGraph, is_collective, is_wait
 from hyper_parallel.offloading import Rate, Space, search
 from hyper_parallel.offloading.choices import Choices
 from hyper_parallel.offloading.explain import explained
 from hyper_parallel.offloading.problem_of import problem_of
 from hyper_parallel.offloading.rewrite import Planned, planned
-from hyper_parallel.train.recipe import SAID
-from hyper_parallel.train.whole_step import capture_step, state
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch
 
 CLUSTER = Cluster.named("h100")
 BOTH = Choices(update="device")
@@ -40,16 +36,13 @@ def _few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 def _config(family: str, **strategy: Any) -> Any:
     # Experts' products in bfloat16 want wider rows than these have.
     compute = "float32" if family == "mixtral" else "bfloat16"
-    return family_config(FAMILIES[family], {"precision": {"compute": compute}, **strategy}, None)
+    return config_of(family, {"precision": {"compute": compute}, **strategy})
 
 
 @cache
 def _captured(family: str, shard: int = 1) -> StepGraph:
-    config = _config(family, axes={"shard": shard})
     with fake_ranks(shard, 0):
-        recipe = recipe_of(FAMILIES[family], config)
-        micro = micro_batches(recipe.handle, config, draw_batch(FAMILIES[family]))
-        return capture_step(recipe, shape_of(micro, True))
+        return captured_step(family, _config(family, axes={"shard": shard}))
 
 
 def _budget(step: StepGraph, share: float) -> int:
@@ -62,41 +55,6 @@ def _budget(step: StepGraph, share: float) -> int:
 def _planned(family: str, choices: Choices, shard: int = 1, room: int = 2**30) -> Planned:
     step = _captured(family, shard)
     return planned(step, CLUSTER, _budget(step, 0.3), (Space("host", room, SLOW, SLOW),), choices=choices)
-
-
-def _run(family: str, step: StepGraph, planned_step: Planned | None) -> dict[str, torch.Tensor]:
-    """State and losses of two steps; what is away is poisoned."""
-    config = _config(family)
-    recipe = recipe_of(FAMILIES[family], config)
-    micro = micro_batches(recipe.handle, config, draw_batch(FAMILIES[family]))
-    tensors = inputs_of(recipe, micro, 100.0)
-    names = state(recipe.handle, recipe.optimizer)
-    runtime = None
-    if planned_step is not None:
-        shelf = Shelf()
-        shelf.reserve({number: slot.bytes for number, slot in planned_step.step.slots.items()})
-        runtime = Poisoning(planned_step.step, {"host": shelf})
-        for name in names:
-            runtime.rest(name, tensors[name])
-    run = executable(step, cache=runtime)
-    losses = []
-
-    def host(point: str, values: Any) -> torch.Tensor | None:
-        if point == "load":
-            return torch.zeros(SAID)
-        losses.append(values[0].clone())
-        return None
-
-    for _ in range(2):
-        run.run(tensors, host)
-    found = {"losses": torch.stack(losses)}
-    for name in names:
-        if runtime is None:
-            found[name] = tensors[name].clone()
-        else:
-            with runtime.present(name, tensors[name]):
-                found[name] = tensors[name].clone()
-    return found
 
 
 def _talk(step: StepGraph) -> list[str]:
@@ -117,7 +75,9 @@ def test_what_is_computed_again_and_reordered_is_quicker_than_copies_alone() -> 
 def test_the_bits_stay(family: str) -> None:
     found = _planned(family, BOTH)
     assert found.changed
-    expected, got = _run(family, _captured(family), None), _run(family, found.step, found)
+    runtime = Poisoning(found.step, {"host": Shelf.of(found.step)})
+    expected = Running(family, _captured(family), config=_config(family)).after(2)
+    got = Running(family, found.step, runtime, _config(family)).after(2)
     assert expected.keys() == got.keys()
     assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
 

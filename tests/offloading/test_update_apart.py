@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from harness.apart import placed
-from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
 from harness.check_moves import check_moves
+from harness.family_steps import Running, captured_step
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
@@ -22,7 +22,6 @@ from hyper_parallel.graph import (
     StepGraph,
     cache,
     dependencies,
-    executable,
     lifetimes,
     lower,
     text,
@@ -41,23 +40,11 @@ from hyper_parallel.offloading.runtime import Runtime
 from hyper_parallel.offloading.tiers import HostTier
 from hyper_parallel.offloading.update_apart import can_be_apart, latest, put_apart
 from hyper_parallel.simulate import simulate
-from hyper_parallel.train.recipe import SAID, Recipe
-from hyper_parallel.train.whole_step import capture_step, state
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch
-
-Host = Callable[[str, object], Tensor | None]
-
-
-def _recipe(family: str) -> Recipe:
-    return recipe_of(FAMILIES[family], family_config(FAMILIES[family], {}, None))
 
 
 @functools.cache
 def _captured(family: str) -> StepGraph:
-    recipe, config = _recipe(family), family_config(FAMILIES[family], {}, None)
-    micro = micro_batches(recipe.handle, config, draw_batch(FAMILIES[family]))
-    return capture_step(recipe, shape_of(micro, True))
+    return captured_step(family)
 
 
 @functools.cache
@@ -65,40 +52,6 @@ def _apart(family: str) -> StepGraph:
     """Every update on the host."""
     step = _captured(family)
     return placed(put_apart(step, [one.parameter for one in can_be_apart(step)], "host"))
-
-
-class _Run:
-    """Steps of a model, and its state."""
-
-    def __init__(self, family: str, step: StepGraph, runtime: Runtime | None = None) -> None:
-        recipe, config = _recipe(family), family_config(FAMILIES[family], {}, None)
-        self.tensors = inputs_of(
-            recipe, micro_batches(recipe.handle, config, draw_batch(FAMILIES[family])), 100.0
-        )
-        self.names = sorted(state(recipe.handle, recipe.optimizer))
-        self.runtime = runtime
-        if runtime is not None:
-            for name in self.names:
-                runtime.rest(name, self.tensors[name])
-        self._run = executable(step, cache=runtime)
-
-    def step(self, check: Callable[[], None] | None = None) -> None:
-        def host(point: str, values: object) -> Tensor | None:
-            if point == "check" and check is not None:
-                check()
-            return torch.zeros(SAID) if point == "load" else None
-
-        self._run.run(self.tensors, host)
-
-    def values(self) -> dict[str, Tensor]:
-        found = {}
-        for name in self.names:
-            if self.runtime is None:
-                found[name] = self.tensors[name].clone()
-                continue
-            with self.runtime.present(name, self.tensors[name]):
-                found[name] = self.tensors[name].clone()
-        return found
 
 
 def _tier(step: StepGraph) -> HostTier:
@@ -110,27 +63,18 @@ def _tier(step: StepGraph) -> HostTier:
 @pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.matrix)])
 def test_twenty_steps_are_equal_to_the_bit(family: str) -> None:
     moved = _apart(family)
-    plain = _Run(family, _captured(family))
     with _tier(moved) as tier:
-        apart = _Run(family, moved, Runtime(moved, {"host": tier}))
-        for _ in range(20):
-            plain.step()
-            apart.step()
-        expected, got = plain.values(), apart.values()
+        expected = Running(family, _captured(family)).after(20)
+        got = Running(family, moved, Runtime(moved, {"host": tier})).after(20)
     for name, value in expected.items():
         assert torch.equal(value, got[name]), name
 
 
 def test_nothing_on_the_device_is_read_that_is_away() -> None:
     moved = _apart("llama")
-    shelf = Shelf()
-    shelf.reserve({number: slot.bytes for number, slot in moved.slots.items()})
-    plain, apart = _Run("llama", _captured("llama")), _Run("llama", moved, Poisoning(moved, {"host": shelf}))
-    for _ in range(3):
-        plain.step()
-        apart.step()
-    got = apart.values()
-    assert all(torch.equal(value, got[name]) for name, value in plain.values().items())
+    expected = Running("llama", _captured("llama")).after(3)
+    got = Running("llama", moved, Poisoning(moved, {"host": Shelf.of(moved)})).after(3)
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
 
 
 def test_all_of_a_dense_model_can_be_apart_and_its_state_is_never_on_the_device() -> None:
@@ -158,9 +102,9 @@ def test_a_planner_finds_their_moves_within_any_budget(share: float) -> None:
     moved = apply(apart, problem, plan.moves)
     held = peak_of([*lifetimes(moved), *workspaces(moved)]).bytes
     assert held == max(problem.profile(plan.moves)) == plan.peak <= budget
-    plain = _Run("llama", step)
+    plain = Running("llama", step)
     with _tier(moved) as tier:
-        run = _Run("llama", moved, Runtime(moved, {"host": tier}))
+        run = Running("llama", moved, Runtime(moved, {"host": tier}))
         for _ in range(2):
             plain.step()
             run.step()
@@ -221,7 +165,7 @@ def test_rules_that_moves_of_updates_obey() -> None:
 def test_a_step_that_is_stopped_updates_nothing() -> None:
     moved = _apart("llama")
     with _tier(moved) as tier:
-        run = _Run("llama", moved, Runtime(moved, {"host": tier}))
+        run = Running("llama", moved, Runtime(moved, {"host": tier}))
         run.step()
         before = run.values()
 
@@ -235,10 +179,10 @@ def test_a_step_that_is_stopped_updates_nothing() -> None:
 
 
 def test_what_is_lent_and_changed_goes_back_to_the_slot() -> None:
-    moved, plain = _apart("llama"), _Run("llama", _captured("llama"))
+    moved, plain = _apart("llama"), Running("llama", _captured("llama"))
     changed = ["parameter.model.norm.weight", "optimizer.exp_avg.model.norm.weight"]
     with _tier(moved) as tier:
-        run = _Run("llama", moved, Runtime(moved, {"host": tier}))
+        run = Running("llama", moved, Runtime(moved, {"host": tier}))
         run.step()
         plain.step()
         assert run.runtime is not None
@@ -260,7 +204,7 @@ def test_an_update_that_fails_is_an_error_of_the_next_step(monkeypatch: pytest.M
         raise ArithmeticError("the host cannot add")
 
     with _tier(moved) as tier:
-        run = _Run("llama", moved, Runtime(moved, {"host": tier}))
+        run = Running("llama", moved, Runtime(moved, {"host": tier}))
         with monkeypatch.context() as patch:
             patch.setattr("hyper_parallel.offloading.runtime.run", fails)
             run.step()
