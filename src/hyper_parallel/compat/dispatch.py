@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.compat.trees import leaves_of
 
 
 def next_sequence() -> int:
@@ -70,4 +72,4 @@ def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
     for at, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if leaf is not None)
+            yield from (leaf for leaf in leaves_of(value) if leaf is not None)

@@ -22,6 +22,11 @@ def is_symbolic(number: int | torch.SymInt) -> bool:
     return isinstance(number, torch.SymInt) and isinstance(number.node, SymNode)
 
 
+def not_negative(number: int | torch.SymInt) -> None:
+    """Have a number taken for 0 or more wherever its symbol comes up."""
+    torch._check(number >= 0)
+
+
 def floor_division(found: Any) -> bool:
     """Whether an expression is the quotient of its two arguments, rounded down."""
     return isinstance(found, FloorDiv | CleanDiv)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hyper_parallel.compat.trees import flatten
+from hyper_parallel.compat.trees import leaves_of
 from hyper_parallel.graph import Input, Kind, StepGraph, Storage
 from hyper_parallel.graph.nouns import Value
 
@@ -77,7 +77,7 @@ class Held:
 
     def _state(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:
-            for leaf in flatten(list(optimizer.state.values()))[0]:
+            for leaf in leaves_of(list(optimizer.state.values())):
                 if isinstance(leaf, Tensor):
                     yield leaf
 

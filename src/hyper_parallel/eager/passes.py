@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hyper_parallel.compat.dispatch import without_autocast
 from hyper_parallel.compat.fake import fake_mode, faked, is_fake
 from hyper_parallel.compat.pretence import computed_once, taken_for_real
-from hyper_parallel.compat.trees import flatten, unflatten
+from hyper_parallel.compat.trees import flatten, leaves_of, unflatten
 from hyper_parallel.eager.call import Call
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import Kind, Rewrite, StepGraph, capture, host, is_cache, layers, phase, rewritten
@@ -235,7 +235,7 @@ class _Body:
         names: list[str] = []
         leaves, self.shape = flatten(returned)
         for name, value in _fields(returned):
-            for leaf in flatten(value)[0]:
+            for leaf in leaves_of(value):
                 if isinstance(leaf, Tensor):
                     tensors.append(leaf)
                     names.append(name)

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
 from hyper_parallel.compat.dispatch import below_autograd, kernel, written
+from hyper_parallel.compat.trees import leaves_of, mapped
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph.nouns import Value, values_of
 
@@ -129,7 +129,7 @@ def run(calls: Sequence[Call], memory: Sequence[torch.Tensor], given: Sequence[t
 
     with below_autograd():
         for call in calls:
-            kernel(call.operator)(*tree_map(tensor, call.args), **tree_map(tensor, dict(call.kwargs)))
+            kernel(call.operator)(*mapped(tensor, call.args), **mapped(tensor, dict(call.kwargs)))
 
 
 def _tuple(node: fx.Node, at: int) -> tuple[Any, ...]:
@@ -138,11 +138,4 @@ def _tuple(node: fx.Node, at: int) -> tuple[Any, ...]:
 
 
 def _indices(tree: Any) -> tuple[int, ...]:
-    found: set[int] = set()
-
-    def see(argument: Any) -> None:
-        if isinstance(argument, Moved):
-            found.add(argument.index)
-
-    tree_map(see, tree)
-    return tuple(sorted(found))
+    return tuple(sorted({leaf.index for leaf in leaves_of(tree) if isinstance(leaf, Moved)}))

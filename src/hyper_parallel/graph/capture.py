@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.compat.dispatch import next_sequence, outside_modes, running_backward
+from hyper_parallel.compat.dispatch import TorchDispatchMode, next_sequence, outside_modes, running_backward
 from hyper_parallel.compat.fake import is_fake
 from hyper_parallel.compat.fake_kernels import fake_kernel
 from hyper_parallel.errors import CaptureError, HyperParallelError

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.compat.counting import FUNCTIONAL
 from hyper_parallel.compat.dispatch import written
+from hyper_parallel.compat.trees import leaves_of
 from hyper_parallel.graph import apart
 from hyper_parallel.graph.effects import is_view, touched
 from hyper_parallel.graph.groups import group_of, is_collective, is_wait
@@ -192,7 +192,7 @@ class _Pricer:
 
     def _moved(self, tree: Any) -> Iterator[_Sized]:
         """The values in an update's slots among arguments."""
-        return (self._of(leaf.value) for leaf in tree_leaves(tree) if isinstance(leaf, apart.Moved))
+        return (self._of(leaf.value) for leaf in leaves_of(tree) if isinstance(leaf, apart.Moved))
 
     def _collective(self, node: fx.Node) -> Collective:
         group = group_of(self._step, node)

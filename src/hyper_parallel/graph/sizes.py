@@ -22,7 +22,7 @@ import sympy
 import torch
 from torch import fx
 
-from hyper_parallel.compat.symbols import expression, floor_division, is_symbolic
+from hyper_parallel.compat.symbols import expression, floor_division, is_symbolic, not_negative
 from hyper_parallel.errors import BudgetError, CaptureError
 from hyper_parallel.graph.nouns import Even, StepGraph
 
@@ -109,7 +109,7 @@ def expected(numbers: Sequence[int], even: Sequence[int], scales: bool, most: in
     part = 1 + max((known.part for known in known_even.values()), default=-1)
     for number, rows in zip(numbers, even, strict=True):
         if is_symbolic(number):
-            torch._check(number >= 0)
+            not_negative(number)
             found = expression(number)
             if found.is_Symbol:
                 known_even[found] = Even(rows, scales, part, sum(even) if most is None else most)

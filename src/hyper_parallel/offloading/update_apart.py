@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
+from hyper_parallel.compat.trees import mapped
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import (
     StepGraph,
@@ -247,7 +247,9 @@ def _replace(made: StepGraph, one: Apart, at_home: dict[fx.Node, fx.Node], tier:
     index = {storage: at for at, storage in enumerate(one.storages)}
     given: dict[fx.Node, int] = {}
 
-    def argument(source: fx.Node) -> object:
+    def argument(source: object) -> object:
+        if not isinstance(source, fx.Node):
+            return source
         value = source.meta["value"]
         if value.storage in index:
             return Moved(index[value.storage], value)
@@ -255,7 +257,7 @@ def _replace(made: StepGraph, one: Apart, at_home: dict[fx.Node, fx.Node], tier:
 
     calls: list[Call] = []
     for node in one.nodes:
-        args, kwargs = (tree_map_only(fx.Node, argument, part) for part in (node.args, dict(node.kwargs)))
+        args, kwargs = (mapped(argument, part) for part in (node.args, dict(node.kwargs)))
         calls.append(Call(node.name, node.target, args, kwargs))
     *others, last = one.nodes
     last.target, last.kwargs = update, {}

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from hyper_parallel.compat.trees import mapped
 from hyper_parallel.shard.rules import matching_or_refuse
 from hyper_parallel.shard.wrap import Forward, Wrapper, wrap
 from hyper_parallel.strategy import Precision
@@ -48,8 +48,8 @@ def _cast(inner: torch.dtype, outer: torch.dtype | None) -> Wrapper:
         return x.to(wanted) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(lambda x: to(x, inner), (args, kwargs))
+        args, kwargs = mapped(lambda x: to(x, inner), (args, kwargs))
         output = forward(*args, **kwargs)
-        return output if outer is None else tree_map(lambda x: to(x, outer), output)
+        return output if outer is None else mapped(lambda x: to(x, outer), output)
 
     return wrapper
