@@ -54,7 +54,7 @@ class Plans:
         self._cluster = cluster or machine_of(self._backend)
         self._tiers = open_tiers(self._backend, host=host, flash=flash)
         try:
-            self._spaces = measured(self._tiers, self._backend, budget)
+            self._spaces = measured(self._tiers, self._backend, budget, updates=False)
         except BaseException:
             self.close()
             raise

@@ -62,20 +62,20 @@ def open_tiers(
     return tiers
 
 
-def measured(tiers: Mapping[str, Tier], backend: Backend, budget: int, ranks: int = 1) -> tuple[Space, ...]:
-    """What a planner may use of the tiers, of the pool a rank's part, and how fast copies and the host's
-    updates are now.
+def measured(
+    tiers: Mapping[str, Tier], backend: Backend, budget: int, ranks: int = 1, *, updates: bool
+) -> tuple[Space, ...]:
+    """What a planner may use of the tiers, of the pool a rank's part, and how fast copies are now.
 
-    `budget`: bytes of the device, of which a quarter at most is taken meanwhile.
+    `budget`: bytes of the device, of which a quarter at most is taken meanwhile. `updates`: some of the optimizer may
+    run on the host, so that it is measured how fast those are.
     """
     spaces = []
     for name, tier in tiers.items():
         share = tier.capacity // ranks if name == "pool" else tier.capacity
         out, back = measure(tier, backend, min(_MEASURED, share, max(budget // 4, 1)))
-        work = (
-            measure_work(tier, backend, min(_MEASURED, share, budget))
-            if isinstance(tier, Workplace)
-            else None
-        )
+        work = None
+        if updates and isinstance(tier, Workplace):
+            work = measure_work(tier, backend, min(_MEASURED, share, budget))
         spaces.append(Space(name, share, out, back, work))
     return tuple(spaces)

@@ -49,7 +49,8 @@ class Budget:
             pool = (memory.pool, shared, f"rank {rank}")
         self._tiers = open_tiers(self._backend, memory.host, memory.flash, pool)
         world = strategy.axes.world
-        self._spaces = list(measured(self._tiers, self._backend, self.bytes, world))
+        on_host = self._choices.update != "device"
+        self._spaces = list(measured(self._tiers, self._backend, self.bytes, world, updates=on_host))
         self.watch = Watch(self._spaces)
         """How fast the tiers are while steps run."""
         self._shelves = self._reserved = Shelves.of(self._tiers)
