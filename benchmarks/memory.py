@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from measure import RESULTS, write
 from observer import Observer
+from pages import DOCS, put
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,8 +48,6 @@ from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_st
 
 ROWS, POSITIONS = 4, 256
 RESULT = RESULTS / "memory.json"
-DOCS = Path(__file__).parents[1] / "docs/memory.md"
-BEGIN, END = "<!-- written by benchmarks/memory.py -->", "<!-- end -->"
 SHAPE = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -237,20 +236,17 @@ def measured(model: str, strategy: str) -> dict[str, float]:
     return found
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def page(kept: Mapping[str, Any]) -> Iterator[str]:
     """The table of docs/memory.md."""
-    lines = [
-        "| Model | Strategy | Predicted | Live bytes | off by | Predicted, with workspaces | Resident | off by |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
+    yield "| Model | Strategy | Predicted | Live bytes | off by | Predicted, with workspaces | Resident | off by |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in kept["measured"]:
         live, resident = row["predicted"] / row["live"], row["with_workspaces"] / row["resident"]
         mb = [f"{row[key] / 1e6:.1f} MB" for key in ("predicted", "live", "with_workspaces", "resident")]
-        lines.append(
+        yield (
             f"| {row['model']} | {row['strategy']} | {mb[0]} | {mb[1]} | {100 * live - 100:+.2f}% "
             f"| {mb[2]} | {mb[3]} | {100 * resident - 100:+.1f}% |"
         )
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -267,7 +263,7 @@ def main() -> None:
     for model in given.models:
         for strategy in given.strategies:
             row = {"model": model, "strategy": strategy, **measured(model, strategy)}
-            print(table([row]).splitlines()[-1], flush=True)
+            print([*page({"measured": [row]})][-1], flush=True)
             keep(row)
 
 
@@ -277,9 +273,7 @@ def keep(row: Mapping[str, Any]) -> None:
     known = {(each["model"], each["strategy"]): each for each in [*there, row]}
     rows = [known[model, s] for model in MODELS for s in STRATEGIES if (model, s) in known]
     write("memory", {"rows": ROWS, "positions": POSITIONS, "measured": rows})
-    page = DOCS.read_text()
-    before, rest = page.split(BEGIN)
-    DOCS.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.split(END)[1]}")
+    put(DOCS / "memory.md", "memory.py", page({"measured": rows}))
 
 
 if __name__ == "__main__":

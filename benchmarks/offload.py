@@ -37,8 +37,9 @@ import llama_8b
 import offload_peers as peers
 from measure import RESULTS, paired_ratio, write
 from offload_ascend import RUNS, predicted
-from offload_pages import fill
+from offload_pages import ROWS, lines
 from offload_real import Contestant, Process, Setting, bounds
+from pages import DOCS, put
 
 from hyper_parallel.calibrate import Settings, calibrate
 from hyper_parallel.cluster import Cluster
@@ -52,8 +53,6 @@ EMULATED = 512 << 20
 ROUNDS = 5
 LAYERS = 4
 """Of the model in the real part."""
-ROWS = (1, 4)
-"""Of the simulated workloads."""
 SHARES = (0.1, 0.25, 0.5)
 """Where further budgets lie between the working set and the peak."""
 HOST_BYTES = 2**40
@@ -323,7 +322,7 @@ def main() -> int:
         if not given.quick:
             kept = {one: kept[one] for one in PARTS if one in kept}
             print(write("offload", kept), flush=True)
-            fill(kept)
+            put(DOCS / "offload.md", "offload.py", lines(kept))
     return 0
 
 

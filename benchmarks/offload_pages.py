@@ -1,24 +1,29 @@
-"""The tables of docs/offload.md, "Beside the alternatives", from the results of `offload.py`."""
+"""The tables of docs/offload.md, "Beside the alternatives", from the results of `offload.py`; of what was not run yet they
+say so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs/offload.md"
-BEGIN, END = "<!-- written by benchmarks/offload.py -->", "<!-- end -->"
+ROWS = (1, 4)
+"""Of the simulated workloads."""
 
 
-def fill(kept: Mapping[str, Any], page: Path = PAGE) -> None:
-    """Put the tables of the parts that there are between the page's marks."""
-    text = page.read_text()
-    before, rest = text.split(BEGIN)
-    lines = [line for part, table in _TABLES.items() if part in kept for line in table(kept[part])]
-    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.split(END, 1)[1]}")
+def lines(kept: Mapping[str, Any]) -> Iterator[str]:
+    """Of all parts; of one that has not been run, that it has not."""
+    for part, (what, table) in _TABLES.items():
+        if part in kept:
+            yield from table(kept[part])
+        else:
+            yield from (f"Not run yet: {what}. There are no figures of it.", "")
 
 
 def _simulated(found: Mapping[str, Any]) -> Iterator[str]:
+    missing = [str(rows) for rows in ROWS if rows not in [one["rows"] for one in found["workloads"]]]
+    if missing:
+        yield f"Not run yet: the simulated step of {' and '.join(missing)} rows. There are no figures of it."
+        yield ""
     for one in found["workloads"]:
         yield (
             f"Simulated: one H100, a link of {one['link_B_s'] / 1e9:.1f} GB/s each way, {one['rows']} × "
@@ -42,17 +47,31 @@ def _simulated(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _real(found: Mapping[str, Any]) -> Iterator[str]:
+    rows, below = found["rows"], found["below"]
+    others = [row["name"] for row in rows if not row["ours"]]
     yield (
         f"Measured: a Llama of {found['layers']} layers on a processor, one thread; the link to the memory that is not "
-        f"counted is emulated at {found['emulated_bandwidth'] / 2**20:.0f} MiB/s each way, flash is a real disk."
+        f"counted is emulated at {found['emulated_bandwidth'] / 2**20:.0f} MiB/s each way, flash is a real disk. "
+        f"{len(others)} others and {len(rows) - len(others)} plans of ours took turns, {len(rows[0]['seconds'])} steps "
+        "each; a time is the median. The last column sets the best plan of ours that holds no more beside each: the "
+        "median of the paired ratios and its 95% interval."
     )
     yield ""
-    yield "| | Peak | Step | |"
-    yield "|---|---|---|---|"
-    for row in found["rows"]:
-        yield f"| {row['name']} | {row['peak'] / 2**20:.1f} MiB | {row['median_s']:.3f} s | {row['note']} |"
+    yield "| | Peak | Step | | Ours, holding no more, takes |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        one = below.get(row["name"])
+        ours = f"{one['ratio']:.2f} × ({one['low']:.2f} to {one['high']:.2f}): {one['by']}" if one else ""
+        yield f"| {row['name']} | {row['peak'] / 2**20:.1f} MiB | {row['median_s']:.3f} s | {row['note']} | {ours} |"
     yield ""
-    yield _verdict(found["below"])
+    yield _verdict(below)
+    alone = [name for name in others if name not in below]
+    if alone:
+        yield f"No plan of ours was run that holds as little as: {'; '.join(alone)}."
+    if found["same_bits"]:
+        yield "The losses of our steps are those of eager ones, bit by bit."
+    else:
+        yield "The losses of our steps are **not** those of eager ones, bit by bit."
     yield ""
 
 
@@ -70,13 +89,19 @@ def _ascend(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-_TABLES = {"real": _real, "simulated": _simulated, "ascend": _ascend}
+_TABLES = {
+    "real": ("the real steps", _real),
+    "simulated": ("the simulated steps on an H100", _simulated),
+    "ascend": ("the simulated steps on eight 910C", _ascend),
+}
 
 
 def _verdict(below: Mapping[str, Mapping[str, Any]]) -> str:
     above = [name for name, one in below.items() if not one["on_or_below"]]
     if not above:
-        return "Ours lies on or below every other's point."
+        return (
+            "Ours lies on or below every other's point." if below else "Ours stands beside no other's point."
+        )
     return f"Ours lies above: {', '.join(above)}."
 
 

@@ -8,18 +8,20 @@ on one that others use, rates are those that are left over.
 from __future__ import annotations
 
 import argparse
+import json
 import mmap
 import os
 import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from measure import timed_on, write
+from pages import DOCS, put
 from torch import Tensor
 
 from hyper_parallel.compat import Backend, backend
@@ -29,6 +31,7 @@ from hyper_parallel.offloading.tiers.flash import PART
 
 MiB = 2**20
 SIZES = (64 * 2**10, MiB, 16 * MiB, 256 * MiB)
+LOAD = "load of the machine before and after"
 
 
 def median(times: int, step: Callable[[], object], on: Backend) -> float:
@@ -100,6 +103,34 @@ def raw(folder: Path, on: Backend, times: int) -> dict[str, Any]:
         name.unlink()
 
 
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of docs/tiers.md, "Measured"."""
+    machine, load, plain = result["machine"], result[LOAD], result["raw"]
+    where = machine["accelerator"] or f"a processor ({machine['cpu']}, {machine['cores']} cores)"
+    threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
+    yield (
+        f"`benchmarks/tiers.py` on {where}, {threads}; medians of {result['times']} copies. The load of the machine, "
+        f"which others use too, was {load[0]:.1f} before and {load[1]:.1f} after; "
+        "[the result](../benchmarks/results/tiers.json) has all of it."
+    )
+    yield ""
+    yield f"| {max(SIZES) // MiB} MiB | Out | Back | Both ways at once, in sum | {min(SIZES) // 2**10} KiB, out |"
+    yield "|---|---|---|---|---|"
+    for name in ("host", "pool", "flash"):
+        large, small = (result[name][f"{size // 2**10} KiB"] for size in (max(SIZES), min(SIZES)))
+        rates = " | ".join(f"{large[way]['GB_per_s']:.1f} GB/s" for way in ("out", "back", "both, together"))
+        yield f"| {name} | {rates} | {1e3 * small['out']['milliseconds']:.0f} µs |"
+    yield ""
+    rate = {name: f"{one['GB_per_s']:.1f}" for name, one in plain.items()}
+    yield (
+        f"Without a tier the same machine copied memory at {rate['copy of memory']} GB/s, and one thread wrote a file "
+        f"directly at {rate['direct write']} and read it at {rate['direct read']} GB/s. The checksum ran at "
+        f"{rate['checksum']} GB/s on a core, {1 / plain['checksum']['GB_per_s']:.2f} s a GB. `measure` took "
+        f"{result['host']['measure']['seconds']:.2f} s of the host tier and "
+        f"{result['flash']['measure']['seconds']:.2f} s of flash."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -119,9 +150,11 @@ def main() -> None:
         result["flash"] = of_tier(tier, on, arguments.times)
     result["raw"] = raw(arguments.flash, on, arguments.times)
     load.append(os.getloadavg()[0])
-    result["load of the machine before and after"] = [round(one, 2) for one in load]
+    result[LOAD] = [round(one, 2) for one in load]
     path = write("tiers", result)
-    print(path.read_text())
+    text = path.read_text()
+    put(DOCS / "tiers.md", "tiers.py", page(json.loads(text)))
+    print(text)
 
 
 if __name__ == "__main__":

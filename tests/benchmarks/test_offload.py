@@ -139,9 +139,7 @@ def test_ours_is_below_where_one_plan_holds_no_more_and_takes_no_longer() -> Non
     assert found["quicker"]["ratio"] == 1.5
 
 
-def test_the_page_has_the_results_between_its_marks_and_nothing_else_changes(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{offload_pages.BEGIN}\n{offload_pages.END}\nafter\n")
+def test_the_page_has_the_results_and_says_what_was_not_run() -> None:
     point = {"peak": 3 << 30, "seconds": 2.5, "stall": 0.0}
     ours = [
         {"budget": 3 << 30, "peak": 3 << 30, "seconds": 1.25},
@@ -149,10 +147,38 @@ def test_the_page_has_the_results_between_its_marks_and_nothing_else_changes(tmp
     ]
     one = {"rows": 1, "sequence": 8, "layers": 2, "link_B_s": 1e9, "others": {"none": point}, "ours": ours}
     one["below"] = offload.below_simulated(one["others"], ours)
-    for _ in range(2):
-        offload_pages.fill({"simulated": {"workloads": [one]}}, page)
-        text = page.read_text()
-        assert text.startswith("before\n") and text.endswith("\nafter\n")
-        assert text.count("| none | 3.0 GiB | 2.500 s | 1.250 s |") == 1
-        assert text.count("| a budget of 2.0 GiB | 2.0 GiB | | 4.000 s |") == 1
-        assert "Simulated" in text and "on or below every other" in text
+    text = list(offload_pages.lines({"simulated": {"workloads": [one]}}))
+    assert text.count("| none | 3.0 GiB | 2.500 s | 1.250 s |") == 1
+    assert text.count("| a budget of 2.0 GiB | 2.0 GiB | | 4.000 s |") == 1
+    assert text.count("Ours lies on or below every other's point.") == 1
+    missing = [line for line in text if line.startswith("Not run yet: ")]
+    assert [line.partition(".")[0].removeprefix("Not run yet: ") for line in missing] == [
+        "the real steps",
+        "the simulated step of 4 rows",
+        "the simulated steps on eight 910C",
+    ]
+
+
+def _row(
+    name: str, mebibytes: int, seconds: float, *, ours: bool = False, flash: bool = False
+) -> dict[str, Any]:
+    took = {"seconds": [seconds] * 3, "median_s": seconds}
+    return {"name": name, "note": "", "ours": ours, "flash": flash, "peak": mebibytes << 20, **took}
+
+
+def test_the_page_says_what_real_steps_came_to() -> None:
+    rows = [
+        _row("quick", 100, 1.0),
+        _row("small", 50, 4.0),
+        _row("tiny", 10, 9.0),
+        _row("ours, 50", 50, 2.0, ours=True),
+        _row("ours, 5, flash", 5, 3.0, ours=True, flash=True),
+    ]
+    found = {"layers": 2, "emulated_bandwidth": 2**30, "rows": rows, "same_bits": True}
+    found["below"] = offload._below_measured(rows)
+    text = list(offload_pages.lines({"real": found}))
+    assert "| small | 50.0 MiB | 4.000 s |  | 0.50 × (0.50 to 0.50): ours, 50 |" in text
+    assert "Ours lies above: quick." in text
+    assert "No plan of ours was run that holds as little as: tiny." in text
+    assert "3 others and 2 plans of ours took turns, 3 steps each" in text[0]
+    assert "Not run yet: the real steps. There are no figures of it." not in text

@@ -1,0 +1,48 @@
+"""Write the tables of docs/ anew from the results that are kept: python benchmarks/write_pages.py
+
+A benchmark writes its own tables when it ends. This is for when only their form has changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import memory
+import offload_pages
+import tiers
+from measure import RESULTS
+from pages import DOCS, put
+
+
+@dataclass(frozen=True)
+class Written:
+    """A part of a page."""
+
+    page: str
+    script: str
+    result: str
+    """Under benchmarks/results; it may not be there yet."""
+    lines: Callable[[Mapping[str, Any]], Iterable[str]]
+
+
+PARTS = (
+    Written("tiers.md", "tiers.py", "tiers.json", tiers.page),
+    Written("memory.md", "memory.py", "memory.json", memory.page),
+    Written("offload.md", "offload.py", "offload.json", offload_pages.lines),
+)
+
+
+def main() -> None:
+    """Each part whose result is there."""
+    for part in PARTS:
+        result = RESULTS / part.result
+        if result.exists():
+            put(DOCS / part.page, part.script, part.lines(json.loads(result.read_text())))
+            print(f"docs/{part.page} from {part.result}")
+
+
+if __name__ == "__main__":
+    main()
