@@ -12,14 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from hyper_parallel.compat import Backend, Stream
 from hyper_parallel.errors import TierError
 from hyper_parallel.offloading.tiers.checksum import checksum
+from hyper_parallel.offloading.tiers.closing import Closing
 from hyper_parallel.offloading.tiers.copies import Copy, UnderWay
 from hyper_parallel.offloading.tiers.file import BLOCK, DirectFile
 from hyper_parallel.offloading.tiers.lanes import Job, Lanes
@@ -35,7 +34,7 @@ _Carry = Callable[[torch.Tensor, Stream, int, Place], None]
 """Carries a part of a copy, given a buffer, a stream, and the part's index and place in the copy."""
 
 
-class FlashTier:
+class FlashTier(Closing):
     """A `Tier` of one file."""
 
     name = "flash"
@@ -59,7 +58,6 @@ class FlashTier:
         self._slots = Slots(self.name)
         self._under_way = UnderWay()
         self._generation = 0
-        self._closed = False
         self._file = self._fresh()
         self._out, self._back = Lanes(backend, LANES, PART), Lanes(backend, LANES, PART)
 
@@ -118,25 +116,13 @@ class FlashTier:
         self._begin(copy, self._back, carry, source)
         return copy
 
-    def close(self) -> None:
-        """As `Tier`. Copies under way are waited for; then the files are removed."""
-        if self._closed:
-            return
-        self._closed = True
+    def _give_back(self) -> None:
         for lanes in (self._out, self._back):
             lanes.close(self._limit)
         with contextlib.suppress(TierError):
             self._under_way.settle()
         self._file.close()
         self._spill.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _begin(self, copy: Copy, lanes: Lanes, carry: _Carry, source: Copy | None = None) -> None:
         before = self._under_way.add(copy)
@@ -196,10 +182,6 @@ class FlashTier:
             copy.first = wanted.places[slot].first
         self._file = fresh
         old.remove()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierError("the flash tier is closed; open a new one")
 
 
 def _checked(file: DirectFile, padded: torch.Tensor, at: int, slot: int, expected: int) -> None:

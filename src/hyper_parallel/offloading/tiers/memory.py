@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from hyper_parallel.compat import Backend
 from hyper_parallel.compat.cpu_streams import CpuStream
 from hyper_parallel.errors import TierError
+from hyper_parallel.offloading.tiers.closing import Closing
 from hyper_parallel.offloading.tiers.copies import Copy, UnderWay
 from hyper_parallel.offloading.tiers.relocate import Shift, ordered
 from hyper_parallel.offloading.tiers.slots import Place, Slots, lay
@@ -26,7 +25,7 @@ from hyper_parallel.offloading.tiers.tier import TIME_LIMIT
 from hyper_parallel.units import format_bytes
 
 
-class MemoryTier(ABC):
+class MemoryTier(Closing):
     """A `Tier`; a subclass says where its memory comes from (`_resize`, `_release`) and shows it (`_memory`)."""
 
     name: str
@@ -40,7 +39,6 @@ class MemoryTier(ABC):
         self._under_way = UnderWay()
         self._out, self._back = backend.Stream(), backend.Stream()
         self._hand = CpuStream()
-        self._closed = False
 
     def reserve(self, sizes: Mapping[int, int], offsets: Mapping[int, int] | None = None) -> None:
         """As `Tier`. What moves within the memory is copied in place."""
@@ -111,25 +109,12 @@ class MemoryTier(ABC):
         self._hand.run(run)
         return copies[-1]
 
-    def close(self) -> None:
-        """As `Tier`. Copies under way are waited for."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(
-            Exception
-        ):  # a device that failed must not keep memory from being given back
+    def _give_back(self) -> None:
+        # A device that failed must not keep memory from being given back.
+        with contextlib.suppress(Exception):
             self._under_way.settle()
         self._slots = Slots(self.name)
         self._release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     @abstractmethod
@@ -181,7 +166,3 @@ class MemoryTier(ABC):
                 aside[shift.source] = ctypes.string_at(base + shift.source, shift.bytes)
             else:
                 ctypes.memmove(base + shift.target, aside.pop(shift.source), shift.bytes)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierError(f"the {self.name} tier is closed; open a new one")
