@@ -80,12 +80,7 @@ class Slots:
     def for_read(self, slot: int, x: torch.Tensor) -> tuple[Place, Copy]:
         """Where the bytes for `x` come from, and the copy that put them there."""
         place = self._place(slot, x)
-        source = self.written.get(slot)
-        if source is None:
-            raise TierError(
-                f"slot {slot} of the {self.name} tier was to be read, and nothing is in it: it was never written, or a "
-                "slot that shares its memory was written after it"
-            )
+        source = self._source(slot, "read")
         if source.bytes != x.numel():
             raise TierError(
                 f"slot {slot} of the {self.name} tier holds {source.bytes} bytes, and {x.numel()} were to be read"
@@ -94,14 +89,18 @@ class Slots:
 
     def for_work(self, slot: int) -> tuple[Place, Copy]:
         """Where the bytes are that were last written to a slot, and what put them there."""
+        source = self._source(slot, "computed on by the host")
+        first = self.places[slot].first
+        return Place(first, first + source.bytes), source
+
+    def _source(self, slot: int, wanted: str) -> Copy:
         source = self.written.get(slot)
         if source is None:
             raise TierError(
-                f"the host was to compute on slot {slot} of the {self.name} tier, and nothing is in it: it was never "
-                "written, or a slot that shares its memory was written after it"
+                f"slot {slot} of the {self.name} tier was to be {wanted}, and nothing is in it: it was never written, "
+                "or a slot that shares its memory was written after it"
             )
-        first = self.places[slot].first
-        return Place(first, first + source.bytes), source
+        return source
 
     def _place(self, slot: int, x: torch.Tensor) -> Place:
         assert (x.dtype, x.dim(), x.is_contiguous()) == (torch.uint8, 1, True), "x is the bytes of a storage"
