@@ -1,9 +1,10 @@
-"""What each kind of change to a step's graph gains under a budget: python benchmarks/offload_choices.py [--layers N]
+"""What each kind of change to a step's graph gains under a budget: python benchmarks/offload_choices.py [--workers 2]
 
-The step of `offload_bounds.py` (a Llama of 8B's shape on one H100, alone on its host), links to the host of 25 and 50
-GiB/s each way, three budgets. Each case is planned with copies alone; with updates on the host as well; with
-recomputation and another order; with all of them. Written down are the seconds of a step that the planner foresees, and
-those of a processor that planning took.
+The step of `llama_8b.py` (a Llama of 8B's shape on one H100, alone on its host), links to the host of 25 and 50 GiB/s
+each way, three budgets. Each case is planned with copies alone; with updates on the host as well; with recomputation
+and another order; with all of them. Written down are the seconds of a step that the planner foresees, and those of a
+processor that planning took. The result and the pages that show it are written after each plan: a run that is stopped
+keeps what it has.
 
 Nothing here ran on such a machine: times are those of the planner's clock, simulated.
 """
@@ -12,25 +13,80 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from itertools import product
+from multiprocessing import get_context
 from typing import Any
 
 import llama_8b
 from measure import write
+from offload_choices_pages import AGAIN, ALL, COPIES, UPDATES, again, updates
+from pages import DOCS, put
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.apart import is_update
 from hyper_parallel.offloading import Rate, Space, problem_of
 from hyper_parallel.offloading.choices import Choices
+from hyper_parallel.offloading.problem import Problem
 from hyper_parallel.offloading.rewrite import planned
 
 LINKS = (25, 50)
 """GiB/s each way."""
 CHOICES = {
-    "copies alone": Choices(recompute=False, order=False, update="device"),
-    "updates on the host": Choices(recompute=False, order=False),
-    "recomputation and order": Choices(update="device"),
-    "all": Choices(),
+    COPIES: Choices(recompute=False, order=False, update="device"),
+    UPDATES: Choices(recompute=False, order=False),
+    AGAIN: Choices(update="device"),
+    ALL: Choices(),
 }
+CASES = tuple(product(LINKS, llama_8b.SHARES, CHOICES))
+
+
+@cache
+def step_of(layers: int | None) -> tuple[StepGraph, Problem]:
+    """The step and its memory, captured once in each process."""
+    step = llama_8b.captured(layers)
+    return step, problem_of(step, Cluster.named("h100"), 1, ())
+
+
+def row(layers: int | None, link: int, share: float, name: str) -> dict[str, Any]:
+    """One plan."""
+    step, free = step_of(layers)
+    least, most = free.working_set, max(free.profile())
+    budget = int(least + share * (most - least))
+    rate = Rate(1e-5, link * 2**30)
+    host = Space("host", 1 << 40, rate, rate)
+    begun = time.process_time()
+    found = planned(step, Cluster.named("h100"), budget, (host,), choices=CHOICES[name])
+    return {
+        "link_gib_s": link,
+        "budget_gib": budget / 2**30,
+        "choices": name,
+        "step_s": found.plan.seconds,
+        "updates_on_host": sum(is_update(node) for node in found.graph.nodes),
+        "changed": found.changed,
+        "planning_s": time.process_time() - begun,
+    }
+
+
+def results(layers: int | None, workers: int) -> Iterator[dict[str, Any]]:
+    """What is to be kept, after each plan; those of `workers` processes at a time."""
+    step, free = step_of(layers)
+    kept: dict[str, Any] = {
+        "simulated": True,
+        "nodes": free.nodes,
+        "parameters": sum(entry.kind == "parameter" for entry in step.inputs),
+        "without_a_budget_s": free.starts[-1],
+        "peak_gib": max(free.profile()) / 2**30,
+        "of": len(CASES),
+        "rows": [],
+    }
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for found in pool.map(row, [layers] * len(CASES), *zip(*CASES, strict=True)):
+            kept["rows"].append(found)
+            yield kept
 
 
 def main() -> None:
@@ -39,40 +95,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, help="of the model; a result is kept for all of them only")
+    parser.add_argument("--workers", type=int, default=1, help="processes that plan at the same time")
     given = parser.parse_args()
-    step, cluster = llama_8b.captured(given.layers), Cluster.named("h100")
-    free = problem_of(step, cluster, 1, ())
-    least, most = free.working_set, max(free.profile())
-    rows: list[dict[str, Any]] = []
-    for link in LINKS:
-        rate = Rate(1e-5, link * 2**30)
-        host = Space("host", 1 << 40, rate, rate)
-        for share in llama_8b.SHARES:
-            budget = int(least + share * (most - least))
-            for name, choices in CHOICES.items():
-                begun = time.process_time()
-                found = planned(step, cluster, budget, (host,), choices=choices)
-                took = time.process_time() - begun
-                apart = sum(is_update(node) for node in found.graph.nodes)
-                rows.append(
-                    {
-                        "link_gib_s": link,
-                        "budget_gib": budget / 2**30,
-                        "choices": name,
-                        "step_s": found.plan.seconds,
-                        "updates_on_host": apart,
-                        "changed": found.changed,
-                        "planning_s": took,
-                    }
-                )
-                print(
-                    f"{link} GiB/s, {budget / 2**30:.1f} GiB, {name}: {found.plan.seconds:.3f} s a step "
-                    f"({'; '.join(found.changed) or 'nothing changed'}); planned in {took:.1f} s",
-                    flush=True,
-                )
-    kept = {"simulated": True, "without_a_budget_s": free.starts[-1], "peak_gib": most / 2**30, "rows": rows}
-    if given.layers is None:
-        print(write("offload_choices", kept))
+    kept: dict[str, Any] = {}
+    for kept in results(given.layers, given.workers):
+        last = kept["rows"][-1]
+        print(
+            f"{last['link_gib_s']} GiB/s, {last['budget_gib']:.1f} GiB, {last['choices']}: {last['step_s']:.3f} s a "
+            f"step ({'; '.join(last['changed']) or 'nothing changed'}); planned in {last['planning_s']:.1f} s",
+            flush=True,
+        )
+        if given.layers is None:
+            write("offload_choices", kept)
+            put(DOCS / "computed-again.md", "offload_choices.py", again(kept))
+            put(DOCS / "updates-on-the-host.md", "offload_choices.py", updates(kept))
+    print("\n".join(["", *again(kept), "", *updates(kept)]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""The tables of docs/offload.md, "Beside the alternatives", from the results of `offload.py`; of what was not run yet they
-say so."""
+"""The tables of docs/offload.md, "Beside the alternatives", from the results of `offload.py`.
+
+Of a part that was not run yet the page says so.
+"""
 
 from __future__ import annotations
 

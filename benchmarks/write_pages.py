@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import memory
+import offload_choices_pages
 import offload_pages
 import tiers
 from measure import RESULTS
@@ -32,6 +33,10 @@ PARTS = (
     Written("tiers.md", "tiers.py", "tiers.json", tiers.page),
     Written("memory.md", "memory.py", "memory.json", memory.page),
     Written("offload.md", "offload.py", "offload.json", offload_pages.lines),
+    Written("computed-again.md", "offload_choices.py", "offload_choices.json", offload_choices_pages.again),
+    Written(
+        "updates-on-the-host.md", "offload_choices.py", "offload_choices.json", offload_choices_pages.updates
+    ),
 )
 
 
