@@ -1,0 +1,47 @@
+"""What a step trains: a model's shape, and how much of what it sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hyper_parallel.errors import ConfigError, nearest
+from hyper_parallel.workload.shape import LARGEST, Shape
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+"""What matrix products are computed in. `fp8` has a scale for each tensor; `mxfp8` one for each 32 elements (OCP
+Microscaling Formats, 2023); `nvfp4` one for each 16 of 4 bits. Other operators of the last three are in bf16."""
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+OPTIMIZERS = ("adamw", "muon")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step of training. Raises ConfigError for sizes that make none."""
+
+    shape: Shape
+    batch: int
+    """Sequences of a step, on all devices together."""
+    sequence: int
+    """Tokens of a sequence."""
+    precision: Precision = "bf16"
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "sequence"):
+            value = getattr(self, name)
+            if not 1 <= value <= LARGEST:
+                raise ConfigError(f"{name} must be 1 to {LARGEST:,}; got {value:,}")
+        for name, known in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(
+                    f"{name} is one of {', '.join(known)}; got {value!r}{nearest(value, known)}"
+                )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.sequence
