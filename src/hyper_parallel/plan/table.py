@@ -23,6 +23,26 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.plan.profiles import Profile
 from hyper_parallel.workload.workload import PRECISIONS, Workload
 
+__all__ = [
+    "ARCHITECTURES",
+    "CODES",
+    "COLUMNS",
+    "CONTEXT_METHODS",
+    "ORDERS",
+    "PRECISIONS",
+    "PROFILE_COLUMNS",
+    "RECOMPUTE",
+    "SCHEDULES",
+    "SPREAD",
+    "Array",
+    "Table",
+    "architecture",
+    "code",
+    "of_cluster",
+    "of_profile",
+    "of_workload",
+]
+
 Array = npt.NDArray[np.float64]
 
 ARCHITECTURES = ("other", "volta", "ampere", "hopper", "blackwell", "ascend")
@@ -220,7 +240,8 @@ class Table:
 
     def replaced(self, **columns: npt.ArrayLike) -> Table:
         """This table with other columns; numbers stand for columns of [1]."""
-        return replace(self, **columns)
+        changed: dict[str, Any] = dict(columns)
+        return replace(self, **changed)
 
     def names(self, column: str) -> list[Any]:
         """What a column's codes stand for, one for each row."""
@@ -291,23 +312,14 @@ def code(column: str, name: Any) -> int:
     return CODES[column].index(name)
 
 
+_SHAPE = (*COLUMNS[: COLUMNS.index("dense_layers") + 1], "window", "windowed")
+"""The columns that a Shape has as fields of its own."""
+
+
 def of_workload(workload: Workload) -> dict[str, float]:
     """The columns of what is trained."""
     shape, latent = workload.shape, workload.shape.latent
-    plain = (
-        "layers",
-        "hidden",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "ffn",
-        "gated",
-        "vocabulary",
-        "tied",
-        "experts",
-    )
-    plain += ("chosen", "expert_ffn", "shared_ffn", "dense_layers", "window", "windowed")
-    columns = {name: float(getattr(shape, name)) for name in plain}
+    columns = {name: float(getattr(shape, name)) for name in _SHAPE}
     for name in ("query_rank", "key_rank", "plain", "rotary", "value"):
         columns[name] = float(getattr(latent, name)) if latent else 0.0
     columns |= {"sequence": workload.sequence, "batch": workload.batch}
