@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,10 +67,19 @@ def kernel(operator: Any) -> Callable[..., Any]:
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """What an operator writes to, among its arguments: tensors, or the nodes that stand for them in a graph."""
+    for at, name in _arguments_written(operator):
+        value = args[at] if at < len(args) else kwargs.get(name)
+        yield from (leaf for leaf in leaves_of(value) if leaf is not None)
+
+
+@functools.cache
+def _arguments_written(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of those arguments; a schema takes long to ask."""
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable:
-        return
-    for at, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in leaves_of(value) if leaf is not None)
+        return ()
+    return tuple(
+        (at, argument.name)
+        for at, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

@@ -15,7 +15,7 @@ the sizes of the graph; sizes that the data decide are given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,15 +156,43 @@ class _Pricer:
         self._step, self._sizes = step, sizes
         self._sized: dict[int, _Sized] = {}
         self._alive: list[Value] = []
+        self._works: dict[Hashable, Work | None] = {}
+        """By what is called, and on what: layers are alike."""
 
     def cost(self, node: fx.Node) -> Work | Collective | None:
         if is_collective(node):
             return self._collective(node)
-        target: Any = node.target
         if apart.is_update(node):
             return self._update(node)
-        if is_wait(node) or target is HOST or not hasattr(target, "_schema"):
+        if is_wait(node) or node.target is HOST or not hasattr(node.target, "_schema"):
             return None
+        alike = self._alike(node)
+        if alike not in self._works:
+            self._works[alike] = self._work(node)
+        return self._works[alike]
+
+    def _alike(self, node: fx.Node) -> Hashable:
+        """What is the same of two nodes that do the same: all that a work is made of, storages by their first place."""
+        places: dict[int, int] = {}
+
+        def seen(value: Value) -> Hashable:
+            sized = self._of(value)
+            return sized.shape, sized.stride, sized.dtype, places.setdefault(value.storage, len(places))
+
+        def argument(arg: Any) -> Hashable:
+            if isinstance(arg, fx.Node):
+                return tuple(map(seen, values_of(arg)))
+            if isinstance(arg, tuple | list):
+                return tuple(map(argument, arg))
+            # 1, 1.0 and True are equal, and not the same.
+            return type(arg), arg
+
+        args = argument(node.args)
+        kwargs = tuple((name, argument(arg)) for name, arg in node.kwargs.items())
+        return node.target, args, kwargs, tuple(map(seen, values_of(node)))
+
+    def _work(self, node: fx.Node) -> Work | None:
+        target: Any = node.target
         name = operator_name(node)
         if name in _NOTHING:
             return None

@@ -6,6 +6,7 @@ the groups tells it which name means what (`ShardedModel.process_groups`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,4 +75,9 @@ def ranks_of(step: StepGraph) -> list[int]:
 
 
 def _functional(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
+    return _is_functional(node.target)
+
+
+@functools.cache
+def _is_functional(target: Any) -> bool:
+    return getattr(target, "namespace", "") == "_c10d_functional"

@@ -32,6 +32,13 @@ FEW = 1 / 64
 def sums_at_birth(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> StepGraph:
     """The step with few numbers that are made of much as early as can be; `sizes` gives the symbols values."""
     needs = dependencies(step)
+    return reorder(step, sums_first(step, needs, sizes), needs=needs)
+
+
+def sums_first(
+    step: StepGraph, needs: Mapping[fx.Node, Collection[fx.Node]], sizes: Mapping[Any, int] | None = None
+) -> list[fx.Node]:
+    """The order of `sums_at_birth`. `needs`: the step's dependencies."""
     group_of = _groups(step, [known(storage.bytes, dict(sizes or {})) for storage in step.storages])
     members: dict[fx.Node, list[fx.Node]] = {}
     missing: dict[fx.Node, set[fx.Node]] = {}
@@ -57,7 +64,7 @@ def sums_at_birth(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> St
                     missing[last].discard(done)
                     if not missing[last]:
                         pending.append(members[last])
-    return reorder(step, order)
+    return order
 
 
 def _groups(step: StepGraph, bytes_of: list[int]) -> dict[fx.Node, fx.Node]:
@@ -83,7 +90,20 @@ def _groups(step: StepGraph, bytes_of: list[int]) -> dict[fx.Node, fx.Node]:
 
 def updates_together(step: StepGraph, *, backwards: bool = False) -> StepGraph:
     """The step with what each update needs right before it; `backwards`: the last update comes first."""
-    nodes = list(step.nodes)
+    needs = dependencies(step)
+    return reorder(step, _by_updates(step, list(step.nodes), needs, backwards), needs=needs)
+
+
+def nearer(step: StepGraph, sizes: Mapping[Any, int] | None = None, *, backwards: bool = False) -> StepGraph:
+    """`updates_together` of `sums_at_birth`. A legal order leaves the dependencies as they are: they are found once."""
+    needs = dependencies(step)
+    return reorder(step, _by_updates(step, sums_first(step, needs, sizes), needs, backwards), needs=needs)
+
+
+def _by_updates(
+    step: StepGraph, nodes: list[fx.Node], needs: Mapping[fx.Node, Collection[fx.Node]], backwards: bool
+) -> list[fx.Node]:
+    """The order of `updates_together` of a step whose nodes run in this one."""
     lasting = {storage.index for storage in step.storages if storage.name is not None}
     updates = [
         node
@@ -99,7 +119,7 @@ def updates_together(step: StepGraph, *, backwards: bool = False) -> StepGraph:
     anchors = [node for node in nodes if node not in lazy]
     if backwards:
         updates.reverse()
-    return reorder(step, _on_demand([*anchors, *updates, *nodes], dependencies(step)))
+    return _on_demand([*anchors, *updates, *nodes], needs)
 
 
 def _on_demand(wanted: Iterable[fx.Node], needs: Mapping[fx.Node, Collection[fx.Node]]) -> list[fx.Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -167,10 +167,13 @@ class StepGraph:
 
 def values_of(node: fx.Node) -> Iterator[Value]:
     """The tensors that a node gives, one after the other."""
-    pending = [node.meta.get("value")]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Value):
-            yield value
-        elif isinstance(value, tuple | list):
-            pending += reversed(value)
+    return iter(_values(node.meta.get("value")))
+
+
+def _values(value: Any) -> Sequence[Value]:
+    # Nearly all nodes give one tensor, and planners ask very often.
+    if isinstance(value, Value):
+        return (value,)
+    if isinstance(value, tuple | list):
+        return [one for part in value for one in _values(part)]
+    return ()

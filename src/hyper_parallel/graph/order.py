@@ -17,7 +17,7 @@ Any order that keeps these computes the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -41,9 +41,17 @@ def dependencies(step: StepGraph, free: Collection[fx.Node] = ()) -> dict[fx.Nod
     return found.needs
 
 
-def check_order(step: StepGraph, order: Sequence[fx.Node], free: Collection[fx.Node] = ()) -> None:
-    """Raise GraphError unless the step's nodes may run in this order; `free` as of `dependencies`."""
-    needs = dependencies(step, free)
+def check_order(
+    step: StepGraph,
+    order: Sequence[fx.Node],
+    free: Collection[fx.Node] = (),
+    needs: Mapping[fx.Node, Collection[fx.Node]] | None = None,
+) -> None:
+    """Raise GraphError unless the step's nodes may run in this order; `free` as of `dependencies`.
+
+    `needs`: the step's dependencies where they are known already.
+    """
+    needs = dependencies(step, free) if needs is None else needs
     place = {node: at for at, node in enumerate(order)}
     if len(place) != len(order) or place.keys() != needs.keys():
         raise GraphError(
@@ -69,17 +77,27 @@ def legal(step: StepGraph, order: Sequence[fx.Node]) -> bool:
     return True
 
 
-def reorder(step: StepGraph, order: Sequence[fx.Node], free: Collection[fx.Node] = ()) -> StepGraph:
-    """The same graph with its computing nodes in another order; `free` as of `dependencies`.
+def reorder(
+    step: StepGraph,
+    order: Sequence[fx.Node],
+    free: Collection[fx.Node] = (),
+    needs: Mapping[fx.Node, Collection[fx.Node]] | None = None,
+) -> StepGraph:
+    """The same graph with its computing nodes in another order; `free` and `needs` as of `check_order`.
 
     Raises GraphError when that order is not legal.
     """
-    check_order(step, order, free)
+    check_order(step, order, free, needs)
     made, new = step.copied()
+    arrange(made, [new[node] for node in order])
+    return made
+
+
+def arrange(made: StepGraph, order: Iterable[fx.Node]) -> None:
+    """Put the computing nodes of a graph that is being made into an order, which is legal."""
     end = made.output
     for node in order:
-        end.prepend(new[node])
-    return made
+        end.prepend(node)
 
 
 def later(step: StepGraph, movable: Collection[fx.Node]) -> list[fx.Node]:

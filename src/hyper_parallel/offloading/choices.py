@@ -12,7 +12,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.apart import is_update
 from hyper_parallel.graph.narrow import narrow
-from hyper_parallel.graph.nearer import sums_at_birth, updates_together
+from hyper_parallel.graph.nearer import nearer
 from hyper_parallel.offloading.again import Ladder, again, ladder
 from hyper_parallel.offloading.problem import Problem, Space
 from hyper_parallel.offloading.search import Dial
@@ -72,7 +72,7 @@ class _Order:
         self._sizes, self._recompute = sizes, recompute
 
     def __call__(self, step: StepGraph, setting: int, refused: bool) -> StepGraph:
-        made = updates_together(sums_at_birth(step, self._sizes), backwards=setting == 2)
+        made = nearer(step, self._sizes, backwards=setting == 2)
         return narrow(made, self._sizes) if self._recompute else made
 
 

@@ -16,6 +16,7 @@ from hyper_parallel.offloading.problem import Problem, Space
 from hyper_parallel.offloading.problem_of import problem_of
 from hyper_parallel.offloading.search import search
 from hyper_parallel.offloading.shelf import Places, Shelves
+from hyper_parallel.offloading.uncollected import uncollected
 from hyper_parallel.offloading.update_apart import on_host
 from hyper_parallel.units import format_bytes, format_duration
 
@@ -59,6 +60,7 @@ class Planned:
         )
 
 
+@uncollected()
 def planned(
     step: StepGraph,
     cluster: Cluster,

@@ -14,7 +14,7 @@ comes behind the host point that may stop the step, as before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,13 @@ from hyper_parallel.graph import (
     Storage,
     balanced_sizes,
     dependencies,
-    reorder,
-    validate,
     values_of,
 )
 from hyper_parallel.graph.apart import Call, Given, Moved, given_of, is_update, storages_of, update
 from hyper_parallel.graph.effects import touched, writes
-from hyper_parallel.graph.nearer import sums_at_birth
+from hyper_parallel.graph.nearer import sums_first
 from hyper_parallel.graph.nouns import Value
+from hyper_parallel.graph.order import arrange, check_order
 from hyper_parallel.offloading.problem import Space
 from hyper_parallel.offloading.shelf import ALIGN
 
@@ -143,9 +142,10 @@ def put_apart(step: StepGraph, parameters: Collection[str], tier: str) -> StepGr
     at_home: dict[fx.Node, fx.Node] = {}
     for one in chosen:
         _replace(made, Apart(one.parameter, _all(one.nodes, new), _all(one.tensors, new)), at_home, tier)
-    made = sums_at_birth(made, balanced_sizes(made))
-    made = reorder(made, _order(made))
-    validate(step, made)
+    needs = dependencies(made)
+    order = _order(sums_first(made, needs, balanced_sizes(made)), needs)
+    check_order(made, order, needs=needs)
+    arrange(made, order)
     return made
 
 
@@ -286,9 +286,8 @@ def _on_host(made: StepGraph, source: fx.Node, at_home: dict[fx.Node, fx.Node]) 
     return at_home[source]
 
 
-def _order(made: StepGraph) -> list[fx.Node]:
+def _order(nodes: list[fx.Node], needs: Mapping[fx.Node, Collection[fx.Node]]) -> list[fx.Node]:
     """Updates begin as early as they may, in the order in which their parameters are wanted in the next step."""
-    nodes = list(made.nodes)
     first: dict[int, int] = {}
     for at, node in enumerate(nodes):
         for storage in touched(node):
@@ -300,7 +299,6 @@ def _order(made: StepGraph) -> list[fx.Node]:
             rank.update((source, at) for source in given_of(node) if source.op == "call_function")
     # A tuple, so that there is always another place right behind one: (3,) < (3, 1) < (4,).
     places: dict[fx.Node, tuple[int, ...]] = {}
-    needs = dependencies(made)
     for at, node in enumerate(nodes):
         places[node] = (at,)
         if node in rank:
