@@ -6,15 +6,14 @@ from data that is embedded as JSON: times in nanoseconds, each the difference fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from hyper_parallel.program import KINDS, Op, Span, Timeline
+from hyper_parallel.report.html import asset, badge, card, embedded, filled, sheet_table
 from hyper_parallel.report.perfetto import described, lanes
-from hyper_parallel.report.sheets import NONE, Fact, Sheet, facts, heading, ranks_told, sheets, shown_together
+from hyper_parallel.report.sheets import NONE, Fact, facts, heading, ranks_told, sheets, shown_together
 from hyper_parallel.units import format_bytes, format_count
 
 
@@ -26,28 +25,15 @@ def page(timelines: Timeline | Sequence[Timeline], title: str = "A training step
     slots = {
         "title": escape(title),
         "word": escape(shown_together(shown)),
-        "headings": "".join(f"<p>{_badge(one)} {escape(_behind_badge(one))}</p>" for one in shown),
+        "headings": "".join(f"<p>{badge(one.word)} {escape(_behind_badge(one))}</p>" for one in shown),
         "facts": _facts(shown),
         "timelines": "".join(_frame(number, one) for number, one in enumerate(shown)),
         "tables": _tables(shown),
-        "style": _asset("page.css"),
-        "script": _asset("page.js"),
-        # Inside a script element only an opening bracket could end it.
-        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "style": asset("page.css"),
+        "script": asset("page.js"),
+        "data": embedded(data),
     }
-    text = _asset("page.html")
-    parts = text.split("{{")
-    return parts[0] + "".join(
-        slots[name] + rest for name, rest in (part.split("}}", 1) for part in parts[1:])
-    )
-
-
-def _asset(name: str) -> str:
-    return (files("hyper_parallel.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _badge(timeline: Timeline) -> str:
-    return f'<b class="badge {timeline.word}">{timeline.word}</b>'
+    return filled("page.html", slots)
 
 
 def _behind_badge(timeline: Timeline) -> str:
@@ -78,7 +64,7 @@ def _facts(shown: Sequence[Timeline]) -> str:
         if len(set(meanings)) == 1:
             meanings = [*[""] * (len(of) - 1), meanings[0]]
         body = "".join(value + meaning for value, meaning in zip(values, meanings, strict=True))
-        cards.append(f'<div class="card"><h3>{escape(name)}</h3>{body}</div>')
+        cards.append(card(name, body))
     return "".join(cards)
 
 
@@ -86,7 +72,7 @@ def _frame(number: int, timeline: Timeline) -> str:
     """Where the script draws a timeline."""
     where = escape(timeline.cluster or timeline.device)
     return (
-        f'<section class="timeline" data-number="{number}"><h3>{_badge(timeline)} timeline on {where}</h3>'
+        f'<section class="timeline" data-number="{number}"><h3>{badge(timeline.word)} timeline on {where}</h3>'
         '<div class="lanes"><canvas tabindex="0" role="application" aria-describedby="keys" '
         f'aria-label="{timeline.word} timeline of {len(timeline.spans)} ops"></canvas></div>'
         '<div class="memory-head"><h3>memory over time</h3><select aria-label="rank class"></select>'
@@ -103,29 +89,11 @@ def _tables(shown: Sequence[Timeline]) -> str:
     blocks = []
     for title in titles:
         tables = [
-            _table(one[title], _badge(timeline)) if title in one else "<div></div>"
+            sheet_table(one[title], badge(timeline.word)) if title in one else "<div></div>"
             for timeline, one in zip(shown, found, strict=True)
         ]
         blocks.append("".join(tables) if len(shown) == 1 else f'<div class="pair">{"".join(tables)}</div>')
     return "".join(blocks)
-
-
-def _table(sheet: Sheet, badge: str) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{'' if at < sheet.left else ' class=number'}>{escape(cell)}</{tag}>"
-            for at, cell in enumerate(cells)
-        )
-
-    body = "".join(
-        f"<tr{' class=sum' if cells[0] in ('sum', 'step') else ''}>{row(cells, 'td')}</tr>"
-        for cells in sheet.rows
-    )
-    note = f"<p>{escape(sheet.note)}</p>" if sheet.note else ""
-    return (
-        f'<section class="table"><h3>{badge} {escape(sheet.title)}</h3><div class="scroll"><table>'
-        f"<thead><tr>{row(sheet.columns, 'th')}</tr></thead><tbody>{body}</tbody></table></div>{note}</section>"
-    )
 
 
 def _data(timeline: Timeline) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""A Timeline as text for the terminal: the figures that come first, then where the time and the memory go."""
+"""Figures and tables as text for the terminal; of a Timeline, the figures that come first, then where the time and the
+memory go."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from hyper_parallel.program import Timeline
-from hyper_parallel.report.sheets import Sheet, facts, heading, sheets
+from hyper_parallel.report.sheets import Fact, Sheet, facts, heading, sheets
 
 WIDTH = 120
 """Columns of the text, unless told otherwise."""
@@ -13,23 +15,32 @@ WIDTH = 120
 
 def table(timeline: Timeline, width: int = WIDTH) -> str:
     """Plain text, at most `width` columns wide. Its first word is `predicted` or `measured`."""
+    return told(heading(timeline), facts(timeline), sheets(timeline), timeline.word, width)
+
+
+def told(first: str, figures: Sequence[Fact], tables: Sequence[Sheet], word: str, width: int = WIDTH) -> str:
+    """Plain text, at most `width` columns wide: a line, then figures, then tables, each headed by `word`.
+
+    `word` says what the numbers are: predicted, measured, forecast.
+    """
     from rich.console import Console
     from rich.table import Table
 
     out = io.StringIO()
     console = Console(file=out, width=width)
-    console.print(heading(timeline), markup=False, highlight=False)
-    console.print()
-    figures = Table(box=None, show_header=False, pad_edge=False)
-    for _ in range(3):
-        figures.add_column(overflow="fold")
-    figures.columns[1].justify = "right"
-    for fact in facts(timeline):
-        figures.add_row(*_plain((fact.name, fact.value, fact.meaning)))
-    console.print(figures)
-    for sheet in sheets(timeline):
+    console.print(first, markup=False, highlight=False)
+    if figures:
         console.print()
-        console.print(f"{timeline.word}: {sheet.title}", markup=False, highlight=False)
+        grid = Table(box=None, show_header=False, pad_edge=False)
+        for _ in range(3):
+            grid.add_column(overflow="fold")
+        grid.columns[1].justify = "right"
+        for fact in figures:
+            grid.add_row(*_plain((fact.name, fact.value, fact.meaning)))
+        console.print(grid)
+    for sheet in tables:
+        console.print()
+        console.print(f"{word}: {sheet.title}", markup=False, highlight=False)
         console.print(_grid(sheet))
         if sheet.note:
             console.print(sheet.note, markup=False, highlight=False)

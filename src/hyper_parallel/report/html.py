@@ -1,0 +1,59 @@
+"""What pages are made of: templates with slots, figures as cards, tables, and data inside a script element."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from hyper_parallel.report.sheets import Sheet
+
+
+def asset(name: str) -> str:
+    """A file of `assets/`."""
+    return (files("hyper_parallel.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def filled(template: str, slots: Mapping[str, str]) -> str:
+    """A template of `assets/` with what goes into its {{slots}}."""
+    parts = asset(template).split("{{")
+    return parts[0] + "".join(
+        slots[name] + rest for name, rest in (part.split("}}", 1) for part in parts[1:])
+    )
+
+
+def embedded(data: Any) -> str:
+    """JSON for a script element, which only an opening bracket inside it could end."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def badge(word: str) -> str:
+    """What the numbers beside it are: `predicted`, `measured`, `forecast`."""
+    return f'<b class="badge {word}">{word}</b>'
+
+
+def card(name: str, body: str) -> str:
+    """A figure with its name; `body` is HTML."""
+    return f'<div class="card"><h3>{escape(name)}</h3>{body}</div>'
+
+
+def sheet_table(sheet: Sheet, badge: str) -> str:
+    """A table, headed by a badge (HTML)."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "".join(
+            f"<{tag}{'' if at < sheet.left else ' class=number'}>{escape(cell)}</{tag}>"
+            for at, cell in enumerate(cells)
+        )
+
+    body = "".join(
+        f"<tr{' class=sum' if cells[0] in ('sum', 'step') else ''}>{row(cells, 'td')}</tr>"
+        for cells in sheet.rows
+    )
+    note = f"<p>{escape(sheet.note)}</p>" if sheet.note else ""
+    return (
+        f'<section class="table"><h3>{badge} {escape(sheet.title)}</h3><div class="scroll"><table>'
+        f"<thead><tr>{row(sheet.columns, 'th')}</tr></thead><tbody>{body}</tbody></table></div>{note}</section>"
+    )
