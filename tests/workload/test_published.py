@@ -1,4 +1,4 @@
-"""Published shapes: their parameters are those that their makers state, and their names are found as people type them."""
+"""Published shapes: their parameters are those that are stated, and names are found as people type them."""
 
 from __future__ import annotations
 

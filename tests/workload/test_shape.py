@@ -22,7 +22,7 @@ def test_parameters_by_hand() -> None:
     experts = tiny(experts=8, chosen=2, expert_ffn=32, shared_ffn=16, dense_layers=1)
     sparse = 64 * 8 + 3 * 64 * (8 * 32 + 16)
     assert experts.parameters == tiny().parameters - 3 * 64 * 256 + sparse
-    assert experts.active_parameters == experts.parameters - 6 * (64 + 3 * 64 * 32)
+    assert experts.active_parameters == experts.parameters - 6 * 3 * 64 * 32
 
 
 @pytest.mark.parametrize(

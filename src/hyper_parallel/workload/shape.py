@@ -162,7 +162,8 @@ class Shape:
 
     def _total(self, experts: int) -> int:
         """All weights with so many routed experts in a layer, without a head of its own."""
-        sparse = self.hidden * (self.experts + self.matrices * (experts * self.expert_ffn + self.shared_ffn))
+        features = experts * self.expert_ffn + self.shared_ffn
+        sparse = self.hidden * (self.experts + self.matrices * features)
         layers = self.layers * (self.attention + 2 * self.hidden)
         mlps = self.expert_layers * sparse + (self.layers - self.expert_layers) * self.dense
         return layers + mlps + self.vocabulary * self.hidden + self.hidden
