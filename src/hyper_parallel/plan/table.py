@@ -45,7 +45,7 @@ __all__ = [
 
 Array = npt.NDArray[np.float64]
 
-ARCHITECTURES = ("other", "volta", "ampere", "hopper", "blackwell", "ascend")
+ARCHITECTURES = ("other", "volta", "ampere", "hopper", "blackwell", "blackwell-ultra", "ascend")
 """Generations of devices that reach different shares of their peaks."""
 
 RECOMPUTE = ("none", "selective", "full")
@@ -89,7 +89,7 @@ _ARCHITECTURE_WORDS = (
     ("H800", "hopper"),
     ("H20", "hopper"),
     ("B200", "blackwell"),
-    ("B300", "blackwell"),
+    ("B300", "blackwell-ultra"),
     ("Ascend", "ascend"),
 )
 """Words of a device's name, as PyTorch gives it; the first that is found decides."""

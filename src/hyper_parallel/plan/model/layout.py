@@ -1,0 +1,105 @@
+"""Who lies beside whom: the group of ranks of each axis, by the order in which the axes lie on the machine.
+
+An axis' neighbouring ranks have the product of the degrees of all axes inside it between them (`table.ORDERS`). The
+`expert` axis folds over the inner ones from the inside; an expert's gradients are reduced over what of data, context
+and tensor is left, expert ranks apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hyper_parallel.plan.constants import Constants
+from hyper_parallel.plan.model.links import Group
+from hyper_parallel.plan.table import ORDERS, Array, Table
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The groups that a configuration's collectives run over."""
+
+    t: Table
+    k: Constants
+
+    @cached_property
+    def tensor(self) -> Array:
+        """Ranks that split each matrix."""
+        return self.t.tensor_x * self.t.tensor_y
+
+    @cached_property
+    def data(self) -> Array:
+        """Ranks that see other rows."""
+        return self.t.replicate * self.t.shard
+
+    @cached_property
+    def same(self) -> Array:
+        """Ranks that hold, or share, the same parameters and see other tokens: data and context."""
+        return self.data * self.t.context
+
+    @cached_property
+    def x(self) -> Group:
+        """The first tensor axis."""
+        return self._group(self.t.tensor_x, "tensor_x")
+
+    @cached_property
+    def y(self) -> Group:
+        """The second tensor axis."""
+        return self._group(self.t.tensor_y, "tensor_y")
+
+    @cached_property
+    def context(self) -> Group:
+        """Ranks that split positions."""
+        return self._group(self.t.context, "context")
+
+    @cached_property
+    def stages(self) -> Group:
+        """The pipeline's stages."""
+        return self._group(self.t.pipeline, "pipeline")
+
+    @cached_property
+    def experts(self) -> Group:
+        """Ranks over which experts are spread."""
+        return Group.of(self.t, self.k, self.t.expert, np.ones(1))
+
+    @cached_property
+    def reducing(self) -> Group:
+        """Ranks that reduce the same gradients, experts' apart: data and context, from the inner one outwards."""
+        inside = np.minimum(self._inside("context"), self._inside("data"))
+        return Group.of(self.t, self.k, self.same, inside)
+
+    @cached_property
+    def reducing_experts(self) -> Group:
+        """Ranks that reduce the same experts' gradients."""
+        ranks = np.maximum(self.same * self.tensor / self.t.expert, 1.0)
+        return Group.of(self.t, self.k, ranks, self.t.expert)
+
+    @cached_property
+    def gathering(self) -> Group:
+        """Ranks that share one copy of the parameters: `shard` and `context`."""
+        inside = np.minimum(self._inside("context"), self._inside("data"))
+        return Group.of(self.t, self.k, self.t.shard * self.t.context, inside)
+
+    def _group(self, ranks: Array, axis: str) -> Group:
+        return Group.of(self.t, self.k, ranks, self._inside(axis))
+
+    def _inside(self, axis: str) -> Array:
+        """Ranks between neighbours of an axis: the product of the axes inside it."""
+        degrees = {
+            "tensor_x": self.t.tensor_x,
+            "tensor_y": self.t.tensor_y,
+            "context": self.t.context,
+            "data": self.data,
+            "pipeline": self.t.pipeline,
+        }
+        used = np.unique(self.t.order).astype(int)
+        found: Array = np.ones(1)
+        for code in used:
+            order = ORDERS[code]
+            inside: Array = np.ones(1)
+            for other in order[: order.index(axis)]:
+                inside = inside * degrees[other]
+            found = inside if used.size == 1 else np.where(self.t.order == code, inside, found)
+        return found

@@ -1,0 +1,74 @@
+"""How long products and plain movements of bytes take on one device.
+
+    product(m, n, k) = max(2 m n k / (peak · r / ((1 + h_m s/m) (1 + h_n s/n) (1 + h_k s/k))),         `product`
+                           w (m k + k n + m n) / (hbm · e))
+    bytes(B)         = B / (hbm · e)                                                                   `moved`
+
+r is the share of the peak that large products reach in a training step, by architecture (`large`); h are the sizes at
+which half of it is reached (Hockney's n_½, as in `cluster.efficiency`), and s = √(rate / 250 TFLOP/s), since a faster
+unit needs larger products to be as busy. The second term of the product is the roofline's memory side (Williams,
+Waterman and Patterson, CACM 52(4), 2009), with w bytes an element. e is the constant `memory`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.plan.constants import Constants
+from hyper_parallel.plan.table import ARCHITECTURES, PRECISIONS, Table
+
+Array = NDArray[np.float64]
+
+_EIGHT = [PRECISIONS.index(name) for name in ("fp8", "mxfp8")]
+_FOUR = [PRECISIONS.index(name) for name in ("nvfp4",)]
+
+
+def large(t: Table, k: Constants) -> Array:
+    """The share of the peak that large products reach, by architecture."""
+    shares = {
+        "volta": k.volta,
+        "ampere": k.ampere,
+        "hopper": k.hopper,
+        "blackwell": k.blackwell,
+        "blackwell-ultra": k.blackwell * k.ultra,
+        "ascend": k.ascend,
+    }
+    of_code = np.array([shares.get(name, k.other) for name in ARCHITECTURES])
+    return of_code[t.architecture.astype(np.intp)]
+
+
+def rate(t: Table, k: Constants, *, linear: bool = True) -> Array:
+    """FLOP/s of large products; `linear`: in the precision of the linear layers, else in 16 bits."""
+    share = large(t, k)
+    sixteen = t.peak16 * share
+    if not linear:
+        return sixteen
+    eight, four = np.isin(t.precision, _EIGHT), np.isin(t.precision, _FOUR)
+    if not eight.any() and not four.any():
+        return sixteen
+    found = np.where(eight, t.peak8 * share * k.eight, sixteen)
+    return np.where(four, t.peak4 * share * k.four, found)
+
+
+class Products:
+    """Products at one configuration each; what does not depend on their shape is computed once."""
+
+    def __init__(self, t: Table, k: Constants, *, linear: bool = True) -> None:
+        self.rate = rate(t, k, linear=linear)
+        scale = np.sqrt(self.rate / 250e12)
+        self.half = (k.half_rows * scale, k.half_columns * scale, k.half_depth * scale)
+        self.bandwidth = t.hbm * k.memory
+
+    def __call__(self, m: Array, n: Array, depth: Array) -> Array:
+        """Seconds of [m, depth] · [depth, n]; 0 where a size is 0."""
+        rows, columns, inner = self.half
+        # m n k / share = (m + h_m) (n + h_n) (k + h_k): no division by a size that may be 0.
+        flops = 2 * (m + rows) * (n + columns) * (depth + inner)
+        bytes = 2 * (m * n + n * depth + m * depth)
+        return np.where(m * n * depth > 0, np.maximum(flops / self.rate, bytes / self.bandwidth), 0.0)
+
+
+def moved(t: Table, k: Constants, bytes: Array) -> Array:
+    """Seconds of reading and writing so many bytes in all."""
+    return bytes / (t.hbm * k.memory)

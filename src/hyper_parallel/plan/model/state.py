@@ -1,0 +1,97 @@
+"""What a step costs beside its micro-batches: gradients' reduction, gathered weights, the optimizer.
+
+**Gradients** of N parameters on n ranks that see other tokens are reduced and, where the optimizer's state is split
+(ZeRO-1, 2; Rajbhandari et al., arXiv 1910.02054), new parameters gathered:
+
+    gather((gradient bytes + 2) N)      as `links.Group.gather`; an all-reduce of gradients costs as much or more
+
+`hidden_data` of it goes beside the backward pass where a framework does so, as far as that lasts. Experts are reduced
+over the ranks that share them.
+
+**Gathered weights** (ZeRO-3): each layer's, before each of its passes; gradients are scattered as they come. What takes
+longer than the pass shows, and the rest slows the pass it runs beside by `beside` (13% on NVLink: Galvatron, arXiv
+2211.13878; Calculon has 15% there and 2% on InfiniBand).
+
+**The optimizer** reads and writes 28 bytes a parameter of Adam in mixed precision: gradient, master value, two moments,
+and the parameter. State that lies in the host's memory is fetched and stored beside the whole step; what does not fit
+there shows (HyperOffload, arXiv 2602.00748).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.plan.constants import Constants
+from hyper_parallel.plan.model.layout import Ranks
+from hyper_parallel.plan.model.parameters import Held
+from hyper_parallel.plan.table import Array, Table
+
+UPDATE_BYTES = 28.0
+"""Read and written a parameter: gradient 4, master 8, moments 16; the parameter's 2 are within what is rounded here."""
+
+STATE_BYTES = 12.0
+"""Of the optimizer's state a parameter: master value and two moments."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Seconds of a layer's gathers over `shard`, in each pass; 0 below ZeRO-3."""
+
+    forward: Array
+    backward: Array
+
+
+def gathered(t: Table, ranks: Ranks, held: Held) -> Gathered:
+    """Weights of a mean layer: gathered forward, and backward with gradients scattered."""
+    if not np.any(t.zero >= 3):
+        return Gathered(np.zeros(1), np.zeros(1))
+    group = ranks.gathering
+    once = group.gather(2 * held.layer) + np.where(
+        held.experts > 0, ranks.reducing_experts.gather(2 * held.experts), 0.0
+    )
+    once = np.where((t.zero >= 3) & (group.ranks > 1), once, 0.0)
+    return Gathered(once, 2 * once)
+
+
+def beside(k: Constants, busy: Array, collective: Array) -> Array:
+    """Seconds of a pass with a collective beside it."""
+    share = np.minimum(1.0, collective / np.maximum(busy, 1e-12))
+    return np.maximum(busy * (1 + k.beside * share), collective)
+
+
+def reduced(t: Table, k: Constants, ranks: Ranks, held: Held, stage_layers: Array, stage: Array) -> Array:
+    """Seconds of the gradients' reduction that nothing hides; `stage` is a micro-batch's time on a stage."""
+    elements = stage_layers * held.layer + held.embedding
+    bytes = t.gradient_bytes + 2
+    seconds = np.where(ranks.same > 1, ranks.reducing.gather(bytes * elements), 0.0)
+    if np.any(t.experts > 0):
+        experts = stage_layers * held.experts
+        shared = ranks.same * ranks.tensor > t.expert
+        seconds = seconds + np.where(
+            (t.experts > 0) & shared, ranks.reducing_experts.gather(bytes * experts), 0.0
+        )
+    # Weights split for good are reduced layer by layer, which `gathered` counts.
+    seconds = np.where(t.zero >= 3, 0.0, seconds)
+    hidden = np.minimum(k.hidden_data * seconds, 0.7 * stage) * t.overlap_data
+    return seconds - hidden
+
+
+def updated(t: Table, k: Constants, ranks: Ranks, held: Held, stage_layers: Array) -> tuple[Array, Array]:
+    """Seconds of the update, and bytes of state that it works on, on a rank."""
+    sharded = np.where(t.zero >= 1, t.shard * t.context, 1.0)
+    experts_sharded = np.where(t.zero >= 1, np.maximum(sharded * ranks.tensor / t.expert, 1.0), 1.0)
+    elements = (
+        stage_layers * held.layer + held.embedding
+    ) / sharded + stage_layers * held.experts / experts_sharded
+    return UPDATE_BYTES * elements / (t.hbm * k.memory), STATE_BYTES * elements
+
+
+def fetched(t: Table, state: Array, computing: Array) -> Array:
+    """Seconds that copies of state on the host add to a step that computes for `computing` seconds."""
+    if not np.any(t.state_on_host > 0):
+        return np.zeros(1)
+    rate = np.maximum(t.host_rate, 1.0)
+    # Out and back go at once, over the two directions of the link.
+    return np.where(t.state_on_host > 0, np.maximum(t.state_on_host * state / rate - computing, 0.0), 0.0)
