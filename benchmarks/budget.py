@@ -1,4 +1,4 @@
-"""Whether budgets hold: python benchmarks/budget.py [--cases N] [--seed S]
+"""Whether budgets hold: python benchmarks/budget.py [--cases N] [--seed S] [--workers 2]
 
 Random cases of (model, rows, positions, budget, tiers). Of each, the step's graph is captured, planned within the
 budget by `offload`, and run three times on real tensors and real tiers, beside the same step without a budget:
@@ -10,7 +10,8 @@ budget by `offload`, and run three times on real tensors and real tiers, beside 
 - bits: the gradients' norm and loss of each step and all state after the last are compared with the step without.
 
 Budgets lie between the working set and the peak without a budget; some lie below the floor and must be refused before
-anything runs, with a floor at which the same case runs with 1% more.
+anything runs, with a floor at which the same case runs with 1% more. The result is written after each case, so that a
+run that is stopped keeps what it has.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Queue
 from typing import Any
 
 import torch
 from measure import write
 from memory import MODELS, answer, batch_of, build, collected, recipe_of
-from observer import Observer
+from observer import Observer, UnseenHost
+from pages import DOCS, put
 from torch import Tensor
 
 import hyper_parallel as hp
@@ -40,7 +45,7 @@ from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, executable
 from hyper_parallel.offloading import Runtime, Space, problem_of
 from hyper_parallel.offloading.rewrite import Planned, planned
-from hyper_parallel.offloading.tiers import FlashTier, HostTier, Tier
+from hyper_parallel.offloading.tiers import FlashTier, Tier
 from hyper_parallel.offloading.tiers import measure as rates
 from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
@@ -170,7 +175,7 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
         if "host" in case["tiers"]:
             # Beside flash it holds about half of what has to go somewhere.
             room = peak if len(case["tiers"]) == 1 else max(2**20, (peak - budget) // 2)
-            tiers["host"] = stack.enter_context(contextlib.closing(HostTier(backend, room)))
+            tiers["host"] = stack.enter_context(contextlib.closing(UnseenHost(backend, room)))
         if "flash" in case["tiers"]:
             tiers["flash"] = stack.enter_context(contextlib.closing(FlashTier(folder, backend)))
         spaces = tuple(Space(name, tier.capacity, *rates(tier, backend)) for name, tier in tiers.items())
@@ -218,18 +223,35 @@ def worker(first: int, last: int) -> None:
         print(json.dumps(run_case(draw(seed))), flush=True)
 
 
-def main() -> int:
-    """Run the cases, write benchmarks/results/budget.json; 1 where a budget did not hold."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
-    given = parser.parse_args()
-    if given.worker:
-        worker(*given.worker)
-        return 0
+def rows_of(seeds: range, workers: int) -> Iterator[dict[str, Any]]:
+    """Each case as it ends. A process runs `PER_PROCESS` of them, and `workers` processes run at a time: what is live
+    and what is resident are each process's own."""
+    found: Queue[dict[str, Any] | Future[None]] = Queue()
+    with ThreadPoolExecutor(workers) as pool:
+        groups = [
+            pool.submit(_group, seeds[at : at + PER_PROCESS], found)
+            for at in range(0, len(seeds), PER_PROCESS)
+        ]
+        try:
+            for group in groups:
+                # Also where it fails, and behind its last case.
+                group.add_done_callback(found.put)
+            left = len(groups)
+            while left:
+                one = found.get()
+                if isinstance(one, Future):
+                    one.result()
+                    left -= 1
+                else:
+                    yield one
+        finally:
+            for group in groups:
+                group.cancel()
+
+
+def _group(seeds: range, found: Queue[Any]) -> None:
+    """Cases in a process of their own."""
+    command = [sys.executable, __file__, "--worker", str(seeds.start), str(seeds.stop)]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -237,30 +259,87 @@ def main() -> int:
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",
     }
-    rows: list[dict[str, Any]] = []
-    for first in range(given.seed, given.seed + given.cases, PER_PROCESS):
-        last = min(first + PER_PROCESS, given.seed + given.cases)
-        command = [sys.executable, __file__, "--worker", str(first), str(last)]
-        said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-        rows += [json.loads(line) for line in said.splitlines()]
-        for row in rows[-(last - first) :]:
-            print(row["seed"], row["model"], "+".join(row["tiers"]), *(check(row) or ["holds"]), flush=True)
-    wrong = {row["seed"]: check(row) for row in rows if check(row)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            found.put(json.loads(line))
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
+    """What so many cases of all that are to be run came to."""
     over = [row["resident"] / row["budget"] for row in rows]
-    off = [abs(row["live"] / row["predicted"] - 1) for row in rows]
-    summary = {
+    return {
         "cases": len(rows),
+        "of": of,
         "refused": sum("refused" in row for row in rows),
-        "wrong": wrong,
+        "wrong": {row["seed"]: check(row) for row in rows if check(row)},
         "live_of_budget_at_most": max(row["live"] / row["budget"] for row in rows),
-        "live_off_predicted_at_most": max(off),
+        "live_off_predicted_at_most": max(abs(row["live"] / row["predicted"] - 1) for row in rows),
         "resident_of_budget_median": statistics.median(over),
         "resident_of_budget_at_most": max(over),
         "resident_over_budget_bytes_at_most": max(row["resident"] - row["budget"] for row in rows),
     }
+
+
+def page(kept: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of docs/offload.md, "Does it hold"."""
+    summary = kept["summary"]
+    count, wrong = summary["cases"], summary["wrong"]
+    if count < summary.get("of", count):
+        yield f"So far {count} of {summary['of']} cases were run."
+    yield (
+        f"In {'all' if not wrong else count - len(wrong)} of {count} cases every bit of the state was the same, and an "
+        "observer that knows nothing of the plan saw at most the budget and, within 1%, what was predicted."
+    )
+    if wrong:
+        yield f"**Not so** in those of the seeds {', '.join(map(str, wrong))}."
+    yield (
+        f"It saw {_floored(summary['live_of_budget_at_most'])} of a budget at the most, and was off the prediction by "
+        f"{100 * summary['live_off_predicted_at_most']:.3f}% at the most. The {summary['refused']} budgets that lay "
+        "below the working set were refused before the run, and 1% above it the same cases ran."
+    )
+    yield ""
+    yield (
+        f"The process's resident memory grew by more than the tensors' bytes: to "
+        f"{summary['resident_of_budget_median']:.1%} of the budget in the median, and to "
+        f"{summary['resident_over_budget_bytes_at_most'] / 2**20:.0f} MiB more than it at the most. That is what "
+        "kernels take and give back inside themselves; leave room for it."
+    )
+
+
+def _floored(share: float) -> str:
+    """Percent, rounded down: what is below the whole is not shown as the whole."""
+    return f"{math.floor(1e6 * share) / 1e4:.4f}%"
+
+
+def main() -> int:
+    """Run the cases, write benchmarks/results/budget.json after each; 1 where a budget did not hold."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--workers", type=int, default=1, help="processes that run cases at the same time")
+    parser.add_argument("--print-only", action="store_true", help="nothing is kept")
+    given = parser.parse_args()
+    if given.worker:
+        worker(*given.worker)
+        return 0
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+    for row in rows_of(range(given.seed, given.seed + given.cases), given.workers):
+        rows = sorted([*rows, row], key=lambda one: int(one["seed"]))
+        print(row["seed"], row["model"], "+".join(row["tiers"]), *(check(row) or ["holds"]), flush=True)
+        summary = summarized(rows, given.cases)
+        if not given.print_only:
+            write("budget", {"summary": summary, "cases": rows})
     print(json.dumps(summary, indent=1))
-    print(write("budget", {"summary": summary, "cases": rows}))
-    return int(bool(wrong))
+    if not given.print_only:
+        put(DOCS / "offload.md", "budget.py", page({"summary": summary}))
+    return int(bool(summary["wrong"]))
 
 
 if __name__ == "__main__":

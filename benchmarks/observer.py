@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.offloading.tiers import HostTier, Pending
 
 
 class Observer(TorchDispatchMode):
@@ -16,6 +18,9 @@ class Observer(TorchDispatchMode):
 
     Each is asked anew how large it is, since one may lose its memory and get it back.
     """
+
+    looking = True
+    """Of all observers: whether what operators see now is on the device."""
 
     def __init__(self, there: Sequence[Tensor]) -> None:
         super().__init__()
@@ -27,7 +32,8 @@ class Observer(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._see(tree_leaves((args, kwargs, result)))
+        if Observer.looking:
+            self._see(tree_leaves((args, kwargs, result)))
         return result
 
     def _see(self, tensors: Sequence[Any]) -> None:
@@ -44,3 +50,18 @@ class Observer(TorchDispatchMode):
         """Bytes now."""
         there = [reference() for reference in list(self._known.values())]
         return sum(storage.nbytes() for storage in there if storage is not None)
+
+
+class UnseenHost(HostTier):
+    """A host tier whose memory no observer counts as the device's. On a processor both are of one kind, and to begin an
+    update on the host makes views of the tier's memory in the thread that computes."""
+
+    def begin_work(
+        self, what: str, slots: Sequence[int], work: Callable[[Sequence[Tensor]], None]
+    ) -> Pending:
+        """As `Workplace`."""
+        Observer.looking = False
+        try:
+            return super().begin_work(what, slots, work)
+        finally:
+            Observer.looking = True

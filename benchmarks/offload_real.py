@@ -5,8 +5,9 @@ train the same model on the same batch with one thread, and a step is all of it:
 update. Its peak is that of one step under an observer that knows no plan.
 
 On a processor a copy to "the host" would stay in the same memory. So what is offloaded goes to an arena that is not
-counted (`HostTier`), behind a link whose bandwidth is emulated: a copy is over when its bytes divided by the bandwidth
-have passed since the copy before it in its direction. Flash is real: files read and written past the system's cache.
+counted (`UnseenHost`), behind a link whose bandwidth is emulated: a copy is over when its bytes divided by the
+bandwidth have passed since the copy before it in its direction. Flash is real: files read and written past the system's
+cache.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from memory import answer, batch_of, recipe_of
-from observer import Observer
+from observer import Observer, UnseenHost
 from offload_saved import Emulated, SavedElsewhere
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +41,7 @@ from hyper_parallel.config.train import AdamWConfig
 from hyper_parallel.graph import executable
 from hyper_parallel.offloading import Runtime, Space, problem_of
 from hyper_parallel.offloading.rewrite import planned
-from hyper_parallel.offloading.tiers import FlashTier, HostTier, Tier, measure
+from hyper_parallel.offloading.tiers import FlashTier, Tier, measure
 from hyper_parallel.train.batches import MicroBatch, StepBatch
 from hyper_parallel.train.recipe import Recipe
 from hyper_parallel.train.step import Stepper
@@ -245,7 +246,7 @@ def _batch(recipe: Recipe, setting: Setting) -> StepBatch:
 
 
 def _host(setting: Setting, stack: contextlib.ExitStack) -> Tier:
-    arena = stack.enter_context(contextlib.closing(HostTier(registry.backend("cpu"), ARENA)))
+    arena = stack.enter_context(contextlib.closing(UnseenHost(registry.backend("cpu"), ARENA)))
     return Emulated(arena, setting.bandwidth)
 
 

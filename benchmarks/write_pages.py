@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import budget
 import memory
 import offload_choices_pages
 import offload_pages
@@ -32,6 +33,7 @@ class Written:
 PARTS = (
     Written("tiers.md", "tiers.py", "tiers.json", tiers.page),
     Written("memory.md", "memory.py", "memory.json", memory.page),
+    Written("offload.md", "budget.py", "budget.json", budget.page),
     Written("offload.md", "offload.py", "offload.json", offload_pages.lines),
     Written("computed-again.md", "offload_choices.py", "offload_choices.json", offload_choices_pages.again),
     Written(

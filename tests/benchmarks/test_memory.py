@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import budget
 import memory
 import torch
-from observer import Observer
+from observer import Observer, UnseenHost
 
+from hyper_parallel.compat import registry
 from hyper_parallel.strategy import Strategy
 
 
@@ -41,6 +43,47 @@ def test_the_observer_counts_a_storage_once_and_until_it_is_gone() -> None:
         x.untyped_storage().resize_(0)
         assert live.alive == 400  # the product
     assert live.peak == 800
+
+
+def test_the_host_s_memory_is_not_counted_where_an_update_runs_on_it() -> None:
+    x = torch.ones(100, dtype=torch.uint8)
+    with UnseenHost(registry.backend("cpu"), 10_000) as tier:
+        tier.reserve({0: 100, 1: 9_000})
+        tier.begin_write(0, x).wait()
+        with Observer([x]) as live:
+            tier.begin_work("double", [0], lambda slots: slots[0].mul_(2)).wait()
+            y = x + 1
+        tier.begin_read(0, x).wait()
+    assert live.peak == 200 and y.sum() == x.sum() == 200
+
+
+def _row(seed: int, live: int = 99) -> dict[str, Any]:
+    sizes = {"budget": 100, "predicted": 99, "live": live, "resident": 110, "floor": 50, "working_set": 50}
+    return {"seed": seed, "share": 0.5, "same": True, **sizes}
+
+
+def test_cases_come_from_all_processes_and_one_that_fails_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def group(seeds: range, found: Queue[Any]) -> None:
+        for seed in seeds:
+            found.put(_row(seed))
+        if 25 in seeds:
+            raise OSError("gone")
+
+    monkeypatch.setattr(budget, "_group", group)
+    assert sorted(row["seed"] for row in budget.rows_of(range(3, 24), 2)) == list(range(3, 24))
+    with pytest.raises(OSError, match="gone"):
+        list(budget.rows_of(range(30), 2))
+
+
+def test_the_page_of_budgets_says_what_was_run_and_what_was_wrong() -> None:
+    text = " ".join(budget.page({"summary": budget.summarized([_row(0), _row(1)], of=2)}))
+    assert "In all of 2 cases" in text and "So far" not in text and "Not so" not in text
+    assert "It saw 99.0000% of a budget" in text and "to 110.0% of the budget in the median" in text
+    stopped = budget.summarized([_row(0), _row(7, live=101)], of=3)
+    text = " ".join(budget.page({"summary": stopped}))
+    assert "So far 2 of 3 cases" in text and "In 1 of 2 cases" in text and "the seeds 7." in text
 
 
 def test_a_case_of_the_budget_benchmark_holds() -> None:
