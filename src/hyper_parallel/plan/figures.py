@@ -1,0 +1,129 @@
+"""What is told of one strategy: how it is spread, its forecast, and the figures that follow from both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.plan.model.step import Forecast
+from hyper_parallel.plan.table import CODES, SPREAD, Array, Table
+from hyper_parallel.plan.utilisation import mfu, tokens_per_second
+
+COMMUNICATION = ("tensor", "expert", "context", "gathers", "gradients", "sends")
+"""Parts of a step in which a device waits for a collective or a message that nothing hides."""
+
+WAITING = ("bubble", "uneven")
+"""Parts of a step in which a stage of a pipeline waits for others."""
+
+Interval = tuple[Array, Array]
+"""The least and the most seconds, of [n] or [1], between which 90% of measured steps lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """A strategy and its forecast; times are seconds, memory is bytes of the fullest device."""
+
+    strategy: Mapping[str, float | str]
+    """The columns of SPREAD; codes by name."""
+    devices: int
+    micro_batches: int
+    """Of a step, on each rank."""
+    tokens: float
+    """Of a step, on all devices."""
+    seconds: float
+    between: tuple[float, float] | None
+    """Where 90% of measured steps lie, by runs that the model has not seen; None where that is not known."""
+    parts: Mapping[str, float]
+    memory: Mapping[str, float]
+    peak: float
+    capacity: float
+    fits: bool
+    tokens_per_second: float
+    """Of each device."""
+    mfu: float
+    """0 to 1."""
+
+    @property
+    def communicating(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return sum(self.parts.get(name, 0.0) for name in COMMUNICATION)
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of the pipeline's bubble, uneven stages included."""
+        return sum(self.parts.get(name, 0.0) for name in WAITING)
+
+    @property
+    def device_hours(self) -> float:
+        """Of a step."""
+        return self.seconds * self.devices / 3600
+
+    def cost(self, price: float, tokens: float) -> float:
+        """Money for a run over so many tokens, at `price` for a device hour."""
+        return self.device_hours * price * tokens / self.tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; times are seconds, memory is bytes; all are forecast."""
+        return {
+            "strategy": dict(self.strategy),
+            "devices": self.devices,
+            "micro_batches": self.micro_batches,
+            "step_time_s": self.seconds,
+            "interval_s": None if self.between is None else list(self.between),
+            "tokens_per_s_per_device": self.tokens_per_second,
+            "mfu": self.mfu,
+            "exposed_communication_s": self.communicating,
+            "bubble_s": self.waiting,
+            "parts_s": dict(self.parts),
+            "memory_bytes": dict(self.memory),
+            "peak_bytes": self.peak,
+            "device_bytes": self.capacity,
+            "fits": self.fits,
+        }
+
+
+def figures(t: Table, forecast: Forecast, interval: Interval | None = None) -> list[Figures]:
+    """The figures of each row of a table."""
+    n = t.n
+
+    def rows(column: Array) -> Array:
+        return np.broadcast_to(column, n)
+
+    spread = {name: rows(getattr(t, name)) for name in SPREAD}
+    seconds, peak, fits = rows(forecast.seconds), rows(forecast.peak), rows(forecast.fits)
+    parts = {name: rows(part) for name, part in forecast.parts.items()}
+    memory = {name: rows(part) for name, part in forecast.memory.items()}
+    speed, share = rows(tokens_per_second(t, forecast.seconds)), rows(mfu(t, forecast.seconds))
+    micro_batches = rows(np.maximum(np.round(t.batch / (t.replicate * t.shard * t.micro)), 1.0))
+    devices, capacity, tokens = rows(t.devices), rows(t.capacity), rows(t.batch * t.sequence)
+    between = None if interval is None else (rows(interval[0]), rows(interval[1]))
+    return [
+        Figures(
+            strategy={name: _told(name, float(column[row])) for name, column in spread.items()},
+            devices=int(devices[row]),
+            micro_batches=int(micro_batches[row]),
+            tokens=float(tokens[row]),
+            seconds=float(seconds[row]),
+            between=None if between is None else (float(between[0][row]), float(between[1][row])),
+            parts={name: float(part[row]) for name, part in parts.items()},
+            memory={name: float(part[row]) for name, part in memory.items()},
+            peak=float(peak[row]),
+            capacity=float(capacity[row]),
+            fits=bool(fits[row]),
+            tokens_per_second=float(speed[row]),
+            mfu=float(share[row]),
+        )
+        for row in range(n)
+    ]
+
+
+def _told(column: str, value: float) -> float | str:
+    """A column's value: the name where it is a code, a whole number where it is one."""
+    if column == "order":
+        return " ".join(CODES["order"][int(value)])
+    if column in CODES:
+        return str(CODES[column][int(value)])
+    return int(value) if value.is_integer() else value
