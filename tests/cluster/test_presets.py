@@ -65,7 +65,7 @@ def test_names_with_a_number_of_devices_and_names_of_others() -> None:
     assert Cluster.named("910cx768").name == "910cx768"
     assert Cluster.named("a3").supernode == 768
     with pytest.raises(ConfigError, match="did you mean 'h200'"):
-        Cluster.named("h20x8")
+        Cluster.named("h2000x8")
     with pytest.raises(ConfigError, match="at least one device"):
         Cluster.named("h100x0")
 

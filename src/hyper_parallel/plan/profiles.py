@@ -1,15 +1,39 @@
-"""What frameworks do by default, as facts of their documentation; nothing here is fitted."""
+"""What frameworks do by default: facts of their documentation and code; nothing here is fitted.
+
+A `Profile` has two sorts of facts. Those of `Profile` itself say how a step runs whatever its user asks for, and are
+columns of the table. Its `Defaults` say what an option is that the user has not written; rows of published runs are
+filled with them, and the output names each.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from hyper_parallel.errors import ConfigError, nearest
+from hyper_parallel.workload.workload import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """Options as they are where nobody has set them."""
+
+    zero: int = 0
+    """0 to 3, over the ranks that see different data."""
+    sequence_parallel: bool = False
+    """Where tensor parallelism is used."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    precision: Precision = "bf16"
+    vocabulary: int = 50257
+    """Tokens; 50257 is GPT-2's, which Megatron and what follows it are shipped with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """What a framework does, beyond what its user spreads over which axes.
 
-    Shares are 0 or 1 where documentation says that it is done or not.
+    Shares are 0 or 1 where documentation says that something is not done, or done.
     """
 
     name: str
@@ -37,6 +61,190 @@ class Profile:
     """Bytes of a parameter as ranks keep it between steps, a float32 master in the optimizer's state not counted."""
     state_bytes: float = 12.0
     """Bytes of a parameter's optimizer state, a float32 master included: AdamW's two moments and a master are 12."""
+    defaults: Defaults = field(default_factory=Defaults)
 
 
-GENERIC = Profile(name="generic", source="what frameworks have in common")
+GENERIC = Profile(
+    name="generic",
+    source="what most frameworks share: fused attention, reduction beside the backward pass, float32 gradients",
+)
+
+MEGATRON_LM = Profile(
+    name="megatron-lm",
+    source=(
+        "Megatron Core's guide: recommended are --use-distributed-optimizer, --overlap-grad-reduce and "
+        "--sequence-parallel; gradients of bfloat16 are summed in float32; fused kernels of Transformer Engine"
+    ),
+    defaults=Defaults(zero=1, sequence_parallel=True),
+)
+
+MEGATRON_DEEPSPEED = Profile(
+    name="megatron-deepspeed",
+    source=(
+        "Megatron-DeepSpeed: attention's scores are stored; DeepSpeed's overlap_comm is false below ZeRO-3, its "
+        "float16 gradients are reduced as they are"
+    ),
+    fused=0,
+    flash=0,
+    overlap_data=0,
+    gradient_bytes=2,
+    defaults=Defaults(precision="fp16"),
+)
+
+DEEPSPEED = Profile(
+    name="deepspeed",
+    source="DeepSpeed's configuration: overlap_comm is true for ZeRO-3; gradients are reduced in the training dtype",
+    fused=0,
+    gradient_bytes=2,
+    defaults=Defaults(zero=3),
+)
+
+NEMO = Profile(
+    name="nemo",
+    source=(
+        "NVIDIA NeMo 24.07, performance guide: ub_tp_comm_overlap, the distributed optimizer with "
+        "overlap_grad_sync, sequence_parallel"
+    ),
+    overlap_tensor=1,
+    defaults=Defaults(zero=1, sequence_parallel=True),
+)
+
+MEGATRON_BRIDGE = Profile(
+    name="megatron-bridge",
+    source=(
+        "Megatron-Bridge, performance guide: overlap of tensor and data parallelism, the distributed optimizer; its "
+        "flex dispatcher sends a token to a node once"
+    ),
+    overlap_tensor=1,
+    dedup=1,
+    defaults=Defaults(zero=1, sequence_parallel=True),
+)
+
+MEGATRON_BRIDGE_RECIPES = replace(
+    MEGATRON_BRIDGE,
+    name="megatron-bridge-recipes",
+    source=(
+        "Megatron-Bridge, scripts/performance: CUDA graphs, grad_reduce_in_fp32 false, layers laid out so that "
+        "embedding and loss count as layers; DeepEP or HybridEP for experts, which send a token to a node once"
+    ),
+    graphs=1,
+    balanced=1,
+    gradient_bytes=2,
+)
+
+MEGASCALE = Profile(
+    name="megascale",
+    source=(
+        "MegaScale, arXiv 2402.15627, sections 3.2 and 3.3: collectives of tensor, pipeline and data parallelism "
+        "beside computation, FlashAttention-2, fused LayerNorm and GELU, ZeRO-2"
+    ),
+    overlap_tensor=1,
+    defaults=Defaults(zero=2, sequence_parallel=True),
+)
+
+NANOTRON = Profile(
+    name="nanotron",
+    source=(
+        "nanotron v0.5: pipeline blocks by get_block_compute_costs, the head's included; with ZeRO-1 and "
+        "accumulate_grad_in_fp32 gradients are reduced after the backward pass; FlashAttention, SwiGLU by PyTorch"
+    ),
+    fused=0,
+    overlap_data=0,
+    balanced=1,
+    defaults=Defaults(zero=1, vocabulary=131072),
+)
+
+LLM_FOUNDRY = Profile(
+    name="llm-foundry",
+    source=(
+        "llm-foundry's benchmarks of training: FSDP FULL_SHARD, which gathers ahead; parameters kept in float32 and "
+        "gathered in bfloat16; attn_impl flash; low-precision LayerNorm"
+    ),
+    fused=0,
+    gradient_bytes=4,
+    weight_bytes=4,
+    state_bytes=8,
+    defaults=Defaults(zero=3, vocabulary=50368),
+)
+
+FSDP = Profile(
+    name="fsdp",
+    source="PyTorch's FSDP: gathers ahead, parameters kept in float32, gradients reduced in float32 unless told",
+    fused=0,
+    weight_bytes=4,
+    state_bytes=8,
+    defaults=Defaults(zero=3),
+)
+
+TORCHTITAN = Profile(
+    name="torchtitan",
+    source=(
+        "torchtitan, arXiv 2410.06511: FSDP2, torch.compile of each layer, asynchronous tensor parallelism as an "
+        "option; the first and the last stage have a layer less; activation_checkpoint.mode selective"
+    ),
+    balanced=1,
+    weight_bytes=4,
+    state_bytes=8,
+    defaults=Defaults(zero=3, sequence_parallel=True, recompute="selective", vocabulary=128256),
+)
+
+MINDSPEED = Profile(
+    name="mindspeed-llm",
+    source=(
+        "MindSpeed-LLM 1.0: its table of performance has MC2 on, which runs collectives of tensor parallelism beside "
+        "products; fused attention, RMSNorm, rotation and SwiGLU; its scripts pass --use-distributed-optimizer"
+    ),
+    overlap_tensor=1,
+    defaults=Defaults(zero=1, sequence_parallel=True),
+)
+
+HYPER_PARALLEL = Profile(
+    name="hyper-parallel",
+    source=(
+        "docs/overlap.md, docs/experts.md and strategy.precision: weights gathered a layer ahead, gradients reduced "
+        "beside the next layer; parameters and both moments in float32; kernels as the model's code has them"
+    ),
+    fused=0,
+    weight_bytes=4,
+    state_bytes=8,
+    defaults=Defaults(zero=3),
+)
+
+_BY_PATTERN: tuple[tuple[str, Profile], ...] = (
+    (r"hyper[-_ ]?parallel", HYPER_PARALLEL),
+    (r"megatron[-_ ]?deepspeed", MEGATRON_DEEPSPEED),
+    (r"bridge.*(nemo|hybridep|recipes)", MEGATRON_BRIDGE_RECIPES),
+    (r"bridge", MEGATRON_BRIDGE),
+    (r"nemo", NEMO),
+    (r"megascale", MEGASCALE),
+    (r"mindspeed|mindformers|modellink", MINDSPEED),
+    (r"llm[-_ ]?foundry|composer|mosaic", LLM_FOUNDRY),
+    (r"torch[-_ ]?titan", TORCHTITAN),
+    (r"nanotron|picotron", NANOTRON),
+    (r"megatron", MEGATRON_LM),
+    (r"deepspeed", DEEPSPEED),
+    (r"fsdp|accelerate", FSDP),
+)
+"""The first pattern that is found in a framework's name, in lower case, decides."""
+
+PROFILES: dict[str, Profile] = {p.name: p for p in (GENERIC, *(p for _, p in _BY_PATTERN))}
+"""By name."""
+
+
+def profile_of(framework: str) -> Profile:
+    """The profile of a framework as published runs name it, `Megatron-LM 0.14 / TE 2.11`; the generic one for others.
+
+    >>> profile_of("nanotron v0.5").balanced
+    1
+    """
+    name = framework.lower()
+    return next((found for pattern, found in _BY_PATTERN if re.search(pattern, name)), GENERIC)
+
+
+def profile(name: str) -> Profile:
+    """A profile by its own name. Raises ConfigError for a name that is not known, with the nearest."""
+    if name not in PROFILES:
+        raise ConfigError(
+            f"there is no framework profile {name!r}{nearest(name, PROFILES)}; known are {', '.join(PROFILES)}"
+        )
+    return PROFILES[name]

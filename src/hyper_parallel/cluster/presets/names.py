@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from hyper_parallel.cluster.cluster import Cluster
-from hyper_parallel.cluster.presets import ascend, nvidia
+from hyper_parallel.cluster.presets import amd, ascend, nvidia
 from hyper_parallel.errors import ConfigError, nearest
 
-_PRESETS: dict[str, Callable[[], Cluster]] = {**nvidia.PRESETS, **ascend.PRESETS}
+_PRESETS: dict[str, Callable[[], Cluster]] = {**nvidia.PRESETS, **amd.PRESETS, **ascend.PRESETS}
 _ALIASES = {**nvidia.ALIASES, **ascend.ALIASES}
 
 

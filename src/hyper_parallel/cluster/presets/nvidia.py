@@ -1,4 +1,4 @@
-"""NVIDIA's machines: DGX A100, H100, H200 and B200, and GB200 NVL72.
+"""NVIDIA's machines: DGX-1, DGX A100, H100, H200, B200 and B300, GB200 and GB300 NVL72, and the forms for export.
 
 Half of a figure that is stated with structured sparsity; float32 without TF32, which is PyTorch's default. Bandwidths
 of links are one way.
@@ -22,11 +22,23 @@ _H200 = "NVIDIA H200 datasheet (2024), SXM"
 _B200 = "NVIDIA HGX B200 specification (2024), an eighth of the board"
 _DGX_B200 = "NVIDIA DGX B200 datasheet (2024)"
 _GB200 = "NVIDIA GB200 NVL72 specification (2024), a 72nd of the rack"
+_B300 = "NVIDIA HGX B300 specification (2025), an eighth of the board"
+_DGX_B300 = "NVIDIA DGX B300 datasheet (2025)"
+_GB300 = "NVIDIA GB300 NVL72 specification (2025), a 72nd of the rack"
+_V100 = "NVIDIA V100 datasheet (2020), SXM2"
+_DGX_1 = "NVIDIA DGX-1 datasheet (2019), with V100"
+_A100_40 = "NVIDIA A100 40GB datasheet (2020), SXM"
+_DGX_A100_40 = "NVIDIA DGX A100 320GB datasheet (2020)"
+_H800 = "DeepSeek-AI, arXiv 2505.09343, section 4: an H100 whose NVLink has 400 GB/s, of both ways"
+_H20 = "NVIDIA H20 specification, as dealers publish it, secondary"
+_A800 = "NVIDIA A800 datasheet (2022): an A100 whose NVLink has 400 GB/s, of both ways"
 _RINGS = "tuning.cc of NVIDIA's collectives, ring, Simple, as ported by meta-pytorch/autoparallel @a54c252"
 _CALCULON = "calculon-ai/calculon systems/a100_80g.json @caa4b11, a model's constant"
 _STAS = "stas00/ml-engineering @744d01e"
 _SIMUMAX = "MooreThreads/SimuMax @4dcaae5"
+_PCIE6 = "PCI Express 6.0, 16 lanes of 64 GT/s with PAM4 and FLIT coding"
 _FLASH3 = "Shah et al., FlashAttention-3, arXiv 2407.08608"
+_PCIE3 = "PCI Express 3.0, 16 lanes of 8 GT/s with 128b/130b coding"
 _PCIE4 = "PCI Express 4.0, 16 lanes of 16 GT/s with 128b/130b coding"
 _PCIE5 = "PCI Express 5.0, 16 lanes of 32 GT/s with 128b/130b coding"
 
@@ -109,7 +121,7 @@ def _host(memory: float, source: str, read: float, channels: str, flash: float) 
     }
 
 
-def _hopper(memory: float, bandwidth: float, source: str) -> Facts:
+def _hopper(memory: float, bandwidth: float, source: str, nvlink: Fact | None = None) -> Facts:
     return {
         "node": known(8, _DGX_H100),
         "device.matrix.float32": known(67e12, source),
@@ -125,8 +137,8 @@ def _hopper(memory: float, bandwidth: float, source: str) -> Facts:
         ),
         "device.efficiency.attention": _ATTENTION_H100,
         **_links(
-            450e9,
-            source,
+            nvlink.value if nvlink else 450e9,
+            nvlink.source if nvlink else source,
             known(0.81, f"{_STAS}: ring all-reduce of 8 GiB on 8 H200, 365.6 of 450 GB/s"),
             50e9,
             f"{_DGX_H100}: eight 400 Gb/s cards",
@@ -136,30 +148,83 @@ def _hopper(memory: float, bandwidth: float, source: str) -> Facts:
     }
 
 
-def a100() -> Cluster:
-    """DGX A100 of 80 GB."""
-    facts: Facts = {
-        "node": known(8, _DGX_A100),
-        "device.matrix.float32": known(19.5e12, _A100),
-        "device.matrix.bfloat16": known(312e12, _A100),
-        "device.vector.float32": known(19.5e12, _A100),
+def _ampere(memory: float, bandwidth: float, source: str, nvlink: Fact, machine: str, host: Facts) -> Facts:
+    return {
+        "node": known(8, machine),
+        "device.matrix.float32": known(19.5e12, source),
+        "device.matrix.bfloat16": known(312e12, source),
+        "device.vector.float32": known(19.5e12, source),
         "device.vector.bfloat16": known(39e12, _A100_PAPER),
         "device.vector.float16": known(78e12, _A100_PAPER),
-        "device.memory.bytes": known(80e9, _A100),
-        **_common(2.039e12, _A100),
+        "device.memory.bytes": known(memory, source),
+        **_common(bandwidth, source),
         "device.efficiency.matmul": _MATMUL_A100,
         "device.efficiency.attention": _ATTENTION_A100,
         **_links(
-            300e9,
-            _A100,
+            nvlink.value,
+            nvlink.source,
             known(0.78, f"{_STAS}: all-reduce of 8 GiB on 8 A100, 234.6 of 300 GB/s"),
             25e9,
-            f"{_DGX_A100}: eight 200 Gb/s cards",
+            f"{machine}: eight 200 Gb/s cards",
             known(31.5e9, _PCIE4),
         ),
-        **_host(2.0e12, _DGX_A100, 4.1e11, "two processors with eight channels of DDR4-3200", 3.07e13),
+        **host,
     }
+
+
+_DDR4 = (4.1e11, "two processors with eight channels of DDR4-3200")
+
+
+def a100() -> Cluster:
+    """DGX A100 of 80 GB."""
+    host = _host(2.0e12, _DGX_A100, *_DDR4, 3.07e13)
+    facts = _ampere(80e9, 2.039e12, _A100, known(300e9, _A100), _DGX_A100, host)
     return cluster("a100", "NVIDIA A100-SXM4-80GB", "DGX A100", facts)
+
+
+def a100_40() -> Cluster:
+    """DGX A100 of 40 GB."""
+    host = _host(1.0e12, _DGX_A100_40, *_DDR4, 1.5e13)
+    facts = _ampere(40e9, 1.555e12, _A100_40, known(300e9, _A100_40), _DGX_A100_40, host)
+    return cluster("a100-40gb", "NVIDIA A100-SXM4-40GB", "DGX A100 of 320 GB", facts)
+
+
+def a800() -> Cluster:
+    """Eight A800, otherwise as a DGX A100."""
+    host = _host(2.0e12, _DGX_A100, *_DDR4, 3.07e13)
+    facts = _ampere(80e9, 2.039e12, _A800, known(200e9, _A800), _DGX_A100, host)
+    return cluster("a800", "NVIDIA A800-SXM4-80GB", "eight A800", facts)
+
+
+def v100() -> Cluster:
+    """DGX-1 with V100 of 32 GB. It has no bfloat16; float16 stands for it."""
+    facts: Facts = {
+        "node": known(8, _DGX_1),
+        "device.matrix.float32": known(15.7e12, _V100),
+        "device.matrix.float16": known(125e12, _V100),
+        "device.vector.float32": known(15.7e12, _V100),
+        "device.vector.float16": known(31.4e12, _V100),
+        "device.memory.bytes": known(32e9, _V100),
+        **_common(9.0e11, _V100),
+        "device.efficiency.matmul": estimate(
+            _matmul(0.75, [121.0, 192.0, 144.0]), "somewhat below the A100's"
+        ),
+        "device.efficiency.attention": estimate(
+            _attention(0.35, 0.28), "no fused kernel of its own; a guess"
+        ),
+        **_links(
+            150e9,
+            _V100,
+            estimate(0.78, "the share that the A100 reaches"),
+            6.25e9,
+            f"{_DGX_1}: four 100 Gb/s cards for eight devices",
+            known(15.75e9, _PCIE3),
+        ),
+        **_host(5.12e11, _DGX_1, 1.54e11, "two processors with four channels of DDR4-2400", 7.7e12),
+        "flash.read": estimate(2.0e9, "four SATA drives of 0.5 GB/s each"),
+        "flash.write": estimate(2.0e9, "four SATA drives of 0.5 GB/s each"),
+    }
+    return cluster("v100", "Tesla V100-SXM2-32GB", "DGX-1 with V100", facts)
 
 
 def h100() -> Cluster:
@@ -172,11 +237,35 @@ def h200() -> Cluster:
     return cluster("h200", "NVIDIA H200", "DGX H200", _hopper(141e9, 4.8e12, _H200))
 
 
-def _blackwell(source: str, half: float, single: float, memory: float) -> Facts:
+def h800() -> Cluster:
+    """Eight H800, otherwise as a DGX H100."""
+    facts = _hopper(80e9, 3.35e12, _H100, known(200e9, _H800))
+    return cluster("h800", "NVIDIA H800", "eight H800", facts)
+
+
+def h20() -> Cluster:
+    """Eight H20, otherwise as a DGX H100."""
+    facts = {
+        **_hopper(96e9, 4.0e12, _H20),
+        "device.matrix.float32": known(44e12, _H20),
+        "device.matrix.bfloat16": known(148e12, _H20),
+        "device.matrix.float8_e4m3fn": known(296e12, _H20),
+        "device.vector.float32": known(44e12, _H20),
+        "device.vector.bfloat16": estimate(88e12, "twice the float32 rate, as on the H100"),
+        "device.efficiency.matmul": estimate(
+            _matmul(0.90, [121.0, 192.0, 144.0]),
+            "few multiprocessors are kept busy more easily than an H100's",
+        ),
+    }
+    return cluster("h20", "NVIDIA H20", "eight H20", facts)
+
+
+def _blackwell(source: str, half: float, single: float, memory: float, quarter: float) -> Facts:
     return {
         "device.matrix.float32": known(single, source),
         "device.matrix.bfloat16": known(half, source),
         "device.matrix.float8_e4m3fn": known(2 * half, source),
+        "device.matrix.float4_e2m1fn_x2": known(quarter, source),
         "device.vector.float32": known(single, source),
         "device.vector.bfloat16": estimate(2 * single, "twice the float32 rate, as on the H100"),
         "device.memory.bytes": known(memory, source),
@@ -193,57 +282,89 @@ def _blackwell(source: str, half: float, single: float, memory: float) -> Facts:
     }
 
 
-def _nvlink5(source: str, network_source: str, host: Fact) -> Facts:
+def _nvlink5(source: str, network_source: str, host: Fact, network: float = 50e9) -> Facts:
     share = known(0.74, f"{_SIMUMAX} b200_bf16_ceperm.json: NVLink all-reduce, fitted 0.7424 of 900 GB/s")
-    return _links(900e9, source, share, 50e9, network_source, host)
+    return _links(900e9, source, share, network, network_source, host)
 
 
 def b200() -> Cluster:
     """DGX B200."""
     facts: Facts = {
         "node": known(8, _DGX_B200),
-        **_blackwell(_B200, 2250e12, 75e12, 180e9),
+        **_blackwell(_B200, 2250e12, 75e12, 180e9, 9000e12),
         **_nvlink5(_B200, f"{_DGX_B200}: eight 400 Gb/s cards", known(63e9, _PCIE5)),
         **_host(4.0e12, _DGX_B200, 7.2e11, "two processors with eight channels of DDR5-5600", 3.07e13),
     }
     return cluster("b200", "NVIDIA B200", "DGX B200", facts)
 
 
-def gb200() -> Cluster:
-    """GB200 NVL72: 18 trays of four devices, all 72 joined by NVLink."""
+def b300() -> Cluster:
+    """DGX B300."""
     facts: Facts = {
-        "node": known(4, _GB200),
-        "supernode": known(72, _GB200),
-        **_blackwell(_GB200, 2500e12, 80e12, 186e9),
+        "node": known(8, _DGX_B300),
+        **_blackwell(_B300, 2250e12, 75e12, 288e9, 13500e12),
+        **_nvlink5(_B300, f"{_DGX_B300}: eight 800 Gb/s cards", known(126e9, _PCIE6), 100e9),
+        **_host(4.0e12, _DGX_B300, 8.2e11, "two processors with eight channels of DDR5-6400", 3.07e13),
+    }
+    return cluster("b300", "NVIDIA B300", "DGX B300", facts)
+
+
+def _rack(source: str, device: Facts, network: float, network_source: str) -> Facts:
+    """NVL72: 18 trays of four devices, all 72 joined by NVLink."""
+    facts: Facts = {
+        "node": known(4, source),
+        "supernode": known(72, source),
+        **device,
         **_nvlink5(
-            _GB200,
-            "NVIDIA DGX GB200 datasheet (2024): 400 Gb/s for each device",
+            source,
+            network_source,
             estimate(225e9, "NVLink-C2C's 900 GB/s, of both ways, divided among the two devices of a Grace"),
+            network,
         ),
     }
-    facts = {
+    return {
         **facts,
         **{f"links.supernode.{key}": facts[f"links.node.{key}"] for key in _LINK},
-        "host.bytes": known(9.4e11, f"{_GB200}: 17 TB of LPDDR5X in 18 trays"),
+        "host.bytes": known(9.4e11, f"{source}: 17 TB of LPDDR5X in 18 trays"),
         "host.read": known(
             1.0e12, "NVIDIA Grace datasheet (2023): 512 GB/s for each of a tray's two processors"
         ),
-        "host.ranks": known(4, _GB200),
+        "host.ranks": known(4, source),
     }
-    return cluster("gb200-nvl72", "NVIDIA GB200", "GB200 NVL72", facts)
+
+
+def gb200() -> Cluster:
+    """GB200 NVL72."""
+    device = _blackwell(_GB200, 2500e12, 80e12, 186e9, 10000e12)
+    network = "NVIDIA DGX GB200 datasheet (2024): 400 Gb/s for each device"
+    return cluster("gb200-nvl72", "NVIDIA GB200", "GB200 NVL72", _rack(_GB200, device, 50e9, network))
+
+
+def gb300() -> Cluster:
+    """GB300 NVL72."""
+    device = _blackwell(_GB300, 2500e12, 80e12, 288e9, 15000e12)
+    network = f"{_GB300}: 800 Gb/s for each device"
+    return cluster("gb300-nvl72", "NVIDIA GB300", "GB300 NVL72", _rack(_GB300, device, 100e9, network))
 
 
 _LINK = ("bandwidth", "efficiency", "latency", "setup")
 
 PRESETS: dict[str, Callable[[], Cluster]] = {
+    "v100": v100,
     "a100": a100,
+    "a100-40gb": a100_40,
+    "a800": a800,
     "h100": h100,
     "h200": h200,
+    "h800": h800,
+    "h20": h20,
     "b200": b200,
+    "b300": b300,
     "gb200-nvl72": gb200,
+    "gb300-nvl72": gb300,
 }
 
-ALIASES = {"gb200": "gb200-nvl72", "nvl72": "gb200-nvl72"}
+ALIASES = {"gb200": "gb200-nvl72", "nvl72": "gb200-nvl72", "gb300": "gb300-nvl72", "a100-80gb": "a100"}
 
 FORM_FACTORS: tuple[tuple[tuple[str, ...], dict[str, float], str], ...] = (
     (

@@ -8,11 +8,19 @@ from hyper_parallel.cluster.presets.names import preset
 
 # Words that a device's name must hold, and the preset. The first match is taken.
 _MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("V100", "32GB"), "v100"),
+    (("A100", "40GB"), "a100-40gb"),
     (("A100",), "a100"),
+    (("A800",), "a800"),
     (("H100",), "h100"),
     (("H200",), "h200"),
+    (("H800",), "h800"),
+    (("H20",), "h20"),
     (("GB200",), "gb200-nvl72"),
+    (("GB300",), "gb300-nvl72"),
     (("B200",), "b200"),
+    (("B300",), "b300"),
+    (("MI300X",), "mi300x"),
     (("Ascend910B3",), "910b"),
 )
 _EQUALS = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}
@@ -24,17 +32,17 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     >>> peak_flops("NVIDIA H100 PCIe", "float16")
     756000000000000.0
     """
-    dtype = _EQUALS.get(dtype, dtype)
     for words, peaks, _ in (*nvidia.FORM_FACTORS, *ascend.FORM_FACTORS):
         if all(word in device_name for word in words):
-            return peaks.get(dtype)
+            return peaks.get(_EQUALS.get(dtype, dtype))
     name = preset_of(device_name)
     if name is None:
         return None
     found = preset(name)
     assert found.device is not None, "a preset describes its device"
-    public = f"device.matrix.{dtype}" in found.sources
-    return found.device.matrix[dtype] if public else None
+    # A device that has no figure of a dtype's own runs it at that of its equal; a V100 has float16 and no bfloat16.
+    stated = next((d for d in (dtype, _EQUALS.get(dtype)) if f"device.matrix.{d}" in found.sources), None)
+    return found.device.matrix[stated] if stated else None
 
 
 def preset_of(device_name: str) -> str | None:

@@ -1,0 +1,71 @@
+"""AMD's machines: eight MI300X on one board.
+
+Half of a figure that is stated with structured sparsity. Bandwidths of links are one way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.cluster.cluster import Cluster
+from hyper_parallel.cluster.presets.facts import Facts, cluster, estimate, known
+
+_MI300X = "AMD Instinct MI300X datasheet (2023)"
+_PLATFORM = "AMD Instinct MI300X platform datasheet (2023)"
+_AS_H100 = "as on NVIDIA's machines, since none is published"
+
+
+def _attention(forward: float, backward: float) -> list[dict[str, Any]]:
+    return [
+        {"layout": f"{direction}{causal}", "best": best}
+        for direction, best in (("forward", forward), ("backward", backward))
+        for causal in ("", " causal")
+    ]
+
+
+def mi300x() -> Cluster:
+    """Eight MI300X in a full mesh."""
+    facts: Facts = {
+        "node": known(8, _PLATFORM),
+        "device.matrix.float32": known(163.4e12, _MI300X),
+        "device.matrix.bfloat16": known(1307.4e12, _MI300X),
+        "device.matrix.float8_e4m3fn": known(2614.9e12, _MI300X),
+        "device.vector.float32": known(163.4e12, _MI300X),
+        "device.vector.bfloat16": estimate(163.4e12, "the float32 rate"),
+        "device.memory.bytes": known(192e9, _MI300X),
+        "device.memory.read": known(5.3e12, _MI300X),
+        "device.launch": estimate(
+            5e-6, "a kernel after another in a stream, somewhat more than on NVIDIA's devices"
+        ),
+        "device.efficiency.matmul": estimate(
+            [{"best": 0.60, "half": [121.0, 192.0, 144.0]}],
+            "the best measured is 758 of 1307 TFLOP/s (stas00/ml-engineering); half lengths as on the A100",
+        ),
+        "device.efficiency.attention": estimate(_attention(0.30, 0.22), "somewhat below an H100's shares"),
+        "device.efficiency.memory": estimate(
+            [{"points": [[1e5, 0.3], [1e6, 0.6], [1e7, 0.75], [1e8, 0.9]]}], "the curve of the A100"
+        ),
+        "device.comm_share": estimate(0.15, _AS_H100),
+        "device.comm_slowdown": estimate(1.126, _AS_H100),
+        "links.node.bandwidth": known(
+            448e9, f"{_PLATFORM}: seven links of 64 GB/s, one to each other device"
+        ),
+        "links.node.efficiency": estimate(0.7, "of a full mesh, which a ring uses in turns"),
+        "links.node.latency": estimate(3.4e-6, _AS_H100),
+        "links.node.setup": estimate(8.4e-6, _AS_H100),
+        "links.network.bandwidth": estimate(50e9, "eight 400 Gb/s cards, as usual in its generation"),
+        "links.network.efficiency": estimate(0.85, "of RoCE, a little less than InfiniBand's 0.9"),
+        "links.network.latency": estimate(1.4e-5, _AS_H100),
+        "links.network.setup": estimate(8.4e-6, _AS_H100),
+        "links.host.bandwidth": known(63e9, "PCI Express 5.0, 16 lanes of 32 GT/s with 128b/130b coding"),
+        "links.host.efficiency": estimate(0.85, "what pinned copies over PCI Express commonly reach"),
+        "links.host.latency": estimate(1e-5, "of an asynchronous copy, from its call to its first byte"),
+        "host.bytes": estimate(2.0e12, "a usual configuration"),
+        "host.read": estimate(9.2e11, "two processors with twelve channels of DDR5-4800"),
+        "host.ranks": known(8, _PLATFORM),
+    }
+    return cluster("mi300x", "AMD Instinct MI300X", "eight MI300X", facts)
+
+
+PRESETS: dict[str, Callable[[], Cluster]] = {"mi300x": mi300x}
