@@ -74,15 +74,12 @@ def kept(t: Table) -> Kept:
     entry = size * t.hidden * outside
 
     def after(layer: Array) -> Array:
-        return (1 - whole) * (layer + held) + whole * entry
+        left: Array = (1 - whole) * (layer + held) + whole * entry
+        return left
 
     routed_after = np.where(t.experts > 0, after(routed), 0.0)
-    largest = np.where(t.layers > _dense_layers(t), np.maximum(routed, dense * (t.dense_layers > 0)), dense)
+    largest = np.where(t.experts > 0, np.maximum(routed, np.where(t.dense_layers > 0, dense, 0.0)), dense)
     return Kept(after(dense), routed_after, np.where(whole > 0, largest + scores, 0.0))
-
-
-def _dense_layers(t: Table) -> Array:
-    return np.where(t.experts > 0, t.dense_layers, t.layers)
 
 
 def _attention(t: Table, ranks: Array) -> Array:
@@ -92,22 +89,25 @@ def _attention(t: Table, ranks: Array) -> Array:
     keys = np.maximum(t.kv_heads / ranks, 1.0)
     rotated = np.where(t.fused > 0, 0.0, size * (heads + keys) * t.head_dim)
     again = np.where(narrow < size, narrow, 0.0)
-    plain = size * (heads + 2 * keys) * t.head_dim + rotated + (size + again) * heads * t.head_dim
+    plain: Array = size * (heads + 2 * keys) * t.head_dim + rotated + (size + again) * heads * t.head_dim
     if not np.any(t.key_rank > 0):
         return plain + 4 * heads
     whole = t.plain + t.rotary
     # Latents as they come and normalised; queries and keys before and after position is put to them.
     latents = (size + narrow) * (t.query_rank + t.key_rank) + size * t.rotary
     latent = latents + heads * (size * (3 * whole + t.plain + t.value) + (size + again) * t.value)
-    return np.where(t.key_rank > 0, latent, plain) + 4 * heads
+    either: Array = np.where(t.key_rank > 0, latent, plain)
+    return either + 4 * heads
 
 
 def _scores(t: Table, ranks: Array) -> Array:
     """Where no kernel keeps them on the chip."""
-    return np.where(t.flash > 0, 0.0, 5 * t.heads / ranks * t.sequence)
+    scores: Array = np.where(t.flash > 0, 0.0, 5 * t.heads / ranks * t.sequence)
+    return scores
 
 
 def _wide(t: Table, features: Array) -> Array:
     size = element_bytes(t)
     activated = np.where(t.fused > 0, 0.0, t.gated * size)
-    return ((1 + t.gated) * size + activated + product_bytes(t)) * features
+    wide: Array = ((1 + t.gated) * size + activated + product_bytes(t)) * features
+    return wide
