@@ -54,6 +54,7 @@ class Constants:
     elementwise: float = _number(
         1.0, 0.2, "ratio", "bytes of norms, activations and residuals beside the count"
     )
+    unfused: float = _number(2.2, 0.3, "ratio", "bytes of these where a framework does not fuse them")
     launch: float = _number(25e-6, 0.3, "s", "what a kernel costs the host that launches it")
     routing: float = _number(200.0, 0.3, "kernels", "launches, and waits worth so many, of a routed layer")
     inside: float = _number(

@@ -17,7 +17,7 @@ the k nodes with probability 1 − (1 − 1/k)^chosen.
 heads for positions (docs/context.md has both counts).
 
 Frameworks that run a collective beside the products that it serves hide a part of it (`hidden_tensor`,
-`hidden_expert`).
+`hidden_expert`). DualPipe hides all of an exchange behind another micro-batch (arXiv 2412.19437, section 3.2.1).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ import numpy as np
 
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.layout import Ranks
-from hyper_parallel.plan.table import CONTEXT_METHODS, Array, Table
+from hyper_parallel.plan.table import CONTEXT_METHODS, SCHEDULES, Array, Table
 
 RING = CONTEXT_METHODS.index("ring")
+DUALPIPE = SCHEDULES.index("dualpipe")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def exchanged(
     tensor = _tensor(t, ranks, tokens, with_experts) * (1 - k.hidden_tensor * t.overlap_tensor)
     expert: Array = np.zeros(1)
     if np.any(t.expert > 1):
-        expert = _expert(t, ranks, tokens) * with_experts * (1 - k.hidden_expert * t.overlap_expert)
+        hidden = np.where(t.schedule == DUALPIPE, 1.0, k.hidden_expert * t.overlap_expert)
+        expert = _expert(t, ranks, tokens) * with_experts * (1 - hidden)
     forward: Array = np.zeros(1)
     backward = forward
     if np.any(t.context > 1):

@@ -77,7 +77,7 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
         products = products + with_experts * _routed(t, k, ranks, multiply, tokens)
     attention, unfused = _attention(t, k, ranks, tokens)
     elementwise = moved(t, k, _bytes(t, ranks, tokens, with_experts)) * k.elementwise
-    elementwise = elementwise * (1 + 0.35 * (1 - t.fused)) + unfused
+    elementwise = elementwise * np.where(t.fused > 0, 1.0, k.unfused) + unfused
     scaled = moved(t, k, _scaled(t, ranks, tokens, with_experts))
     apart = exchanged(t, k, ranks, tokens, with_experts, attention)
     launches = _kernels(t, k, with_experts) * k.launch

@@ -78,6 +78,17 @@ def reduced(t: Table, k: Constants, ranks: Ranks, held: Held, stage_layers: Arra
     return seconds - hidden
 
 
+def summed(t: Table, k: Constants, held: Held, stage_layers: Array) -> Array:
+    """Seconds of adding a micro-batch's gradients of a rank to those before it.
+
+    A product that adds into the sum reads and writes it; where none does, the gradient is written and read besides.
+    """
+    elements = stage_layers * (held.layer + held.experts) + held.embedding
+    bytes = 2 * t.gradient_bytes + np.where(t.fused > 0, 0.0, 4.0)
+    # Whole gradients do not outlive a layer where parameters are split for good.
+    return np.where(t.zero >= 3, 0.0, bytes * elements / (t.hbm * k.memory))
+
+
 def updated(t: Table, k: Constants, ranks: Ranks, held: Held, stage_layers: Array) -> tuple[Array, Array]:
     """Seconds of the update, and bytes of state that it works on, on a rank."""
     sharded = np.where(t.zero >= 1, t.shard * t.context, 1.0)

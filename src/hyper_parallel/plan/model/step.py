@@ -16,6 +16,7 @@ section 5). `parts` add up to the step; each is what it adds to the critical pat
 | launches | the host's, where the device waits for it |
 | uneven | the slowest stage's time beyond the mean stage's |
 | bubble, sends | the pipeline |
+| sums | gradients of micro-batches added up |
 | gradients | reduction that is not hidden |
 | optimizer, host | update; copies from and to the host that are not hidden |
 | fixed, straggling | |
@@ -34,7 +35,7 @@ from hyper_parallel.plan.model.layout import Ranks
 from hyper_parallel.plan.model.memory import fits, memory
 from hyper_parallel.plan.model.parameters import held
 from hyper_parallel.plan.model.pipeline import bubble, micro_batches, pace
-from hyper_parallel.plan.model.state import beside, fetched, gathered, reduced, updated
+from hyper_parallel.plan.model.state import beside, fetched, gathered, reduced, summed, updated
 from hyper_parallel.plan.table import Array, Table
 
 
@@ -82,9 +83,13 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
     stage = pace(t, passes, top)
     even = (t.layers * passes + top) / t.pipeline
     boundary = 2 * t.micro * t.sequence / t.context * t.hidden
-    boundary = boundary / np.where(t.sequence_parallel > 0, ranks.tensor, 1.0)
-    # A stage hands on what it computed and its gradient for each of its parts; overlapped where collectives are.
-    sends = 2 * t.virtual * ranks.stages.send(boundary) * (1 - 0.7 * np.minimum(t.overlap_tensor, 1.0))
+    # Each tensor rank sends its part to the next node, where it is gathered (arXiv 2104.04473, section 4.1). A stage
+    # hands on what it computed and its gradient for each of its parts; overlapped where collectives are.
+    one_way = ranks.stages.send(boundary / ranks.tensor)
+    one_way = one_way + np.where(
+        (t.sequence_parallel > 0) | (ranks.tensor <= 1), 0.0, ranks.x.gather(boundary)
+    )
+    sends = 2 * t.virtual * one_way * (1 - 0.7 * np.minimum(t.overlap_tensor, 1.0))
     sends = np.where(t.pipeline > 1, sends, 0.0)
     weights = t.layers / t.pipeline * one.products
     stage_layers = t.layers / t.pipeline
@@ -96,6 +101,7 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
         "uneven": m * np.maximum(stage - even, 0.0),
         "bubble": bubble(t, stage + sends, weights),
         "sends": m * sends,
+        "sums": m * summed(t, k, own, stage_layers),
         "gradients": reduced(t, k, ranks, own, stage_layers, stage),
         "optimizer": optimizer,
         "host": fetched(t, state, computing),
