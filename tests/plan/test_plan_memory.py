@@ -23,7 +23,7 @@ DEEPSEEK_V3_L4 = Shape(
     "deepseekv3-L4", 4, 7168, 128, 128, 128, ffn=18432, gated=True, vocabulary=129280, experts=256, chosen=8,
     expert_ffn=2048, shared_ffn=2048, dense_layers=1, latent=Latent(1536, 512, 128, 64, 128),
 )  # fmt: skip
-NANOTRON = Profile(name="nanotron", source="its configs", fused=0, balanced=1)
+NANOTRON = Profile(name="nanotron", source="its configs", fused=0, balanced=1, greedy=1)
 NANOTRON_8B = Shape("nanotron-8B", 32, 4096, 32, 32, 128, ffn=14336, gated=True, vocabulary=131072)
 NANOTRON_1B = Shape("nanotron-1B", 16, 2048, 32, 32, 64, ffn=8192, gated=True, vocabulary=131072, tied=True)
 

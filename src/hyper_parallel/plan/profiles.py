@@ -53,6 +53,8 @@ class Profile:
     """Kernels are launched from recorded graphs."""
     balanced: float = 0.0
     """Pipeline stages are cut by cost, the head's included, and not by a number of layers."""
+    greedy: float = 0.0
+    """That cut fills a stage until it exceeds its share of the cost; where the last are never reached, a run fails."""
     dedup: float = 0.0
     """A token that goes to several experts of a node crosses the network once."""
     gradient_bytes: float = 4.0
@@ -151,6 +153,7 @@ NANOTRON = Profile(
     fused=0,
     overlap_data=0,
     balanced=1,
+    greedy=1,
     defaults=Defaults(zero=1, vocabulary=131072),
 )
 

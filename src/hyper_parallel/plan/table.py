@@ -204,6 +204,7 @@ class Table:
     overlap_expert: Array
     graphs: Array
     balanced: Array
+    greedy: Array
     dedup: Array
     gradient_bytes: Array
     weight_bytes: Array

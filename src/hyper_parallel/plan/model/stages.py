@@ -9,14 +9,14 @@
     ZB-V          min(m, p)                                     2405.15362, section 3
     DualPipe      min(m, p + 1) of one of the two stages that each rank holds        2412.19437, table 2
 
-**Cut.** Stages have ⌈L / p⌉ layers, or are cut by cost (`balanced`): a stage takes blocks until they cost more than its
-share of (L + head) / p, the head being worth as many layers as it has times a layer's parameters (nanotron's
-`build_model`). So the first has ⌊share⌋ + 1 layers, one more than its share. In ZB-V and DualPipe the rank with the
-first stage also has the last.
+**Cut.** Stages have ⌈L / p⌉ layers. Cut by cost (`balanced`) they have a share of (L + head) / p, the head being worth
+as many layers as it has times a layer's parameters, and at most ⌈share⌉ layers. Cut greedily (`greedy`, nanotron's
+`build_model`) a stage takes blocks until they cost more than its share, so that the first has ⌊share⌋ + 1 layers. In
+ZB-V and DualPipe the rank with the first stage also has the last.
 
-**Work for all** (`placed`). Cut by layers, each part of the pipeline needs one. Cut by cost, a stage can stay empty
-though there are layers enough: each block moves on by one stage at most, and after the layers only the head and the
-cast of its logits do. Such a run fails, and so does one of fewer micro-batches than p - 1 (nanotron's 1F1B engine).
+**Work for all** (`placed`). Each part of the pipeline needs a layer. Cut greedily, a stage can stay empty though there
+are layers enough: each block moves on by one stage at most, and after the layers only the head and the cast of its
+logits do. Such a run fails, and so does one of fewer micro-batches than p - 1 (nanotron's 1F1B engine).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def stages(t: Table) -> list[Stage]:
     ranks = np.where(t.schedule == _DUALPIPE, np.maximum(t.pipeline / 2, 1.0), t.pipeline)
     by_cost, share = t.balanced > 0, share_of_cost(t)
     even = np.ceil(t.layers / ranks)
-    first = np.where(by_cost, np.minimum(np.floor(share) + 1, t.layers), even)
+    fair = np.where(t.greedy > 0, np.floor(share) + 1, np.ceil(share))
+    first = np.where(by_cost, np.minimum(fair, t.layers), even)
     first = np.where(one, t.layers, first)
     beginning = Stage(
         np.minimum(first, plain),
@@ -95,9 +96,9 @@ def placed(t: Table) -> npt.NDArray[np.bool_]:
     """Whether every stage has work."""
     share = share_of_cost(t)
     reached = np.where(share >= 1, np.ceil(t.layers / share) - 1, t.layers)
-    by_cost = (reached + 2 >= t.pipeline - 1) & (micro_batches(t) >= t.pipeline - 1)
+    by_blocks = (reached + 2 >= t.pipeline - 1) & (micro_batches(t) >= t.pipeline - 1)
     by_layers = t.pipeline * t.virtual <= t.layers
-    return np.asarray(np.where((t.balanced > 0) & (t.virtual <= 1), by_cost, by_layers), dtype=np.bool_)
+    return np.asarray(np.where(t.greedy > 0, by_blocks, by_layers), dtype=np.bool_)
 
 
 def share_of_cost(t: Table) -> Array:
