@@ -87,6 +87,43 @@ def test_experts_are_split_over_the_ranks_that_hold_them() -> None:
     assert tensor["gradients"] < spread["gradients"], "the tensor axis folds into the expert axis"
 
 
+def test_a_layer_of_experts_against_a_count_by_hand() -> None:
+    shape = Shape(
+        "routed", 1, 64, 4, 4, 16, 256, True, 10, experts=8, chosen=2, expert_ffn=128, shared_ffn=32
+    )
+    kinds = memory(table(shape, shard=2, expert=2, zero=1))
+    besides = 4 * 64 * 64 + 2 * 64 + 3 * 64 * 32 + 8 * 64
+    expert, tables = 3 * 64 * 128, 2 * 10 * 64
+    assert kinds["parameters"] == 2 * (besides + 4 * expert + tables)
+    assert kinds["optimizer"] == 12 * ((besides + tables) / 2 + 4 * expert), (
+        "experts' other rank has other experts"
+    )
+    assert kinds["gathered"] == 2 * (besides + expert), "one gradient serves experts of one shape"
+    attention = 2 * (4 + 2 * 4) * 16 + 2 * 4 * 16 + 4 * 4
+    token = 8 * 64 + attention + 2 * (2 * 64 + 6 * 128) + 6 * 32 + 8 * 8
+    assert kinds["activations"] == 128 * (token + 2 * 64)
+
+
+def test_latent_attention_against_a_count_by_hand() -> None:
+    latent = Latent(query_rank=24, key_rank=16, plain=8, rotary=4, value=6)
+    shape = Shape("latent", 1, 64, 4, 4, 16, ffn=256, gated=True, vocabulary=10, latent=latent)
+    plain = Shape("plain", 1, 64, 4, 4, 16, ffn=256, gated=True, vocabulary=10)
+    latents = 2 * 2 * (24 + 16) + 2 * 4
+    # Queries before and after rotation, keys joined from both parts, what keys and values come from, the result.
+    heads = 4 * 2 * (12 + 12 + 12 + (8 + 6) + 6)
+    less = 2 * (4 + 2 * 4) * 16 + 2 * 4 * 16
+    found = memory(table(shape))["activations"] - memory(table(plain))["activations"]
+    assert found == 128 * (latents + heads - less)
+
+
+def test_a_tied_head_is_held_once_on_one_device_and_on_both_ends_of_a_pipeline() -> None:
+    tied = Shape("tied", 4, 64, 4, 2, 16, ffn=256, gated=True, vocabulary=1000, tied=True)
+    untied, saved = memory(table()), memory(table(tied))
+    assert untied["parameters"] - saved["parameters"] == 2 * 1000 * 64
+    staged, both = memory(table(pipeline=4)), memory(table(tied, pipeline=4))
+    assert staged["parameters"] == both["parameters"]
+
+
 def test_tensor_and_sequence_parallel_split_activations() -> None:
     plain = memory(table())["activations"] - 128 * 2 * 64
     tensor = memory(table(tensor_y=2))["activations"] - 128 * 2 * 64
