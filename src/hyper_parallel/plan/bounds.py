@@ -1,0 +1,176 @@
+"""Lower bounds of a forecast for choices that are not complete: what they exclude need not be forecast.
+
+With m micro-batches, p stages, L layers, and a step as `model.step` has it,
+
+    step = (m · pace + m · sends + bubble + gradients + optimizer + host + fixed) · (1 + straggling)
+
+each bound is the same sum with terms left out or made smaller. All terms are at least 0.
+
+**`Bounds.alone`**, from tensor, context, expert and micro-batch alone: m · pace ≥ (m / p)(L · layer + head), since a
+slowest stage is no faster than the mean one; gathers, recompute and everything outside the passes are left out, and a
+layer's collectives are those of the best order in which nothing else lies between their ranks. Its proof needs inner
+links to be at least as fast as outer ones; where a cluster's are not, all are taken for its fastest.
+
+**`Bounds.splits`**, with the degrees, ZeRO level, method and order: the passes at the mean stage's pace, and what is
+outside of them; bubble and sends are left out. DualPipe hides exchanges of experts, so it is bounded apart (`dual`).
+
+**`Bounds.scheduled`**, with the schedule: pace, bubble and sends as forecast. The reduction of gradients hides behind
+at most 0.7 of a stage's time (`model.state.reduced`), so a stage that is longer by d saves at most 0.7 d of it.
+
+**Recompute and offload** never make a step shorter than without: they lengthen passes (m ≥ 1 of them, against 0.7 that
+may hide) and add copies. So a bound without them holds with them.
+
+**`Bounds.floor`**, bytes: what is on the host takes none of the device's memory, each way of recompute keeps the least
+where it holds for all layers, and fewer micro-batches wait when a step has one. The least over the ways, and over
+schedules that give a rank one end of the model or both, is the floor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.plan.constants import Constants
+from hyper_parallel.plan.model.memory import memory
+from hyper_parallel.plan.model.pipeline import bubble, micro_batches, pace
+from hyper_parallel.plan.model.step import seconds_by_kind, sum_of
+from hyper_parallel.plan.space import NONE, Array, Columns, Space, full_like, unique
+from hyper_parallel.plan.table import ORDERS, SCHEDULES, SPREAD, Table
+
+PASSES = ("products", "attention", "elementwise", "again", "tensor", "expert", "context", "launches")
+"""Parts of a forecast that are a layer's passes, gathers of split weights apart."""
+INTERLEAVED, ZB_V, DUALPIPE = (SCHEDULES.index(name) for name in ("interleaved", "zb-v", "dualpipe"))
+_HIDING = 0.7
+_CLOSE = 1 - 1e-9
+"""A bound and the forecast that it bounds are sums in another order; they may differ by rounding."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What is known of rows before their schedule, recompute and offload."""
+
+    seconds: Array
+    """At least; of a step."""
+    rest: Array
+    """Seconds beside the pipeline: gradients, optimizer, fixed."""
+    layer: Array
+    """Seconds of a layer's passes for a micro-batch."""
+    head: Array
+    weights: Array
+    """Seconds of the products of a stage's layers, forward."""
+    stage: Array
+    """A stage's seconds that `rest` has been computed with."""
+    send: Array
+    """Seconds of sends for a micro-batch and one part of a rank."""
+
+    def take(self, index: Any) -> Splits:
+        """The rows of an index."""
+        return Splits(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+
+
+class Bounds:
+    """Bounds for one question's space."""
+
+    def __init__(self, space: Space, base: Table, constants: Constants) -> None:
+        self.space, self.base, self.constants = space, base, constants
+        self.slower = 1 + constants.straggling * np.log2(max(space.devices / 8, 1.0))
+
+    def table(self, rows: Columns, **columns: Array | float) -> Table:
+        """The rows as a table."""
+        return self.base.replaced(**{**{name: rows[name] for name in rows if name in SPREAD}, **columns})
+
+    def alone(self, rows: Columns) -> Array:
+        """Seconds of a step at least, of rows of degrees and micro-batch. [n]"""
+        names = ("tensor_x", "tensor_y", "context", "expert", "micro", "dual")
+        first, which = unique({name: rows[name] for name in names})
+        one = {name: rows[name][first] for name in names}
+        one |= full_like(one, pipeline=1.0, replicate=1.0, shard=1.0)
+        split, parent = self.space.splits.expand({**one, "shard": np.full(first.size, 2.0)})
+        split["shard"] = np.ones(parent.size)
+        least = np.full(first.size, np.inf)
+        base = self.base
+        if not self._ordered():
+            best = np.maximum(np.maximum(base.node_rate, base.supernode_rate), base.network_rate)
+            base = base.replaced(node=np.inf, node_rate=best)
+        # Levels of ZeRO change nothing in the passes of a step without data ranks.
+        some = split["zero"] == split["zero"].min() if parent.size else np.zeros(0, dtype=bool)
+        split, parent = {name: column[some] for name, column in split.items()}, parent[some]
+        for order in self._orders():
+            spread = {name: split[name] for name in split if name in SPREAD} | {
+                "zero": 0.0,
+                "order": float(order),
+            }
+            table = base.replaced(**spread, batch=split["micro"], schedule=split["dual"] * DUALPIPE)
+            parts = seconds_by_kind(table, self.constants)
+            passes = sum_of({name: parts[name] for name in (*PASSES, "head")})
+            np.minimum.at(least, parent, np.broadcast_to(passes, parent.size))
+        times = self.space.batch / (rows["replicate"] * rows["shard"] * rows["micro"] * rows["pipeline"])
+        found: Array = (times * least[which] + self.constants.fixed) * self.slower * _CLOSE
+        return found
+
+    def _orders(self) -> list[int]:
+        """Orders that differ where nothing is split over data and stages."""
+        found: dict[tuple[str, ...], int] = {}
+        for index, order in enumerate(ORDERS):
+            found.setdefault(tuple(name for name in order if name not in ("data", "pipeline")), index)
+        return list(found.values())
+
+    def _ordered(self) -> bool:
+        base, k = self.base, self.constants
+        inside = np.minimum(base.node_rate, base.supernode_rate) * k.inside
+        rates = (base.node_rate >= base.supernode_rate) & (inside >= base.network_rate * k.across)
+        return bool(np.all(rates)) and k.net_hop >= k.hop
+
+    def splits(self, rows: Columns) -> Splits:
+        """Bounds of rows whose schedule, recompute and offload are open."""
+        # Two parts a rank: no schedule that shares out layers finer has a shorter slowest stage.
+        two = (rows["pipeline"] > 1) & (rows["dual"] == 0)
+        schedule = np.where(two, float(INTERLEAVED), rows["dual"] * DUALPIPE)
+        table = self.table(rows, virtual=np.where(two, 2.0, 1.0), schedule=schedule)
+        parts = seconds_by_kind(table, self.constants)
+        m, each = micro_batches(table), table.layers / table.pipeline
+        passes = sum_of({name: parts[name] for name in (*PASSES, "gathers")})
+        layer, head = passes / (m * each), parts["head"] * table.pipeline / m
+        rest = sum_of({name: parts[name] for name in ("sums", "gradients", "optimizer", "fixed")})
+        mean = (passes + parts["head"]) / m
+        stage = mean + parts["uneven"] / m
+        seconds = (m * mean + rest) * self.slower * _CLOSE
+        weights = parts["products"] / (3 * m)
+        found = (seconds, rest, layer, head, weights, stage, parts["sends"] / (m * table.virtual))
+        return Splits(*(np.broadcast_to(column, two.size) for column in found))
+
+    def scheduled(self, rows: Columns, known: Splits) -> Array:
+        """Seconds of a step at least, of rows whose recompute and offload are open. [n]"""
+        table = self.table(rows)
+        m = micro_batches(table)
+        stage = pace(table, known.layer, known.head)
+        sends = known.send * table.virtual
+        waits = bubble(table, stage + sends, known.weights)
+        longer = np.maximum(stage - known.stage, 0.0)
+        seconds = m * (stage + sends) + waits + np.maximum(known.rest - _HIDING * longer, 0.0)
+        return np.broadcast_to(seconds * self.slower * _CLOSE, rows["micro"].size)
+
+    def floor(self, rows: Columns) -> Array:
+        """Bytes of the fullest rank at least, whatever the schedule, recompute and offload. [n]"""
+        space = self.space
+        most = {name: float(shares.max()) for name, shares in space.on_host.items()}
+        least = np.full(rows["micro"].size, np.inf)
+        one = rows["replicate"] * rows["shard"] * rows["micro"]
+        # With all activations on the host no way of recompute keeps less than none at all.
+        none = most["activations_on_host"] == 1 and NONE in space.modes
+        # Where a rank has both ends of the model, its stages are others.
+        ends = (
+            [0.0, float(ZB_V)]
+            if np.any(rows["pipeline"] > 1) and np.any(self.base.dense_layers > 0)
+            else [0.0]
+        )
+        for mode in [NONE] if none else space.modes:
+            for schedule in ends:
+                schedules = np.where(rows["dual"] > 0, float(DUALPIPE), schedule)
+                table = self.table(
+                    rows, batch=one, recompute=float(mode), recomputed=1.0, schedule=schedules, **most
+                )
+                least = np.minimum(least, sum_of(memory(table)))
+        return least * _CLOSE
