@@ -63,6 +63,9 @@ class Profile:
     """Bytes of a parameter as ranks keep it between steps, a float32 master in the optimizer's state not counted."""
     state_bytes: float = 12.0
     """Bytes of a parameter's optimizer state, a float32 master included: AdamW's two moments and a master are 12."""
+    logit_bytes: float = 8.0
+    """Bytes of a logit while the loss goes back: in 16 bits and in float32, the float32 gradient in its copy's place,
+    and the gradient in 16 bits. A loss that keeps a float32 copy more takes 12, one within the 16-bit logits 4."""
     defaults: Defaults = field(default_factory=Defaults)
 
 
@@ -98,6 +101,7 @@ DEEPSPEED = Profile(
     source="DeepSpeed's configuration: overlap_comm is true for ZeRO-3; gradients are reduced in the training dtype",
     fused=0,
     gradient_bytes=2,
+    logit_bytes=12,
     defaults=Defaults(zero=3),
 )
 
@@ -126,8 +130,8 @@ MEGATRON_BRIDGE_RECIPES = replace(
     MEGATRON_BRIDGE,
     name="megatron-bridge-recipes",
     source=(
-        "Megatron-Bridge, scripts/performance: CUDA graphs, grad_reduce_in_fp32 false, layers laid out so that "
-        "embedding and loss count as layers; DeepEP or HybridEP for experts, which send a token to a node once"
+        "Megatron-Bridge, scripts/performance: recorded graphs of kernels, grad_reduce_in_fp32 false, layers laid "
+        "out so that embedding and loss count as layers; DeepEP or HybridEP, which send a token to a node once"
     ),
     graphs=1,
     balanced=1,
@@ -154,6 +158,7 @@ NANOTRON = Profile(
     overlap_data=0,
     balanced=1,
     greedy=1,
+    logit_bytes=12,
     defaults=Defaults(zero=1, vocabulary=131072),
 )
 
@@ -161,12 +166,13 @@ LLM_FOUNDRY = Profile(
     name="llm-foundry",
     source=(
         "llm-foundry's benchmarks of training: FSDP FULL_SHARD, which gathers ahead; parameters kept in float32 and "
-        "gathered in bfloat16; attn_impl flash; low-precision LayerNorm"
+        "gathered in bfloat16; attn_impl flash; low-precision LayerNorm; loss_fn fused_crossentropy"
     ),
     fused=0,
     gradient_bytes=4,
     weight_bytes=4,
     state_bytes=8,
+    logit_bytes=4,
     defaults=Defaults(zero=3, vocabulary=50368),
 )
 
@@ -176,6 +182,7 @@ FSDP = Profile(
     fused=0,
     weight_bytes=4,
     state_bytes=8,
+    logit_bytes=12,
     defaults=Defaults(zero=3),
 )
 
@@ -210,6 +217,7 @@ HYPER_PARALLEL = Profile(
     fused=0,
     weight_bytes=4,
     state_bytes=8,
+    logit_bytes=12,
     defaults=Defaults(zero=3),
 )
 

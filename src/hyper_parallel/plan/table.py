@@ -209,6 +209,7 @@ class Table:
     gradient_bytes: Array
     weight_bytes: Array
     state_bytes: Array
+    logit_bytes: Array
 
     def __post_init__(self) -> None:
         sizes: set[int] = set()

@@ -8,7 +8,7 @@ heads of queries and of keys, e = features of an MLP, and P ranks of the tensor 
     norms          2 b h · o              their inputs                                          `Kept.residual`
     products       2 c h · g              inputs of attention's and of the MLP's first product  `Kept.residual`
     attention      (b (a + 2k) d + b a d + 4 a) / P     queries, keys, values, result, sums     `_attention`
-    ... unfused    b (a + k) d / P        queries and keys before position was put to them
+    ... unfused    b (a + k) d / P        queries and keys before they were rotated, in models with gates
     ... 8 bits     c a d / P              the result once more, as the next product keeps it
     no flash       5 a s / P              scores' softmax, its dropout and mask (2205.05198)    `_scores`
     MLP            (2 b + c) e / P        gate, up and their product; (b + c) e without a gate  `_wide`
@@ -87,7 +87,8 @@ def _attention(t: Table, ranks: Array) -> Array:
     size, narrow = element_bytes(t), product_bytes(t)
     heads = t.heads / ranks
     keys = np.maximum(t.kv_heads / ranks, 1.0)
-    rotated = np.where(t.fused > 0, 0.0, size * (heads + keys) * t.head_dim)
+    # Models without gates add their positions, or bias the scores by them.
+    rotated = np.where(t.fused > 0, 0.0, t.gated * size * (heads + keys) * t.head_dim)
     again = np.where(narrow < size, narrow, 0.0)
     plain: Array = size * (heads + 2 * keys) * t.head_dim + rotated + (size + again) * heads * t.head_dim
     if not np.any(t.key_rank > 0):

@@ -4,7 +4,8 @@
 12 for AdamW in mixed precision with gradients summed in 32 bits, and 2 + 2 + 12 = 16 where they are not (ZeRO, arXiv
 1910.02054, section 3.1; Megatron's distributed optimizer has 6 + 12 / d). ZeRO 1 splits the state over d = shard ·
 context, 2 also the gradients, 3 also the parameters (section 5). Experts are held by fewer ranks and split over what
-is left, d · P / expert of them. 8 bits keep a copy of a weight for each direction of its product.      (`_state`)
+is left, d · P / expert of them. In 8 bits a weight is kept once for each direction of its product, in place of its 16
+bits: as many bytes (Transformer Engine's 8-bit primary weights).                                         (`_state`)
 
 **Layers at work.** A framework that does not sum gradients within its products (`fused` is 0) has each gradient in the
 weights' format beside the sum; one that does still makes one of each shape, a layer's (Transformer Engine's dummy
@@ -13,8 +14,7 @@ gradients). ZeRO 3 has two layers gathered, the one at work and the next, and Ze
 **Activations.** `activations.kept` of each token and layer, and what goes to the next stage or into the head, times
 the micro-batches that wait (`stages.waiting`).
 
-**Head.** The last stage has logits in 16 bits and in float32, and a gradient of each, the float32 one in place of its
-copy; where the loss is not fused, a float32 copy more: 8 or 12 bytes of T · V / P (2205.05198, 4.3). (`_logits`)
+**Head.** The last stage has `logit_bytes` of T · V / P logits; in full precision twice as many (2205.05198, section 4.3).
 
 **Work.** While a layer goes back its widest gradients exist, with sequence parallelism a gathered hidden state and its
 gradient, with context parallelism the keys and values that come and go. They are not there while logits are: the
@@ -33,10 +33,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hyper_parallel.plan.model.activations import Kept, element_bytes, kept, product_bytes
+from hyper_parallel.plan.model.activations import Kept, element_bytes, kept
 from hyper_parallel.plan.model.parameters import attention_parameters
 from hyper_parallel.plan.model.stages import Stage, placed, stages
-from hyper_parallel.plan.table import PRECISIONS, Array, Table
+from hyper_parallel.plan.table import Array, Table
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "working")
 """What the bytes of a rank are for; `gathered` are whole weights and gradients of the layers at work."""
@@ -115,7 +115,7 @@ def _counted(t: Table, stage: Stage, held: _Held, per_token: Kept) -> dict[str, 
     each = stage.dense * per_token.dense + stage.routed * per_token.routed + handed_on
     kinds = _state(t, stage, held)
     kinds["activations"] = stage.waiting * tokens * each * (1 - t.activations_on_host)
-    logits = stage.head * tokens * t.vocabulary / ranks * _logits(t)
+    logits = stage.head * tokens * t.vocabulary / ranks * t.logit_bytes * element_bytes(t) / 2
     has_layers = stage.dense + stage.routed > 0
     working = np.where(has_layers, tokens * (_working(t, ranks) + per_token.again), 0.0)
     at_head = logits > working
@@ -147,21 +147,11 @@ def _state(t: Table, stage: Stage, held: _Held) -> dict[str, Array]:
     gathered = np.where(t.zero == 2, t.gradient_bytes * layer, gathered)
     gathered = np.where(t.zero >= 3, 3 * size * layer, gathered)
     return {
-        "parameters": (t.weight_bytes + _narrow_copies(t)) * split(3),
+        "parameters": t.weight_bytes * split(3),
         "gradients": gradient * split(2),
         "optimizer": t.state_bytes * (1 - t.state_on_host) * split(1),
         "gathered": np.where((t.zero >= 2) & (share <= 1), 0.0, gathered),
     }
-
-
-def _narrow_copies(t: Table) -> Array:
-    """Bytes of a parameter's copies in 8 bits or fewer."""
-    return np.where(t.precision >= PRECISIONS.index("fp8"), 2 * product_bytes(t), 0.0)
-
-
-def _logits(t: Table) -> Array:
-    """Bytes of a logit."""
-    return 2 * element_bytes(t) + np.where(t.fused > 0, 4.0, 8.0)
 
 
 def _working(t: Table, ranks: Array) -> Array:
