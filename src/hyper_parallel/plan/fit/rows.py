@@ -1,0 +1,316 @@
+"""A CSV of training runs as rows of a table, and for each row what was filled in, or why it is none.
+
+Empty cells are filled with what the row's framework does by default (`plan.profiles`), what is published of its model
+and of its machine, and arithmetic: the ranks that see different data are devices / (tensor · pipeline · context). Each
+such cell is named with what was taken. A row that cannot be is unsupported, with the reason; nothing here raises for
+what stands in a row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.plan.fit.cells import Cells, read
+from hyper_parallel.plan.fit.hardware import machine
+from hyper_parallel.plan.fit.models import sequence_of, shape_of
+from hyper_parallel.plan.profiles import Profile, profile_of
+from hyper_parallel.plan.table import COLUMNS, PRECISIONS, SPREAD, Table, code, of_profile, of_workload
+from hyper_parallel.workload.shape import Shape
+from hyper_parallel.workload.workload import Precision, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What became of one row of the CSV."""
+
+    line: int
+    """Of the file; the header is line 1."""
+    id: str
+    source: str
+    model: str
+    hardware: str
+    framework: str
+    profile: str = ""
+    """The framework's profile."""
+    cluster: str = ""
+    """The preset of its machine."""
+    filled: Mapping[str, str] = field(default_factory=dict)
+    """By column: what was taken for an empty cell, and from where."""
+    unsupported: str = ""
+    """Why there is no forecast; empty where there is."""
+    index: int | None = None
+    """The row of the table; None where it is unsupported."""
+
+
+def rows(runs: str | Path | Iterable[Mapping[str, object]]) -> tuple[Table, list[Row]]:
+    """The table of the runs that can be forecast, and a Row for each run, in the file's order.
+
+    `runs`: a CSV file, or records of the same columns. What was measured is dropped before anything is read. Raises
+    DataError for a file that is no such CSV.
+    """
+    columns: list[Mapping[str, float]] = []
+    found = []
+    for cells in read(runs):
+        row, made = _row(cells, len(columns))
+        found.append(row)
+        if made is not None:
+            columns.append(made)
+    table = Table(**{name: np.array([made[name] for made in columns], dtype=np.float64) for name in COLUMNS})
+    return table, found
+
+
+def _row(cells: Cells, index: int) -> tuple[Row, Mapping[str, float] | None]:
+    profile = profile_of(cells.text("framework"))
+    kept = {
+        "line": cells.line,
+        "id": cells.text("row_id"),
+        "source": cells.text("source_id"),
+        "model": cells.text("model"),
+        "hardware": cells.text("hardware"),
+        "framework": cells.text("framework"),
+        "profile": profile.name,
+    }
+    try:
+        cluster, made, filled = _columns(cells, profile)
+    except (ConfigError, DataError) as error:
+        return Row(**kept, unsupported=str(error)), None  # type: ignore[arg-type]
+    return Row(**kept, cluster=cluster, filled=filled, index=index), made  # type: ignore[arg-type]
+
+
+def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float], dict[str, str]]:
+    """The preset, the columns and what was filled in. Raises ConfigError or DataError for a row that is none."""
+    if cells.extra:
+        raise DataError(f"line {cells.line} has {cells.extra} cells more than the header has columns")
+    if re.search("lora", cells.option("task"), re.IGNORECASE):
+        raise ConfigError("it trains adapters (task=LoRA), whose step is not that of the whole model")
+    cluster, made, filled = machine(cells)
+    shape, taken = shape_of(cells, profile)
+    filled |= taken
+    sequence = sequence_of(cells, shape, filled)
+    spread = _spread(cells, profile, shape, made["node"], filled)
+    precision = _precision(cells, cluster, profile, filled)
+    batch = spread.pop("batch")
+    workload = Workload(shape, int(batch), sequence, precision)
+    facts = of_profile(profile)
+    if cells.option("mp_mode") == "PURE":
+        # Composer's FSDP reduces gradients in the dtype that it computes in.
+        facts["gradient_bytes"] = 2.0
+    return cluster, {**of_workload(workload), **made, **facts, **SPREAD, **spread}, filled
+
+
+def _spread(
+    cells: Cells, profile: Profile, shape: Shape, node: float, filled: dict[str, str]
+) -> dict[str, float]:
+    """The columns of how a run is spread, and `batch`."""
+    degrees = {}
+    for column in ("tp", "pp", "cp"):
+        degrees[column] = _count(cells, column, 1, "not split", filled)
+    model = math.prod(degrees.values())
+    devices, data = cells.count("n_devices"), cells.count("dp")
+    if devices is None:
+        if data is None:
+            raise ConfigError("the column n_devices is empty; give the number of devices")
+        devices = data * model
+        filled["n_devices"] = f"{devices}, dp · tp · pp · cp"
+    if devices % model or (data is not None and data * model != devices):
+        raise ConfigError(
+            f"{devices} devices are not dp · tp · pp · cp = {data or '?'} · {degrees['tp']} · {degrees['pp']} · "
+            f"{degrees['cp']}; mend the row's degrees"
+        )
+    data = devices // model
+    zero, shard = _zero(cells, profile, data, node, filled)
+    micro, batch = _batch(cells, data, filled)
+    made = {
+        "devices": devices,
+        "batch": batch,
+        "micro": micro,
+        "tensor_x": degrees["tp"],
+        "pipeline": degrees["pp"],
+        "context": degrees["cp"],
+        "replicate": data // shard,
+        "shard": shard,
+        "zero": zero,
+        "expert": _expert(cells, shape, devices // degrees["pp"], filled),
+        "sequence_parallel": _sequence_parallel(cells, profile, degrees["tp"], filled),
+        **_pipeline(cells, shape, degrees["pp"], filled),
+        **_recompute(cells, profile, shape, degrees["pp"], filled),
+        **_offload(cells),
+    }
+    return {name: float(value) for name, value in made.items()}
+
+
+def _count(cells: Cells, column: str, otherwise: int, why: str, filled: dict[str, str]) -> int:
+    stated = cells.count(column)
+    if stated is None:
+        filled[column] = f"{otherwise}, {why}"
+        return otherwise
+    return stated
+
+
+def _zero(cells: Cells, profile: Profile, data: int, node: float, filled: dict[str, str]) -> tuple[int, int]:
+    """The level of ZeRO, and over how many of the ranks that see different data."""
+    fsdp = cells.text("fsdp").upper()
+    if fsdp.replace(".", "").isdigit():
+        group = cells.count("fsdp", least=0) or 0
+        if group > 1:
+            return 3, group if data % group == 0 else data
+        if group == 1:
+            return 3, data
+    elif fsdp in ("FULL_SHARD", "TRUE", "YES", "FULLY_SHARD"):
+        return 3, data
+    elif fsdp == "HYBRID_SHARD":
+        return 3, math.gcd(data, int(min(node, data)))
+    elif fsdp == "SHARD_GRAD_OP":
+        return 2, data
+    elif fsdp not in ("", "NO_SHARD", "FALSE", "NO", "NONE"):
+        raise cells.malformed(
+            "fsdp", "0, a number of ranks, FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD"
+        )
+    zero = cells.count("zero", least=0)
+    if zero is None:
+        # Where a row says that its FSDP is off, the framework's default of it is no default.
+        zero = profile.defaults.zero if not fsdp or profile.defaults.zero < 3 else 0
+        filled["zero"] = f"{zero}, the default of {profile.name}"
+    if zero > 3:
+        raise cells.malformed("zero", "0, 1, 2 or 3")
+    return (zero, data) if zero else (0, 1)
+
+
+def _batch(cells: Cells, data: int, filled: dict[str, str]) -> tuple[int, int]:
+    """Sequences of a micro-batch, and of a step."""
+    batch, micro, times = cells.count("gbs"), cells.count("mbs"), cells.count("grad_accum")
+    if batch is None:
+        if micro is None or times is None:
+            raise ConfigError("the column gbs is empty; give the sequences of a step")
+        batch = data * micro * times
+        filled["gbs"] = f"{batch}, dp · mbs · grad_accum"
+    if batch < data:
+        raise ConfigError(
+            f"a batch of {batch} sequences leaves some of {data} data-parallel ranks without one"
+        )
+    if micro is None:
+        micro = max(1, batch // (data * times)) if times else 1
+        filled["mbs"] = f"{micro}, gbs / (dp · grad_accum)" if times else "1"
+    if micro * data > batch:
+        raise ConfigError(
+            f"{data} data-parallel ranks with micro-batches of {micro} need {data * micro} sequences; gbs is {batch}"
+        )
+    return micro, batch
+
+
+def _expert(cells: Cells, shape: Shape, ranks: int, filled: dict[str, str]) -> int:
+    """Ranks over which experts are spread; `ranks` are those of a pipeline stage."""
+    if not shape.experts:
+        return 1
+    stated = _count(cells, "ep", 1, "not split", filled)
+    most = math.gcd(math.gcd(stated, ranks), shape.experts)
+    if most != stated:
+        filled["ep"] = f"{most}: {stated} divides neither a stage's {ranks} ranks nor {shape.experts} experts"
+    return most
+
+
+def _sequence_parallel(cells: Cells, profile: Profile, tensor: int, filled: dict[str, str]) -> int:
+    stated = cells.count("sp", least=0)
+    if tensor == 1:
+        return 0
+    if stated is None:
+        stated = int(profile.defaults.sequence_parallel)
+        filled["sp"] = f"{stated}, the default of {profile.name}"
+    return min(stated, 1)
+
+
+def _pipeline(cells: Cells, shape: Shape, stages: int, filled: dict[str, str]) -> dict[str, float]:
+    """Parts of a rank and the schedule. Interleaved stages are of two layers where that divides, else of one."""
+    words = cells.text("pp_schedule").lower()
+    virtual = cells.count("vp")
+    if stages == 1:
+        return {"virtual": 1, "schedule": code("schedule", "1f1b")}
+    if virtual is None:
+        virtual = 1
+        if "interleaved" in words:
+            layers = shape.layers // stages
+            virtual = max(1, layers // 2 if layers % 2 == 0 else layers)
+            filled["vp"] = f"{virtual}, interleaved stages of {max(1, layers // virtual)} layers"
+    names = {
+        "gpipe": "gpipe",
+        "zb-h1": "zb-h1",
+        "zbh1": "zb-h1",
+        "zb-v": "zb-v",
+        "zbv": "zb-v",
+        "dualpipe": "dualpipe",
+    }
+    found = next((name for word, name in names.items() if word in words), None)
+    if found is None:
+        found = "interleaved" if virtual > 1 else "1f1b"
+        if not words:
+            filled["pp_schedule"] = found
+    return {"virtual": virtual, "schedule": code("schedule", found)}
+
+
+def _recompute(
+    cells: Cells, profile: Profile, shape: Shape, stages: int, filled: dict[str, str]
+) -> dict[str, float]:
+    """What is computed again, and in which share of the layers."""
+    words = cells.text("recompute").lower()
+    share = 1.0
+    if not words:
+        kind = profile.defaults.recompute
+        filled["recompute"] = f"{kind}, the default of {profile.name}"
+    elif found := re.search(r"recompute-num-layers[ =](\d+)", words):
+        kind = "full"
+        if "uniform" not in words:
+            # Megatron's block method computes the first layers of each stage again.
+            share = min(1.0, int(found[1]) / max(1, math.ceil(shape.layers / stages)))
+    elif words.startswith(("full", "layer", "true")):
+        kind = "full"
+    elif words.startswith(("none", "no", "false", "0")):
+        kind = "none"
+    elif "selective" in words or "core_attn" in words:
+        kind = "selective"
+    else:
+        kind = "none"
+        filled["recompute"] = f"none: {words} are small parts of a layer, and no formula here describes them"
+    return {"recompute": code("recompute", kind), "recomputed": share}
+
+
+def _offload(cells: Cells) -> dict[str, float]:
+    words = cells.text("offload").lower()
+    if words in ("", "none", "no", "0", "false"):
+        return {}
+    optimizer = any(word in words for word in ("optim", "adam", "state"))
+    activations = "activ" in words
+    if not optimizer and not activations:
+        raise cells.malformed("offload", "none, or the words optimizer or activations")
+    return {"state_on_host": float(optimizer), "activations_on_host": float(activations)}
+
+
+def _precision(cells: Cells, cluster: str, profile: Profile, filled: dict[str, str]) -> Precision:
+    """What products are computed in."""
+    words = cells.text("precision").lower().replace("_", "-")
+    if not words:
+        filled["precision"] = f"{profile.defaults.precision}, the default of {profile.name}"
+        return profile.defaults.precision
+    if "fp4" in words:
+        return "nvfp4"
+    if "fp8" in words:
+        if "mx" in words:
+            return "mxfp8"
+        if "alt-recipe" in words:
+            # The other scaling of the two that a release prints: by block, in hardware on Blackwell alone.
+            scaled: Precision = "mxfp8" if cluster.startswith(("b", "gb")) else "fp8"
+            filled["precision"] = f"{scaled}, the other granularity of the release"
+            return scaled
+        return "fp8"
+    for word, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"), ("float16", "fp16")):
+        if word in words:
+            return "bf16" if name == "bf16" else "fp16"
+    if words in ("fp32", "float32", "tf32"):
+        return "fp32"
+    raise cells.malformed("precision", f"one of {', '.join(PRECISIONS)}, or words that hold one")

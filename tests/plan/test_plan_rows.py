@@ -1,0 +1,291 @@
+"""Rows of published runs as columns: what fills empty cells, what is refused and why, and that no result is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_parallel.errors import DataError
+from hyper_parallel.plan.fit.cells import INPUTS, MEASURED, blind
+from hyper_parallel.plan.fit.hardware import network_rate, preset_of
+from hyper_parallel.plan.fit.rows import Row, rows
+from hyper_parallel.plan.table import COLUMNS, Table
+
+RUN: dict[str, Any] = {
+    "row_id": "7",
+    "source_id": "S99",
+    "model": "llama-3-8b",
+    "layers": "32.0",
+    "hidden": "4096.0",
+    "heads": "32.0",
+    "kv_heads": "8",
+    "ffn": "14336",
+    "ffn_gated": "1",
+    "vocab": "128256",
+    "seq_len": "8192",
+    "hardware": "H100-80GB-SXM",
+    "n_devices": "16",
+    "devices_per_node": "8",
+    "framework": "Megatron-LM",
+    "precision": "bf16",
+    "tp": "2",
+    "pp": "2",
+    "cp": "1",
+    "mbs": "1",
+    "gbs": "64",
+}
+
+
+def one(**cells: Any) -> tuple[Table, Row]:
+    table, found = rows([{**RUN, **cells}])
+    return table, found[0]
+
+
+def taken(**cells: Any) -> Table:
+    table, row = one(**cells)
+    assert row.unsupported == ""
+    assert row.index == 0 and table.n == 1
+    return table
+
+
+def refused(**cells: Any) -> str:
+    table, row = one(**cells)
+    assert row.index is None and table.layers.size == 0
+    return row.unsupported
+
+
+def test_a_row_is_what_it_states() -> None:
+    table = taken()
+    assert (table.layers, table.tensor_x, table.pipeline, table.shard, table.batch) == (32, 2, 2, 4, 64)
+    assert (table.devices, table.node, table.peak16, table.sequence) == (16, 8, 989e12, 8192)
+    assert table.names("recompute") == ["none"] and table.names("architecture") == ["hopper"]
+
+
+def test_each_filled_cell_is_named_with_where_it_is_from() -> None:
+    _, row = one(kv_heads="", vocab="", precision="")
+    assert row.profile == "megatron-lm" and row.cluster == "h100"
+    assert row.filled["kv_heads"] == "8, of the published llama-3-8b"
+    assert row.filled["vocab"] == "128256, of the published llama-3-8b"
+    assert row.filled["zero"] == "1, the default of megatron-lm"
+    assert row.filled["precision"] == "bf16, the default of megatron-lm"
+    assert "tp" not in row.filled and "layers" not in row.filled
+
+
+def test_dimensions_that_no_column_has_come_from_the_published_model() -> None:
+    moe = {"experts": "128", "topk": "8", "moe_ffn": "768", "ep": "8", "pp": "1"}
+    qwen = taken(model="Qwen3_30B_a3B", layers="48", hidden="2048", kv_heads="4", ffn="6144", **moe)
+    assert (qwen.head_dim, qwen.expert, qwen.dense_layers) == (128, 8, 0)
+    moonlight = taken(
+        model="Moonlight-16B", **dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn"), "")
+    )
+    assert (moonlight.layers, moonlight.key_rank, moonlight.shared_ffn) == (27, 512, 2816)
+
+
+def test_a_name_whose_dimensions_differ_gives_nothing() -> None:
+    table, row = one(
+        model="gpt3-175b", layers="24", hidden="1024", heads="16", kv_heads="", ffn="", ffn_gated=""
+    )
+    assert "not the published gpt-3-175b" in row.filled["model"]
+    assert (table.ffn, table.gated, table.tied, table.kv_heads) == (4096, 0, 1, 16)
+
+
+def test_a_model_that_was_cut_keeps_its_sorts_of_layers() -> None:
+    moe = {"experts": "256", "topk": "8", "moe_ffn": "2048", "kv_heads": "", "ffn": "18432", "pp": "1"}
+    table = taken(model="deepseekv3-L4", layers="4", hidden="7168", heads="128", **moe)
+    assert (table.layers, table.dense_layers, table.query_rank) == (4, 1, 1536)
+
+
+def test_stated_parameters_say_whether_the_head_is_tied() -> None:
+    plain = {"model": "mine", "vocab": "100000"}
+    assert taken(**plain, params_b="7.39").tied == 1
+    assert taken(**plain, params_b="7.80").tied == 0
+
+
+@pytest.mark.parametrize(
+    ("cells", "spread"),
+    [
+        ({"zero": "0"}, (4, 1, 0)),
+        ({"zero": "2"}, (1, 4, 2)),
+        ({"fsdp": "FULL_SHARD"}, (1, 4, 3)),
+        ({"fsdp": "2"}, (2, 2, 3)),
+        ({"fsdp": "0"}, (1, 4, 1)),
+        ({"fsdp": "SHARD_GRAD_OP"}, (1, 4, 2)),
+        ({"framework": "Megatron-DeepSpeed"}, (4, 1, 0)),
+    ],
+)
+def test_what_is_sharded(cells: dict[str, str], spread: tuple[int, int, int]) -> None:
+    table = taken(**cells)
+    assert (table.replicate, table.shard, table.zero) == spread
+
+
+@pytest.mark.parametrize(
+    ("cells", "virtual", "schedule"),
+    [
+        ({"vp": "4"}, 4, "interleaved"),
+        ({"pp_schedule": "interleaved-1f1b"}, 8, "interleaved"),
+        ({"pp_schedule": "1f1b"}, 1, "1f1b"),
+        ({"pp_schedule": "GPipe"}, 1, "gpipe"),
+        ({"vp": "4", "pp": "1"}, 1, "1f1b"),
+    ],
+)
+def test_pipelines(cells: dict[str, str], virtual: int, schedule: str) -> None:
+    table = taken(**cells)
+    assert table.virtual == virtual and table.names("schedule") == [schedule]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "share"),
+    [
+        ("full (use_checkpoint=true)", "full", 1),
+        ("none", "none", 1),
+        ("core_attn", "selective", 1),
+        ("moe_act", "none", 1),
+        ("--recompute-method block --recompute-num-layers 4", "full", 0.25),
+    ],
+)
+def test_what_is_computed_again(words: str, kind: str, share: float) -> None:
+    table = taken(recompute=words)
+    assert table.names("recompute") == [kind] and table.recomputed == share
+
+
+@pytest.mark.parametrize(
+    ("words", "hardware", "precision"),
+    [
+        ("amp_bf16", "H100", "bf16"),
+        ("FP8-CS", "B200", "fp8"),
+        ("FP8-MX", "B200", "mxfp8"),
+        ("FP8 alt-recipe", "GB200-NVL72", "mxfp8"),
+        ("FP8 alt-recipe", "H100", "fp8"),
+        ("NVFP4", "GB300", "nvfp4"),
+        ("tf32", "A100", "fp32"),
+    ],
+)
+def test_precisions(words: str, hardware: str, precision: str) -> None:
+    assert taken(precision=words, hardware=hardware).names("precision") == [precision]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "preset"),
+    [
+        ("a100_40gb", "a100-40gb"),
+        ("a100_80gb", "a100"),
+        ('A100-class ("NVIDIA Ampere")', "a100"),
+        ("GB200-NVL72", "gb200-nvl72"),
+        ("B300", "b300"),
+        ("NVIDIA H20", "h20"),
+        ("H200", "h200"),
+        ("H800", "h800"),
+        ("MI300X", "mi300x"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("Ascend 910B (Atlas 900 A2 PODc)", "910b"),
+        ("CloudMatrix384 / Ascend 910C", "cloudmatrix384"),
+    ],
+)
+def test_hardware_as_published_runs_write_it(hardware: str, preset: str) -> None:
+    assert preset_of(hardware) == preset
+
+
+def test_networks_as_published_runs_write_them() -> None:
+    assert network_rate("A100 40GB with 1600 Gbps node-node interconnect (RoCE)", 8) == 25e9
+    assert network_rate("8x200G NIC per node, Tomahawk4", 8) == 25e9
+    assert network_rate("400 Gb/s per GPU", 8) == 50e9
+    assert network_rate("NVLink intra; inter-node fabric not stated", 8) is None
+    assert taken(interconnect="NVLink; inter-node 800 Gb/s per node").network_rate == 12.5e9
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ({"tp": "two"}, "line 2, column tp: got 'two', needed is a whole number"),
+        ({"tp": "0"}, "column tp"),
+        ({"hidden": "4096.5"}, "column hidden"),
+        ({"layers": "-3"}, "column layers"),
+        ({"seq_len": "nan"}, "column seq_len"),
+        ({"gbs": "1e300"}, "column gbs"),
+        ({"gbs": ""}, "gbs is empty"),
+        ({"gbs": "3"}, "3 sequences leaves some of 4"),
+        ({"mbs": "32"}, "need 128 sequences; gbs is 64"),
+        ({"n_devices": ""}, "n_devices is empty"),
+        ({"n_devices": "15"}, "15 devices are not"),
+        ({"dp": "8"}, "16 devices are not"),
+        ({"hardware": "TPU v5p"}, "nothing is published of the device 'TPU v5p'"),
+        ({"hardware": "H110"}, "the nearest of the published machines is 'h100'"),
+        ({"hardware": ""}, "hardware is empty"),
+        ({"model": "mine", "layers": ""}, "layers of the model 'mine' are not stated"),
+        ({"model": "mine", "seq_len": ""}, "seq_len is empty"),
+        ({"model": "Nemotron_3_Nano"}, "neither attention nor MLPs"),
+        ({"heads": "31", "kv_heads": ""}, "no multiple of heads"),
+        ({"kv_heads": "5"}, "kv_heads 5 of heads 32"),
+        ({"experts": "8", "model": "mine"}, "topk is empty"),
+        ({"precision": "posit"}, "column precision"),
+        ({"fsdp": "perhaps"}, "column fsdp"),
+        ({"zero": "4"}, "column zero"),
+        ({"ffn_gated": "2"}, "column ffn_gated"),
+        ({"offload": "somewhere"}, "column offload"),
+        ({"notes": "task=LoRA"}, "adapters"),
+    ],
+)
+def test_what_cannot_be_is_unsupported_with_the_reason(cells: dict[str, str], said: str) -> None:
+    assert said in refused(**cells)
+
+
+def test_rows_keep_their_order_and_each_knows_its_place() -> None:
+    table, found = rows([RUN, {**RUN, "tp": "x"}, {**RUN, "tp": "4"}])
+    assert [row.index for row in found] == [0, None, 1]
+    assert [row.line for row in found] == [2, 3, 4]
+    assert table.tensor_x.tolist() == [2, 4]
+
+
+def test_nothing_measured_is_seen() -> None:
+    """With every measured cell scrambled, and results told in the notes, rows and table are the same."""
+    plain = [RUN, {**RUN, "notes": "mp_mode=PURE"}]
+    scrambled = [
+        {**RUN, **dict.fromkeys(MEASURED, "31337"), "notes": "reached 31337 tokens/s"},
+        {**RUN, **dict.fromkeys(MEASURED, "crash_or_oom"), "notes": "57% of peak; mp_mode=PURE"},
+    ]
+    (one_table, one_rows), (other_table, other_rows) = rows(plain), rows(scrambled)
+    assert one_rows == other_rows
+    assert all((getattr(one_table, name) == getattr(other_table, name)).all() for name in COLUMNS)
+    assert one_table.gradient_bytes.tolist() == [4, 2]
+
+
+def test_blind_keeps_inputs_alone() -> None:
+    kept = blind({**dict.fromkeys((*INPUTS, *MEASURED), "5"), "notes": "fast: 99 tokens/s"})
+    assert set(kept) == set(INPUTS)
+    assert kept["notes"] == ""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_is_read_as_its_records_are(tmp_path: Path) -> None:
+    text = ",".join(RUN) + "\n" + ",".join(RUN.values()) + "\n" + ",".join(RUN.values()) + ",9\n"
+    table, found = rows(write(tmp_path / "runs.csv", text))
+    assert found[0].unsupported == "" and table.n == 1
+    assert "line 3 has 1 cells more" in found[1].unsupported
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hardwar,n_devices\nH100,8\n", "did you mean 'hardware'"),
+        ("hardware,gbs\nH100,8\n", "lacks the column 'n_devices'"),
+        ("hardware,n_devices,gbs,gbs\nH100,8,1,1\n", "more than once"),
+        ("", "lacks the column 'hardware'"),
+    ],
+)
+def test_a_file_that_is_no_such_csv_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        rows(write(tmp_path / "runs.csv", text))
+
+
+def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read"):
+        rows(tmp_path / "none.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="no text in UTF-8"):
+        rows(tmp_path / "binary.csv")
