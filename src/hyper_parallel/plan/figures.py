@@ -93,7 +93,8 @@ def figures(t: Table, forecast: Forecast, interval: Interval | None = None) -> l
         return np.broadcast_to(column, n)
 
     spread = {name: rows(getattr(t, name)) for name in SPREAD}
-    seconds, peak, fits = rows(forecast.seconds), rows(forecast.peak), rows(forecast.fits)
+    seconds, peak = rows(forecast.seconds), rows(forecast.peak)
+    fits = np.broadcast_to(forecast.fits, n)
     parts = {name: rows(part) for name, part in forecast.parts.items()}
     memory = {name: rows(part) for name, part in forecast.memory.items()}
     speed, share = rows(tokens_per_second(t, forecast.seconds)), rows(mfu(t, forecast.seconds))

@@ -14,7 +14,7 @@ gradients). ZeRO 3 has two layers gathered, the one at work and the next, and Ze
 **Activations.** `activations.kept` of each token and layer, and what goes to the next stage or into the head, times
 the micro-batches that wait (`stages.waiting`).
 
-**Head.** The last stage has `logit_bytes` of T · V / P logits; in full precision twice as many (2205.05198, section 4.3).
+**Head.** The last stage has `logit_bytes` of T · V / P logits, in full precision twice as many (2205.05198, 4.3).
 
 **Work.** While a layer goes back its widest gradients exist, with sequence parallelism a gathered hidden state and its
 gradient, with context parallelism the keys and values that come and go. They are not there while logits are: the

@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.head import head
@@ -50,8 +51,8 @@ class Forecast:
     memory: dict[str, Array]
     """Bytes by kind of the fullest rank; they add up to `peak`."""
     peak: Array
-    fits: Array
-    """1 where the peak, with what an allocator loses, is within the device's memory."""
+    fits: npt.NDArray[np.bool_]
+    """Whether the peak, with what an allocator loses, is within the device's memory, and every stage has work."""
 
 
 def forecast(t: Table, k: Constants) -> Forecast:
