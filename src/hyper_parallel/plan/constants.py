@@ -55,12 +55,13 @@ class Constants:
         1.0, 0.2, "ratio", "bytes of norms, activations and residuals beside the count"
     )
     unfused: float = _number(2.2, 0.3, "ratio", "bytes of these where a framework does not fuse them")
-    launch: float = _number(25e-6, 0.3, "s", "what a kernel costs the host that launches it")
+    launch: float = _number(20e-6, 0.3, "s", "what a kernel costs the host that launches it")
     routing: float = _number(200.0, 0.3, "kernels", "launches, and waits worth so many, of a routed layer")
     inside: float = _number(
         0.75, 0.15, "share of bandwidth", "collectives on links inside a node or supernode"
     )
     across: float = _number(0.65, 0.2, "share of bandwidth", "collectives on the network")
+    crowding: float = _number(0.2, 0.5, "share", "what each doubling of nodes takes from the network's rate")
     hop: float = _number(
         14e-6, 0.4, "s", "a collective's latency for each doubling of its ranks inside a node"
     )

@@ -42,7 +42,7 @@ class Profile:
     fused: float = 1.0
     """Elementwise operators and norms are fused into few kernels."""
     flash: float = 1.0
-    """Attention's scores stay on the chip (FlashAttention and its equals)."""
+    """Attention's scores stay on the chip: 1 by FlashAttention-2 and its equals; a share of their rate by others."""
     overlap_data: float = 1.0
     """Gradients are reduced, and weights gathered, beside computation."""
     overlap_tensor: float = 0.0
@@ -169,6 +169,7 @@ LLM_FOUNDRY = Profile(
         "gathered in bfloat16; attn_impl flash; low-precision LayerNorm; loss_fn fused_crossentropy"
     ),
     fused=0,
+    flash=0.5,
     gradient_bytes=4,
     weight_bytes=4,
     state_bytes=8,

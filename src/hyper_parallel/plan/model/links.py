@@ -57,7 +57,7 @@ class Group:
             network,
             t.node_rate * k.inside,
             t.supernode_rate * k.inside,
-            t.network_rate * k.across,
+            t.network_rate * k.across / (1 + k.crowding * np.log2(np.maximum(network, 1.0))),
             k.hop,
             k.net_hop,
         )
