@@ -109,11 +109,13 @@ def test_latent_attention_against_a_count_by_hand() -> None:
     shape = Shape("latent", 1, 64, 4, 4, 16, ffn=256, gated=True, vocabulary=10, latent=latent)
     plain = Shape("plain", 1, 64, 4, 4, 16, ffn=256, gated=True, vocabulary=10)
     latents = 2 * 2 * (24 + 16) + 2 * 4
-    # Queries before and after rotation, keys joined from both parts, what keys and values come from, the result.
-    heads = 4 * 2 * (12 + 12 + 12 + (8 + 6) + 6)
+    heads = 4 * 2 * (12 + 12 + 6 + 6)
     less = 2 * (4 + 2 * 4) * 16 + 2 * 4 * 16
     found = memory(table(shape))["activations"] - memory(table(plain))["activations"]
     assert found == 128 * (latents + heads - less)
+    unfused = [memory(table(one).replaced(fused=0))["activations"] for one in (shape, plain)]
+    # Queries before they were rotated, and the keys' part without position; of the plain model, both whole.
+    assert unfused[0] - unfused[1] - found == 128 * (4 * 2 * (12 + 8) - 2 * 2 * 4 * 16)
 
 
 def test_a_tied_head_is_held_once_on_one_device_and_on_both_ends_of_a_pipeline() -> None:

@@ -18,7 +18,8 @@ heads of queries and of keys, e = features of an MLP, and P ranks of the tensor 
 o is 1/P with sequence parallelism, else 1. g is o where a product gathers its input again for its gradient, as
 Megatron's do (2205.05198, section 4.2.2); frameworks without such products keep the gathered one, g = 1. Latent
 attention (arXiv 2405.04434, section 2.1) keeps its latents, which no tensor axis splits, and whole queries, keys and
-values. Selective recompute forgets the scores; full recompute all but the layer's input, and has one layer at a time.
+values; where their parts are not put together by one kernel, these too. Selective recompute forgets the scores; full
+recompute all but the layer's input, and has one layer at a time.
 """
 
 from __future__ import annotations
@@ -94,9 +95,10 @@ def _attention(t: Table, ranks: Array) -> Array:
     if not np.any(t.key_rank > 0):
         return plain + 4 * heads
     whole = t.plain + t.rotary
-    # Latents as they come and normalised; queries and keys before and after position is put to them.
+    # Latents as they come and normalised; whole queries, keys and values, and what those were put together from.
     latents = (size + narrow) * (t.query_rank + t.key_rank) + size * t.rotary
-    latent = latents + heads * (size * (3 * whole + t.plain + t.value) + (size + again) * t.value)
+    parts = np.where(t.fused > 0, 0.0, whole + t.plain)
+    latent = latents + heads * (size * (2 * whole + t.value + parts) + (size + again) * t.value)
     either: Array = np.where(t.key_rank > 0, latent, plain)
     return either + 4 * heads
 
