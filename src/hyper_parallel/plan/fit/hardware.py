@@ -92,7 +92,7 @@ def network_rate(interconnect: str, node: float) -> float | None:
         return int(found[1]) * int(found[2]) * 1e9 / 8 / node
     if found := re.search(r"(\d+)\s*gb(?:ps|/s)\s*(?:per\s*)?node", text):
         return int(found[1]) * 1e9 / 8 / node
-    if found := re.search(r"(\d+)\s*gb(?:ps|/s)\s*per\s*(?:gpu|npu|device)", text):
+    if found := re.search(r"(\d+)\s*gb(?:ps|/s)\s*per\s*(?:[gn]pu|device)", text):
         return int(found[1]) * 1e9 / 8
     return None
 
