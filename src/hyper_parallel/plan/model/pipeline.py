@@ -40,8 +40,8 @@ def pace(t: Table, layer: Array, head: Array) -> Array:
     even = t.layers / p
     # Parts of a rank in an interleaved schedule even out: a rank's layers are what counts, to within one part.
     whole = np.where(v > 1, even, np.ceil(even))
-    last = np.where(v > 1, even, t.layers - (p - 1) * np.floor(even))
-    last = np.minimum(last, whole)
+    # What does not divide goes to the first stages.
+    last = np.where(v > 1, even, np.floor(even))
     cut = np.maximum(whole * layer, last * layer + head / np.where(v > 1, np.minimum(v, 2.0), 1.0))
     share = (t.layers + head / layer) / p
     fine = np.where(v > 1, share, np.floor(share) + 1)
