@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.plan.fit.cells import INPUTS, MEASURED, blind
+from hyper_parallel.plan.evidence import RUNS
+from hyper_parallel.plan.fit.cells import INPUTS, MEASURED, blind, records
 from hyper_parallel.plan.fit.hardware import network_rate, preset_of
 from hyper_parallel.plan.fit.rows import Row, rows
 from hyper_parallel.plan.table import COLUMNS, Table
@@ -266,3 +267,25 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="no text in UTF-8"):
         rows(tmp_path / "binary.csv")
+    (tmp_path / "not.csv.gz").write_bytes(b"row_id,hardware")
+    with pytest.raises(DataError, match="cannot be decompressed"):
+        rows(tmp_path / "not.csv.gz")
+
+
+def test_the_published_runs_that_state_shape_devices_and_batch_are_covered() -> None:
+    given = records(RUNS)
+    _, found = rows(given)
+    stating = ("layers", "hidden", "heads", "n_devices", "gbs")
+    stated = [row for row, record in zip(found, given, strict=True) if all(record[name] for name in stating)]
+    assert len(given) == 4082 and len(stated) == 4023
+    without = [row for row in stated if row.unsupported]
+    assert len(without) == 4 and all(row.unsupported for row in without)
+    assert {row.profile for row in stated} >= {"nanotron", "megatron-bridge-recipes", "mindspeed-llm"}
+
+
+def test_scrambled_measurements_change_nothing_of_the_published_runs() -> None:
+    given = records(RUNS)[::40]
+    scrambled = [{**record, **dict.fromkeys(MEASURED, "31337")} for record in given]
+    (table, found), (other, others) = rows(given), rows(scrambled)
+    assert found == others
+    assert all((getattr(table, name) == getattr(other, name)).all() for name in COLUMNS)

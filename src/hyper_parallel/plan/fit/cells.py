@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 import difflib
+import gzip
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +113,7 @@ def blind(record: Mapping[str, str]) -> dict[str, str]:
 
 
 def read(runs: str | Path | Iterable[Mapping[str, object]]) -> list[Cells]:
-    """The rows of a CSV file, or of records of the same columns, blind.
+    """The rows of a CSV file, plain or ending in .gz, or of records of the same columns, blind.
 
     Raises DataError for a file that is no such CSV: the columns it lacks, or a column's name that is nearly one.
     """
@@ -142,8 +144,13 @@ def _read_file(path: Path) -> list[Cells]:
 
 def _lines(path: Path) -> list[tuple[int, dict[str, str]]]:
     try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         # A byte-order mark is how some spreadsheets begin a file.
-        text = path.read_text(encoding="utf-8-sig")
+        text = content.decode("utf-8-sig")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path} cannot be decompressed: {error}; give a CSV, or one compressed by gzip"
+        ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
