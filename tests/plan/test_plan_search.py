@@ -29,16 +29,20 @@ EXPERTS = replace(
 K = Constants()
 
 
-def _cluster(gib: float, node: int = 4) -> Cluster:
+def _cluster(gib: float, host: float) -> Cluster:
+    """Small nodes of devices with `gib` GiB, and `host` B/s to their host."""
     h100 = Cluster.named("h100")
     assert h100.device
     memory = replace(h100.device.memory, bytes=gib * 2**30)
-    return replace(h100, node=node, device=replace(h100.device, memory=memory))
+    links = {**h100.links, "host": replace(h100.links["host"], bandwidth=host)}
+    return replace(h100, node=4, device=replace(h100.device, memory=memory), links=links)
 
 
-def _question(model: Shape = DENSE, gib: float = 80.0, devices: int = 8, **options: Any) -> Question:
-    work = Workload(model, batch=options.pop("batch", 16), sequence=options.pop("sequence", 4096))
-    return Question(workload=work, cluster=_cluster(gib), devices=devices, **options)
+def _question(
+    model: Shape = DENSE, gib: float = 80.0, devices: int = 8, host: float = 63e9, **options: Any
+) -> Question:
+    work = Workload(model, batch=16, sequence=4096)
+    return Question(workload=work, cluster=_cluster(gib, host), devices=devices, **options)
 
 
 def _base(question: Question) -> Table:
@@ -68,6 +72,10 @@ CASES = [
     pytest.param(_question(gib=80.0, fix=SMALL), id="roomy"),
     pytest.param(_question(gib=14.0, fix=SMALL), id="tight"),
     pytest.param(_question(gib=7.5, fix=SMALL), id="tighter"),
+    pytest.param(
+        _question(gib=9.0, host=3e8, devices=4, fix={**SMALL, "state_on_host": (0.5, 1.0), "zero": (0, 1)}),
+        id="slow-host",
+    ),
     pytest.param(_question(EXPERTS, gib=16.0, devices=4, fix=SMALL), id="experts"),
     pytest.param(_question(gib=14.0, objective="memory", fix=SMALL), id="memory"),
     pytest.param(

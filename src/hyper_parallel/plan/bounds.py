@@ -159,14 +159,14 @@ class Bounds:
         least = np.full(rows["micro"].size, np.inf)
         one = rows["replicate"] * rows["shard"] * rows["micro"]
         # With all activations on the host no way of recompute keeps less than none at all.
-        none = most["activations_on_host"] == 1 and NONE in space.modes
+        none = most["activations_on_host"] == 1 and (NONE, 1.0) in space.again
         # Where a rank has both ends of the model, its stages are others.
         ends = (
             [0.0, float(ZB_V)]
             if np.any(rows["pipeline"] > 1) and np.any(self.base.dense_layers > 0)
             else [0.0]
         )
-        for mode in [NONE] if none else space.modes:
+        for mode in {NONE} if none else {mode for mode, _ in space.again}:
             for schedule in ends:
                 schedules = np.where(rows["dual"] > 0, float(DUALPIPE), schedule)
                 table = self.table(

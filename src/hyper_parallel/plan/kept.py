@@ -5,14 +5,14 @@ attention's core, or k layers of a stage, times shares of the optimizer's state 
 of any of them takes less memory and, by itself, no less time. So for the fastest way (`Kept.fastest`)
 
 * where keeping everything on the device fits, that is it;
-* k can be no more than what is faster than a limit, and if so much with all that may lie on the host does not fit, the
-  group is left out;
+* k can be no more than what is faster than a limit, and where so much, with all that may lie on the host, does not fit,
+  the group is left out;
 * of shares with which nothing need be computed again, only the least matter, since more are no faster;
-* for shares that are less, the fastest k is the least that fits, found by bisection.
+* with other shares the fastest k is the least that fits, found by bisection.
 
 One term is not of that kind: where copies to the host are what a step waits for, a longer pass costs nothing and hides
-more of the gradients' reduction. Seconds then fall first and rise later in k, so the search goes on from the least k
-for as long as that helps (`_take`).
+more of the gradients' reduction. Seconds then fall first and rise later in k, so that the search goes on from the least
+k for as long as that helps.
 
 The least memory is with all that may lie on the host there, and none, the core, or all layers computed again:
 activations fall with k, and what a recomputed layer needs at once does not depend on it (`Kept.smallest`).
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.memory import fits, memory
 from hyper_parallel.plan.model.step import seconds_by_kind, sum_of
-from hyper_parallel.plan.space import FULL, NONE, Array, Columns, Mask, Space, full_like, taken
+from hyper_parallel.plan.space import FULL, NONE, Array, Columns, Mask, Space, taken
 from hyper_parallel.plan.table import SPREAD, Table
 
 Index = npt.NDArray[np.intp]
@@ -69,12 +69,10 @@ class Kept:
         Of groups whose fastest takes `limit` seconds or more, some way or none.
         """
         best = Ways(groups)
-        self._whole(best)
-        at = np.flatnonzero((best.seconds == np.inf) & (bound < limit))
-        if not at.size:
-            return best
-        most = self._affordable(taken(groups, at), limit)
-        at, most = self._possible(groups, at, most)
+        at = np.flatnonzero((bound < limit) & ~self._whole(best))
+        most = self._affordable(taken(groups, at), limit) if at.size else np.zeros(0)
+        held = self._possible(taken(groups, at), most) if at.size else np.zeros(0, dtype=np.bool_)
+        at, most = at[held], most[held]
         if at.size:
             self._moved(best, at, most, bound, limit)
         return best
@@ -83,132 +81,109 @@ class Kept:
         """The way with the least memory; the fastest of those that have it."""
         best = Ways(groups)
         at = np.arange(best.seconds.size)
-        for mode in self.space.modes:
-            ways = self._ways(groups, mode, self.states[-1], self.moved[-1])
+        for mode, share in self.space.again:
+            ways = self._ways(groups, mode, self.states[-1], self.moved[-1], 1.0 if share is None else share)
             bytes, fit = self._bytes(ways)
             seconds, _ = self._seconds(ways)
             least = (bytes < best.bytes) | ((bytes == best.bytes) & (seconds < best.seconds))
             best.put(at, ways, seconds, bytes, fit & least)
         return best
 
-    def _whole(self, best: Ways) -> None:
-        """Take in groups that fit as they are."""
-        if NONE not in self.space.modes:
-            return
-        ways = self._ways(best.groups, NONE, self.states[0], self.moved[0])
-        bytes, fit = self._bytes(ways)
-        at = np.flatnonzero(fit)
-        self._take(best, at, taken(ways, at), bytes[at])
+    def _whole(self, best: Ways) -> Mask:
+        """Take in groups that fit as they are; of which of them no other way can be faster. [n]"""
+        settled = np.zeros(best.seconds.size, dtype=np.bool_)
+        if (NONE, 1.0) in self.space.again:
+            ways = self._ways(best.groups, NONE, self.states[0], self.moved[0])
+            bytes, fit = self._bytes(ways)
+            at = np.flatnonzero(fit)
+            settled[at] = ~self._take(best, at, taken(ways, at), bytes[at])
+        return settled
 
     def _affordable(self, groups: Columns, limit: float) -> Array:
         """The most layers of a stage that may be computed again in less than `limit` seconds; 0: none. [n]
 
-        At least: it may be more than that, and never is less.
+        It may be more than that, and never is less.
         """
         stage = self.space.stage(groups)
-        counted = FULL in self.space.modes and self.space.layers_counted
         # With state on the host a longer pass may hide something, so that time says nothing of k.
-        if not counted or self.states[0] > 0 or not np.isfinite(limit):
+        if (FULL, None) not in self.space.again or self.states[0] > 0 or not np.isfinite(limit):
             return stage
         pair = self.states[0], self.moved[0]
-        all_, _ = self._seconds(self._ways(groups, FULL, *pair))
+        whole, _ = self._seconds(self._ways(groups, FULL, *pair))
         one, _ = self._seconds(self._ways(groups, FULL, *pair, 1 / stage))
-        # What lies on the straight line is tried, and taken for the answer only if one layer more is too slow.
-        each = (all_ - one) / np.maximum(stage - 1, 1)
+        # What lies on the straight line is a guess, and holds only if one layer more is too slow.
+        each = (whole - one) / np.maximum(stage - 1, 1)
         guess = np.floor(np.clip(1 + (limit - one) / np.maximum(each, 1e-12), 0, stage))
         more, _ = self._seconds(self._ways(groups, FULL, *pair, np.minimum(guess + 1, stage) / stage))
         return np.where(more >= limit, guess, stage)
 
-    def _possible(self, groups: Columns, at: Index, most: Array) -> tuple[Index, Array]:
-        """Groups that fit in some way that computes again no more than `most` layers."""
-        held = np.zeros(at.size, dtype=np.bool_)
-        for mode in self.space.modes:
-            some = taken(groups, at)
-            share = np.maximum(most, 1) / self.space.stage(some) if mode == FULL else 1.0
-            if mode == FULL and not self.space.layers_counted:
-                share = float(self.space.recomputed[-1]) if self.space.recomputed else 1.0
-            _, fit = self._bytes(self._ways(some, mode, self.states[-1], self.moved[-1], share))
-            held |= fit & ((most > 0) | (mode != FULL))
-        return at[held], most[held]
+    def _possible(self, groups: Columns, most: Array) -> Mask:
+        """Which groups fit in some way that computes again no more than `most` layers. [n]"""
+        held = np.zeros(most.size, dtype=np.bool_)
+        for mode, share in self.space.again:
+            again = np.maximum(most, 1) / self.space.stage(groups) if share is None else share
+            _, fit = self._bytes(self._ways(groups, mode, self.states[-1], self.moved[-1], again))
+            held |= fit & ((most > 0) | (share is not None))
+        return held
 
     def _moved(self, best: Ways, at: Index, most: Array, bound: Array, limit: float) -> None:
-        """Take in the fastest ways of groups that do not fit as they are."""
-        states, moved = self.states.size, self.moved.size
-        group, state, share = (axis.ravel() for axis in np.indices((at.size, states, moved)))
+        """Take in the fastest ways with each pair of shares on the host, of the groups `at`."""
+        pairs = (at.size, self.states.size, self.moved.size)
+        group, state, moved = (axis.ravel() for axis in np.indices(pairs))
         open_ = np.ones(group.size, dtype=np.bool_)
-        for mode in self.space.modes:
-            index = np.flatnonzero(
-                open_ & (bound[at[group]] < np.minimum(limit, best.seconds[at[group]] * _LESS))
-            )
-            if mode == FULL:
-                index = index[most[group[index]] > 0]
+        for mode, share in self.space.again:
+            # A group that takes no longer than its bound is done.
+            hope = bound[at] < np.minimum(limit, best.seconds[at] * _LESS)
+            index = np.flatnonzero(open_ & hope[group] & ((share is not None) | (most[group] > 0)))
             if not index.size:
                 continue
+            groups = taken(best.groups, at[group[index]])
             ways = self._ways(
-                taken(best.groups, at[group[index]]),
+                groups,
                 mode,
                 self.states[state[index]],
-                self.moved[share[index]],
+                self.moved[moved[index]],
+                1.0 if share is None else share,
             )
-            if mode == FULL:
+            if share is None:
                 ways = self._least(ways, most[group[index]])
             bytes, fit = self._bytes(ways)
             if mode == NONE:
+                enough = np.zeros(pairs, dtype=np.bool_)
+                enough.ravel()[index[fit]] = True
                 # With shares that suffice, larger ones need not be looked at.
-                enough = np.zeros((at.size, states, moved), dtype=np.bool_)
-                enough[group[index[fit]], state[index[fit]], share[index[fit]]] = True
-                below = np.zeros_like(enough)
-                below[:, 1:] |= np.logical_or.accumulate(np.logical_or.accumulate(enough, axis=1), axis=2)[
-                    :, :-1
-                ]
-                below[:, :, 1:] |= np.logical_or.accumulate(np.logical_or.accumulate(enough, axis=1), axis=2)[
-                    :, :, :-1
-                ]
-                fit = fit & ~below.ravel()[index]
-                open_ &= ~(below | enough).ravel()
-            fine = np.flatnonzero(fit)
-            self._take(best, at[group[index[fine]]], taken(ways, fine), bytes[fine])
+                larger = _beyond(enough).ravel()
+                fit = fit & ~larger[index]
+                open_ &= ~larger
+            fine = index[fit]
+            waits = self._take(best, at[group[fine]], taken(ways, fit), bytes[fit])
+            if mode == NONE:
+                open_[fine[~waits]] = False
 
-    def _take(self, best: Ways, at: Index, ways: Columns, bytes: Array) -> None:
-        """Forecast ways that fit and keep the faster ones; compute more again where a step waits for copies."""
+    def _take(self, best: Ways, at: Index, ways: Columns, bytes: Array) -> Mask:
+        """Take in ways that fit, of the groups `at`, where they are faster; which of them wait for copies. [ways]
+
+        Those of them that compute layers again go on to more layers for as long as that helps.
+        """
+        seconds, waits = self._seconds(ways)
+        waited, before = waits, np.full(at.size, np.inf)
         while at.size:
-            seconds, waits = self._seconds(ways)
-            # Several ways may be of one group: the last one that is put stays, so the fastest is put last.
+            # Several ways may be of one group: the last that is put stays, so the best is put last.
             order = np.lexsort((-bytes, -seconds))
-            at, seconds, bytes, waits, ways = (
-                at[order],
-                seconds[order],
-                bytes[order],
-                waits[order],
-                taken(ways, order),
-            )
-            better = seconds < best.seconds[at]
-            best.put(at, ways, seconds, bytes, better)
+            sorted_ = taken(ways, order)
+            better = seconds[order] < best.seconds[at[order]]
+            best.put(at[order], sorted_, seconds[order], bytes[order], better)
             stage = self.space.stage(ways)
-            layers = np.where(ways["recompute"] == FULL, ways["recomputed"] * stage, 0.0)
-            more = (
-                waits
-                & better
-                & self.space.layers_counted
-                & (FULL in self.space.modes)
-                & (layers < stage - 0.5)
-            )
-            at, ways = at[more], taken(ways, more)
-            if at.size:
-                ways |= {**full_like(ways, recompute=float(FULL)), "recomputed": ((layers + 1) / stage)[more]}
-                bytes, fit = self._bytes(ways)
-                at, ways, bytes = at[fit], taken(ways, fit), bytes[fit]
+            more = np.round(ways["recomputed"] * stage) + 1
+            counted = (ways["recompute"] == FULL) & ((FULL, None) in self.space.again)
+            on = waits & counted & (more <= stage) & (seconds < before)
+            at, before, ways = at[on], seconds[on], {**taken(ways, on), "recomputed": (more / stage)[on]}
+            bytes, _ = self._bytes(ways)
+            seconds, waits = self._seconds(ways)
+        return waited
 
     def _least(self, ways: Columns, most: Array) -> Columns:
         """With the fewest recomputed layers that fit, `most` of them where none does."""
-        if not self.space.layers_counted:
-            # Given shares are few: the least that fits.
-            shares = self.space.recomputed or (1.0,)
-            found = np.full(most.size, float(shares[-1]))
-            for share in reversed(shares[:-1]):
-                _, fit = self._bytes({**ways, **full_like(ways, recomputed=share)})
-                found = np.where(fit, share, found)
-            return {**ways, "recomputed": found}
         stage = self.space.stage(ways)
         _, fit = self._bytes({**ways, "recomputed": most / stage})
         high = most.copy()
@@ -249,3 +224,12 @@ class Kept:
         n = ways["micro"].size
         parts = seconds_by_kind(self.base.replaced(**{name: ways[name] for name in SPREAD}), self.constants)
         return np.broadcast_to(sum_of(parts), n), np.broadcast_to(parts["host"] > 0, n)
+
+
+def _beyond(enough: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Pairs of shares [groups, states, moved] that are larger, in one or both, than a pair that is `enough`."""
+    reached = np.logical_or.accumulate(np.logical_or.accumulate(enough, axis=1), axis=2)
+    beyond = np.zeros_like(enough)
+    beyond[:, 1:] |= reached[:, :-1]
+    beyond[:, :, 1:] |= reached[:, :, :-1]
+    return beyond

@@ -45,7 +45,7 @@ class Question:
     price: float = 0.0
     """Money for a device hour; 0: not known."""
     runnable: bool = False
-    """Keep to what `train` can run: no pipeline, and nothing in the host's memory."""
+    """Keep to what `train` can run: no pipeline, recompute of all layers or none, nothing in the host's memory."""
 
     def __post_init__(self) -> None:
         if not self.devices and not self.cluster.ranks:

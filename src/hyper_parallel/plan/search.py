@@ -220,6 +220,9 @@ class _Search:
             worth = (
                 self._worth(np.zeros(some.size), bound[some]) if self.by_memory else self._worth(bound[some])
             )
+            if not worth.any():
+                self.pruned[self.why] += int(points[order[start:]].sum())
+                break
             self._prune(points[some], worth)
             self._degrees(taken(rows, some[worth]))
             start, size = start + size, min(2 * size, CHUNK // 4)

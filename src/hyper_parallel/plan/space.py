@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -108,15 +109,21 @@ class Space:
             orders,
             schedules,
         )
-        self.modes = [mode for mode in range(len(RECOMPUTE)) if self._allows("recompute", mode)]
-        self.recomputed = (1.0,) if question.runnable else question.allowed("recomputed")
-        """The shares of the layers that may be computed again; None: any number of a stage's layers."""
-        self.layers_counted = self.recomputed is None
+        self.again = self._again()
+        """Ways to compute again: a code of RECOMPUTE, and the share of the layers; None: any number of a stage's."""
         shares = ON_HOST if "host" in question.cluster.links and not question.runnable else (0.0,)
         self.on_host = {
             column: np.array(question.allowed(column) or shares)
             for column in ("state_on_host", "activations_on_host")
         }
+
+    def _again(self) -> list[tuple[int, float | None]]:
+        shares = (1.0,) if self.question.runnable else self.question.allowed("recomputed")
+        found: list[tuple[int, float | None]] = []
+        for mode in range(len(RECOMPUTE)):
+            if self._allows("recompute", mode):
+                found += [(mode, share) for share in shares or (None,)] if mode == FULL else [(mode, 1.0)]
+        return found
 
     # What is legal.
 
@@ -186,17 +193,22 @@ class Space:
         axes = {**c, "data": c["replicate"] * c["shard"]}
         names = ORDERS[0]
         above = [axes[name] > 1 for name in names]
-        # Which axes are above 1, as a number; what is new among the orders is known for each.
+        # Which axes are above 1, as a number.
         present = sum((mask.astype(np.int64) << index for index, mask in enumerate(above)), np.int64(0))
-        codes = [int(value) for value in self.orders.options[:, 0]]
-        news = np.zeros((1 << len(names), len(ORDERS)), dtype=np.bool_)
+        found: Mask = self._laid_anew[present, c["order"].astype(np.int64)]
+        return found
+
+    @cached_property
+    def _laid_anew(self) -> Mask:
+        """Whether an order lays axes as none before it does: [which axes are above 1, order]."""
+        names = ORDERS[0]
+        found = np.zeros((1 << len(names), len(ORDERS)), dtype=np.bool_)
         for which in range(1 << len(names)):
             seen: set[tuple[str, ...]] = set()
-            for index in codes:
-                laid = tuple(name for name in ORDERS[index] if which >> names.index(name) & 1)
-                news[which, index] = laid not in seen
+            for code_ in self.orders.options[:, 0].astype(int):
+                laid = tuple(name for name in ORDERS[code_] if which >> names.index(name) & 1)
+                found[which, code_] = laid not in seen
                 seen.add(laid)
-        found: Mask = news[present, c["order"].astype(np.int64)]
         return found
 
     def _schedules(self, c: Columns) -> Mask:
@@ -211,8 +223,8 @@ class Space:
         first = self.schedules.options[0, 0] if len(self.schedules.options) else 0.0
         # Without a pipeline there is one schedule, by whatever name.
         found: Mask = np.where(pipeline == 1, (schedule == first) & (virtual == 1), several)
-        # Of experts' models DualPipe is a branch of its own.
-        if self.shape.experts:
+        # In the tree, DualPipe is a branch of its own for models with experts.
+        if self.shape.experts and "dual" in c:
             found = found & ((schedule == _DUAL) == (c["dual"] == 1))
         return found
 
@@ -269,11 +281,9 @@ class Space:
     def kept_counts(self, rows: Columns) -> Counts:
         """How many ways each row has to keep, compute again or move what the backward pass and the update need."""
         places = self.on_host["state_on_host"].size * self.on_host["activations_on_host"].size
-        if self.layers_counted:
-            shares = self.stage(rows)
-        else:
-            shares = np.full(rows["pipeline"].size, float(len(self.recomputed or ())))
-        again = sum(mode != FULL for mode in self.modes) + shares * (FULL in self.modes)
+        again = sum(share is not None for _, share in self.again) + self.stage(rows) * (
+            (FULL, None) in self.again
+        )
         return (again * places).astype(np.int64)
 
     def counts(self, rows: Columns) -> Counts:
@@ -296,15 +306,15 @@ class Space:
         """All ways to keep, compute again or move, for each of the rows in turn: what the search does not list."""
         for state in self.on_host["state_on_host"]:
             for moved in self.on_host["activations_on_host"]:
-                for mode in self.modes:
-                    found = {**rows, **full_like(rows, recompute=float(mode), recomputed=1.0)}
+                for mode, share in self.again:
+                    found = {
+                        **rows,
+                        **full_like(rows, recompute=float(mode), recomputed=1.0 if share is None else share),
+                    }
                     found |= full_like(rows, state_on_host=float(state), activations_on_host=float(moved))
-                    yield from self._shares(found) if mode == FULL else [found]
+                    yield from [found] if share is not None else self._by_layers(found)
 
-    def _shares(self, rows: Columns) -> Iterator[Columns]:
-        if self.recomputed is not None:
-            yield from ({**rows, **full_like(rows, recomputed=share)} for share in self.recomputed)
-            return
+    def _by_layers(self, rows: Columns) -> Iterator[Columns]:
         stage = self.stage(rows)
         for layers in range(1, int(stage.max()) + 1):
             some = stage >= layers
@@ -317,13 +327,29 @@ def taken(rows: Columns, index: Any) -> Columns:
 
 
 def unique(columns: Columns) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """The first of each kind of rows that are equal, and of which kind each row is. Columns are whole numbers."""
-    keys = np.zeros(next(iter(columns.values())).size, dtype=np.int64)
+    """The first of each kind of rows that are equal, and of which kind each row is.
+
+    Columns are whole numbers, so that kinds are found by counting and without sorting: there may be a million rows.
+    """
+    keys = np.zeros(next(iter(columns.values())).size, dtype=np.intp)
+    size = 1
     for column in columns.values():
-        values, which = np.unique(column, return_inverse=True)
-        keys = keys * values.size + which
-    _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
-    return first, kind
+        kinds, many = _ranked(column.astype(np.intp))
+        keys, size = keys * many + kinds, size * many
+        if size > keys.size:
+            keys, size = _ranked(keys)
+    keys, size = _ranked(keys)
+    first = np.empty(size, dtype=np.intp)
+    first[keys[::-1]] = np.arange(keys.size)[::-1]
+    return first, keys
+
+
+def _ranked(numbers: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], int]:
+    """For each number how many different ones are below it, and how many there are."""
+    seen = np.zeros(int(numbers.max(initial=0)) + 1, dtype=np.bool_)
+    seen[numbers] = True
+    rank = np.cumsum(seen) - 1
+    return rank[numbers], int(rank[-1]) + 1 if numbers.size else 0
 
 
 def full_like(rows: Columns, **values: float) -> Columns:
