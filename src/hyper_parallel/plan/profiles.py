@@ -66,6 +66,8 @@ class Profile:
     logit_bytes: float = 8.0
     """Bytes of a logit while the loss goes back: in 16 bits and in float32, the float32 gradient in its copy's place,
     and the gradient in 16 bits. A loss that keeps a float32 copy more takes 12, one within the 16-bit logits 4."""
+    regathers: float = 1.0
+    """A product whose input is split by tokens keeps its part, and gathers it again for its gradient."""
     defaults: Defaults = field(default_factory=Defaults)
 
 
@@ -102,6 +104,7 @@ DEEPSPEED = Profile(
     fused=0,
     gradient_bytes=2,
     logit_bytes=12,
+    regathers=0,
     defaults=Defaults(zero=3),
 )
 
@@ -152,7 +155,8 @@ NANOTRON = Profile(
     name="nanotron",
     source=(
         "nanotron v0.5: pipeline blocks by get_block_compute_costs, the head's included; with ZeRO-1 and "
-        "accumulate_grad_in_fp32 gradients are reduced after the backward pass; FlashAttention, SwiGLU by PyTorch"
+        "accumulate_grad_in_fp32 gradients are reduced after the backward pass; FlashAttention, SwiGLU by PyTorch; "
+        "tp_recompute_allgather is true"
     ),
     fused=0,
     overlap_data=0,
@@ -184,6 +188,7 @@ FSDP = Profile(
     weight_bytes=4,
     state_bytes=8,
     logit_bytes=12,
+    regathers=0,
     defaults=Defaults(zero=3),
 )
 
@@ -196,6 +201,7 @@ TORCHTITAN = Profile(
     balanced=1,
     weight_bytes=4,
     state_bytes=8,
+    regathers=0,
     defaults=Defaults(zero=3, sequence_parallel=True, recompute="selective", vocabulary=128256),
 )
 
@@ -219,6 +225,7 @@ HYPER_PARALLEL = Profile(
     weight_bytes=4,
     state_bytes=8,
     logit_bytes=12,
+    regathers=0,
     defaults=Defaults(zero=3),
 )
 

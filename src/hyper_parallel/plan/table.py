@@ -210,6 +210,7 @@ class Table:
     weight_bytes: Array
     state_bytes: Array
     logit_bytes: Array
+    regathers: Array
 
     def __post_init__(self) -> None:
         sizes: set[int] = set()

@@ -5,8 +5,8 @@ product, of a norm and of an activation function, in 2 bytes, and masks of dropo
 layers, with b bytes an element, c of what a product keeps of its input (1 below 16 bits), d a head's size, a and k
 heads of queries and of keys, e = features of an MLP, and P ranks of the tensor axes:
 
-    norms          2 b h · o              their inputs                                          `Kept.residual`
-    products       2 c h · g              inputs of attention's and of the MLP's first product  `Kept.residual`
+    norms          2 b h · o              their inputs                                              `kept`
+    products       2 c h · g              inputs of attention's and of the MLP's first product      `kept`
     attention      (b (a + 2k) d + b a d + 4 a) / P     queries, keys, values, result, sums     `_attention`
     ... unfused    b (a + k) d / P        queries and keys before they were rotated, in models with gates
     ... 8 bits     c a d / P              the result once more, as the next product keeps it
@@ -15,11 +15,11 @@ heads of queries and of keys, e = features of an MLP, and P ranks of the tensor 
     ... unfused    b e / P                the gate's activation
     experts        (c h + (2 b + c) e) chosen / P + 8 E       of each chosen expert; the router's scores and shares
 
-o is 1/P with sequence parallelism, else 1. g is o where a product gathers its input again for its gradient, as
-Megatron's do (2205.05198, section 4.2.2); frameworks without such products keep the gathered one, g = 1. Latent
-attention (arXiv 2405.04434, section 2.1) keeps its latents, which no tensor axis splits, and whole queries, keys and
-values; where their parts are not put together by one kernel, these too. Selective recompute forgets the scores; full
-recompute all but the layer's input, and has one layer at a time.
+o is 1/P with sequence parallelism, else 1. g is o where a product gathers its input again for its gradient
+(`regathers`; 2205.05198, section 4.2.2), else 1: it keeps the gathered one. Latent attention (arXiv 2405.04434,
+section 2.1) keeps its latents, which no tensor axis splits, and whole queries, keys and values; where their parts are
+not put together by one kernel, these too. Selective recompute forgets the scores; full recompute all but the layer's
+input, and has one layer at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def kept(t: Table) -> Kept:
     ranks = t.tensor_x * t.tensor_y
     size, narrow = element_bytes(t), product_bytes(t)
     outside = np.where(t.sequence_parallel > 0, 1 / ranks, 1.0)
-    gathered = np.where(t.fused > 0, outside, 1.0)
+    gathered = np.where(t.regathers > 0, outside, 1.0)
     shared = 2 * size * t.hidden * outside + 2 * narrow * t.hidden * gathered + _attention(t, ranks)
     scores = _scores(t, ranks)
     dense = shared + _wide(t, t.ffn) / ranks

@@ -50,8 +50,8 @@ class MemoryConstants:
         default=1.03,
         metadata={
             "unit": "ratio",
-            "meaning": "bytes that the allocator cannot do without to those allocated; runs on B200s reserve 1.03 to "
-            "1.09 times as much (SimuMax, docs/b200), part of which they could give back",
+            "meaning": "bytes that an allocator cannot do without to those allocated; on B200s it reserves 1.03 to "
+            "1.09 times as many (SimuMax, docs/b200), part of which it gives back when asked for more",
         },
     )
     outside: float = field(
