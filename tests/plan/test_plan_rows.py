@@ -75,6 +75,19 @@ def test_a_model_that_was_cut_keeps_its_sorts_of_layers() -> None:
     assert (table.layers, table.dense_layers, table.query_rank) == (4, 1, 1536)
 
 
+def test_what_contradicts_the_rest_of_its_row_is_named() -> None:
+    table, row = one(dp="8", mbs="32")
+    assert (table.shard, table.micro) == (4, 16)
+    assert "and not 8" in row.filled["dp"] and "and not 32" in row.filled["mbs"]
+    moe = {"experts": "8", "topk": "2", "moe_ffn": "14336", "ep": "3", "model": "mine"}
+    table, row = one(**moe)
+    assert table.expert == 1 and row.filled["ep"].startswith("1: 3 divides neither")
+
+
+def test_one_expert_is_none() -> None:
+    assert taken(experts="1", topk="1").experts == 0
+
+
 def test_stated_parameters_say_whether_the_head_is_tied() -> None:
     plain = {"model": "mine", "vocab": "100000"}
     assert taken(**plain, params_b="7.39").tied == 1
@@ -184,10 +197,9 @@ def test_networks_as_published_runs_write_them() -> None:
         ({"gbs": "1e300"}, "column gbs"),
         ({"gbs": ""}, "gbs is empty"),
         ({"gbs": "3"}, "3 sequences leaves some of 4"),
-        ({"mbs": "32"}, "need 128 sequences; gbs is 64"),
         ({"n_devices": ""}, "n_devices is empty"),
-        ({"n_devices": "15"}, "15 devices are not"),
-        ({"dp": "8"}, "16 devices are not"),
+        ({"n_devices": "15"}, "15 devices are no multiple"),
+        ({"tp": "1_0"}, "column tp"),
         ({"hardware": "TPU v5p"}, "nothing is published of the device 'TPU v5p'"),
         ({"hardware": "H110"}, "the nearest of the published machines is 'h100'"),
         ({"hardware": ""}, "hardware is empty"),

@@ -86,8 +86,10 @@ class Cells:
         return int(value)
 
     def _value(self, column: str) -> float:
+        text = self.text(column)
         try:
-            return float(self.text(column))
+            # Python reads 1_000 as a thousand; no published table writes so.
+            return math.nan if "_" in text else float(text)
         except ValueError:
             return math.nan
 

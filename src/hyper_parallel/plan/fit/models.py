@@ -98,6 +98,9 @@ def _stated(cells: Cells) -> dict[str, Any]:
         value = cells.count(column, least=0 if column in ("experts", "topk", "moe_ffn", "ffn") else 1)
         if value is not None:
             fields[field] = value
+    if fields.get("experts") == 1:
+        # One expert, which all tokens go through, is how some tables write a model without experts.
+        fields |= {"experts": 0, "chosen": 0, "expert_ffn": 0}
     gated = cells.count("ffn_gated", least=0)
     if gated is not None:
         if gated > 1:

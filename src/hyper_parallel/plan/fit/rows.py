@@ -119,10 +119,14 @@ def _spread(
             raise ConfigError("the column n_devices is empty; give the number of devices")
         devices = data * model
         filled["n_devices"] = f"{devices}, dp · tp · pp · cp"
-    if devices % model or (data is not None and data * model != devices):
+    if devices % model:
         raise ConfigError(
-            f"{devices} devices are not dp · tp · pp · cp = {data or '?'} · {degrees['tp']} · {degrees['pp']} · "
-            f"{degrees['cp']}; mend the row's degrees"
+            f"{devices} devices are no multiple of tp · pp · cp = {degrees['tp']} · {degrees['pp']} · {degrees['cp']}; "
+            "mend the row's degrees"
+        )
+    if data is not None and data * model != devices:
+        filled["dp"] = (
+            f"{devices // model}, n_devices / (tp · pp · cp), and not {data}, which contradicts them"
         )
     data = devices // model
     zero, shard = _zero(cells, profile, data, node, filled)
@@ -199,9 +203,10 @@ def _batch(cells: Cells, data: int, filled: dict[str, str]) -> tuple[int, int]:
         micro = max(1, batch // (data * times)) if times else 1
         filled["mbs"] = f"{micro}, gbs / (dp · grad_accum)" if times else "1"
     if micro * data > batch:
-        raise ConfigError(
-            f"{data} data-parallel ranks with micro-batches of {micro} need {data * micro} sequences; gbs is {batch}"
+        filled["mbs"] = (
+            f"{batch // data}, all that a batch of {batch} has for each of {data} ranks, and not {micro}"
         )
+        micro = batch // data
     return micro, batch
 
 
