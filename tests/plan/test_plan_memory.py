@@ -176,6 +176,7 @@ def test_the_last_stage_is_the_fullest_where_the_head_is_large() -> None:
     staged = memory(table(shape, pipeline=4))
     assert staged["logits"] == 128 * 100_000 * 8
     assert memory(table(pipeline=4))["logits"] == 0, "of the first stage, which has more activations"
+    assert memory(table(shape, pipeline=4).replaced(logit_bytes=4))["logits"] == staged["logits"] / 2
 
 
 def test_full_recompute_keeps_inputs_and_one_layer() -> None:
