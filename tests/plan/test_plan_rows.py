@@ -84,6 +84,13 @@ def test_what_contradicts_the_rest_of_its_row_is_named() -> None:
     assert table.expert == 1 and row.filled["ep"].startswith("1: 3 divides neither")
 
 
+def test_scores_are_stored_where_no_fused_kernel_is() -> None:
+    assert taken().flash == 1
+    assert taken(recompute="selective").flash == 0
+    assert taken(recompute="selective", framework="Megatron-Bridge").flash == 1
+    assert taken(hardware="V100").flash == 0
+
+
 def test_one_expert_is_none() -> None:
     assert taken(experts="1", topk="1").experts == 0
 
@@ -104,6 +111,9 @@ def test_stated_parameters_say_whether_the_head_is_tied() -> None:
         ({"fsdp": "0"}, (1, 4, 1)),
         ({"fsdp": "SHARD_GRAD_OP"}, (1, 4, 2)),
         ({"framework": "Megatron-DeepSpeed"}, (4, 1, 0)),
+        ({"framework": "Megatron-DeepSpeed ZeRO-2"}, (1, 4, 2)),
+        ({"framework": "DeepSpeed"}, (1, 4, 3)),
+        ({"framework": "DeepSpeed", "fsdp": "0"}, (4, 1, 0)),
     ],
 )
 def test_what_is_sharded(cells: dict[str, str], spread: tuple[int, int, int]) -> None:
@@ -119,6 +129,7 @@ def test_what_is_sharded(cells: dict[str, str], spread: tuple[int, int, int]) ->
         ({"pp_schedule": "1f1b"}, 1, "1f1b"),
         ({"pp_schedule": "GPipe"}, 1, "gpipe"),
         ({"vp": "4", "pp": "1"}, 1, "1f1b"),
+        ({"framework": "HAI-LLM"}, 1, "dualpipe"),
     ],
 )
 def test_pipelines(cells: dict[str, str], virtual: int, schedule: str) -> None:

@@ -25,6 +25,8 @@ class Defaults:
     """Where tensor parallelism is used."""
     recompute: Literal["none", "selective", "full"] = "none"
     precision: Precision = "bf16"
+    schedule: Literal["1f1b", "dualpipe"] = "1f1b"
+    """Of pipelines that are not interleaved."""
     vocabulary: int = 50257
     """Tokens; 50257 is GPT-2's, which Megatron and what follows it are shipped with."""
 
@@ -73,7 +75,11 @@ class Profile:
 
 GENERIC = Profile(
     name="generic",
-    source="what most frameworks share: fused attention, reduction beside the backward pass, float32 gradients",
+    source=(
+        "what most frameworks for large models share: fused attention, reduction beside the backward pass, float32 "
+        "gradients, the optimizer's state split over data-parallel ranks, activations split beside tensor parallelism"
+    ),
+    defaults=Defaults(zero=1, sequence_parallel=True),
 )
 
 MEGATRON_LM = Profile(
@@ -215,6 +221,37 @@ MINDSPEED = Profile(
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
 
+HAI_LLM = Profile(
+    name="hai-llm",
+    source=(
+        "DeepSeek-V3, arXiv 2412.19437, section 3.2: DualPipe, exchanges of experts beside computation, a token sent "
+        "to a node once, ZeRO-1; gradients and their sums in float32, moments in bfloat16"
+    ),
+    overlap_expert=1,
+    dedup=1,
+    state_bytes=8,
+    defaults=Defaults(zero=1, precision="fp8", schedule="dualpipe", vocabulary=129280),
+)
+
+META = Profile(
+    name="meta-llama-3",
+    source=(
+        "The Llama 3 herd of models, arXiv 2407.21783, section 3.3: FSDP that splits state and gradients and does not "
+        "gather weights again for the backward pass, float32 gradients, a layer less on the first and last stage"
+    ),
+    balanced=1,
+    defaults=Defaults(zero=2, sequence_parallel=True, vocabulary=128256),
+)
+
+MAXTEXT = Profile(
+    name="maxtext",
+    source="MaxText's documentation: XLA fuses elementwise operators, its scheduler hides collectives; fsdp by default",
+    overlap_tensor=1,
+    weight_bytes=4,
+    state_bytes=8,
+    defaults=Defaults(zero=3, sequence_parallel=True, recompute="full"),
+)
+
 HYPER_PARALLEL = Profile(
     name="hyper-parallel",
     source=(
@@ -237,6 +274,9 @@ _BY_PATTERN: tuple[tuple[str, Profile], ...] = (
     (r"nemo", NEMO),
     (r"megascale", MEGASCALE),
     (r"mindspeed|mindformers|modellink", MINDSPEED),
+    (r"hai[-_ ]?llm|dualpipe", HAI_LLM),
+    (r"^meta\b|llama[-_ ]?3 (report|paper|herd)", META),
+    (r"maxtext|\bjax\b", MAXTEXT),
     (r"llm[-_ ]?foundry|composer|mosaic", LLM_FOUNDRY),
     (r"torch[-_ ]?titan", TORCHTITAN),
     (r"nanotron|picotron", NANOTRON),

@@ -20,7 +20,7 @@ from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.plan.fit.cells import Cells, read
 from hyper_parallel.plan.fit.hardware import machine
 from hyper_parallel.plan.fit.models import sequence_of, shape_of
-from hyper_parallel.plan.profiles import Profile, profile_of
+from hyper_parallel.plan.profiles import MEGATRON_LM, Profile, profile_of
 from hyper_parallel.plan.table import COLUMNS, PRECISIONS, SPREAD, Table, code, of_profile, of_workload
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Precision, Workload
@@ -102,6 +102,10 @@ def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float], 
     if cells.option("mp_mode") == "PURE":
         # Composer's FSDP reduces gradients in the dtype that it computes in.
         facts["gradient_bytes"] = 2.0
+    if cluster == "v100" or (profile is MEGATRON_LM and "selective" in cells.text("recompute").lower()):
+        # FlashAttention has no kernels for Volta; and Megatron's selective recomputation (arXiv 2205.05198) computes
+        # again what FlashAttention would never have stored.
+        facts["flash"] = 0.0
     return cluster, {**of_workload(workload), **made, **facts, **SPREAD, **spread}, filled
 
 
@@ -143,7 +147,7 @@ def _spread(
         "zero": zero,
         "expert": _expert(cells, shape, devices // degrees["pp"], filled),
         "sequence_parallel": _sequence_parallel(cells, profile, degrees["tp"], filled),
-        **_pipeline(cells, shape, degrees["pp"], filled),
+        **_pipeline(cells, profile, shape, degrees["pp"], filled),
         **_recompute(cells, profile, shape, degrees["pp"], filled),
         **_offload(cells),
     }
@@ -178,6 +182,10 @@ def _zero(cells: Cells, profile: Profile, data: int, node: float, filled: dict[s
             "fsdp", "0, a number of ranks, FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD"
         )
     zero = cells.count("zero", least=0)
+    named = re.search(r"zero[-_ ]?([0-3])", cells.text("framework").lower())
+    if zero is None and named:
+        zero = int(named[1])
+        filled["zero"] = f"{zero}, of the framework's name"
     if zero is None:
         # Where a row says that its FSDP is off, the framework's default of it is no default.
         zero = profile.defaults.zero if not fsdp or profile.defaults.zero < 3 else 0
@@ -231,7 +239,9 @@ def _sequence_parallel(cells: Cells, profile: Profile, tensor: int, filled: dict
     return min(stated, 1)
 
 
-def _pipeline(cells: Cells, shape: Shape, stages: int, filled: dict[str, str]) -> dict[str, float]:
+def _pipeline(
+    cells: Cells, profile: Profile, shape: Shape, stages: int, filled: dict[str, str]
+) -> dict[str, float]:
     """Parts of a rank and the schedule. Interleaved stages are of two layers where that divides, else of one."""
     words = cells.text("pp_schedule").lower()
     virtual = cells.count("vp")
@@ -253,7 +263,8 @@ def _pipeline(cells: Cells, shape: Shape, stages: int, filled: dict[str, str]) -
     }
     found = next((name for word, name in names.items() if word in words), None)
     if found is None:
-        found = "interleaved" if virtual > 1 else "1f1b"
+        usual = "1f1b" if words else profile.defaults.schedule
+        found = "interleaved" if virtual > 1 else usual
         if not words:
             filled["pp_schedule"] = found
     return {"virtual": virtual, "schedule": code("schedule", found)}
