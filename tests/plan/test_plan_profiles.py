@@ -15,7 +15,7 @@ from hyper_parallel.plan.profiles import GENERIC, PROFILES, profile, profile_of
         ("Megatron-DeepSpeed", "megatron-deepspeed"),
         ("llm-foundry/composer FSDP", "llm-foundry"),
         ("Megatron-Bridge NeMo 26.04", "megatron-bridge-recipes"),
-        ("Megatron-Bridge HybridEP", "megatron-bridge-recipes"),
+        ("Megatron-Bridge HybridEP", "megatron-bridge-hybridep"),
         ("Megatron-Bridge", "megatron-bridge"),
         ("Megatron-LM 0.14 / TE 2.11", "megatron-lm"),
         ("NeMo 24.07", "nemo"),

@@ -144,6 +144,7 @@ def test_pipelines(cells: dict[str, str], virtual: int, schedule: str) -> None:
         ("none", "none", 1),
         ("core_attn", "selective", 1),
         ("moe_act", "none", 1),
+        ("layernorm,moe_act", "none", 1),
         ("--recompute-method block --recompute-num-layers 4", "full", 0.25),
     ],
 )

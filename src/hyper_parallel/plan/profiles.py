@@ -147,6 +147,13 @@ MEGATRON_BRIDGE_RECIPES = replace(
     gradient_bytes=2,
 )
 
+MEGATRON_BRIDGE_HYBRIDEP = replace(
+    MEGATRON_BRIDGE_RECIPES,
+    name="megatron-bridge-hybridep",
+    source=f"{MEGATRON_BRIDGE_RECIPES.source}; with HybridEP exchanges of experts run beside computation",
+    overlap_expert=1,
+)
+
 MEGASCALE = Profile(
     name="megascale",
     source=(
@@ -269,7 +276,8 @@ HYPER_PARALLEL = Profile(
 _BY_PATTERN: tuple[tuple[str, Profile], ...] = (
     (r"hyper[-_ ]?parallel", HYPER_PARALLEL),
     (r"megatron[-_ ]?deepspeed", MEGATRON_DEEPSPEED),
-    (r"bridge.*(nemo|hybridep|recipes)", MEGATRON_BRIDGE_RECIPES),
+    (r"bridge.*hybridep", MEGATRON_BRIDGE_HYBRIDEP),
+    (r"bridge.*(nemo|recipes)", MEGATRON_BRIDGE_RECIPES),
     (r"bridge", MEGATRON_BRIDGE),
     (r"nemo", NEMO),
     (r"megascale", MEGASCALE),

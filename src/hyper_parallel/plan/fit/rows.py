@@ -284,9 +284,9 @@ def _recompute(
         if "uniform" not in words:
             # Megatron's block method computes the first layers of each stage again.
             share = min(1.0, int(found[1]) / max(1, math.ceil(shape.layers / stages)))
-    elif words.startswith(("full", "layer", "true")):
+    elif re.match(r"(full|layers?|true)\b", words):
         kind = "full"
-    elif words.startswith(("none", "no", "false", "0")):
+    elif re.match(r"(none|no|false|0)\b", words):
         kind = "none"
     elif "selective" in words or "core_attn" in words:
         kind = "selective"
