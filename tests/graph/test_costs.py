@@ -196,3 +196,26 @@ def test_a_collective_gives_its_input_to_the_ranks_of_its_group() -> None:
     graph.groups = {name: ("shard", (0, 1, 2, 3))}
     (call,) = costs(graph).values()
     assert (call.kind, call.ranks, call.bytes, call.axis) == ("all_gather", (0, 1, 2, 3), 192, "shard")
+
+
+def test_what_is_priced_once_for_all_alike_is_what_each_costs_alone() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        # Equal numbers of other types, other shapes, strides and dtypes, and memory that is the same or is not.
+        parts = [
+            x + x,
+            x + y,
+            x + x.clone(),
+            x.t() + y.t(),
+            x.bfloat16() * 2,
+            x * 2,
+            x * 2.0,
+            x[:2] * 2,
+            x.mul_(y),
+        ]
+        return sum((part.float().sum() for part in parts), x @ y + y @ x.t()).sum()
+
+    graph = _graph(step, torch.randn(4, 4), torch.randn(4, 4))
+    together = costs(graph)
+    assert together == {node: cost for node in graph.nodes for cost in costs(graph, nodes=[node]).values()}
+    adds = [work for work in together.values() if isinstance(work, Work) and "add" in work.op]
+    assert len({work.read for work in adds}) > 1

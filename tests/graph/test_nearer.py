@@ -14,7 +14,7 @@ from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.graph import StepGraph, executable, is_collective, is_wait, lifetimes, validate
 from hyper_parallel.graph.effects import touched
 from hyper_parallel.graph.narrow import narrow
-from hyper_parallel.graph.nearer import sums_at_birth, updates_together
+from hyper_parallel.graph.nearer import nearer, sums_at_birth, updates_together
 from hyper_parallel.graph.products import operator_name
 from hyper_parallel.train.recipe import SAID
 from hyper_parallel.train.whole_step import capture_step
@@ -31,6 +31,14 @@ def _captured(compute: str = "bfloat16", shard: int = 1) -> StepGraph:
         recipe = recipe_of(LLAMA, config)
         micro = micro_batches(recipe.handle, config, draw_batch(LLAMA))
         return capture_step(recipe, shape_of(micro, True))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_one_order_is_that_of_both_one_after_the_other(backwards: bool) -> None:
+    step = _captured()
+    expected = updates_together(sums_at_birth(step), backwards=backwards)
+    names = [node.name for node in nearer(step, backwards=backwards).nodes]
+    assert names == [node.name for node in expected.nodes] != [node.name for node in step.nodes]
 
 
 def _updated(step: StepGraph) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +16,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, is_collective, is_wait
-from hyper_parallel.offloading import Rate, Space, search
+from hyper_parallel.offloading import Plan, Problem, Rate, Space, search
 from hyper_parallel.offloading.choices import Choices
 from hyper_parallel.offloading.explain import explained
 from hyper_parallel.offloading.problem_of import problem_of
@@ -28,8 +30,8 @@ SLOW = Rate(1e-7, 5e7)
 
 @pytest.fixture(autouse=True)
 def _few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step as it is, with all and half of what may be computed again, and in another order, however quick it is."""
-    monkeypatch.setattr(search, "PLANS", 4)
+    """The step as it is, with some of what may be computed again, and in another order, however quick it is."""
+    monkeypatch.setattr(search, "PLANS", 6)
     monkeypatch.setattr(search, "REPAID", 10**9)
 
 
@@ -123,6 +125,59 @@ def test_without_room_elsewhere_computing_again_lowers_the_floor() -> None:
         floors.append(refused.value.floor)
     assert floors[1] < 0.9 * floors[0]
     assert planned(step, CLUSTER, floors[1], none, choices=BOTH).plan.peak <= floors[1]
+
+
+def _searched(
+    monkeypatch: pytest.MonkeyPatch, seconds: Callable[[tuple[int, ...]], float]
+) -> list[tuple[int, ...]]:
+    """The settings that a search of two dials of nine and of three settings plans in earnest, the best one first, where
+    plans take so long."""
+    step = _captured("llama")
+    free = problem_of(step, CLUSTER, 0, ())
+    settings: dict[StepGraph, tuple[int, ...]] = {step: (0, 0)}
+
+    def dial(at: int) -> Callable[[StepGraph, int, bool], StepGraph]:
+        def turn(before: StepGraph, setting: int, refused: bool) -> StepGraph:
+            after, now = before.copy(), [*settings[before]]
+            now[at] = setting
+            settings[after] = (now[0], now[1])
+            return after
+
+        return turn
+
+    earnest: list[tuple[int, ...]] = []
+
+    def choose(problem: Problem, *, tries: int = 0, quick: bool = False) -> Plan:
+        now = (problem.budget // 10, problem.budget % 10)
+        if not quick:
+            earnest.append(now)
+        return Plan((), 0, seconds(now), 1.0, 0, 0)
+
+    def memory(graph: StepGraph) -> Problem:
+        # A budget of so many bytes tells `choose` which graph it is.
+        return replace(free, budget=10 * settings[graph][0] + settings[graph][1])
+
+    monkeypatch.setattr(search, "choose", choose)
+    monkeypatch.setattr(search, "PLANS", 16)
+    dials = [search.Dial("much", 9, 1, dial(0)), search.Dial("kind", 3, 0, dial(1))]
+    found = search.search(step, memory(step), dials, memory)
+    assert found.settings == min(earnest, key=seconds)
+    return sorted(earnest, key=seconds)
+
+
+@pytest.mark.parametrize("best", [(5, 0), (8, 2), (0, 1), (3, 1)])
+def test_the_bottom_of_a_valley_is_found(monkeypatch: pytest.MonkeyPatch, best: tuple[int, int]) -> None:
+    found = _searched(monkeypatch, lambda at: 10.0 + abs(at[0] - best[0]) + abs(at[1] - best[1]))
+    assert found[0] == best
+    assert len(found) == search.LAST
+
+
+def test_what_hides_behind_another_dial_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Much is worth something only of the second kind.
+    def seconds(at: tuple[int, ...]) -> float:
+        return 20.0 - at[1] - (at[0] if at[1] == 2 else 0)
+
+    assert _searched(monkeypatch, seconds)[0] == (8, 2)
 
 
 def test_a_step_that_is_too_quick_to_repay_a_search_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,9 +81,18 @@ class Lowered:
     resident: tuple[Bytes, ...]
 
 
-def lowered(step: StepGraph, *, sizes: Mapping[Any, int] | None = None, views: bool = True) -> Lowered:
-    """The ops of one rank class; arguments and errors as of `lower`."""
-    writer = _Writer(step, sizes, views)
+def lowered(
+    step: StepGraph,
+    *,
+    sizes: Mapping[Any, int] | None = None,
+    views: bool = True,
+    lives: list[Lifetime] | None = None,
+) -> Lowered:
+    """The ops of one rank class; arguments and errors as of `lower`.
+
+    `lives`: the step's lifetimes where they are known already.
+    """
+    writer = _Writer(step, sizes, views, lifetimes(step, sizes) if lives is None else lives)
     for at, node in enumerate(step.nodes):
         writer.add(at, node)
     return Lowered(writer.ops, writer.nodes, writer.resident)
@@ -96,7 +105,9 @@ _Draft = tuple[fx.Node, Work | Collective | None, str, tuple[int, ...], tuple[By
 class _Writer:
     """Writes ops one after the other."""
 
-    def __init__(self, step: StepGraph, sizes: Mapping[Any, int] | None, views: bool) -> None:
+    def __init__(
+        self, step: StepGraph, sizes: Mapping[Any, int] | None, views: bool, found: list[Lifetime]
+    ) -> None:
         self._written: list[_Draft] = []
         self._freed: dict[int, list[int]] = defaultdict(list)
         """Op to the storages that it frees."""
@@ -115,7 +126,6 @@ class _Writer:
         """Collective to its op."""
         self._last = -1
         """The last op on the compute queue."""
-        found = lifetimes(step, sizes)
         self._slots = _Slots(step, found)
         nodes = sum(1 for _ in step.nodes)
         numbers: dict[int, int] = {}

@@ -20,7 +20,7 @@ from hyper_parallel.offloading.update_apart import PARTS, in_parts
 from hyper_parallel.strategy.memory import Memory, Where
 from hyper_parallel.units import format_bytes, format_duration
 
-SHARES = 8
+SHARES = 4
 """Of what computing again could free: steps of the dial."""
 
 
@@ -53,11 +53,11 @@ class Choices:
         found = []
         parts = in_parts(step, spaces) if self.update == "auto" else None
         if parts is not None:
-            found.append(Dial("update", PARTS + 1, PARTS - 1, parts))
+            found.append(Dial("update", PARTS + 1, 0, parts))
         if self.order:
-            found.append(Dial("order", 3, 1, _Order(sizes, self.recompute)))
+            found.append(Dial("order", 3, 2, _Order(sizes, self.recompute)))
         if self.recompute:
-            found.append(Dial("recompute", SHARES + 1, SHARES, _Again(cluster, problem_of, sizes)))
+            found.append(Dial("recompute", SHARES + 1, 1, _Again(cluster, problem_of, sizes)))
         return tuple(found)
 
 

@@ -20,6 +20,7 @@ from hyper_parallel.graph.apart import is_update, storages_of, tier_of
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.effects import begun, touched, writes
 from hyper_parallel.graph.groups import is_wait, ranks_of
+from hyper_parallel.graph.lifetimes import Lifetime
 from hyper_parallel.graph.lower import lowered
 from hyper_parallel.graph.nouns import Kind, Value
 from hyper_parallel.offloading.problem import Busy, Held, Must, Problem, Space, Taken, Update
@@ -47,9 +48,10 @@ def problem_of(
     """
     known = dict(sizes or {})
     most = known if largest is None else dict(largest)
+    lives = lifetimes(step, most)
     return Problem(
-        starts_of(step, cluster, known),
-        _held(step, most),
+        starts_of(step, cluster, known, lives if known == most else None),
+        _held(step, lives),
         tuple(Taken(life.born, life.died, life.bytes) for life in workspaces(step, most)),
         _beside_state(step, spaces),
         budget,
@@ -57,9 +59,17 @@ def problem_of(
     )
 
 
-def starts_of(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int] | None = None) -> tuple[float, ...]:
-    """Seconds at which each node begins where every rank runs this step, and those of its end."""
-    found = lowered(step, sizes=sizes, views=False)
+def starts_of(
+    step: StepGraph,
+    cluster: Cluster,
+    sizes: Mapping[Any, int] | None = None,
+    lives: list[Lifetime] | None = None,
+) -> tuple[float, ...]:
+    """Seconds at which each node begins where every rank runs this step, and those of its end.
+
+    `lives`: the step's lifetimes at these sizes where they are known already.
+    """
+    found = lowered(step, sizes=sizes, views=False, lives=lives)
     program = Program({"all": found.ops}, dict.fromkeys(ranks_of(step), "all"), {"all": found.resident})
     timeline = simulate(program, cluster, masking=False)
     began: dict[fx.Node, float] = {}
@@ -102,17 +112,16 @@ def _beside_state(step: StepGraph, spaces: tuple[Space, ...]) -> tuple[Space, ..
     return tuple(replace(space, bytes=max(0, space.bytes - taken[space.name])) for space in spaces)
 
 
-def _held(step: StepGraph, sizes: Mapping[Any, int]) -> tuple[Held, ...]:
+def _held(step: StepGraph, lives: list[Lifetime]) -> tuple[Held, ...]:
     nodes = list(step.nodes)
     uses, changed = _uses(nodes)
-    lives = {life.storage: life for life in lifetimes(step, sizes)}
     returned = {value.storage for node in step.output.all_input_nodes for value in values_of(node)}
     outside = step.outside
     updates = [(at, node) for at, node in enumerate(nodes) if is_update(node)]
     resting = {storage for _, node in updates for storage in storages_of(node)[2:]}
     must = {storage: Must(tier_of(node), at) for at, node in updates for storage in storages_of(node)[:2]}
     found = []
-    for storage, life in sorted(lives.items()):
+    for storage, life in sorted({life.storage: life for life in lives}.items()):
         if storage in resting:
             continue
         places = uses.get(storage, [])
@@ -156,10 +165,10 @@ def _uses(nodes: list[fx.Node]) -> tuple[dict[int, list[tuple[int, int]]], dict[
         if isinstance(value, Value):
             named.setdefault(value.storage, at)
     for at, node in enumerate(nodes):
-        made = {value.storage for value in values_of(node)}
-        for storage in touched(node) | made:
+        made, given = {value.storage for value in values_of(node)}, touched(node)
+        for storage in given | made:
             uses[storage].append((at, max(ends.get(node, at), named.get(storage, at))))
-        for storage in writes(node) | (made - touched(node)):
+        for storage in writes(node) | (made - given):
             changed[storage].add(at)
     return uses, changed
 

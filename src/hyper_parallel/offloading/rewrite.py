@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
@@ -122,6 +123,7 @@ def _chosen(
     """The best graph for a step, and its plan. Raises BudgetError where none meets the budget."""
     sizes, largest = balanced_sizes(step), largest_sizes(step, load)
 
+    @cache
     def memory(graph: StepGraph) -> Problem:
         return problem_of(graph, cluster, budget, spaces, sizes, largest)
 
