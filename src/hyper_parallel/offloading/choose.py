@@ -123,7 +123,7 @@ class _Planner:
             return best
         improved = self._improved(best)
         work = self._gaps.nodes + 8 * max(one.layout.rows.size for one in (best, improved))
-        if work * self._tries > WORK or improved.replayed.stall <= self._hidden:
+        if not 0 < work * self._tries <= WORK or improved.replayed.stall <= self._hidden:
             return improved
         return self._polished([improved, *plans])
 
