@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
 from measure import RESULTS, machine, write
+from pages import DOCS, put
 
 from hyper_parallel import config
 from hyper_parallel.calibrate import Settings, calibrate
@@ -51,7 +52,7 @@ from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_st
 
 CLUSTER = RESULTS / "fidelity-cluster.yaml"
 PARTIAL = RESULTS / "fidelity-partial.json"
-PAGE = Path(__file__).parents[1] / "docs" / "fidelity.md"
+PAGE = DOCS / "fidelity.md"
 WARM, STEPS = 3, 12
 """Steps before the clock, and measured ones."""
 
@@ -309,7 +310,7 @@ def main() -> None:
     write("fidelity", {"cases": done, "errors": summary, "device": _rates(cluster)})
     PARTIAL.unlink(missing_ok=True)
     CLUSTER.unlink(missing_ok=True)
-    PAGE.write_text(_page(done, summary))
+    put(PAGE, "fidelity.py", _page(done, summary).splitlines())
     print(f"written: {RESULTS / 'fidelity.json'}, {PAGE}")
 
 
@@ -371,22 +372,13 @@ def _page(done: dict[str, Any], summary: dict[str, dict[str, float]]) -> str:
         f"worst {found['worst']:.1%} of {found['cases']:.0f} cases.\n"
         for workers, found in summary.items()
     ]
-    return f"""# How well predictions hold
-
-Written by `python benchmarks/fidelity.py`, which measures this machine without any model (`hyper-parallel calibrate`),
-predicts each case from its run file as `hyper-parallel simulate --ordered` does, and then runs it. Nothing is fitted
-to the cases.
-
-{"".join(said)}
+    return f"""{"".join(said)}
 Measured on {where["cpu"]}, {where["cores"]} cores, PyTorch {where["torch"]}. Milliseconds a step; spread is the
 distance between the quartiles of the measured steps, as a share of their median.
 
 | Case | predicted | measured | spread | error |
 |---|---|---|---|---|
 {chr(10).join(rows)}
-
-Predictions for other clusters rest on published constants and were not checked: [Clusters](cluster.md) says where each
-number comes from.
 """
 
 

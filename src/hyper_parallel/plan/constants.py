@@ -55,7 +55,7 @@ class Constants:
         1.0, 0.2, "ratio", "bytes of norms, activations and residuals beside the count"
     )
     unfused: float = _number(2.2, 0.3, "ratio", "bytes of these where a framework does not fuse them")
-    launch: float = _number(20e-6, 0.3, "s", "what a kernel costs the host that launches it")
+    launch: float = _number(22e-6, 0.3, "s", "what a kernel costs the host that launches it")
     routing: float = _number(200.0, 0.3, "kernels", "launches, and waits worth so many, of a routed layer")
     inside: float = _number(
         0.75, 0.15, "share of bandwidth", "collectives on links inside a node or supernode"
@@ -83,8 +83,8 @@ class Constants:
         0.005, 0.4, "share", "what each doubling of devices beyond eight adds to a step"
     )
     fixed: float = _number(0.010, 0.5, "s", "a step's work that does not depend on its size")
-    slack: float = _number(1.05, 0.0, "ratio", "bytes that an allocator reserves to those allocated")
-    outside: float = _number(2.5e9, 0.0, "B", "the driver's and the collectives' own buffers")
+    slack: float = _number(1.03, 0.0, "ratio", "bytes that an allocator cannot do without to those allocated")
+    outside: float = _number(1.5e9, 0.0, "B", "the driver's and the collectives' own buffers")
 
     @property
     def memory_constants(self) -> MemoryConstants:

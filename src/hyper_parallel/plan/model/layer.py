@@ -16,7 +16,7 @@ over P where the sequence is; activations of the MLP as wide as its features; ro
 layers of 8 and 4 bits read their inputs once more to scale them.
 
 Host: a layer's kernels cost the host `launch` each (`_kernels`); where that is longer than the device is busy, it is
-what a pass takes. Recorded graphs, which hold attention and routers but not the experts, launch for half.
+what a pass takes, and collectives come on top, since ranks wait for the slowest host. Recorded graphs, which hold attention and routers but not the experts, launch for half.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     launches = _kernels(t, k, with_experts) * k.launch
     busy = products + attention + elementwise + scaled
     back = 2 * products + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
-    forward = np.maximum(busy + apart.forward, launches)
-    backward = np.maximum(back + apart.backward, BACKWARD_LAUNCHES * launches)
+    forward = np.maximum(busy, launches) + apart.forward
+    backward = np.maximum(back, BACKWARD_LAUNCHES * launches) + apart.backward
     again = np.where(t.recompute == 2, forward, np.where(t.recompute == 1, unfused + 0.2 * elementwise, 0.0))
     return Layer(
         products, attention, elementwise + scaled, launches, apart, forward, backward, again * t.recomputed
@@ -178,8 +178,6 @@ def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
 def _kernels(t: Table, k: Constants, with_experts: Array) -> Array:
     """Launches of a layer's forward pass."""
     plain = np.where(t.fused > 0, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
-    # Two blocks with a collective before and after each, and what makes streams wait for one another.
-    plain = plain + np.where(t.tensor_x * t.tensor_y > 1, 8.0, 0.0)
     return (plain + with_experts * k.routing) * np.where(t.graphs > 0, 0.5, 1.0)
 
 

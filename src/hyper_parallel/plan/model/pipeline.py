@@ -14,9 +14,9 @@ with W the products of the weights' gradients, which no other stage waits for, h
 none is below 0. (`bubble`)
 
 **Uneven stages.** The slowest stage sets the pace. Layers do not divide evenly as a rule, and the last stage has the
-head. Where a framework cuts stages by cost (`balanced`) the head takes the place of so many layers; blocks go to a
-stage until its share (L + head / layer) / p is exceeded, so that the pace is that of one layer more than the share's
-whole part (nanotron's `build_model`). Else it is that of max(⌈L / p⌉ layers, the last stage's layers and the head).
+head. Where a framework cuts stages by cost (`balanced`) the head takes the place of so many layers, and the pace is that
+of the share (L + head / layer) / p in whole layers. Where blocks go to a stage until its share is exceeded (`greedy`),
+it is one layer more than the share's whole part (nanotron's `build_model`). Else it is that of max(⌈L / p⌉ layers, the last stage's layers and the head).
 (`pace`)
 """
 
@@ -44,7 +44,8 @@ def pace(t: Table, layer: Array, head: Array) -> Array:
     last = np.where(v > 1, even, np.floor(even))
     cut = np.maximum(whole * layer, last * layer + head / np.where(v > 1, np.minimum(v, 2.0), 1.0))
     share = (t.layers + head / layer) / p
-    fine = np.where(v > 1, share, np.floor(share) + 1)
+    best = np.maximum(np.ceil(share - 0.25), share)
+    fine = np.where(v > 1, share, np.where(t.greedy > 0, np.floor(share) + 1, best))
     return np.where(p > 1, np.where(t.balanced > 0, fine * layer, cut), t.layers * layer + head)
 
 
