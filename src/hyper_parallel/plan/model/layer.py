@@ -16,7 +16,8 @@ over P where the sequence is; activations of the MLP as wide as its features; ro
 layers of 8 and 4 bits read their inputs once more to scale them.
 
 Host: a layer's kernels cost the host `launch` each (`_kernels`); where that is longer than the device is busy, it is
-what a pass takes, and collectives come on top, since ranks wait for the slowest host. Recorded graphs, which hold attention and routers but not the experts, launch for half.
+what a pass takes, and collectives come on top, since ranks wait for the slowest host. Recorded graphs, which hold
+attention and routers but not the experts, launch for half.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ with W the products of the weights' gradients, which no other stage waits for, h
 none is below 0. (`bubble`)
 
 **Uneven stages.** The slowest stage sets the pace. Layers do not divide evenly as a rule, and the last stage has the
-head. Where a framework cuts stages by cost (`balanced`) the head takes the place of so many layers, and the pace is that
-of the share (L + head / layer) / p in whole layers. Where blocks go to a stage until its share is exceeded (`greedy`),
-it is one layer more than the share's whole part (nanotron's `build_model`). Else it is that of max(⌈L / p⌉ layers, the last stage's layers and the head).
-(`pace`)
+head. Where a framework cuts stages by cost (`balanced`) the head takes the place of so many layers, and the pace is
+that of the share (L + head / layer) / p in whole layers. Where blocks go to a stage until its share is exceeded
+(`greedy`), it is one layer more than the share's whole part (nanotron's `build_model`). Else it is that of max(⌈L /
+p⌉ layers, the last stage's layers and the head). (`pace`)
 """
 
 from __future__ import annotations
