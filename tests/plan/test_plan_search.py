@@ -26,10 +26,6 @@ CASES = [
     pytest.param(question(gib=80.0, fix=SMALL), id="roomy"),
     pytest.param(question(gib=14.0, fix=SMALL), id="tight"),
     pytest.param(question(gib=7.5, fix=SMALL), id="tighter"),
-    pytest.param(
-        question(gib=9.0, host=3e8, devices=4, fix={**SMALL, "state_on_host": (0.5, 1.0), "zero": (0, 1)}),
-        id="slow-host",
-    ),
     pytest.param(question(EXPERTS, gib=16.0, devices=4, fix=SMALL), id="experts"),
     pytest.param(question(gib=14.0, objective="memory", fix=SMALL), id="memory"),
     pytest.param(
