@@ -23,14 +23,23 @@ and frees no byte that is asked for: a leave is put off to the next node that ex
 behind the last such node, and gaps without such a node stay. What is left out makes the bound lower: that a link
 carries one copy after the other, in the order in which they were begun, and what fits into the space.
 
+**Covers.** Of the row of memory of a node, with x(g) = U(g,k) − V(g,k−1) of 0 or 1, and any set D of gaps that do not
+free enough, r bytes too few: what is left to free has to come from the others, and none of them is of more use than r
+(knapsack cover inequalities: Carr, Fleischer, Leung and Phillips, SODA 2000),
+
+    Σ_g∉D min(bytes, r) · x(g)  ≥  r
+
+Those that the relaxed program breaks are added to it, round by round, before the solver begins.
+
 The solver's own bound is taken as it is: with its tolerance of 1e-6 in each row, and not worked out anew.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -45,6 +54,10 @@ from hyper_parallel.offloading.problem import Problem
 SHORT = 1e-6
 """Of the step: a node that takes less counts as a wait for leaves behind it, which any step may have, since the solver
 cannot tell so little from nothing."""
+ROUNDS = 12
+"""Times that covers are looked for, at most, and"""
+BROKEN = 1e-3
+"""by how much, of r, they must be broken to be added."""
 COMES, GONE, BEGINS = 0, 1, 2
 """Moments of a place: the host comes, the leaves are over, the node begins."""
 
@@ -73,6 +86,48 @@ class _Gap:
     """Variables: it has left by each of them,"""
     fetched: list[int]
     """and is fetched behind each of them."""
+
+
+@dataclass
+class Asked:
+    """The row of memory at a node: a gap frees its share of what is asked for where `left` is 1 and `fetched` 0."""
+
+    left: list[int] = field(default_factory=list)
+    fetched: list[int | None] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+    def terms(self, factors: Iterable[float]) -> list[tuple[int, float]]:
+        """Σ factor · (left − fetched)."""
+        found = []
+        for left, fetched, factor in zip(self.left, self.fetched, factors, strict=True):
+            if factor > 0:
+                found.append((left, factor))
+                if fetched is not None:
+                    found.append((fetched, -factor))
+        return found
+
+    def cover(self, values: Sequence[float]) -> list[float] | None:
+        """Factors of the row, ≥ 1, that a relaxed solution breaks by most; None where none is broken."""
+        away = np.array(
+            [
+                values[left] - (values[fetched] if fetched is not None else 0.0)
+                for left, fetched in zip(self.left, self.fetched, strict=True)
+            ]
+        )
+        shares = np.array(self.shares)
+        worst, found = BROKEN, None
+        for order in (-away, -away - BROKEN * shares, -away * shares, -away / shares):
+            outside = np.ones(len(shares), dtype=bool)
+            short = 1.0
+            for one in np.argsort(order, kind="stable").tolist():
+                if shares[one] >= short - SHORT:
+                    continue
+                outside[one], short = False, short - shares[one]
+                factors = np.where(outside, np.minimum(shares, short), 0.0) / short
+                broken = 1.0 - float(factors @ away)
+                if broken > worst:
+                    worst, found = broken, factors.tolist()
+        return found
 
 
 @dataclass
@@ -105,7 +160,7 @@ class _Program:
         self.lows.append(low)
         self.highs.append(high)
 
-    def solver(self, offset: float, seconds: float, near: float) -> Any:
+    def solver(self, offset: float = 0.0, near: float = 0.0, *, relaxed: bool = False) -> Any:
         """HiGHS with the program."""
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = len(self.costs), len(self.lows)
@@ -117,13 +172,12 @@ class _Program:
         model.a_matrix_.index_ = np.array(self.index, dtype=np.int32)
         model.a_matrix_.value_ = np.array(self.value)
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        model.integrality_ = [kinds[whole] for whole in self.whole]
+        model.integrality_ = [kinds[whole and not relaxed] for whole in self.whole]
         model.offset_ = offset
         solver = highspy.Highs()
         for option, value in (
             ("output_flag", False),
             ("threads", 1),
-            ("time_limit", seconds),
             ("mip_rel_gap", near),
             ("mip_abs_gap", 0.0),
         ):
@@ -163,23 +217,44 @@ class Exact:
         self._out, self._back = (program.new(n, copies, cost=1.0) for _ in range(2))
         for gap in self._useful.values():
             self._whole(gap)
-        self._memory(excess)
+        self._asked = self._memory(excess)
         self._stores()
         self._fetches()
+        self._cover()
 
-    def solve(self, seconds: float, known: Iterable[Move] | None = None, near: float = 1e-3) -> Proved:
-        """In about this time, or until bound and solution are `near`; `known`: a plan's moves, to begin with."""
+    def solve(
+        self,
+        seconds: float,
+        known: Iterable[Move] | None = None,
+        near: float = 1e-3,
+        below: float = math.inf,
+    ) -> Proved:
+        """In about this time of a processor, or until bound and solution are `near`.
+
+        `known`: a plan's moves, to begin with. `below`: only steps of fewer seconds are sought, and where there are
+        none, that is the bound.
+        """
         base = self._unit
-        solver = self._program.solver(sum(self._took), seconds, near)
+        solver = self._program.solver(sum(self._took), near)
+        if below < math.inf:
+            waits = [*self._out, *self._back]
+            most = below / base - sum(self._took)
+            solver.addRow(-math.inf, most, len(waits), np.array(waits, dtype=np.int32), np.ones(len(waits)))
         if known is not None:
             self._begin(solver, list(known))
+        until = time.process_time() + seconds
+
+        def stop(event: Any) -> None:
+            event.interrupt(time.process_time() > until)
+
+        solver.cbMipInterrupt.subscribe(stop)
         solver.run()
         if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-            return Proved(math.inf, math.inf, True)
+            return Proved(below, math.inf, True)
         info = solver.getInfo()
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         return Proved(
-            max(1.0, info.mip_dual_bound) * base,
+            max(1.0, min(info.mip_dual_bound, below / base)) * base,
             info.objective_function_value * base if found else math.inf,
             solver.getModelStatus() == highspy.HighsModelStatus.kOptimal,
         )
@@ -208,17 +283,35 @@ class Exact:
             row([(left, 1.0), (fetched, -1.0)], low=0.0)
         row([(gap.left[-1], 1.0), (gap.fetched[-1], -1.0)], low=0.0, high=0.0)
 
-    def _memory(self, excess: dict[int, int]) -> None:
-        terms: dict[int, list[tuple[int, float]]] = {k: [] for k in excess}
+    def _memory(self, excess: dict[int, int]) -> list[Asked]:
+        asked = {k: Asked() for k in excess}
         for row, gap in self._useful.items():
             count = int(self._gaps.bytes[row])
             for at, k in enumerate(gap.over):
-                share = count / excess[k % self._n]
-                terms[k % self._n].append((gap.left[at], share))
-                if at:
-                    terms[k % self._n].append((gap.fetched[at - 1], -share))
-        for row in terms.values():
-            self._program.row(row, low=1.0)
+                one = asked[k % self._n]
+                one.left.append(gap.left[at])
+                one.fetched.append(gap.fetched[at - 1] if at else None)
+                # More than is asked for is of no use.
+                one.shares.append(min(1.0, count / excess[k % self._n]))
+        for one in asked.values():
+            self._program.row(one.terms(one.shares), low=1.0)
+        return list(asked.values())
+
+    def _cover(self) -> None:
+        """Add what the relaxed program breaks."""
+        solver = self._program.solver(relaxed=True)
+        for _ in range(ROUNDS):
+            solver.run()
+            values = solver.getSolution().col_value
+            if not values:
+                return
+            rows = [one.terms(factors) for one in self._asked if (factors := one.cover(values)) is not None]
+            for terms in rows:
+                self._program.row(terms, low=1.0)
+                index, value = zip(*terms, strict=True)
+                solver.addRow(1.0, math.inf, len(terms), np.array(index, dtype=np.int32), np.array(value))
+            if not rows:
+                return
 
     def _stores(self) -> None:
         versions: dict[int, list[tuple[_Gap, int]]] = {}

@@ -85,9 +85,14 @@ def test_stays_and_comes_back_as_far_as_memory_allows() -> None:
             draft.leave_at(row, last + 1)
             assert max(draft.live) > problem.budget
             draft.leave_at(row, last)
-        first = draft.earliest(row, last + 1)
+        least = max(draft.facts.since[row], draft.leave[row] + 1)
+        first = draft.earliest(row, least)
         if first < fetch:
             draft.fetch_at(row, first)
             moved += 1
         assert max(draft.live) <= problem.budget
+        if first > least:
+            draft.fetch_at(row, first - 1)
+            assert max(draft.live) > problem.budget
+            draft.fetch_at(row, first)
     assert moved

@@ -2,10 +2,11 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from harness.exact_milp import Exact
+from harness.exact_milp import Asked, Exact
 from harness.exact_plans import long_run, plans
 from harness.memory_problems import drawn, under
 from hyper_parallel.offloading.bound import least_seconds
@@ -54,6 +55,34 @@ def test_a_plan_is_a_solution_to_begin_with() -> None:
     proved = Exact(problem).solve(1.0, plan.moves, near=1.0)
     assert proved.bound <= plan.seconds * (1 + ROUNDING)
     assert proved.seconds <= plan.seconds * (1 + ROUNDING)
+
+
+def test_what_is_quicker_than_the_best_is_proved_not_to_be() -> None:
+    problem = under(drawn(5, 8, 20), 0.2)
+    best = Exact(problem).solve(5.0, near=1e-7)
+    assert best.closed and best.bound > problem.starts[-1] * 1.01
+    quicker = Exact(problem).solve(5.0, below=0.99 * best.bound)
+    assert quicker.bound == 0.99 * best.bound and quicker.seconds == float("inf")
+    slower = Exact(problem).solve(5.0, below=1.01 * best.bound, near=1e-7)
+    assert slower.bound == pytest.approx(best.bound, rel=ROUNDING)
+
+
+def test_covers_hold_for_all_that_frees_enough() -> None:
+    draw = random.Random(0)
+    broken = 0
+    for _ in range(40):
+        shares = [draw.choice((0.02, 0.3, 0.7, 1.0)) * draw.uniform(0.3, 1.0) for _ in range(6)]
+        asked = Asked(list(range(6)), [None] * 6, shares)
+        values = [draw.random() for _ in shares]
+        factors = asked.cover(values)
+        if factors is None:
+            continue
+        broken += 1
+        assert sum(factor * value for factor, value in zip(factors, values, strict=True)) < 1
+        for away in product((0, 1), repeat=6):
+            if sum(share * one for share, one in zip(shares, away, strict=True)) >= 1:
+                assert sum(factor * one for factor, one in zip(factors, away, strict=True)) >= 1 - 1e-9
+    assert broken >= 10
 
 
 def test_no_plan_at_all() -> None:
