@@ -99,6 +99,9 @@ def test_stated_parameters_say_whether_the_head_is_tied() -> None:
     plain = {"model": "mine", "vocab": "100000"}
     assert taken(**plain, params_b="7.39").tied == 1
     assert taken(**plain, params_b="7.80").tied == 0
+    assert taken(model="mine", vocab="4000", params_b="6.9").tied == 0, (
+        "a rounded total does not tell a small head"
+    )
 
 
 @pytest.mark.parametrize(

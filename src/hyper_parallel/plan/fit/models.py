@@ -186,12 +186,13 @@ def _fill_experts(fields: dict[str, Any], filled: dict[str, str]) -> None:
 def _tied(fields: dict[str, Any], cells: Cells, filled: dict[str, str]) -> bool:
     """Whether the head is the embedding: what comes nearer to the stated parameters, else as GPT's without gates."""
     billions = cells.number("params_b")
-    if not billions:
+    totals = {tied: Shape(name="?", **{**fields, "tied": tied}).parameters for tied in (True, False)}
+    # A total is rounded: where a head is less of it than that, it does not tell.
+    if not billions or totals[False] < 1.01 * totals[True]:
         filled["tied"] = (
             f"{int(not fields['gated'])}: GPT's without gates tie head and embedding, later ones do not"
         )
         return not fields["gated"]
-    totals = {tied: Shape(name="?", **{**fields, "tied": tied}).parameters for tied in (True, False)}
     tied = min(totals, key=lambda tied: abs(totals[tied] - billions * 1e9))
     filled["tied"] = f"{int(tied)}, which comes nearer to {billions:g} billion parameters"
     return tied
