@@ -116,6 +116,7 @@ def test_stated_parameters_say_whether_the_head_is_tied() -> None:
         ({"framework": "Megatron-DeepSpeed"}, (4, 1, 0)),
         ({"framework": "Megatron-DeepSpeed ZeRO-2"}, (1, 4, 2)),
         ({"framework": "DeepSpeed"}, (1, 4, 3)),
+        ({"framework": "metaseq: FSDP and Megatron"}, (1, 4, 3)),
         ({"framework": "DeepSpeed", "fsdp": "0"}, (4, 1, 0)),
     ],
 )
@@ -133,6 +134,9 @@ def test_what_is_sharded(cells: dict[str, str], spread: tuple[int, int, int]) ->
         ({"pp_schedule": "GPipe"}, 1, "gpipe"),
         ({"vp": "4", "pp": "1"}, 1, "1f1b"),
         ({"framework": "HAI-LLM"}, 1, "dualpipe"),
+        ({"framework": "Meta internal"}, 8, "interleaved"),
+        ({"framework": "Meta internal", "pp_schedule": "1f1b"}, 1, "1f1b"),
+        ({"framework": "HAI-LLM", "vp": "2"}, 2, "dualpipe"),
     ],
 )
 def test_pipelines(cells: dict[str, str], virtual: int, schedule: str) -> None:
@@ -191,6 +195,12 @@ def test_precisions(words: str, hardware: str, precision: str) -> None:
 )
 def test_hardware_as_published_runs_write_it(hardware: str, preset: str) -> None:
     assert preset_of(hardware) == preset
+
+
+def test_a_device_with_more_or_less_memory() -> None:
+    assert taken(hardware="H100 SXM (95 GiB)").capacity == 95 * 2**30
+    assert taken(hardware="V100-SXM2-16GB").capacity == 16e9
+    assert taken(hardware="GB200-NVL72").capacity == 186e9
 
 
 def test_networks_as_published_runs_write_them() -> None:

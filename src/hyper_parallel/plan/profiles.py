@@ -25,8 +25,8 @@ class Defaults:
     """Where tensor parallelism is used."""
     recompute: Literal["none", "selective", "full"] = "none"
     precision: Precision = "bf16"
-    schedule: Literal["1f1b", "dualpipe"] = "1f1b"
-    """Of pipelines that are not interleaved."""
+    schedule: Literal["1f1b", "interleaved", "dualpipe"] = "1f1b"
+    """Of pipelines."""
     vocabulary: int = 50257
     """Tokens; 50257 is GPT-2's, which Megatron and what follows it are shipped with."""
 
@@ -244,10 +244,11 @@ META = Profile(
     name="meta-llama-3",
     source=(
         "The Llama 3 herd of models, arXiv 2407.21783, section 3.3: FSDP that splits state and gradients and does not "
-        "gather weights again for the backward pass, float32 gradients, a layer less on the first and last stage"
+        "gather weights again for the backward pass, float32 gradients, interleaved stages, a layer less on the first "
+        "and on the last of them"
     ),
     balanced=1,
-    defaults=Defaults(zero=2, sequence_parallel=True, vocabulary=128256),
+    defaults=Defaults(zero=2, sequence_parallel=True, schedule="interleaved", vocabulary=128256),
 )
 
 MAXTEXT = Profile(

@@ -46,6 +46,9 @@ def machine(cells: Cells) -> tuple[str, Mapping[str, float], dict[str, str]]:
     columns = dict(_columns(name))
     filled: dict[str, str] = {}
     _form(cells, name, columns, filled)
+    if found := re.search(r"(\d+) ?(gib|gb)\b", cells.text("hardware").lower()):
+        # The same device is sold with more memory and with less.
+        columns["capacity"] = int(found[1]) * (2.0**30 if found[2] == "gib" else 1e9)
     node = cells.count("devices_per_node")
     if node is None:
         filled["devices_per_node"] = f"{columns['node']:g}, of the preset {name}"

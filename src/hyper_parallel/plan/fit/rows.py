@@ -182,9 +182,9 @@ def _zero(cells: Cells, profile: Profile, data: int, node: float, filled: dict[s
             "fsdp", "0, a number of ranks, FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD"
         )
     zero = cells.count("zero", least=0)
-    named = re.search(r"zero[-_ ]?([0-3])", cells.text("framework").lower())
-    if zero is None and named:
-        zero = int(named[1])
+    named = re.search(r"zero[-_ ]?([0-3])|fsdp", cells.text("framework").lower())
+    if zero is None and named and not fsdp:
+        zero = int(named[1] or 3)
         filled["zero"] = f"{zero}, of the framework's name"
     if zero is None:
         # Where a row says that its FSDP is off, the framework's default of it is no default.
@@ -245,14 +245,15 @@ def _pipeline(
     """Parts of a rank and the schedule. Interleaved stages are of two layers where that divides, else of one."""
     words = cells.text("pp_schedule").lower()
     virtual = cells.count("vp")
+    usual = words or profile.defaults.schedule
     if stages == 1:
         return {"virtual": 1, "schedule": code("schedule", "1f1b")}
     if virtual is None:
         virtual = 1
-        if "interleaved" in words:
-            layers = shape.layers // stages
-            virtual = max(1, layers // 2 if layers % 2 == 0 else layers)
-            filled["vp"] = f"{virtual}, interleaved stages of {max(1, layers // virtual)} layers"
+        if "interleaved" in usual:
+            layers = math.ceil(shape.layers / stages)
+            virtual = layers // 2 if layers % 2 == 0 else layers
+            filled["vp"] = f"{virtual}, interleaved stages of {layers // virtual} layers"
     names = {
         "gpipe": "gpipe",
         "zb-h1": "zb-h1",
@@ -261,12 +262,11 @@ def _pipeline(
         "zbv": "zb-v",
         "dualpipe": "dualpipe",
     }
-    found = next((name for word, name in names.items() if word in words), None)
+    found = next((name for word, name in names.items() if word in usual), None)
     if found is None:
-        usual = "1f1b" if words else profile.defaults.schedule
-        found = "interleaved" if virtual > 1 else usual
-        if not words:
-            filled["pp_schedule"] = found
+        found = "interleaved" if virtual > 1 else "1f1b"
+    if not words:
+        filled["pp_schedule"] = found
     return {"virtual": virtual, "schedule": code("schedule", found)}
 
 
