@@ -1,4 +1,4 @@
-"""A tier of plain tensors, whose copies are made when they are waited for, or at once."""
+"""A tier of plain tensors, which does everything at the last moment that its contract allows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from hyper_parallel.graph import StepGraph
 from hyper_parallel.offloading.runtime import Runtime
 
 
-class Copied:
-    """A copy that is made at the last moment, so that whoever does not wait finds nothing."""
+class Late:
+    """A copy, or work of the host, that is done when it is waited for, or when something is that comes after it: so
+    that who does not wait finds nothing, and who takes away too early what it needs spoils it."""
 
-    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._target, self._source = target, source
+    def __init__(self, does: Callable[[], object], before: Sequence[Late]) -> None:
+        self._does, self._before = does, before
+        self._over = False
 
     def wait(self) -> float:
-        self._target.copy_(self._source)
+        if not self._over:
+            for other in self._before:
+                other.wait()
+            self._does()
+            self._over, self._before = True, ()
         return 0.0
 
     def done(self) -> bool:
@@ -35,6 +41,10 @@ class Shelf:
     def __init__(self, name: str = "host", capacity: int = 2**40) -> None:
         self.name, self.capacity = name, capacity
         self.held: dict[int, torch.Tensor] = {}
+        self._last: dict[int, Late] = {}
+        """Slot to what was begun with it last."""
+        self._work: tuple[Late, ...] = ()
+        """The last work."""
 
     @classmethod
     def of(cls, step: StepGraph) -> Shelf:
@@ -44,23 +54,30 @@ class Shelf:
         return shelf
 
     def reserve(self, sizes: Mapping[int, int], offsets: Mapping[int, int] | None = None) -> None:
+        for late in self._last.values():
+            late.wait()
         self.held = {
             slot: self.held.get(slot, torch.zeros(size, dtype=torch.uint8)) for slot, size in sizes.items()
         }
 
-    def begin_write(self, slot: int, x: torch.Tensor) -> Copied:
-        return Copied(self.held[slot], x)
+    def begin_write(self, slot: int, x: torch.Tensor) -> Late:
+        return self._begun((slot,), lambda: self.held[slot].copy_(x))
 
-    def begin_read(self, slot: int, x: torch.Tensor) -> Copied:
+    def begin_read(self, slot: int, x: torch.Tensor) -> Late:
         x.fill_(0xA5)
-        return Copied(x, self.held[slot])
+        return self._begun((slot,), lambda: x.copy_(self.held[slot]))
 
     def begin_work(
         self, what: str, slots: Sequence[int], work: Callable[[Sequence[torch.Tensor]], None]
-    ) -> Copied:
-        work([self.held[slot] for slot in slots])
-        nothing = torch.empty(0)
-        return Copied(nothing, nothing)
+    ) -> Late:
+        late = self._begun(slots, lambda: work([self.held[slot] for slot in slots]), self._work)
+        self._work = (late,)
+        return late
+
+    def _begun(self, slots: Sequence[int], does: Callable[[], object], before: Sequence[Late] = ()) -> Late:
+        late = Late(does, [*before, *(self._last[slot] for slot in slots if slot in self._last)])
+        self._last.update(dict.fromkeys(slots, late))
+        return late
 
     def close(self) -> None:
         self.held.clear()

@@ -122,3 +122,27 @@ def test_what_is_away_may_not_be_read() -> None:
         apply(step, problem, [Move(held.storage, "host", 0, first, first, last + 1)])
     with pytest.raises(GraphError, match="does not hold"):
         apply(step, problem, [Move(held.storage, "host", 0, None, first, last)])
+
+
+def test_what_is_being_copied_may_not_be_given_up_or_changed() -> None:
+    step = captured_step("llama")
+    flash = Space("flash", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
+    problem = problem_of(step, CLUSTER, 0, (HOST, flash))
+    read = next(
+        held for held in problem.held if held.kind == "activation" and held.movable and len(held.busy) > 2
+    )
+    (first, last), (then, end), *_ = read.gaps(problem.nodes)
+    near = Move(read.storage, "host", 0, first, first, last)
+    far = Move(read.storage, "flash", 1, then, then, end)
+    apply(step, problem, [near, far])
+    # It waits for the copy to the host and not for the one to flash, which reads the same memory.
+    with pytest.raises(GraphError, match="gives it up while it is being copied"):
+        apply(step, problem, [near, Move(read.storage, "flash", 1, first, then, end)])
+    changed = next(held for held in problem.held if held.state and held.movable and held.busy[-1].writes)
+    (first, last), *_ = changed.gaps(problem.nodes)
+    moved = apply(step, problem, [Move(changed.storage, "host", 0, first, first, last)])
+    (begun,) = (node for node in moved.nodes if node.target is cache.store)
+    for node in [node for node in moved.nodes if cache.is_cache(node) and node is not begun]:
+        moved.graph.erase_node(node)
+    with pytest.raises(GraphError, match="while it is being copied"):
+        validate(step, moved)

@@ -19,6 +19,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import BudgetError, GraphError
 from hyper_parallel.graph import (
+    Slot,
     StepGraph,
     cache,
     dependencies,
@@ -26,9 +27,11 @@ from hyper_parallel.graph import (
     lower,
     text,
     validate,
+    values_of,
     workspaces,
 )
-from hyper_parallel.graph.apart import calls_of, is_update, slots_of, storages_of
+from hyper_parallel.graph.apart import calls_of, given_of, is_update, slots_of, storages_of
+from hyper_parallel.graph.effects import touched
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.lifetimes import peak_of
 from hyper_parallel.offloading.apply import apply
@@ -75,6 +78,45 @@ def test_nothing_on_the_device_is_read_that_is_away() -> None:
     expected = Running("llama", _captured("llama")).after(3)
     got = Running("llama", moved, Poisoning(moved, {"host": Shelf.of(moved)})).after(3)
     assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def _given_leaves(moved: StepGraph) -> StepGraph:
+    """The step with what its updates are given away from the device right behind the last update."""
+    made = moved.copy()
+    nodes = list(made.nodes)
+    updates = [node for node in nodes if is_update(node)]
+    given = {
+        value.storage: source for node in updates for source in given_of(node) for value in values_of(source)
+    }
+    for storage, source in given.items():
+        slot, last = len(made.slots), updates[-1].next
+        count = made.storages[storage].bytes
+        made.slots = {**made.slots, slot: Slot(storage, "host", count, "step", 0, len(nodes))}
+        for operator in (cache.store, cache.wait, cache.detach):
+            with made.graph.inserting_before(last):
+                node = made.graph.call_function(operator, (source, slot, "host"))
+            node.meta = {"phase": "optimizer", "module": "", "recomputed": False}
+    assert given
+    validate(moved, made)
+    return made
+
+
+def test_what_an_update_is_given_may_be_gone_when_the_host_comes_to_it() -> None:
+    moved = _given_leaves(_apart("llama"))
+    # The host works at the last moment: in the next step, or when the state is looked at.
+    got = Running("llama", moved, Poisoning(moved, {"host": Shelf.of(moved)})).after(2)
+    expected = Running("llama", _captured("llama")).after(2)
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_what_an_update_is_given_must_be_there_when_it_begins() -> None:
+    moved = _given_leaves(_apart("llama"))
+    update = next(node for node in moved.nodes if is_update(node))
+    (storage,) = {value.storage for value in values_of(given_of(update)[0])}
+    for node in [node for node in moved.nodes if cache.is_cache(node) and storage in touched(node)]:
+        update.prepend(node)
+    with pytest.raises(GraphError, match=f"needs storage {storage}, which holds no memory"):
+        validate(_apart("llama"), moved)
 
 
 def test_all_of_a_dense_model_can_be_apart_and_its_state_is_never_on_the_device() -> None:

@@ -6,7 +6,8 @@ Each call is an operator that works in place, elementwise, on storages that are 
 has (`given`). A call keeps the name of the node that it was, and the update that of its last call, so that what it
 reads and writes can be held to the graph in which these were nodes (`passes.validate`). It is begun when the nodes
 before it have run, and waits by itself for copies to its slots that are under way; a copy from one of them waits for
-it. Its storages need no memory on the device meanwhile.
+it. Its storages need no memory on the device meanwhile. What it is given it takes along as numbers when it begins
+(`taken`): their memory may be given up, or written again, before the host comes to the update.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class Call:
     def moved(self) -> tuple[int, ...]:
         """Which of `moved` it touches, ascending."""
         return _indices((self.args, self.kwargs))
+
+    @cached_property
+    def given(self) -> tuple[int, ...]:
+        """Which of `given` it is given, ascending."""
+        return _indices((self.args, self.kwargs), Given)
 
     @cached_property
     def writes(self) -> tuple[int, ...]:
@@ -116,12 +122,30 @@ def writes_of(node: fx.Node) -> Iterator[int]:
         yield from (storages[index] for index in call.writes)
 
 
-def run(calls: Sequence[Call], memory: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+@dataclass(frozen=True)
+class Number:
+    """What a scalar was at a moment, whatever becomes of its memory."""
+
+    value: bool | int | float
+    dtype: torch.dtype
+
+    def tensor(self) -> torch.Tensor:
+        """It as a scalar of the host again, the same bits."""
+        return torch.tensor(self.value, dtype=self.dtype, device="cpu")
+
+
+def taken(given: Sequence[torch.Tensor]) -> list[Number]:
+    """What an update is given, as it begins: scalars that the host has."""
+    return [Number(one.item(), one.dtype) for one in given]
+
+
+def run(calls: Sequence[Call], memory: Sequence[torch.Tensor], given: Sequence[Number]) -> None:
     """Run calls on slots, uint8 [n] each, where their storages' bytes lie."""
+    scalars = [number.tensor() for number in given]
 
     def tensor(argument: Any) -> Any:
         if isinstance(argument, Given):
-            return given[argument.index]
+            return scalars[argument.index]
         if not isinstance(argument, Moved):
             return argument
         value = argument.value
@@ -137,5 +161,5 @@ def _tuple(node: fx.Node, at: int) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _indices(tree: Any) -> tuple[int, ...]:
-    return tuple(sorted({leaf.index for leaf in leaves_of(tree) if isinstance(leaf, Moved)}))
+def _indices(tree: Any, kind: type[Moved | Given] = Moved) -> tuple[int, ...]:
+    return tuple(sorted({leaf.index for leaf in leaves_of(tree) if isinstance(leaf, kind)}))

@@ -4,7 +4,8 @@ A pass never changes the graph that it is given. What validation proves of its r
 and outputs are the same; and every node that was there before still reads what the same writes left in memory, and
 still runs after everything that it had to run after. A node that a pass makes again from another one is held to the
 same (`meta["origin"]`, the name of the node that it repeats). Of a storage whose memory was given up nothing is read
-before it was brought back, and between two steps everything is where its slot says.
+before it was brought back, nothing changes or frees what a copy still reads, and between two steps everything is where
+its slot says.
 """
 
 from __future__ import annotations
@@ -203,6 +204,7 @@ def _writers_seen(step: StepGraph) -> dict[str, tuple[str, dict[int, str]]]:
                 _check_there(node, storage, wrote.get(storage, ""))
             found[node.name] = (origin, {s: wrote.get(s, "") for s in looked_at})
         for storage in writes(node):
+            copies.check_read(node, storage)
             # Collectives that are made one bring their results at any of their waits.
             wrote[storage] = "a collective" if waited else origin
     copies.check_end()
@@ -225,6 +227,8 @@ class _Copies:
         """Storage to the last writer of what was given up."""
         self._stored: set[int] = set()
         """Slots whose store was not waited for."""
+        self._reading: dict[int, set[int]] = {}
+        """Storage to the slots that it is being copied to."""
         for number, slot in step.slots.items():
             if slot.rest != "step":
                 if step.storages[slot.storage].name is None:
@@ -238,6 +242,8 @@ class _Copies:
         for number, node in last.items():
             if node.target is prefetch and step.slots[number].rest == "here":
                 wrote[step.slots[number].storage], self._coming[step.slots[number].storage] = _COMING, ""
+            if node.target is store and step.slots[number].rest == "here":
+                self._reading.setdefault(step.slots[number].storage, set()).add(number)
 
     def moved(self, node: fx.Node) -> None:
         """A cache operator."""
@@ -254,22 +260,29 @@ class _Copies:
             _check_there(node, storage, now)
             self._held[number] = now
             self._stored.add(number)
+            self._reading.setdefault(storage, set()).add(number)
         elif node.target is detach:
             _check_there(node, storage, now)
             if number in self._stored or self._held.get(number) != now:
                 raise GraphError(
                     f"{node} gives up what slot {number} does not hold: store it, and wait for it"
                 )
+            self.check_read(node, storage)
             self._gone[storage] = now
             self._wrote[storage] = _AWAY
         else:
             self._stored.discard(number)
+            self._reading.get(storage, set()).discard(number)
             if now == _COMING:
                 self._wrote[storage] = self._coming.pop(storage)
 
     def updated(self, node: fx.Node) -> dict[str, tuple[str, dict[int, str]]]:
         """An update: each of its calls as if it were a node. Without slots it is still to be given some."""
         storages, slots = apart.storages_of(node), apart.slots_of(node)
+        # Taken along when it begins, so that they need to be there no longer than that.
+        given = [next(values_of(source)).storage for source in apart.given_of(node)]
+        for storage in given:
+            _check_there(node, storage, self._wrote.get(storage, ""))
         if slots:
             for storage, number in zip(storages, slots, strict=True):
                 self._check_slot(node, storage, number)
@@ -279,7 +292,9 @@ class _Copies:
         }
         found = {}
         for call in apart.calls_of(node):
-            found[call.name] = (call.name, {storages[at]: now[storages[at]] for at in call.moved})
+            seen = {given[at]: self._wrote.get(given[at], "") for at in call.given}
+            seen.update((storages[at], now[storages[at]]) for at in call.moved)
+            found[call.name] = (call.name, seen)
             now.update((storages[at], call.name) for at in call.writes)
         for at, (storage, writer) in enumerate(now.items()):
             if slots:
@@ -287,6 +302,14 @@ class _Copies:
             else:
                 self._wrote[storage] = writer
         return found
+
+    def check_read(self, node: fx.Node, storage: int) -> None:
+        """Raise GraphError where a node changes or gives up what is still being copied."""
+        for number in sorted(self._reading.get(storage, ())):
+            raise GraphError(
+                f"{node} ({node.target}) changes storage {storage} or gives it up while it is being copied to slot "
+                f"{number}: wait for that first"
+            )
 
     def _check_slot(self, node: fx.Node, storage: int, number: int) -> None:
         slot = self._slots[number]

@@ -13,7 +13,7 @@ import torch
 
 from hyper_parallel.errors import TierError
 from hyper_parallel.graph import StepGraph, values_of
-from hyper_parallel.graph.apart import Call, run
+from hyper_parallel.graph.apart import Call, run, taken
 from hyper_parallel.offloading.tiers import Pending, Tier, Workplace
 from hyper_parallel.offloading.watch import Watch
 
@@ -88,7 +88,9 @@ class Runtime:
         """Begin to run an update of the optimizer on what lies in slots, beside the device."""
         place = self._tiers[tier]
         assert isinstance(place, Workplace), f"the host cannot compute in {tier}"
-        place.begin_work(f"the update {calls[-1].name}", slots, lambda memory: run(calls, memory, given))
+        # Not the tensors: the step goes on, and may give their memory up before the host comes to them.
+        numbers = taken(given)
+        place.begin_work(f"the update {calls[-1].name}", slots, lambda memory: run(calls, memory, numbers))
 
     def stopped(self, state: Mapping[str, torch.Tensor]) -> None:
         """The step was left before it wrote to any state: bring it to where it is between steps."""
