@@ -91,6 +91,13 @@ def test_scores_are_stored_where_no_fused_kernel_is() -> None:
     assert taken(hardware="V100").flash == 0
 
 
+def test_micro_batches_that_are_not_stated() -> None:
+    assert taken(mbs="").micro == 1
+    assert taken(mbs="", grad_accum="4").micro == 4
+    assert taken(mbs="", fsdp="FULL_SHARD").micro == 16
+    assert taken(gbs="", mbs="2", grad_accum="3").batch == 24
+
+
 def test_one_expert_is_none() -> None:
     assert taken(experts="1", topk="1").experts == 0
 

@@ -134,7 +134,7 @@ def _spread(
         )
     data = devices // model
     zero, shard = _zero(cells, profile, data, node, filled)
-    micro, batch = _batch(cells, data, filled)
+    micro, batch = _batch(cells, data, zero, filled)
     made = {
         "devices": devices,
         "batch": batch,
@@ -195,7 +195,7 @@ def _zero(cells: Cells, profile: Profile, data: int, node: float, filled: dict[s
     return (zero, data) if zero else (0, 1)
 
 
-def _batch(cells: Cells, data: int, filled: dict[str, str]) -> tuple[int, int]:
+def _batch(cells: Cells, data: int, zero: int, filled: dict[str, str]) -> tuple[int, int]:
     """Sequences of a micro-batch, and of a step."""
     batch, micro, times = cells.count("gbs"), cells.count("mbs"), cells.count("grad_accum")
     if batch is None:
@@ -207,9 +207,12 @@ def _batch(cells: Cells, data: int, filled: dict[str, str]) -> tuple[int, int]:
         raise ConfigError(
             f"a batch of {batch} sequences leaves some of {data} data-parallel ranks without one"
         )
-    if micro is None:
-        micro = max(1, batch // (data * times)) if times else 1
-        filled["mbs"] = f"{micro}, gbs / (dp · grad_accum)" if times else "1"
+    if micro is None and times:
+        micro = max(1, batch // (data * times))
+        filled["mbs"] = f"{micro}, gbs / (dp · grad_accum)"
+    elif micro is None:
+        micro = batch // data if zero == 3 else 1
+        filled["mbs"] = f"{micro}, one micro-batch, as is usual with ZeRO-3" if zero == 3 else "1"
     if micro * data > batch:
         filled["mbs"] = (
             f"{batch // data}, all that a batch of {batch} has for each of {data} ranks, and not {micro}"
