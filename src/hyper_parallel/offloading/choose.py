@@ -51,7 +51,7 @@ WORK = 100_000
 TRIES = 100
 """At most, unless the caller says otherwise."""
 EVENTS = 80_000
-"""Events that are looked at for each try, where plans are so small that all tries are within `WORK`."""
+"""Events that are looked at for each try, where plans are so small that `TRIES` are within `WORK`."""
 BEGUN = 8
 """Plans that are polished then, at most, of which no two take the same gaps."""
 HIDDEN = 1e-9
