@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.plan import interval
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.figures import figures
 from hyper_parallel.plan.model.step import forecast
@@ -82,12 +83,11 @@ def test_cost_is_of_all_devices_over_all_tokens() -> None:
     assert one.cost(2.0, 1e12) == pytest.approx(steps * one.seconds * 64 / 3600 * 2.0)
 
 
-def test_an_interval_is_told_in_the_unit_of_the_step() -> None:
+def test_an_interval_is_told_in_the_unit_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interval, "residuals", lambda: (-0.1, 0.2))
     table = _table(shard=64, zero=3)
-    known = forecast(table, Constants())
-    one = figures(table, known, (0.9 * known.seconds, 1.1 * known.seconds))[0]
+    one = figures(table, forecast(table, Constants()))[0]
     low, high = (float(part) for part in between(one).split("–"))
-    assert low == pytest.approx(0.9 * one.seconds, rel=0.01)
-    assert high == pytest.approx(1.1 * one.seconds, rel=0.01)
+    assert low == pytest.approx(one.seconds * np.exp(-0.2), rel=0.01)
+    assert high == pytest.approx(one.seconds * np.exp(0.1), rel=0.01)
     assert seconds(one).endswith(f"s, 90%: {between(one)}")
-    assert "90%" not in seconds(figures(table, known)[0])

@@ -13,6 +13,7 @@ from hyper_parallel.cli.calibrate import calibrate
 from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.export import export
 from hyper_parallel.cli.inspect import inspect
+from hyper_parallel.cli.plan import plan
 from hyper_parallel.cli.schema import schema
 from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
@@ -52,7 +53,7 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, verify, inspect, simulate, export, schema, calibrate, doctor):
+for _subcommand in (train, verify, inspect, simulate, plan, export, schema, calibrate, doctor):
     command.add_command(_subcommand)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.plan.interval import between
 from hyper_parallel.plan.model.step import Forecast
 from hyper_parallel.plan.table import CODES, SPREAD, Array, Table
 from hyper_parallel.plan.utilisation import mfu, tokens_per_second
@@ -17,9 +18,6 @@ COMMUNICATION = ("tensor", "expert", "context", "gathers", "gradients", "sends")
 
 WAITING = ("bubble", "uneven")
 """Parts of a step in which a stage of a pipeline waits for others."""
-
-Interval = tuple[Array, Array]
-"""The least and the most seconds, of [n] or [1], between which 90% of measured steps lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +32,8 @@ class Figures:
     tokens: float
     """Of a step, on all devices."""
     seconds: float
-    between: tuple[float, float] | None
-    """Where 90% of measured steps lie, by runs that the model has not seen; None where that is not known."""
+    between: tuple[float, float]
+    """Seconds between which 90% of measured steps lie, by published runs that the constants have not seen."""
     parts: Mapping[str, float]
     memory: Mapping[str, float]
     peak: float
@@ -72,7 +70,7 @@ class Figures:
             "devices": self.devices,
             "micro_batches": self.micro_batches,
             "step_time_s": self.seconds,
-            "interval_s": None if self.between is None else list(self.between),
+            "interval_s": list(self.between),
             "tokens_per_s_per_device": self.tokens_per_second,
             "mfu": self.mfu,
             "exposed_communication_s": self.communicating,
@@ -85,7 +83,7 @@ class Figures:
         }
 
 
-def figures(t: Table, forecast: Forecast, interval: Interval | None = None) -> list[Figures]:
+def figures(t: Table, forecast: Forecast) -> list[Figures]:
     """The figures of each row of a table."""
     n = t.n
 
@@ -100,7 +98,7 @@ def figures(t: Table, forecast: Forecast, interval: Interval | None = None) -> l
     speed, share = rows(tokens_per_second(t, forecast.seconds)), rows(mfu(t, forecast.seconds))
     micro_batches = rows(np.maximum(np.round(t.batch / (t.replicate * t.shard * t.micro)), 1.0))
     devices, capacity, tokens = rows(t.devices), rows(t.capacity), rows(t.batch * t.sequence)
-    between = None if interval is None else (rows(interval[0]), rows(interval[1]))
+    low, high = (rows(bound) for bound in between(forecast.seconds))
     return [
         Figures(
             strategy={name: _told(name, float(column[row])) for name, column in spread.items()},
@@ -108,7 +106,7 @@ def figures(t: Table, forecast: Forecast, interval: Interval | None = None) -> l
             micro_batches=int(micro_batches[row]),
             tokens=float(tokens[row]),
             seconds=float(seconds[row]),
-            between=None if between is None else (float(between[0][row]), float(between[1][row])),
+            between=(float(low[row]), float(high[row])),
             parts={name: float(part[row]) for name, part in parts.items()},
             memory={name: float(part[row]) for name, part in memory.items()},
             peak=float(peak[row]),

@@ -57,9 +57,13 @@ def settings(strategy: Strategy) -> str:
     if strategy["context"] != 1:
         words.append(str(strategy["method"]))
     words.append(recompute(strategy))
-    words += [
-        f"{float(strategy[name]):.0%} of {what} on host" for name, what in ON_HOST.items() if strategy[name]
+    moved = [
+        what if strategy[name] == 1 else f"{float(strategy[name]):.0%} of {what}"
+        for name, what in ON_HOST.items()
+        if strategy[name]
     ]
+    if moved:
+        words.append(f"{joined(moved)} on host")
     return ", ".join(words)
 
 
@@ -89,16 +93,11 @@ def order(strategy: Strategy) -> str:
 
 def seconds(figures: Figures) -> str:
     """`12.3 s, 90%: 10.9–14.1`"""
-    told = format_duration(figures.seconds)
-    if figures.between is None:
-        return told
-    return f"{told}, 90%: {between(figures)}"
+    return f"{format_duration(figures.seconds)}, 90%: {between(figures)}"
 
 
 def between(figures: Figures) -> str:
     """`10.9–14.1`: the interval in the unit of the seconds."""
-    if figures.between is None:
-        return "not known"
     unit = format_duration(figures.seconds).split()[1]
     scale = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}[unit]
     low, high = (value * scale for value in figures.between)

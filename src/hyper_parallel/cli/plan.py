@@ -1,0 +1,280 @@
+"""``hyper-parallel plan``"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hyper_parallel.cli.arguments import as_json
+from hyper_parallel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hyper_parallel.plan.question import Question
+    from hyper_parallel.workload.shape import Shape
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command(short_help="Find the best strategy of all for a model on a cluster, with reasons.")
+@click.option(
+    "--model", metavar="NAME", help="A published model such as llama-3-405b, or a Transformers config."
+)
+@click.option("--cluster", metavar="NAME", help="A preset such as h100x2048, or the path of a cluster file.")
+@click.option("--batch", metavar="N", help="Sequences of a step, on all devices together.")
+@click.option(
+    "--sequence",
+    metavar="N",
+    default="8k",
+    show_default=True,
+    help="Tokens; 8k..1M asks for the longest that fits.",
+)
+@click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16, fp8, mxfp8 or nvfp4.")
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw or muon.")
+@click.option("--devices", metavar="N", help="How many of the cluster; 64..4096 tells how the step scales.")
+@click.option("--fit", is_flag=True, help="The fewest devices on which it fits.")
+@click.option(
+    "--fix", multiple=True, metavar="NAME=VALUE", help="A part of the strategy: tensor_x=8; repeatable."
+)
+@click.option(
+    "--runnable", is_flag=True, help="Keep to what train can run: no pipeline, nothing on the host."
+)
+@click.option("--objective", default="time", show_default=True, help="time, memory or cost.")
+@click.option("--price", type=float, default=0.0, help="Money for a device hour.")
+@click.option(
+    "--tokens", metavar="N", help="Tokens of the whole run, as in 15T: its days, and with --price its cost."
+)
+@click.option(
+    "--framework", metavar="NAME", help="Whose overlap and fusion to assume; left out: what most do."
+)
+@click.option("--compare", type=_FILE, help="A run file or strategy to forecast beside the best.")
+@click.option(
+    "--refine", type=click.IntRange(min=0), default=0, help="Simulate so many of the best, step by step."
+)
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many to show.")
+@click.option("--out", type=_FILE, help="Write the best as the run file that train takes.")
+@click.option("--html", type=_FILE, help="Write a page that works offline.")
+@click.option(
+    "--evaluate", type=_FILE, metavar="CSV", help="Forecast the runs of a CSV; needs no other option."
+)
+@as_json
+def plan(
+    model: str | None, cluster: str | None, evaluate: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Find the best strategy of all that there are for a model on a cluster, and say why.
+
+    All ways to spread a step are searched with closed forms: axes, order of axes, pipeline schedules, micro-batches,
+    recomputation, offload. Their constants were fitted on published runs, and each time has the interval in
+    which 90% of published runs lie that the constants have not seen. Every number is forecast.
+
+    \b
+    Examples:
+      hyper-parallel plan --model llama-3-405b --cluster h100x2048 --batch 2048 --sequence 8192
+      hyper-parallel plan --model llama-3-8b --cluster h100x64 --batch 512 --runnable --out run.yaml
+      hyper-parallel plan --model ./config.json --cluster cluster.yaml --batch 64 --devices 4 --compare mine.yaml
+      hyper-parallel plan --model deepseek-v3 --cluster h800 --batch 4096 --fit
+      hyper-parallel plan --model llama-3-70b --cluster h100 --batch 1024 --devices 64..4096 --price 2.5 --tokens 15T
+      hyper-parallel plan --model llama-3-8b --cluster h100x64 --batch 256 --sequence 8k..1M
+      hyper-parallel plan --evaluate runs.csv --json
+
+    \b
+    Exit codes:
+      0    answered
+      2    a mistake in the question, or a model that fits nowhere, told in one line
+      130  interrupted
+    """
+    if evaluate is not None:
+        _evaluate(evaluate, as_json)
+        return
+    for name, given in (("--model", model), ("--cluster", cluster), ("--batch", options["batch"])):
+        if given is None:
+            raise click.UsageError(f"give {name}, or --evaluate CSV")
+    assert model is not None
+    assert cluster is not None
+    for option in ("out", "html"):
+        path = options[option]
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(
+                f"--{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
+            )
+    from hyper_parallel.plan import numbers
+
+    lengths = numbers.span("--sequence", options["sequence"])
+    counts = numbers.span("--devices", options["devices"]) if options["devices"] else (0,)
+    if (len(lengths) > 1) + (len(counts) > 1) + options["fit"] > 1:
+        raise click.UsageError(
+            "ask for one of --fit, a range of --devices, and a range of --sequence at a time"
+        )
+    shape, section = _model(model)
+    question = _question(shape, cluster, counts[-1], lengths[0], options)
+    if options["fit"] or len(lengths) > 1 or len(counts) > 1:
+        for option in ("compare", "refine", "out", "html"):
+            if options[option]:
+                raise click.UsageError(f"--{option} is for one number of devices and one length")
+        _series(question, counts, lengths, options, as_json)
+    else:
+        _one(question, section, options, as_json)
+
+
+def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: dict[str, Any]) -> Question:
+    from dataclasses import replace
+
+    from hyper_parallel.cluster import Cluster
+    from hyper_parallel.plan import numbers
+    from hyper_parallel.plan.profiles import GENERIC, profile
+    from hyper_parallel.plan.question import Question
+    from hyper_parallel.workload.workload import Workload
+
+    machine = Cluster.named(cluster)
+    if not machine.name:
+        machine = replace(machine, name=cluster)
+    if options["fit"] and not devices and not machine.ranks:
+        devices = 1
+    if machine.ranks and devices > machine.ranks:
+        raise ConfigError(
+            f"--devices {devices:,}: {cluster} has {machine.ranks:,}; name the cluster without a number of devices, or "
+            "with more"
+        )
+    return Question(
+        workload=Workload(
+            shape,
+            numbers.whole("--batch", options["batch"]),
+            sequence,
+            options["precision"],
+            options["optimizer"],
+        ),
+        cluster=machine,
+        profile=profile(options["framework"]) if options["framework"] else GENERIC,
+        devices=devices,
+        fix=numbers.fixed(options["fix"]),
+        objective=options["objective"],
+        top=options["top"],
+        price=options["price"],
+        runnable=options["runnable"],
+    )
+
+
+def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
+    """The shape of a published model, or of a Transformers config, and of this the run file's section `model`."""
+    from hyper_parallel.workload.published import shape
+    from hyper_parallel.workload.shape import Shape
+
+    path = Path(given).expanduser()
+    if not path.exists() and path.suffix != ".json" and "/" not in given:
+        return shape(given), None
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--model {given}: {file} does not exist; give a Transformers config or its folder"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {given}: {file} cannot be read as JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            f"--model {given}: {file} is no Transformers config; it has to be an object of fields"
+        )
+    return Shape.of_config(fields, path.resolve().stem if path.is_file() else path.resolve().name), {
+        "config": fields
+    }
+
+
+def _one(question: Question, section: dict[str, Any] | None, options: dict[str, Any], as_json: bool) -> None:
+    """The best strategies for one number of devices and one length."""
+    from hyper_parallel.plan.answer import text, to_json
+    from hyper_parallel.plan.asked import asked
+
+    told = asked(question, compare=options["compare"], tokens=_tokens(options), model=section)
+    if options["refine"]:
+        from dataclasses import replace
+
+        # Only now, because this needs torch.
+        from hyper_parallel.predict.refine import refine
+
+        told = replace(told, refined=refine(told.files[: options["refine"]], question.cluster, _progress()))
+    click.echo(json.dumps(to_json(told), indent=2) if as_json else text(told, _width()))
+    if options["out"] is not None:
+        file = told.files[0]
+        _write("--out", options["out"], file.text)
+        for note in file.notes:
+            click.echo(f"note: {note}", err=True)
+        if file.runs:
+            click.echo(f"next:    hyper-parallel train {options['out']}", err=True)
+    if options["html"] is not None:
+        from hyper_parallel.plan.constants import fitted
+        from hyper_parallel.plan.front import front
+        from hyper_parallel.plan.page import page
+
+        _progress()("what memory costs in time")
+        _write("--html", options["html"], page(told, front(question, fitted())))
+
+
+def _series(
+    question: Question,
+    counts: tuple[int, ...],
+    lengths: tuple[int, ...],
+    options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """How the step scales, the longest sequence, or the fewest devices."""
+    from hyper_parallel.plan import curves, series
+    from hyper_parallel.plan.constants import fitted
+
+    say, constants = _progress(), fitted()
+    if options["fit"]:
+        found = series.fewest(question, constants, say)
+        told = curves.fewest(question, found, _tokens(options))
+    elif len(counts) > 1:
+        points = series.curve((question.on(count) for count in counts), constants, say)
+        told = curves.scaling(points, _tokens(options))
+    else:
+        points = series.curve((question.at(length) for length in lengths), constants, say)
+        told = curves.lengths(points)
+    click.echo(json.dumps(told.to_json(), indent=2) if as_json else told.text(_width()))
+
+
+def _evaluate(path: Path, as_json: bool) -> None:
+    """Forecasts of a CSV's rows."""
+    from hyper_parallel.plan.constants import fitted
+    from hyper_parallel.plan.fit.evaluate import evaluate, text
+
+    rows = evaluate(path, fitted())
+    click.echo(json.dumps(rows, indent=1, allow_nan=False) if as_json else text(rows))
+
+
+def _tokens(options: dict[str, Any]) -> float:
+    from hyper_parallel.plan import numbers
+
+    return numbers.tokens("--tokens", options["tokens"]) if options["tokens"] else 0.0
+
+
+def _progress() -> Callable[[str], None]:
+    """Says on a terminal what is being done."""
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"  {time.monotonic() - begun:5.1f} s  {text}", err=True)
+
+    return say
+
+
+def _width() -> int:
+    """Columns of the terminal, within what tables are good for."""
+    import shutil
+
+    return min(200, max(100, shutil.get_terminal_size((140, 24)).columns))
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
+    click.echo(f"written: {path}", err=True)

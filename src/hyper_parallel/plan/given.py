@@ -1,0 +1,131 @@
+"""A strategy that a user has, as columns of a table: a run file, a Strategy's file, or plain columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel import config
+from hyper_parallel.config import yaml12
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.plan.question import Question
+from hyper_parallel.plan.table import ORDERS, SPREAD, code
+from hyper_parallel.plan.written import LEVELS
+from hyper_parallel.strategy import Strategy
+
+DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
+
+
+def given(path: Path, question: Question, notes: list[str]) -> dict[str, float]:
+    """The columns of the strategy in a file; what is taken otherwise than the file says is added to `notes`.
+
+    A pipeline, which no run file can have yet, is read as `plan --out` writes it. Raises ConfigError for what is no
+    strategy, and for one of another number of devices.
+    """
+    try:
+        data = yaml12.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--compare {path}: cannot be read: {error}") from None
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f"--compare {path}: must be a run file, a strategy, or columns such as 'tensor_x: 8'"
+        )
+    plain = not set(data) & {"axes", "strategy", "model", "version", "extends"}
+    columns = _of_columns(data, question) if plain else _of_file(path, data, question, notes)
+    found = {**SPREAD, **columns}
+    product = math.prod(found[axis] for axis in DEGREES)
+    if product != question.devices:
+        raise ConfigError(
+            f"--compare {path}: its axes multiply to {product:g}, and the question is of {question.devices:,} devices; "
+            "give --devices, or a strategy for as many"
+        )
+    return found
+
+
+def _of_columns(data: Mapping[str, Any], question: Question) -> dict[str, float]:
+    asked = Question(workload=question.workload, cluster=question.cluster, devices=question.devices, fix=data)
+    return {name: (asked.allowed(name) or (0.0,))[0] for name in asked.fix}
+
+
+def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: list[str]) -> dict[str, float]:
+    """Of a run file, or of a Strategy's."""
+    plain, pipeline = _without_pipeline(data)
+    work = question.workload
+    micro: int | None = 1
+    if "axes" in data:
+        strategy = config.load_strategy(path) if not pipeline else Strategy.model_validate(plain)
+        notes.append(f"--compare {path}: says nothing of micro-batches; taken: 1 sequence")
+    else:
+        run = config.from_dict(plain, source=str(path)) if pipeline else config.load(path)
+        strategy, micro = run.strategy, run.train.micro_batch
+        if (run.train.batch, run.data.sequence) != (work.batch, work.sequence):
+            notes.append(
+                f"--compare {path}: has {run.train.batch:,} × {run.data.sequence:,} tokens a step; compared at "
+                f"{work.batch:,} × {work.sequence:,}"
+            )
+    columns = _of_strategy(strategy, question) | pipeline
+    columns["order"] = float(_order(_outer_first(data) if pipeline else strategy.axes.order, columns))
+    share = work.batch / (columns["replicate"] * columns["shard"])
+    columns["micro"] = float(micro or max(1, int(share)))
+    return columns
+
+
+def _without_pipeline(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    """The file without its pipeline, and the columns that this has."""
+    whole = dict(data)
+    section = whole if "axes" in whole else dict(whole.get("strategy") or {})
+    axes = dict(section.get("axes") or {})
+    stages = axes.pop("pipeline", 1)
+    if stages == 1:
+        return whole, {}
+    how = section.pop("pipeline", {})
+    section["axes"] = axes
+    if "axes" not in data:
+        whole["strategy"] = section
+    columns = {
+        "pipeline": float(stages),
+        "schedule": float(code("schedule", how.get("schedule", "1f1b"))),
+        "virtual": float(how.get("virtual", 1)),
+    }
+    return whole, columns
+
+
+def _outer_first(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """The axes in the order of the file, a pipeline among them."""
+    section = data if "axes" in data else data["strategy"]
+    return tuple("tensor_x" if name == "tensor" else name for name in section["axes"] if name != "expert")
+
+
+def _of_strategy(strategy: Strategy, question: Question) -> dict[str, float]:
+    axes, memory = strategy.axes, strategy.memory
+    names = ("replicate", "shard", "context", "tensor_x", "tensor_y", "expert")
+    columns = {name: float(axes.degree(name)) for name in names}
+    levels = {name: level for level, name in LEVELS.items()}
+    if axes.shard * axes.context > 1:
+        columns["zero"] = float(levels[memory.shard])
+    columns["sequence_parallel"] = float(axes.tensor > 1 and (strategy.sequence or axes.tensor_y > 1))
+    columns["recompute"] = float(code("recompute", "full" if memory.recompute == "layer" else "none"))
+    if axes.context > 1:
+        columns["method"] = float(code("method", _method(strategy, question)))
+    return columns
+
+
+def _method(strategy: Strategy, question: Question) -> str:
+    """As HyperShard chooses where the file leaves it open: Ulysses as far as no head is sent twice."""
+    method, context = strategy.context.method, strategy.axes.context
+    if method != "auto":
+        return method
+    inner = math.gcd(context, max(1, question.workload.shape.kv_heads // strategy.axes.tensor))
+    return "ulysses" if inner == context else "hybrid" if inner > 1 else "ring"
+
+
+def _order(outer_first: tuple[str, ...], columns: Mapping[str, float]) -> int:
+    """The first order of axes in which those above 1 lie as in the file; 0 where none is like it."""
+    laid = [name for name in reversed(outer_first) if columns[name] > 1]
+    inner_first = list(dict.fromkeys("data" if name in ("shard", "replicate") else name for name in laid))
+    for index, order in enumerate(ORDERS):
+        if [name for name in order if name in inner_first] == inner_first:
+            return index
+    return 0

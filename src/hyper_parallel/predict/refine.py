@@ -1,0 +1,37 @@
+"""The planner's best through the real step: captured as a graph on ranks that are not there, and simulated.
+
+The forecast is of closed forms; the prediction is of every operator that `train` would run, in the order of the model's
+code, each collective waited for where it begins (training hides some of them). Neither is a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hyper_parallel import config
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.plan.asked import Refined
+from hyper_parallel.plan.written import Written
+from hyper_parallel.predict.run import predict_run
+
+
+def refine(files: Sequence[Written], cluster: Cluster, progress: Callable[[str], None]) -> list[Refined]:
+    """The prediction of each planned run file, or the reason why there is none."""
+    found = []
+    for place, file in enumerate(files, 1):
+        progress(f"simulating strategy {place} of {len(files)}")
+        found.append(_refined(file, cluster, progress))
+    return found
+
+
+def _refined(file: Written, cluster: Cluster, progress: Callable[[str], None]) -> Refined:
+    if not file.runs:
+        return Refined(None, None, "train cannot run a pipeline yet, so there is no step to simulate")
+    try:
+        run = config.from_dict(file.data, source="the planned file")
+        world = run.effective_strategy.axes.world
+        found = predict_run(run, cluster.for_workers(world), progress=progress)
+    except HyperParallelError as error:
+        return Refined(None, None, f"cannot be simulated: {error}")
+    return Refined(found.timeline.step, found.timeline.peak.bytes, "collectives are not hidden in it")

@@ -1,0 +1,107 @@
+"""A Shape as a Transformers config: a model of the same dimensions, whose details are those of a known family.
+
+A shape says nothing of norms, biases or positions, so that the family is the plainest one that has its parts:
+`deepseek_v3` for latent attention, `glm4_moe` for shared experts or dense layers among experts, `mixtral` for other
+experts, `qwen3` where some layers have a window, `mistral` where all have, `gpt2` or `nemotron` for an MLP without a
+gate, else `llama`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.workload.shape import Shape
+
+POSITIONS = 131072
+"""What a model is made for where its shape does not say, so that no sequence is too long for it."""
+
+
+def to_config(shape: Shape, sequence: int = 0) -> dict[str, Any]:
+    """The config, with positions for `sequence` tokens at least."""
+    positions = max(shape.positions or POSITIONS, sequence)
+    if not shape.gated and not shape.experts and shape.kv_heads == shape.heads:
+        return {
+            "model_type": "gpt2",
+            "vocab_size": shape.vocabulary,
+            "n_embd": shape.hidden,
+            "n_inner": shape.ffn,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_positions": positions,
+            "tie_word_embeddings": shape.tied,
+        }
+    config: dict[str, Any] = {
+        "model_type": "llama" if shape.gated else "nemotron",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": shape.tied,
+    }
+    if shape.latent is not None:
+        return config | _latent(shape)
+    config["head_dim"] = shape.head_dim
+    if shape.experts:
+        return config | _experts(shape)
+    if shape.windowed:
+        return config | _windows(shape)
+    return config
+
+
+def _latent(shape: Shape) -> dict[str, Any]:
+    assert shape.latent is not None
+    latent = shape.latent
+    return {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.key_rank,
+        "qk_nope_head_dim": latent.plain,
+        "qk_rope_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        **_routed(shape),
+        # Groups of experts that a token may choose of are a matter of routing alone.
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
+def _experts(shape: Shape) -> dict[str, Any]:
+    if shape.shared_ffn or shape.dense_layers:
+        return {"model_type": "glm4_moe", **_routed(shape), "n_group": 1, "topk_group": 1}
+    return {
+        "model_type": "mixtral",
+        "intermediate_size": shape.expert_ffn,
+        "num_local_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "sliding_window": shape.window if shape.windowed else None,
+    }
+
+
+def _routed(shape: Shape) -> dict[str, Any]:
+    if not shape.experts:
+        return {"first_k_dense_replace": shape.layers}
+    return {
+        "moe_intermediate_size": shape.expert_ffn,
+        "n_routed_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "n_shared_experts": max(1, round(shape.shared_ffn / shape.expert_ffn)) if shape.shared_ffn else 0,
+        "first_k_dense_replace": shape.dense_layers,
+    }
+
+
+def _windows(shape: Shape) -> dict[str, Any]:
+    if shape.windowed == 1:
+        return {"model_type": "mistral", "sliding_window": shape.window}
+    near = [
+        int((layer + 1) * shape.windowed + 1e-9) > int(layer * shape.windowed + 1e-9)
+        for layer in range(shape.layers)
+    ]
+    return {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": shape.window,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in near],
+    }
