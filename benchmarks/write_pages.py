@@ -14,6 +14,7 @@ import budget
 import memory
 import offload_choices_pages
 import offload_pages
+import plan_search
 import tiers
 from measure import RESULTS
 from pages import DOCS, put
@@ -31,6 +32,7 @@ class Written:
 
 
 PARTS = (
+    Written("plan-search.md", "plan_search.py", "plan_search.json", plan_search.lines),
     Written("tiers.md", "tiers.py", "tiers.json", tiers.page),
     Written("memory.md", "memory.py", "memory.json", memory.page),
     Written("offload.md", "budget.py", "budget.json", budget.page),
