@@ -103,7 +103,10 @@ def _changes(own: dict[str, float], question: Question) -> Iterator[tuple[tuple[
             "virtual": (1, own["virtual"]),
         }
         yield DEGREES, _legal(own, question, {**near, **follow})
+    stays = question.runnable or "host" not in question.cluster.links
     for names in SETTINGS:
+        if stays and names[0] in told.ON_HOST:
+            continue
         values: dict[str, Iterable[float]] = {}
         for name in names:
             codes = CODES.get(name)

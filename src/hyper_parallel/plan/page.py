@@ -26,7 +26,7 @@ COLOURS: Mapping[str, str] = {
     "head": "loss",
     "tensor": "all_reduce",
     "expert": "all_to_all",
-    "context": "all_gather",
+    "context": "broadcast",
     "gathers": "backward",
     "gradients": "gradient",
     "sends": "send",
