@@ -118,9 +118,10 @@ NEMO = Profile(
     name="nemo",
     source=(
         "NVIDIA NeMo 24.07, performance guide: ub_tp_comm_overlap, the distributed optimizer with "
-        "overlap_grad_sync, sequence_parallel"
+        "overlap_grad_sync, sequence_parallel; its launcher's configs have grad_sync_dtype bf16"
     ),
     overlap_tensor=1,
+    gradient_bytes=2,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
 
@@ -128,10 +129,13 @@ MEGATRON_BRIDGE = Profile(
     name="megatron-bridge",
     source=(
         "Megatron-Bridge, performance guide: overlap of tensor and data parallelism, the distributed optimizer; its "
-        "flex dispatcher sends a token to a node once"
+        "flex dispatcher sends a token to a node once; its recipes of mixtures have the precision-aware optimizer: "
+        "gradients and moments in bfloat16, a float32 master"
     ),
     overlap_tensor=1,
     dedup=1,
+    gradient_bytes=2,
+    state_bytes=8,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
 

@@ -8,8 +8,9 @@ Each source is held out whole, constants are fitted on the others (`solve`), and
 | `step` | mean over groups of the mean of abs(forecast / measured − 1), and of its median |
 | `null` | the same of one constant share of the peak, fitted in the same way |
 | `memory` | the first for the peak of memory |
-| `ordered` | of pairs of one set (model, cluster, length, batch) more than 15% apart, those in the right order |
+| `ordered` | of pairs of one model on one cluster whose tokens/s are more than 15% apart, those in the right order |
 | `picked` | of the sets of such rows, those in which the row forecast to be best is within 10% of the best |
+| `ordered_alike`, `picked_alike` | the same for rows of one batch and length only, which are harder to tell apart |
 | `caught`, `alarms` | of the rows that failed, those called unfit; of those that ran, those called unfit |
 | `held` | of the rows, those within their 90% interval, which comes from the residuals of other sources |
 
@@ -59,19 +60,20 @@ class Evidence:
             [f"{source}, {name}" for source, name in zip(self.sources, self.hardware, strict=True)]
         )
 
-    @property
-    def sets(self) -> NDArray[np.str_]:
-        """Model, hardware, devices, sequence and batch of each row: rows of a set are alternatives."""
+    def sets(self, *, alike: bool) -> NDArray[np.str_]:
+        """Source, model, hardware and devices of each row: rows of a set are alternatives.
+
+        `alike`: of one batch and length too, so that only how the model is spread differs.
+        """
         t = self.table
-        columns = [np.broadcast_to(column, t.n) for column in (t.devices, t.sequence, t.batch)]
-        return np.array(
-            [
-                f"{source}, {model}, {name}, {devices:g}, {sequence:g}, {batch:g}"
-                for source, model, name, devices, sequence, batch in zip(
-                    self.sources, self.models, self.hardware, *columns, strict=True
-                )
-            ]
-        )
+        columns = (t.devices, t.sequence, t.batch) if alike else (t.devices,)
+        names = [
+            self.sources,
+            self.models,
+            self.hardware,
+            *(np.broadcast_to(column, t.n) for column in columns),
+        ]
+        return np.array([", ".join(map(str, row)) for row in zip(*names, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Judgement:
     memory: dict[str, float]
     ordered: tuple[int, int]
     picked: tuple[int, int]
+    ordered_alike: tuple[int, int]
+    picked_alike: tuple[int, int]
     caught: tuple[int, int]
     alarms: tuple[int, int]
     held: tuple[float, ...]
@@ -119,7 +123,8 @@ def judge(evidence: Evidence) -> Judgement:
         medians=tuple(float(np.median(_errors(forecast[own], evidence.seconds[own]))) for own in members),
         null=tuple(_error(null[own], evidence.seconds[own]) for own in members),
         memory=_memory(evidence),
-        **_choices(evidence, forecast),
+        **_choices(evidence, forecast, alike=False),
+        **_choices(evidence, forecast, alike=True),
         **_unfit(evidence),
         held=tuple(float(held[own].mean()) for own in members),
         forecast=forecast,
@@ -165,24 +170,25 @@ def _held(evidence: Evidence, residual: Array, timed: NDArray[np.bool_]) -> NDAr
     return held
 
 
-def _choices(evidence: Evidence, forecast: Array) -> dict[str, tuple[int, int]]:
+def _choices(evidence: Evidence, forecast: Array, *, alike: bool) -> dict[str, tuple[int, int]]:
     """Pairs in order, and sets whose best was picked."""
     right = pairs = good = chosen = 0
-    sets = evidence.sets
+    sets = evidence.sets(alike=alike)
+    tokens = np.broadcast_to(evidence.table.batch * evidence.table.sequence, evidence.table.n)
     for name in np.unique(sets[evidence.timed]):
         rows = np.flatnonzero(evidence.timed & (sets == name))
         if rows.size < 2:
             continue
-        measured, found = np.log(evidence.seconds[rows]), np.log(forecast[rows])
+        measured, found = np.log(tokens[rows] / evidence.seconds[rows]), np.log(tokens[rows] / forecast[rows])
         one, other = np.triu_indices(rows.size, 1)
         apart = measured[one] - measured[other]
         counted = np.abs(apart) > np.log(APART)
         right += int(np.sum(counted & (np.sign(apart) == np.sign(found[one] - found[other]))))
         pairs += int(counted.sum())
-        best = measured[np.argmin(found)]
-        good += int(best <= measured.min() - np.log(NEAR))
+        good += int(measured[np.argmax(found)] >= measured.max() + np.log(NEAR))
         chosen += 1
-    return {"ordered": (right, pairs), "picked": (good, chosen)}
+    suffix = "_alike" if alike else ""
+    return {f"ordered{suffix}": (right, pairs), f"picked{suffix}": (good, chosen)}
 
 
 def _memory(evidence: Evidence) -> dict[str, float]:
