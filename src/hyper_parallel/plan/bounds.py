@@ -27,7 +27,7 @@ schedules that give a rank one end of the model or both, is the floor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,10 +90,12 @@ class Bounds:
         split, parent = self.space.splits.expand({**one, "shard": np.full(first.size, 2.0)})
         split["shard"] = np.ones(parent.size)
         least = np.full(first.size, np.inf)
-        base = self.base
+        base, constants = self.base, self.constants
         if not self._ordered():
             best = np.maximum(np.maximum(base.node_rate, base.supernode_rate), base.network_rate)
             base = base.replaced(node=np.inf, node_rate=best)
+            share, hop = max(constants.inside, constants.across), min(constants.hop, constants.net_hop)
+            constants = replace(constants, inside=share, hop=hop)
         # Levels of ZeRO change nothing in the passes of a step without data ranks.
         some = split["zero"] == split["zero"].min() if parent.size else np.zeros(0, dtype=bool)
         split, parent = {name: column[some] for name, column in split.items()}, parent[some]
@@ -103,7 +105,7 @@ class Bounds:
                 "order": float(order),
             }
             table = base.replaced(**spread, batch=split["micro"], schedule=split["dual"] * DUALPIPE)
-            parts = seconds_by_kind(table, self.constants)
+            parts = seconds_by_kind(table, constants)
             passes = sum_of({name: parts[name] for name in (*PASSES, "head")})
             np.minimum.at(least, parent, np.broadcast_to(passes, parent.size))
         times = self.space.batch / (rows["replicate"] * rows["shard"] * rows["micro"] * rows["pipeline"])
