@@ -104,7 +104,8 @@ class _Reader(HTMLParser):
 def test_the_page_asks_for_nothing_else_and_shows_the_front(one: Told) -> None:
     points = front(one.question, CONSTANTS)
     assert [point.peak for point in points] == sorted(point.peak for point in points)
-    assert [point.seconds for point in points] == sorted((point.seconds for point in points), reverse=True)
+    seconds = [point.seconds for point in points]
+    assert seconds == sorted(set(seconds), reverse=True)
     assert points[-1].seconds == pytest.approx(one.best[0].seconds)
     made = page(one, points)
     reader = _Reader()
@@ -129,11 +130,12 @@ def test_scaling_has_a_row_for_each_number_of_devices() -> None:
 
 
 def test_the_fewest_devices_are_fewer_than_any_that_fit() -> None:
-    question = _question("llama-3-8b", fix={"state_on_host": 0, "activations_on_host": 0})
+    work = Workload(shape("mistral-small-24b"), 48, 2048)
+    question = Question(workload=work, cluster=Cluster.named("h100"), devices=1, runnable=True)
     found = series.fewest(question, CONSTANTS)
     assert found is not None
     devices = found.question.devices
-    assert devices > 1
+    assert devices & (devices - 1), "no power of two, which doubling alone would find"
     assert not any(series.ask(question.on(fewer), CONSTANTS).fits for fewer in range(1, devices))
     assert f"fits on {devices} devices" in fewest(question, found).sentences[0]
 
