@@ -131,7 +131,7 @@ def _changes(own: dict[str, float], question: Question) -> Iterator[tuple[tuple[
                 )
                 values[name] = (own[name], *below[-1:], *above[:1])
             else:
-                values[name] = (own[name] / 2, own[name], own[name] * 2, 1)
+                values[name] = (own[name] / 2, own[name], own[name] * 2)
         yield names, _legal(own, question, values)
 
 
