@@ -2,12 +2,13 @@
 
 A shape says nothing of norms, biases or positions, so that the family is the plainest one that has its parts:
 `deepseek_v3` for latent attention, `glm4_moe` for shared experts or dense layers among experts, `mixtral` for other
-experts, `qwen3` where some layers have a window, `mistral` where all have, `gpt2` or `nemotron` for an MLP without a
-gate, else `llama`.
+experts, `gpt_oss` where some of their layers have a window, `qwen3` where some layers without experts have one,
+`mistral` where all have, `gpt2` or `nemotron` for an MLP without a gate, else `llama`.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from hyper_parallel.workload.shape import Shape
@@ -71,12 +72,14 @@ def _latent(shape: Shape) -> dict[str, Any]:
 def _experts(shape: Shape) -> dict[str, Any]:
     if shape.shared_ffn or shape.dense_layers:
         return {"model_type": "glm4_moe", **_routed(shape), "n_group": 1, "topk_group": 1}
+    some = 0 < shape.windowed < 1
     return {
-        "model_type": "mixtral",
+        "model_type": "gpt_oss" if some else "mixtral",
         "intermediate_size": shape.expert_ffn,
         "num_local_experts": shape.experts,
         "num_experts_per_tok": shape.chosen,
         "sliding_window": shape.window if shape.windowed else None,
+        **({"layer_types": _layer_types(shape)} if some else {}),
     }
 
 
@@ -95,13 +98,15 @@ def _routed(shape: Shape) -> dict[str, Any]:
 def _windows(shape: Shape) -> dict[str, Any]:
     if shape.windowed == 1:
         return {"model_type": "mistral", "sliding_window": shape.window}
-    near = [
-        int((layer + 1) * shape.windowed + 1e-9) > int(layer * shape.windowed + 1e-9)
-        for layer in range(shape.layers)
-    ]
     return {
         "model_type": "qwen3",
         "use_sliding_window": True,
         "sliding_window": shape.window,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in near],
+        "layer_types": _layer_types(shape),
     }
+
+
+def _layer_types(shape: Shape) -> list[str]:
+    """Which layers have the window: as many as the shape says, spread evenly."""
+    whole = [int(layer * shape.windowed + 1e-9) for layer in range(shape.layers + 1)]
+    return ["sliding_attention" if after > before else "full_attention" for before, after in pairwise(whole)]
