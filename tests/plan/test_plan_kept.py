@@ -10,6 +10,7 @@ import pytest
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.kept import Kept
 from hyper_parallel.plan.model.step import forecast
+from hyper_parallel.plan.profiles import GENERIC
 from hyper_parallel.plan.question import Question
 from hyper_parallel.plan.space import Array, Columns, Space, taken
 from hyper_parallel.plan.table import SPREAD
@@ -17,6 +18,7 @@ from plan.plan_cases import DENSE, base, groups, question
 
 K = Constants()
 DEEP = replace(DENSE, layers=13)
+HEAVY = replace(DENSE, hidden=1024, ffn=2048, layers=5, vocabulary=256000)
 FEW = {
     "schedule": ("1f1b", "interleaved"),
     "virtual": (1, 2),
@@ -32,6 +34,17 @@ CASES = [
     # So slow that steps wait for copies, and that more recompute hides more of the gradients' reduction.
     pytest.param(
         question(DEEP, gib=14.0, slower=100, devices=4, fix={**FEW, "zero": (0, 1)}), id="slow links"
+    ),
+    # Longer layers may be cut more evenly.
+    pytest.param(
+        question(
+            HEAVY,
+            gib=20.0,
+            devices=4,
+            profile=replace(GENERIC, balanced=1.0),
+            fix={**FEW, "pipeline": (2, 4)},
+        ),
+        id="cut by cost",
     ),
 ]
 

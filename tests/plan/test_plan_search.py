@@ -13,6 +13,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.plan.bounds import Bounds
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.step import forecast
+from hyper_parallel.plan.profiles import GENERIC
 from hyper_parallel.plan.question import Question
 from hyper_parallel.plan.search import answer
 from hyper_parallel.plan.space import Columns, Space, taken
@@ -73,9 +74,9 @@ def test_the_next_best_are_the_best_of_other_degrees() -> None:
 
 def _named(name: str) -> Cluster:
     """A preset; one whose nodes are joined by quicker links than their devices are, too."""
-    if name != "upside down":
-        return Cluster.named(name)
     h100 = Cluster.named("h100")
+    if name != "upside down":
+        return h100 if name == "cut by cost" else Cluster.named(name)
     node, network = h100.links["node"], h100.links["network"]
     links = {"node": replace(network, level="node"), "network": replace(node, level="network")}
     return replace(h100, links={**h100.links, **links})
@@ -85,6 +86,7 @@ def _named(name: str) -> Cluster:
     ("name", "devices", "cluster"),
     [
         ("llama-3-405b", 512, "h100"),
+        ("llama-3-8b", 32, "cut by cost"),
         ("llama-3-70b", 128, "upside down"),
         ("deepseek-v3", 256, "h800"),
         ("mixtral-8x7b", 64, "cloudmatrix384"),
@@ -92,7 +94,8 @@ def _named(name: str) -> Cluster:
 )
 def test_bounds_are_not_above_forecasts(name: str, devices: int, cluster: str) -> None:
     work = Workload(shape(name), batch=1024, sequence=4096)
-    asked = Question(workload=work, cluster=_named(cluster), devices=devices)
+    profile = replace(GENERIC, balanced=float(cluster == "cut by cost"))
+    asked = Question(workload=work, cluster=_named(cluster), devices=devices, profile=profile)
     space, common = Space(asked), base(asked)
     bounds = Bounds(space, common, K)
     draw = np.random.default_rng(0)

@@ -17,8 +17,10 @@ outside of them; bubble and sends are left out. DualPipe hides exchanges of expe
 **`Bounds.scheduled`**, with the schedule: pace, bubble and sends as forecast. The reduction of gradients hides behind
 at most 0.7 of a stage's time (`model.state.reduced`), so a stage that is longer by d saves at most 0.7 d of it.
 
+Where stages are cut by cost (`by_cost`), the mean stage's pace stands for it: recompute may make the cut more even.
+
 **Recompute and offload** never make a step shorter than without: they lengthen passes (m ≥ 1 of them, against 0.7 that
-may hide) and add copies. So a bound without them holds with them.
+may hide) and add copies, with such stages apart. So a bound without them holds with them.
 
 **`Bounds.floor`**, bytes: what is on the host takes none of the device's memory, each way of recompute keeps the least
 where it holds for all layers, and fewer micro-batches wait when a step has one. The least over the ways, and over
@@ -31,6 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.memory import memory
@@ -147,7 +150,9 @@ class Bounds:
         """Seconds of a step at least, of rows whose recompute and offload are open. [n]"""
         table = self.table(rows)
         m = micro_batches(table)
-        stage = pace(table, known.layer, known.head)
+        mean = (table.layers * known.layer + known.head) / table.pipeline
+        # Cut by cost, stages of longer layers may be cut more evenly, but not beyond the mean.
+        stage = np.where(by_cost(table), mean, pace(table, known.layer, known.head))
         sends = known.send * table.virtual
         waits = bubble(table, stage + sends, known.weights)
         longer = np.maximum(stage - known.stage, 0.0)
@@ -176,3 +181,9 @@ class Bounds:
                 )
                 least = np.minimum(least, sum_of(memory(table)))
         return least * _CLOSE
+
+
+def by_cost(table: Table) -> npt.NDArray[np.bool_]:
+    """Whether stages are cut by what their layers cost, so that the cut is another with recompute."""
+    found: npt.NDArray[np.bool_] = (table.balanced > 0) & (table.pipeline > 1) & (table.virtual <= 1)
+    return found

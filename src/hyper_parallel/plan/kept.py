@@ -10,9 +10,10 @@ of any of them takes less memory and, by itself, no less time. So for the fastes
 * of shares with which nothing need be computed again, only the least matter, since more are no faster;
 * with other shares the fastest k is the least that fits, found by bisection.
 
-One term is not of that kind: where copies to the host are what a step waits for, a longer pass costs nothing and hides
-more of the gradients' reduction. Seconds then fall first and rise later in k, so that the search goes on from the least
-k for as long as that helps.
+Two terms are not of that kind. Where copies to the host are what a step waits for, a longer pass costs nothing and
+hides more of the gradients' reduction: seconds fall first and rise later in k, so that the search goes on from the
+least k for as long as that helps. Where stages are cut by cost, longer layers may be cut more evenly: all k from the
+least on are tried.
 
 The least memory is with all that may lie on the host there, and none, the core, or all layers computed again:
 activations fall with k, and what a recomputed layer needs at once does not depend on it (`Kept.smallest`).
@@ -23,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from hyper_parallel.plan.bounds import by_cost
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.memory import fits, memory
 from hyper_parallel.plan.model.step import seconds_by_kind, sum_of
@@ -115,7 +117,8 @@ class Kept:
         each = (whole - one) / np.maximum(stage - 1, 1)
         guess = np.floor(np.clip(1 + (limit - one) / np.maximum(each, 1e-12), 0, stage))
         more, _ = self._seconds(self._ways(groups, FULL, *pair, np.minimum(guess + 1, stage) / stage))
-        return np.where(more >= limit, guess, stage)
+        sure = (more >= limit) & ~by_cost(self._table(groups))
+        return np.where(sure, guess, stage)
 
     def _possible(self, groups: Columns, most: Array) -> Mask:
         """Which groups fit in some way that computes again no more than `most` layers. [n]"""
@@ -161,9 +164,9 @@ class Kept:
                 open_[fine[~waits]] = False
 
     def _take(self, best: Ways, at: Index, ways: Columns, bytes: Array) -> Mask:
-        """Take in ways that fit, of the groups `at`, where they are faster; which of them wait for copies. [ways]
+        """Take in ways that fit, of the groups `at`, where they are faster; which might be shorter with more. [ways]
 
-        Those of them that compute layers again go on to more layers for as long as that helps.
+        Those of them that compute layers again go on to more layers.
         """
         seconds, waits = self._seconds(ways)
         waited, before = waits, np.full(at.size, np.inf)
@@ -176,7 +179,8 @@ class Kept:
             stage = self.space.stage(ways)
             more = np.round(ways["recomputed"] * stage) + 1
             counted = (ways["recompute"] == FULL) & ((FULL, None) in self.space.again)
-            on = waits & counted & (more <= stage) & (seconds < before)
+            helps = (seconds < before) | by_cost(self._table(ways))
+            on = waits & counted & (more <= stage) & helps
             at, before, ways = at[on], seconds[on], {**taken(ways, on), "recomputed": (more / stage)[on]}
             bytes, _ = self._bytes(ways)
             seconds, waits = self._seconds(ways)
@@ -207,10 +211,13 @@ class Kept:
         values = (float(mode), recomputed, state, moved)
         return {**groups, **{name: np.broadcast_to(v, n) for name, v in zip(COLUMNS, values, strict=True)}}
 
+    def _table(self, rows: Columns) -> Table:
+        return self.base.replaced(**{name: rows[name] for name in SPREAD if name in rows})
+
     def _bytes(self, ways: Columns) -> tuple[Array, Mask]:
         """Bytes of the fullest rank, and whether they fit. [n]"""
         n = ways["micro"].size
-        table = self.base.replaced(**{name: ways[name] for name in SPREAD})
+        table = self._table(ways)
         bytes = np.broadcast_to(sum_of(memory(table)), n)
         fit = (
             fits(table, bytes, self.constants.memory_constants)
@@ -220,10 +227,12 @@ class Kept:
         return bytes, np.broadcast_to(fit, n)
 
     def _seconds(self, ways: Columns) -> tuple[Array, Mask]:
-        """Seconds of a step, and whether it waits for copies from the host. [n]"""
+        """Seconds of a step, and whether computing more again might make it shorter. [n]"""
         n = ways["micro"].size
-        parts = seconds_by_kind(self.base.replaced(**{name: ways[name] for name in SPREAD}), self.constants)
-        return np.broadcast_to(sum_of(parts), n), np.broadcast_to(parts["host"] > 0, n)
+        table = self._table(ways)
+        parts = seconds_by_kind(table, self.constants)
+        waits = (parts["host"] > 0) | by_cost(table)
+        return np.broadcast_to(sum_of(parts), n), np.broadcast_to(waits, n)
 
 
 def _beyond(enough: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
