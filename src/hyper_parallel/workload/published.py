@@ -405,9 +405,11 @@ def shape(name: str) -> Shape:
     found = known(name)
     if found is None:
         hint = nearest(name.lower(), [*names(), *_ALIASES])
+        # All names are a long line: they are told where none is near.
+        known_ones = f"; give one of {', '.join(names())}" if not hint else ""
         raise ConfigError(
-            f"there is no model {name!r} among the published ones{hint}; give one of {', '.join(names())}, or the "
-            "folder of a Transformers model with its config.json"
+            f"there is no model {name!r} among the published ones{hint}{known_ones}; or give the folder of a "
+            "Transformers model with its config.json"
         )
     return found
 
