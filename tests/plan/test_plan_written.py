@@ -105,6 +105,15 @@ def test_a_known_model_is_written_as_it_was_given() -> None:
     assert written(_figures(question, shard=64, zero=3), question, section).data["model"] == section
 
 
+def test_a_strategy_with_a_pipeline_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "strategy.yaml"
+    file.write_text("version: 1\naxes: {shard: 8, pipeline: 8}\npipeline: {schedule: zb-h1}\n")
+    notes: list[str] = []
+    found = given(file, _question(), notes)
+    assert (found["pipeline"], found["schedule"], found["micro"]) == (8, code("schedule", "zb-h1"), 1)
+    assert "micro-batches" in notes[0]
+
+
 def test_columns_alone_are_a_strategy(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("tensor: 8\nshard: 8\nzero: 1\nrecompute: full\n")
@@ -129,6 +138,10 @@ def test_another_batch_is_told(tmp_path: Path) -> None:
         ("tensor_z: 8\n", "named 'tensor_z'"),
         ("- 1\n", "must be a run file"),
         ("schedule: 1f2b\nshard: 64\n", "did you mean '1f1b'"),
+        ("axes: {pipeline: 8, shrad: 8}\n", "shrad"),
+        ("axes: {pipeline: 8, shard: 8}\npipeline: {schedule: 1f2b}\n", "did you mean '1f1b'"),
+        ("version: 1\naxes: 8\n", "axes"),
+        ("version: 1\nstrategy: 8\n", "strategy"),
     ],
 )
 def test_what_is_no_strategy_is_told(text: str, told: str, tmp_path: Path) -> None:

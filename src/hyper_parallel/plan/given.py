@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from hyper_parallel import config
 from hyper_parallel.config import yaml12
 from hyper_parallel.errors import ConfigError
@@ -51,11 +53,11 @@ def _of_columns(data: Mapping[str, Any], question: Question) -> dict[str, float]
 
 def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: list[str]) -> dict[str, float]:
     """Of a run file, or of a Strategy's."""
-    plain, pipeline = _without_pipeline(data)
+    plain, pipeline = _without_pipeline(data, question)
     work = question.workload
     micro: int | None = 1
     if "axes" in data:
-        strategy = config.load_strategy(path) if not pipeline else Strategy.model_validate(plain)
+        strategy = config.load_strategy(path) if not pipeline else _strategy(path, plain)
         notes.append(f"--compare {path}: says nothing of micro-batches; taken: 1 sequence")
     else:
         run = config.from_dict(plain, source=str(path)) if pipeline else config.load(path)
@@ -72,24 +74,30 @@ def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: lis
     return columns
 
 
-def _without_pipeline(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+def _strategy(path: Path, data: Mapping[str, Any]) -> Strategy:
+    """A Strategy's file whose pipeline was taken out."""
+    try:
+        return Strategy.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"--compare {path}: {where}: {first['msg']}") from None
+
+
+def _without_pipeline(data: Mapping[str, Any], question: Question) -> tuple[dict[str, Any], dict[str, float]]:
     """The file without its pipeline, and the columns that this has."""
-    whole = dict(data)
-    section = whole if "axes" in whole else dict(whole.get("strategy") or {})
-    axes = dict(section.get("axes") or {})
-    stages = axes.pop("pipeline", 1)
-    if stages == 1:
-        return whole, {}
-    how = section.pop("pipeline", {})
-    section["axes"] = axes
-    if "axes" not in data:
-        whole["strategy"] = section
-    columns = {
-        "pipeline": float(stages),
-        "schedule": float(code("schedule", how.get("schedule", "1f1b"))),
-        "virtual": float(how.get("virtual", 1)),
-    }
-    return whole, columns
+    section = data if "axes" in data else data.get("strategy")
+    axes = section.get("axes") if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or not isinstance(axes, Mapping) or axes.get("pipeline", 1) == 1:
+        # Whatever is wrong with it is told where it is loaded.
+        return dict(data), {}
+    how = section.get("pipeline")
+    columns = _of_columns(
+        {"pipeline": axes["pipeline"], **(how if isinstance(how, Mapping) else {})}, question
+    )
+    rest = {name: value for name, value in section.items() if name != "pipeline"}
+    rest["axes"] = {name: value for name, value in axes.items() if name != "pipeline"}
+    return (rest if "axes" in data else {**data, "strategy": rest}), columns
 
 
 def _outer_first(data: Mapping[str, Any]) -> tuple[str, ...]:
