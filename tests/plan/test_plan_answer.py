@@ -67,10 +67,14 @@ def test_what_is_simulated_stands_beside_its_forecast(one: Told) -> None:
     from dataclasses import replace
 
     best = one.best[0]
-    refined = [Refined(1.2 * best.seconds, best.peak), Refined(None, None, "cannot be captured")]
+    refined = [
+        Refined(1.2 * best.seconds, 2 * best.capacity, "", False),
+        Refined(None, None, "cannot be captured"),
+    ]
     told = text(replace(one, refined=refined))
     assert "they differ" in told
     assert "+20.0%" in told
+    assert "DOES NOT FIT" in told
     assert "cannot be captured" in told
 
 

@@ -104,6 +104,8 @@ def simulated(one: Told) -> Sheet:
             continue
         apart = found.seconds / best.seconds - 1
         said = "they differ" if abs(apart) > DIFFER else "they agree"
+        if found.fits is False:
+            said += "; ITS PREDICTED PEAK DOES NOT FIT"
         rows.append(
             (
                 str(place),
@@ -175,7 +177,12 @@ def to_json(one: Told) -> dict[str, Any]:
         "best": [found.to_json() for found in one.best],
         "compared": None if one.compared is None else one.compared.to_json(),
         "predicted": [
-            {"step_time_s": found.seconds, "peak_bytes": found.peak, "reason": found.reason}
+            {
+                "step_time_s": found.seconds,
+                "peak_bytes": found.peak,
+                "fits": found.fits,
+                "reason": found.reason,
+            }
             for found in one.refined
         ],
         "counted": one.answer.counted,

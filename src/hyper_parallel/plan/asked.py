@@ -35,6 +35,8 @@ class Refined:
     """Bytes."""
     reason: str = ""
     """Why there is no prediction, or what it leaves out."""
+    fits: bool | None = None
+    """Whether the predicted peak is within a device's memory; None where there is no prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)

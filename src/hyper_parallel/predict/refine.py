@@ -34,4 +34,6 @@ def _refined(file: Written, cluster: Cluster, progress: Callable[[str], None]) -
         found = predict_run(run, cluster.for_workers(world), progress=progress)
     except HyperParallelError as error:
         return Refined(None, None, f"cannot be simulated: {error}")
-    return Refined(found.timeline.step, found.timeline.peak.bytes, "collectives are not hidden in it")
+    return Refined(
+        found.timeline.step, found.timeline.peak.bytes, "no collective is hidden in it", found.fits
+    )
