@@ -15,7 +15,7 @@ hides more of the gradients' reduction: seconds fall first and rise later in k, 
 least k for as long as that helps. Where stages are cut by cost, longer layers may be cut more evenly: all k from the
 least on are tried.
 
-The least memory is with all that may lie on the host there, and none, the core, or all layers computed again:
+The least memory is with as much on the host as fits there, and none, the core, or all layers computed again:
 activations fall with k, and what a recomputed layer needs at once does not depend on it (`Kept.smallest`).
 """
 
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from hyper_parallel.plan.bounds import by_cost
 from hyper_parallel.plan.constants import Constants
-from hyper_parallel.plan.model.memory import fits, memory
+from hyper_parallel.plan.model.memory import HOST_PART, fits, memory, within
 from hyper_parallel.plan.model.step import seconds_by_kind, sum_of
 from hyper_parallel.plan.space import FULL, NONE, Array, Columns, Mask, Space, taken
 from hyper_parallel.plan.table import SPREAD, Table
@@ -83,12 +83,15 @@ class Kept:
         """The way with the least memory; the fastest of those that have it."""
         best = Ways(groups)
         at = np.arange(best.seconds.size)
+        pairs = [(state, moved) for state in self.states for moved in self.moved]
         for mode, share in self.space.again:
-            ways = self._ways(groups, mode, self.states[-1], self.moved[-1], 1.0 if share is None else share)
-            bytes, fit = self._bytes(ways)
-            seconds, _ = self._seconds(ways)
-            least = (bytes < best.bytes) | ((bytes == best.bytes) & (seconds < best.seconds))
-            best.put(at, ways, seconds, bytes, fit & least)
+            # What fits the host decides how much may lie there.
+            for state, moved in pairs:
+                ways = self._ways(groups, mode, float(state), float(moved), 1.0 if share is None else share)
+                bytes, fit = self._bytes(ways)
+                seconds, _ = self._seconds(ways)
+                least = (bytes < best.bytes) | ((bytes == best.bytes) & (seconds < best.seconds))
+                best.put(at, ways, seconds, bytes, fit & least)
         return best
 
     def _whole(self, best: Ways) -> Mask:
@@ -125,8 +128,11 @@ class Kept:
         held = np.zeros(most.size, dtype=np.bool_)
         for mode, share in self.space.again:
             again = np.maximum(most, 1) / self.space.stage(groups) if share is None else share
-            _, fit = self._bytes(self._ways(groups, mode, self.states[-1], self.moved[-1], again))
-            held |= fit & ((most > 0) | (share is not None))
+            # A byte that lies on the host is one less on the device, and the host has only so many.
+            every = self._within(self._ways(groups, mode, self.states[-1], self.moved[-1], again), 0.0)
+            room = self.base.host_bytes * HOST_PART
+            some = self._within(self._ways(groups, mode, self.states[0], self.moved[0], again), room)
+            held |= every & some & ((most > 0) | (share is not None))
         return held
 
     def _moved(self, best: Ways, at: Index, most: Array, bound: Array, limit: float) -> None:
@@ -225,6 +231,15 @@ class Kept:
             else np.ones(n, dtype=np.bool_)
         )
         return bytes, np.broadcast_to(fit, n)
+
+    def _within(self, ways: Columns, elsewhere: Array | float) -> Mask:
+        """Whether they fit the device but for `elsewhere` bytes, whatever the host holds. [n]"""
+        n = ways["micro"].size
+        if not self.bounded:
+            return np.ones(n, dtype=np.bool_)
+        table = self._table(ways)
+        peak = np.broadcast_to(sum_of(memory(table)), n)
+        return np.broadcast_to(within(table, peak - elsewhere, self.constants.memory_constants), n)
 
     def _seconds(self, ways: Columns) -> tuple[Array, Mask]:
         """Seconds of a step, and whether computing more again might make it shorter. [n]"""

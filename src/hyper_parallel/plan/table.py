@@ -155,7 +155,9 @@ class Table:
     supernode_latency: Array
     network_latency: Array
     host_rate: Array
-    """B/s of a device's link to its host, one way; 0 where the cluster does not describe one."""
+    """B/s between a device and its host's memory, each way while both are used; 0 where the cluster describes none."""
+    host_bytes: Array
+    """A device's part of the memory of its host and of a pool; 0 where the cluster describes none."""
     launch: Array
     """Seconds of a kernel's launch."""
     architecture: Array
@@ -353,7 +355,7 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
         "hbm": device.memory.read,
         "launch": device.launch,
         "architecture": float(ARCHITECTURES.index(architecture(device.name))),
-        "host_rate": cluster.links["host"].bandwidth if "host" in cluster.links else 0.0,
+        **_of_host(cluster),
     }
     for level, stands_in in (
         ("node", ("supernode", "network")),
@@ -372,6 +374,19 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
     if cluster.ranks:
         columns["devices"] = float(cluster.ranks)
     return columns
+
+
+def _of_host(cluster: Cluster) -> dict[str, float]:
+    """What a device has beside its own memory. Its link's rate, or its part of the host's where that is less."""
+    if "host" not in cluster.links or cluster.host is None:
+        return {"host_rate": 0.0, "host_bytes": 0.0}
+    host, pool = cluster.host, cluster.pool
+    # Copies out and back share the host's memory, whose reads and writes share one bandwidth.
+    rate = min(cluster.links["host"].reached, min(host.read, host.write) / (2 * host.ranks))
+    return {
+        "host_rate": rate,
+        "host_bytes": host.bytes / host.ranks + (pool.bytes / pool.ranks if pool else 0.0),
+    }
 
 
 def of_profile(profile: Profile) -> dict[str, float]:

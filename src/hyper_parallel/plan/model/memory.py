@@ -20,7 +20,8 @@ the micro-batches that wait (`stages.waiting`).
 gradient, with context parallelism the keys and values that come and go. They are not there while logits are: the
 larger of both counts.                                                                                  (`_working`)
 
-**Host.** What is on the host is not on the device; the buffers that its copies pass through are not counted.
+**Host.** What is on the host is not on the device, and has to fit there (`on_host`, HOST_PART of its bytes); the
+buffers that its copies pass through are not counted.
 
 **Fits.** An allocator reserves more than it has given out, and the driver's and the collectives' own buffers lie
 outside of it: peak · slack + outside ≤ capacity, and each stage has work (`fits`).
@@ -37,6 +38,9 @@ from hyper_parallel.plan.model.activations import Kept, element_bytes, kept
 from hyper_parallel.plan.model.parameters import attention_parameters
 from hyper_parallel.plan.model.stages import Stage, placed, stages
 from hyper_parallel.plan.table import Array, Table
+
+HOST_PART = 0.8
+"""The part of the host's memory that a run may use: the rest is the system's, the data's and the framework's."""
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "working")
 """What the bytes of a rank are for; `gathered` are whole weights and gradients of the layers at work."""
@@ -73,8 +77,38 @@ def memory(t: Table) -> dict[str, Array]:
 
 
 def fits(t: Table, peak: Array, k: MemoryConstants) -> npt.NDArray[np.bool_]:
-    """Whether a peak of allocated bytes fits the device, and every stage has work."""
+    """Whether a peak of allocated bytes fits the device, what is moved fits the host, and every stage has work."""
+    return np.asarray(within(t, peak, k) & (on_host(t) <= t.host_bytes * HOST_PART), dtype=np.bool_)
+
+
+def within(t: Table, peak: Array, k: MemoryConstants) -> npt.NDArray[np.bool_]:
+    """Whether a peak fits the device, whatever the host holds, and every stage has work."""
     return np.asarray((peak * k.slack + k.outside <= t.capacity) & placed(t), dtype=np.bool_)
+
+
+def on_host(t: Table) -> Array:
+    """Bytes of the rank with most of them in the host's memory."""
+    moved = (t.state_on_host > 0) | (t.activations_on_host > 0)
+    if not np.any(moved):
+        return np.zeros(1)
+    here = t.replaced(state_on_host=0.0, activations_on_host=0.0)
+    held, per_token = _held(here), kept(here)
+    most: Array = np.zeros(1)
+    for stage in stages(here):
+        kinds = _counted(here, stage, held, per_token)
+        most = np.maximum(
+            most, t.state_on_host * kinds["optimizer"] + t.activations_on_host * kinds["activations"]
+        )
+    return most
+
+
+def handed(t: Table) -> Array:
+    """Bytes that one micro-batch leaves on a rank for its backward pass, on the device and the host together."""
+    here = t.replaced(activations_on_host=0.0)
+    per_token, most = kept(here), np.zeros(1)
+    for stage in stages(here):
+        most = np.maximum(most, stage.dense * per_token.dense + stage.routed * per_token.routed)
+    return most * t.micro * t.sequence / t.context
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ longer than the pass shows, and the rest slows the pass it runs beside by `besid
 2211.13878; Calculon has 15% there and 2% on InfiniBand).
 
 **The optimizer** reads and writes 28 bytes a parameter of Adam in mixed precision: gradient, master value, two moments,
-and the parameter. State that lies in the host's memory is fetched and stored beside the whole step; what does not fit
-there shows (HyperOffload, arXiv 2602.00748).
+and the parameter. State that lies in the host's memory is fetched and stored beside the passes, activations too; what
+does not fit there shows (HyperOffload, arXiv 2602.00748).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.layout import Ranks
+from hyper_parallel.plan.model.memory import handed
 from hyper_parallel.plan.model.parameters import Held
 from hyper_parallel.plan.table import Array, Table
 
@@ -99,10 +100,18 @@ def updated(t: Table, k: Constants, ranks: Ranks, held: Held, stage_layers: Arra
     return UPDATE_BYTES * elements / (t.hbm * k.memory), STATE_BYTES * elements
 
 
-def fetched(t: Table, state: Array, computing: Array) -> Array:
-    """Seconds that copies of state on the host add to a step that computes for `computing` seconds."""
-    if not np.any(t.state_on_host > 0):
+def fetched(t: Table, state: Array, passes: tuple[Array, Array], times: Array) -> Array:
+    """Seconds that copies to the host and back add to a step.
+
+    `passes`: of a micro-batch on a stage, forward and backward; `times`: how many there are in a step. Activations go
+    out beside the forward pass that makes them and come back beside the backward pass that needs them; state goes both
+    ways at once, beside what is left of the passes.
+    """
+    if not np.any((t.state_on_host > 0) | (t.activations_on_host > 0)):
         return np.zeros(1)
     rate = np.maximum(t.host_rate, 1.0)
-    # Out and back go at once, over the two directions of the link.
-    return np.where(t.state_on_host > 0, np.maximum(t.state_on_host * state / rate - computing, 0.0), 0.0)
+    forward, backward = passes
+    left = t.activations_on_host * handed(t) / rate
+    late = times * (np.maximum(left - forward, 0.0) + np.maximum(left - backward, 0.0))
+    free = times * np.maximum(np.minimum(forward, backward) - left, 0.0) * 2
+    return np.asarray(late + np.maximum(t.state_on_host * state / rate - free, 0.0))

@@ -95,7 +95,8 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
     weights = t.layers / t.pipeline * one.products
     stage_layers = t.layers / t.pipeline
     optimizer, state = updated(t, k, ranks, own, stage_layers)
-    computing = m * stage
+    # The slowest stage's passes, the head's time between them left to hide copies of either.
+    share = stage / np.maximum(passes, 1e-12) * (t.layers * passes / (t.layers * passes + top))
     parts = {
         **_of_layers(one, m * stage_layers, passes),
         "head": m * top / t.pipeline,
@@ -105,7 +106,7 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
         "sums": m * summed(t, k, own, stage_layers),
         "gradients": reduced(t, k, ranks, own, stage_layers, stage),
         "optimizer": optimizer,
-        "host": fetched(t, state, computing),
+        "host": fetched(t, state, (share * forward, share * backward), m),
         "fixed": np.full(1, k.fixed),
     }
     parts["straggling"] = sum_of(parts) * k.straggling * np.log2(np.maximum(t.devices / 8, 1.0))
