@@ -18,21 +18,28 @@ ROUTED = {"experts": 8, "chosen": 2, "expert_ffn": 4096, "shared_ffn": 2048, "de
 EXPERTS = replace(DENSE, name="experts", layers=5, **ROUTED)
 
 
-def cluster(gib: float, slower: float = 1) -> Cluster:
-    """Small nodes of devices with `gib` GiB, and links that are `slower`."""
+def cluster(gib: float, slower: float = 1, host_gib: float | None = None) -> Cluster:
+    """Small nodes of devices with `gib` GiB, links that are `slower`, and `host_gib` GiB of a host for each."""
     h100 = Cluster.named("h100")
     assert h100.device
     memory = replace(h100.device.memory, bytes=gib * 2**30)
     links = {name: replace(link, bandwidth=link.bandwidth / slower) for name, link in h100.links.items()}
-    return replace(h100, node=4, device=replace(h100.device, memory=memory), links=links)
+    assert h100.host
+    host = h100.host if host_gib is None else replace(h100.host, bytes=host_gib * 2**30 * h100.host.ranks)
+    return replace(h100, node=4, host=host, device=replace(h100.device, memory=memory), links=links)
 
 
 def question(
-    model: Shape = DENSE, gib: float = 80.0, devices: int = 8, slower: float = 1, **options: Any
+    model: Shape = DENSE,
+    gib: float = 80.0,
+    devices: int = 8,
+    slower: float = 1,
+    host_gib: float | None = None,
+    **options: Any,
 ) -> Question:
     """A question of few points."""
     work = Workload(model, batch=16, sequence=4096)
-    return Question(workload=work, cluster=cluster(gib, slower), devices=devices, **options)
+    return Question(workload=work, cluster=cluster(gib, slower, host_gib), devices=devices, **options)
 
 
 def base(asked: Question) -> Table:

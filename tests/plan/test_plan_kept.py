@@ -35,6 +35,10 @@ CASES = [
     pytest.param(
         question(DEEP, gib=14.0, slower=100, devices=4, fix={**FEW, "zero": (0, 1)}), id="slow links"
     ),
+    pytest.param(
+        question(DEEP, gib=14.0, slower=30, host_gib=4.0, devices=4, fix={**FEW, "zero": (0, 1)}),
+        id="small host",
+    ),
     # Longer layers may be cut more evenly.
     pytest.param(
         question(
@@ -71,7 +75,7 @@ def test_each_group_has_its_fastest_way(asked: Question) -> None:
     rows = _some(asked)
     kept = Kept(Space(asked), base(asked), K)
     seconds, _ = _best(asked, rows)
-    found = kept.fastest(rows, np.zeros(seconds.size), np.inf)
+    found = kept.fastest(rows, np.zeros(seconds.size), np.full(seconds.size, np.inf))
     assert found.seconds == pytest.approx(seconds, rel=1e-12)
     assert np.isfinite(seconds).any()
     # Some groups fit only with recompute, or with something on the host.
@@ -85,7 +89,9 @@ def test_with_a_limit_what_is_below_it_is_found(asked: Question) -> None:
     rows = _some(asked)
     seconds, _ = _best(asked, rows)
     limit = float(np.median(seconds[np.isfinite(seconds)]))
-    found = Kept(Space(asked), base(asked), K).fastest(rows, np.zeros(seconds.size), limit)
+    found = Kept(Space(asked), base(asked), K).fastest(
+        rows, np.zeros(seconds.size), np.full(seconds.size, limit)
+    )
     below = seconds < limit
     assert found.seconds[below] == pytest.approx(seconds[below], rel=1e-12)
     assert np.all(found.seconds[~below] >= limit)
@@ -104,7 +110,7 @@ def test_a_way_is_what_its_columns_say() -> None:
     asked = CASES[0].values[0]
     assert isinstance(asked, Question)
     rows = _some(asked)
-    found = Kept(Space(asked), base(asked), K).fastest(rows, np.zeros(rows["micro"].size), np.inf)
+    found = Kept(Space(asked), base(asked), K).fastest(rows, np.zeros(120), np.full(120, np.inf))
     fine = np.isfinite(found.seconds)
     seen = forecast(base(asked).replaced(**{name: found.rows[name][fine] for name in SPREAD}), K)
     assert found.seconds[fine] == pytest.approx(seen.seconds)

@@ -22,13 +22,16 @@ Where stages are cut by cost (`by_cost`), the mean stage's pace stands for it: r
 **Recompute and offload** never make a step shorter than without: they lengthen passes (m ≥ 1 of them, against 0.7 that
 may hide) and add copies, with such stages apart. So a bound without them holds with them.
 
-**`Bounds.floor`**, bytes: what is on the host takes none of the device's memory, each way of recompute keeps the least
-where it holds for all layers, and fewer micro-batches wait when a step has one. The least over the ways, and over
-schedules that give a rank one end of the model or both, is the floor.
+**`Bounds.floor`**, bytes: what is on the host takes none of the device's memory, but the host has only so many; each
+way of recompute keeps the least where it holds for all layers. Of schedules that give a rank one end of the model 1F1B
+has the fewest micro-batches waiting: interleaved p - i + (p - 2 i - 1) / v + i, which is no less than p - i at stages
+0, 1 and p - 1 with v ≤ any and p ≥ 2, and GPipe all (`model.stages.waiting`). The least over the ways, and over those
+that give a rank one end or both, is the floor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,10 +39,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hyper_parallel.plan.constants import Constants
-from hyper_parallel.plan.model.memory import memory
+from hyper_parallel.plan.model.layout import Ranks
+from hyper_parallel.plan.model.memory import HOST_PART
+from hyper_parallel.plan.model.parameters import held
 from hyper_parallel.plan.model.pipeline import bubble, micro_batches, pace
+from hyper_parallel.plan.model.state import gathered
 from hyper_parallel.plan.model.step import seconds_by_kind, sum_of
-from hyper_parallel.plan.space import NONE, Array, Columns, Space, full_like, unique
+from hyper_parallel.plan.room import ROUNDING, Room
+from hyper_parallel.plan.space import NONE, SELECTIVE, Array, Columns, Space, full_like, unique
 from hyper_parallel.plan.table import ORDERS, SCHEDULES, SPREAD, Table
 
 PASSES = ("products", "attention", "elementwise", "again", "tensor", "expert", "context", "launches")
@@ -76,8 +83,11 @@ class Splits:
 class Bounds:
     """Bounds for one question's space."""
 
-    def __init__(self, space: Space, base: Table, constants: Constants) -> None:
+    def __init__(self, space: Space, base: Table, constants: Constants, bounded: bool = True) -> None:
+        """`bounded`: by the host's memory."""
         self.space, self.base, self.constants = space, base, constants
+        self.host = float(base.host_bytes[0]) * HOST_PART if bounded else np.inf
+        """Bytes that may lie on the host."""
         self.slower = 1 + constants.straggling * np.log2(max(space.devices / 8, 1.0))
 
     def table(self, rows: Columns, **columns: Array | float) -> Table:
@@ -128,8 +138,8 @@ class Bounds:
         rates = (base.node_rate >= base.supernode_rate) & (inside >= base.network_rate * k.across)
         return bool(np.all(rates)) and k.net_hop >= k.hop
 
-    def splits(self, rows: Columns) -> Splits:
-        """Bounds of rows whose schedule, recompute and offload are open."""
+    def splits(self, rows: Columns, again: Array | float = 0.0) -> Splits:
+        """Bounds of rows whose schedule, recompute and offload are open; `again`: share of layers computed again."""
         # Two parts a rank: no schedule that shares out layers finer has a shorter slowest stage.
         two = (rows["pipeline"] > 1) & (rows["dual"] == 0)
         schedule = np.where(two, float(INTERLEAVED), rows["dual"] * DUALPIPE)
@@ -141,10 +151,26 @@ class Bounds:
         rest = sum_of({name: parts[name] for name in ("sums", "gradients", "optimizer", "fixed")})
         mean = (passes + parts["head"]) / m
         stage = mean + parts["uneven"] / m
-        seconds = (m * mean + rest) * self.slower * _CLOSE
+        longer = self._longer(table, parts, again)
+        layer, mean = layer + longer, mean + each * longer
+        hidden = _HIDING * np.maximum(mean - stage, 0.0)
+        seconds = (m * mean + np.maximum(rest - hidden, 0.0)) * self.slower * _CLOSE
         weights = parts["products"] / (3 * m)
         found = (seconds, rest, layer, head, weights, stage, parts["sends"] / (m * table.virtual))
         return Splits(*(np.broadcast_to(column, two.size) for column in found))
+
+    def _longer(self, table: Table, parts: Mapping[str, Array], again: Array | float) -> Array:
+        """Seconds at least that a layer's passes are longer where so many of the layers are computed again."""
+        times = micro_batches(table) * table.layers / table.pipeline
+        exchanged = (parts["tensor"] + parts["expert"]) / 2
+        forward = parts["products"] / 3 + parts["attention"] / 3.5 + parts["elementwise"] / 2.6 + exchanged
+        backward = 2 * parts["products"] / 3 + 2.5 * parts["attention"] / 3.5
+        backward = backward + 1.6 * parts["elementwise"] / 2.6 + exchanged
+        gathers = gathered(table, Ranks(table, self.constants), held(table)).backward
+        # Gathers that take longer than the backward pass hide what comes beside them.
+        covered = np.maximum(gathers - (1 + self.constants.beside) * backward / times, 0.0)
+        longer: Array = np.maximum(again * forward / times - covered, 0.0)
+        return longer
 
     def scheduled(self, rows: Columns, known: Splits) -> Array:
         """Seconds of a step at least, of rows whose recompute and offload are open. [n]"""
@@ -159,28 +185,42 @@ class Bounds:
         seconds = m * (stage + sends) + waits + np.maximum(known.rest - _HIDING * longer, 0.0)
         return np.broadcast_to(seconds * self.slower * _CLOSE, rows["micro"].size)
 
-    def floor(self, rows: Columns) -> Array:
-        """Bytes of the fullest rank at least, whatever the schedule, recompute and offload. [n]"""
-        space = self.space
-        most = {name: float(shares.max()) for name, shares in space.on_host.items()}
-        least = np.full(rows["micro"].size, np.inf)
-        one = rows["replicate"] * rows["shard"] * rows["micro"]
-        # With all activations on the host no way of recompute keeps less than none at all.
-        none = most["activations_on_host"] == 1 and (NONE, 1.0) in space.again
+    def floor(self, rows: Columns) -> tuple[Array, Array]:
+        """Bytes of the fullest rank, and share of layers computed again, at least, whatever else is open. [n]
+
+        The share is that with which the device is not exceeded: 0 where some way without full recompute may fit.
+        """
+        space, k = self.space, self.constants.memory_constants
+        device = (float(self.base.capacity[0]) - k.outside) / k.slack
+        most = [float(space.on_host[name].max()) for name in ("state_on_host", "activations_on_host")]
+        n = rows["micro"].size
+        least, again = np.full(n, np.inf), np.full(n, 1.0)
         # Where a rank has both ends of the model, its stages are others.
         ends = (
             [0.0, float(ZB_V)]
             if np.any(rows["pipeline"] > 1) and np.any(self.base.dense_layers > 0)
             else [0.0]
         )
-        for mode in {NONE} if none else {mode for mode, _ in space.again}:
-            for schedule in ends:
-                schedules = np.where(rows["dual"] > 0, float(DUALPIPE), schedule)
-                table = self.table(
-                    rows, batch=one, recompute=float(mode), recomputed=1.0, schedule=schedules, **most
-                )
-                least = np.minimum(least, sum_of(memory(table)))
-        return least * _CLOSE
+        modes = {mode for mode, _ in space.again}
+        # Where a kernel keeps the scores on the chip there is nothing that attention's core would forget.
+        if NONE in modes and np.all(self.base.flash > 0):
+            modes.discard(SELECTIVE)
+        for schedule in ends:
+            schedules = np.where(rows["dual"] > 0, float(DUALPIPE), schedule)
+            nothing = self.table(rows, recompute=float(NONE), recomputed=0.0, schedule=schedules)
+            for mode in modes:
+                table = nothing.replaced(recompute=float(mode), recomputed=1.0)
+                any_number = (mode, None) in space.again
+                room = Room.of(nothing, table) if any_number else Room.of(table)
+                floor = room.floor(most[0], most[1], self.host, float(any_number))
+                least = np.minimum(least, floor)
+                if any_number:
+                    again = np.minimum(
+                        again, room.again(most[0], most[1], device * (1 + ROUNDING), self.host)
+                    )
+                else:
+                    again = np.where(floor <= device * (1 + ROUNDING), 0.0, again)
+        return least * _CLOSE, again * _CLOSE
 
 
 def by_cost(table: Table) -> npt.NDArray[np.bool_]:

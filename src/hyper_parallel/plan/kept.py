@@ -1,19 +1,21 @@
 """What is kept, computed again or moved to the host: the best way for strategies that lack only this.
 
 A group is a strategy with degrees, micro-batch, splits, order and schedule. Its ways are: compute nothing again,
-attention's core, or k layers of a stage, times shares of the optimizer's state and of the activations on the host. More
-of any of them takes less memory and, by itself, no less time. So for the fastest way (`Kept.fastest`)
+attention's core, or k layers of a stage, times shares of the optimizer's state and of the activations on the host. Two
+things are monotone in them:
 
-* where keeping everything on the device fits, that is it;
-* k can be no more than what is faster than a limit, and where so much, with all that may lie on the host, does not fit,
-  the group is left out;
-* of shares with which nothing need be computed again, only the least matter, since more are no faster;
-* with other shares the fastest k is the least that fits, found by bisection.
+* more on the host with the same k takes less of the device and, by itself, no less time (`model.state.fetched`);
+* but for copies that show, a step's time does not fall with k.
 
-Two terms are not of that kind. Where copies to the host are what a step waits for, a longer pass costs nothing and
-hides more of the gradients' reduction: seconds fall first and rise later in k, so that the search goes on from the
-least k for as long as that helps. Where stages are cut by cost, longer layers may be cut more evenly: all k from the
-least on are tried.
+So of each kind of recompute, for the fastest way (`Kept.fastest`):
+
+* k is at least what fits with some shares, in closed form (`room`), and at most what is faster than a limit;
+* a way with this least k that waits for no copy is the fastest of its kind, and with k = 0 the fastest of all;
+* of groups where it waits, all ways are forecast that may be faster: each k that is affordable, with the shares that
+  suffice for it and of which no smaller ones do. (Copies may show less the longer the passes are.)
+
+Where stages are cut by cost, longer layers may be cut more evenly: such groups are treated as if they waited, and no k
+is too slow.
 
 The least memory is with as much on the host as fits there, and none, the core, or all layers computed again:
 activations fall with k, and what a recomputed layer needs at once does not depend on it (`Kept.smallest`).
@@ -21,20 +23,28 @@ activations fall with k, and what a recomputed layer needs at once does not depe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
 from hyper_parallel.plan.bounds import by_cost
 from hyper_parallel.plan.constants import Constants
-from hyper_parallel.plan.model.memory import HOST_PART, fits, memory, within
+from hyper_parallel.plan.model.memory import HOST_PART, fits, memory
+from hyper_parallel.plan.model.stages import placed
 from hyper_parallel.plan.model.step import seconds_by_kind, sum_of
-from hyper_parallel.plan.space import FULL, NONE, Array, Columns, Mask, Space, taken
+from hyper_parallel.plan.room import ROUNDING, Room
+from hyper_parallel.plan.space import FULL, NONE, Array, Columns, Mask, Space, taken, unique
 from hyper_parallel.plan.table import SPREAD, Table
 
 Index = npt.NDArray[np.intp]
 COLUMNS = ("recompute", "recomputed", "state_on_host", "activations_on_host")
 _LESS = 1 - 1e-8
 """A group whose best way takes no longer than its bound is done, rounding apart."""
+_ROWS = 4096
+"""Ways that are forecast at once."""
+_ANY = 1e30
+"""Bytes, where there is no limit."""
 
 
 class Ways:
@@ -49,197 +59,222 @@ class Ways:
         self.weighed = 0
         """Ways whose time was forecast."""
 
-    def put(self, at: Index, ways: Columns, seconds: Array, bytes: Array, better: Mask) -> None:
-        """Replace the ways of the groups `at` where they are `better`."""
+    def put(self, at: Index, ways: Columns, seconds: Array, better: Mask) -> None:
+        """Replace the ways of the groups `at` where they are `better`: the last of each group stays."""
         self.weighed += at.size
         for name in COLUMNS:
             self.rows[name][at[better]] = ways[name][better]
-        self.seconds[at[better]], self.bytes[at[better]] = seconds[better], bytes[better]
+        self.seconds[at[better]] = seconds[better]
 
 
 class Kept:
     """Finds the best way of groups of one space."""
 
     def __init__(self, space: Space, base: Table, constants: Constants, bounded: bool = True) -> None:
-        """`base`: what all rows have in common. `bounded`: by the device's memory."""
+        """`base`: what all rows have in common. `bounded`: by the memory of device and host."""
         self.space, self.base, self.constants, self.bounded = space, base, constants, bounded
-        self.states, self.moved = (space.on_host[name] for name in COLUMNS[2:])
+        self.states, self.moved = (np.sort(space.on_host[name]) for name in COLUMNS[2:])
+        self.pairs = [(float(state), float(moved)) for state in self.states for moved in self.moved]
+        k = constants.memory_constants
+        self.device = (float(base.capacity[0]) - k.outside) / k.slack if bounded else _ANY
+        self.host = float(base.host_bytes[0]) * HOST_PART if bounded else _ANY
 
-    def fastest(self, groups: Columns, bound: Array, limit: float) -> Ways:
+    def fastest(self, groups: Columns, bound: Array, limit: Array) -> Ways:
         """The fastest way that fits, of groups that take at least `bound` seconds. [n]
 
-        Of groups whose fastest takes `limit` seconds or more, some way or none.
+        Of groups whose fastest takes as many seconds as their `limit`, or more, some way or none.
         """
         best = Ways(groups)
-        at = np.flatnonzero((bound < limit) & ~self._whole(best))
-        most = self._affordable(taken(groups, at), limit) if at.size else np.zeros(0)
-        held = self._possible(taken(groups, at), most) if at.size else np.zeros(0, dtype=np.bool_)
-        at, most = at[held], most[held]
-        if at.size:
-            self._moved(best, at, most, bound, limit)
+        open_ = bound < limit
+        if self.bounded:
+            open_ &= np.broadcast_to(placed(self._table(groups)), open_.size)
+        for mode, share in self.space.again:
+            # A group that takes no longer than its bound is done.
+            at = np.flatnonzero(open_ & (bound < np.minimum(limit, best.seconds * _LESS)))
+            if at.size:
+                settled = self._of_mode(best, at, mode, share, bound, limit)
+                open_[at[settled]] &= mode != NONE
+        found = np.flatnonzero(best.seconds < limit)
+        if found.size:
+            best.bytes[found] = self._bytes(taken(best.rows, found))
         return best
 
     def smallest(self, groups: Columns) -> Ways:
         """The way with the least memory; the fastest of those that have it."""
         best = Ways(groups)
-        at = np.arange(best.seconds.size)
-        pairs = [(state, moved) for state in self.states for moved in self.moved]
         for mode, share in self.space.again:
-            # What fits the host decides how much may lie there.
-            for state, moved in pairs:
-                ways = self._ways(groups, mode, float(state), float(moved), 1.0 if share is None else share)
-                bytes, fit = self._bytes(ways)
+            room, which = self._room(groups, mode, 1.0 if share is None else share)
+            peaks = np.stack(
+                [
+                    np.where(room.elsewhere(*pair) <= self.host * (1 + ROUNDING), room.peak(*pair), np.inf)
+                    for pair in self.pairs
+                ]
+            )[:, which]
+            # Which of nearly equal ones is least is the model's to say.
+            near = np.isfinite(peaks) & (peaks <= np.min(peaks, axis=0) * (1 + ROUNDING))
+            pair, at = np.nonzero(near)
+            for part in _parts(at.size):
+                some, of = at[part], pair[part]
+                ways = self._ways(taken(groups, some), mode, of, 1.0 if share is None else share)
+                bytes, fit = self._fits(ways)
                 seconds, _ = self._seconds(ways)
-                least = (bytes < best.bytes) | ((bytes == best.bytes) & (seconds < best.seconds))
-                best.put(at, ways, seconds, bytes, fit & least)
+                order = np.flatnonzero(fit)[np.lexsort((-seconds[fit], -bytes[fit]))]
+                some, ways, seconds, bytes = some[order], taken(ways, order), seconds[order], bytes[order]
+                least = bytes < best.bytes[some]
+                least |= (bytes == best.bytes[some]) & (seconds < best.seconds[some])
+                best.put(some, ways, seconds, least)
+                best.bytes[some[least]] = bytes[least]
         return best
 
-    def _whole(self, best: Ways) -> Mask:
-        """Take in groups that fit as they are; of which of them no other way can be faster. [n]"""
-        settled = np.zeros(best.seconds.size, dtype=np.bool_)
-        if (NONE, 1.0) in self.space.again:
-            ways = self._ways(best.groups, NONE, self.states[0], self.moved[0])
-            bytes, fit = self._bytes(ways)
-            at = np.flatnonzero(fit)
-            settled[at] = ~self._take(best, at, taken(ways, at), bytes[at])
+    def _of_mode(
+        self, best: Ways, at: Index, mode: int, share: float | None, bound: Array, limit: Array
+    ) -> Mask:
+        """Take in the fastest ways of one kind of recompute; of which groups there is one that waits for nothing."""
+        groups = taken(best.groups, at)
+        stage = self.space.stage(groups)
+        least = self._least(groups, mode, share, stage)
+        settled = np.zeros(at.size, dtype=np.bool_)
+        fine = np.flatnonzero(np.isfinite(least).any(axis=1))
+        if not fine.size:
+            return settled
+        at, least, stage, groups = at[fine], least[fine], stage[fine], taken(groups, fine)
+        if share is None:
+            most = self._affordable(groups, limit[at])
+            least = np.where(least <= most[:, None], least, np.inf)
+            some = np.flatnonzero(np.isfinite(least).any(axis=1))
+            if not some.size:
+                return settled
+            fine, at, least, stage, groups = (
+                fine[some],
+                at[some],
+                least[some],
+                stage[some],
+                taken(groups, some),
+            )
+        # Of the shares with which the fewest layers suffice, the first: the least state, then the least activations.
+        first = np.argmin(least, axis=1)
+        count = least[np.arange(at.size), first]
+        waits = self._take(best, at, self._ways(groups, mode, first, _share(share, count, stage)))
+        settled[fine] = ~waits
+        on = np.flatnonzero(waits & (bound[at] < np.minimum(limit[at], best.seconds[at] * _LESS)))
+        if on.size:
+            least[np.arange(at.size), first] += 1e-3
+            self._others(best, at[on], mode, share, least[on], limit[at[on]])
         return settled
 
-    def _affordable(self, groups: Columns, limit: float) -> Array:
+    def _others(
+        self, best: Ways, at: Index, mode: int, share: float | None, least: Array, limit: Array
+    ) -> None:
+        """Take in what may be faster than ways that wait; `least` layers suffice for each pair [groups, pairs]."""
+        groups = taken(best.groups, at)
+        stage = self.space.stage(groups)
+        known = np.round(least)
+        most = (
+            self._affordable(groups, np.minimum(limit, best.seconds[at]))
+            if share is None
+            else np.zeros(at.size)
+        )
+        # From where on smaller shares suffice, these are no slower.
+        until = np.minimum(_smaller(known, self.states.size), most[:, None] + 1)
+        # What was looked at has been marked.
+        start = np.where(np.isfinite(known), known + (least > known), np.inf)
+        counts = np.where(start < until, until - start, 0).astype(np.intp)
+        row, pair = np.nonzero(counts)
+        times = counts[row, pair]
+        offset = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+        layers = np.repeat(start[row, pair], times) + offset
+        row, pair = np.repeat(row, times), np.repeat(pair, times)
+        for part in _parts(row.size):
+            some = row[part]
+            ways = self._ways(taken(groups, some), mode, pair[part], _share(share, layers[part], stage[some]))
+            self._take(best, at[some], ways)
+
+    def _least(self, groups: Columns, mode: int, share: float | None, stage: Array) -> Array:
+        """Layers that have to be computed again, with each pair of shares; inf where none fit. [groups, pairs]
+
+        0 where how many is given.
+        """
+        if not self.bounded:
+            return np.full((stage.size, len(self.pairs)), float(share is None))
+        room, which = self._room(groups, mode, share)
+        stages = np.empty(room.fixed.shape[1])
+        stages[which] = stage
+        found = np.empty((stages.size, len(self.pairs)))
+        sure = np.empty_like(found)
+        for index, pair in enumerate(self.pairs):
+            for into, more in ((found, 1 + ROUNDING), (sure, 1 - ROUNDING)):
+                layers = np.ceil(room.least(*pair, self.device * more, self.host * more) * stages)
+                into[:, index] = np.maximum(layers, 1.0) if share is None else layers
+        found, sure = found[which], sure[which]
+        close = found != sure
+        if close.any():
+            row, of = np.nonzero(close)
+            ways = self._ways(taken(groups, row), mode, of, _share(share, found[row, of], stage[row]))
+            _, fit = self._fits(ways)
+            found[row[~fit], of[~fit]] = sure[row[~fit], of[~fit]]
+        return found
+
+    def _room(self, groups: Columns, mode: int, share: float | None) -> tuple[Room, Index]:
+        """Bytes of groups that differ in them, and which of these each group is."""
+        # The order in which axes are laid is the links' matter.
+        first, which = unique({name: groups[name] for name in groups if name in SPREAD and name != "order"})
+        some = taken(groups, first)
+        nothing = {**some, **{name: np.zeros(first.size) for name in COLUMNS}}
+        full = {**nothing, "recompute": np.full(first.size, float(mode))}
+        if share is not None:
+            return Room.of(self._table({**full, "recomputed": np.full(first.size, share)})), which
+        again = self._table({**full, "recomputed": np.ones(first.size)})
+        return Room.of(self._table(nothing), again), which
+
+    def _affordable(self, groups: Columns, limit: Array) -> Array:
         """The most layers of a stage that may be computed again in less than `limit` seconds; 0: none. [n]
 
-        It may be more than that, and never is less.
+        It may be more than that, and never is less. Copies are left out: with none a step is no slower.
         """
         stage = self.space.stage(groups)
-        # With state on the host a longer pass may hide something, so that time says nothing of k.
-        if (FULL, None) not in self.space.again or self.states[0] > 0 or not np.isfinite(limit):
+        if not np.isfinite(limit).any():
             return stage
-        pair = self.states[0], self.moved[0]
-        whole, _ = self._seconds(self._ways(groups, FULL, *pair))
-        one, _ = self._seconds(self._ways(groups, FULL, *pair, 1 / stage))
+
+        def seconds(share: Array | float) -> Array:
+            table = self._table(groups).replaced(recompute=float(FULL), recomputed=share)
+            return np.broadcast_to(sum_of(seconds_by_kind(table, self.constants)), stage.size)
+
+        whole, one = seconds(1.0), seconds(1 / stage)
         # What lies on the straight line is a guess, and holds only if one layer more is too slow.
         each = (whole - one) / np.maximum(stage - 1, 1)
         guess = np.floor(np.clip(1 + (limit - one) / np.maximum(each, 1e-12), 0, stage))
-        more, _ = self._seconds(self._ways(groups, FULL, *pair, np.minimum(guess + 1, stage) / stage))
-        sure = (more >= limit) & ~by_cost(self._table(groups))
-        return np.where(sure, guess, stage)
+        more = seconds(np.minimum(guess + 1, stage) / stage)
+        return np.where((more >= limit) & ~by_cost(self._table(groups)), guess, stage)
 
-    def _possible(self, groups: Columns, most: Array) -> Mask:
-        """Which groups fit in some way that computes again no more than `most` layers. [n]"""
-        held = np.zeros(most.size, dtype=np.bool_)
-        for mode, share in self.space.again:
-            again = np.maximum(most, 1) / self.space.stage(groups) if share is None else share
-            # A byte that lies on the host is one less on the device, and the host has only so many.
-            every = self._within(self._ways(groups, mode, self.states[-1], self.moved[-1], again), 0.0)
-            room = self.base.host_bytes * HOST_PART
-            some = self._within(self._ways(groups, mode, self.states[0], self.moved[0], again), room)
-            held |= every & some & ((most > 0) | (share is not None))
-        return held
-
-    def _moved(self, best: Ways, at: Index, most: Array, bound: Array, limit: float) -> None:
-        """Take in the fastest ways with each pair of shares on the host, of the groups `at`."""
-        pairs = (at.size, self.states.size, self.moved.size)
-        group, state, moved = (axis.ravel() for axis in np.indices(pairs))
-        open_ = np.ones(group.size, dtype=np.bool_)
-        for mode, share in self.space.again:
-            # A group that takes no longer than its bound is done.
-            hope = bound[at] < np.minimum(limit, best.seconds[at] * _LESS)
-            index = np.flatnonzero(open_ & hope[group] & ((share is not None) | (most[group] > 0)))
-            if not index.size:
-                continue
-            groups = taken(best.groups, at[group[index]])
-            ways = self._ways(
-                groups,
-                mode,
-                self.states[state[index]],
-                self.moved[moved[index]],
-                1.0 if share is None else share,
-            )
-            if share is None:
-                ways = self._least(ways, most[group[index]])
-            bytes, fit = self._bytes(ways)
-            if mode == NONE:
-                enough = np.zeros(pairs, dtype=np.bool_)
-                enough.ravel()[index[fit]] = True
-                # With shares that suffice, larger ones need not be looked at.
-                larger = _beyond(enough).ravel()
-                fit = fit & ~larger[index]
-                open_ &= ~larger
-            fine = index[fit]
-            waits = self._take(best, at[group[fine]], taken(ways, fit), bytes[fit])
-            if mode == NONE:
-                open_[fine[~waits]] = False
-
-    def _take(self, best: Ways, at: Index, ways: Columns, bytes: Array) -> Mask:
-        """Take in ways that fit, of the groups `at`, where they are faster; which might be shorter with more. [ways]
-
-        Those of them that compute layers again go on to more layers.
-        """
+    def _take(self, best: Ways, at: Index, ways: Columns) -> Mask:
+        """Take in ways of the groups `at` where they are faster; which might be shorter with more. [ways]"""
         seconds, waits = self._seconds(ways)
-        waited, before = waits, np.full(at.size, np.inf)
-        while at.size:
-            # Several ways may be of one group: the last that is put stays, so the best is put last.
-            order = np.lexsort((-bytes, -seconds))
-            sorted_ = taken(ways, order)
-            better = seconds[order] < best.seconds[at[order]]
-            best.put(at[order], sorted_, seconds[order], bytes[order], better)
-            stage = self.space.stage(ways)
-            more = np.round(ways["recomputed"] * stage) + 1
-            counted = (ways["recompute"] == FULL) & ((FULL, None) in self.space.again)
-            helps = (seconds < before) | by_cost(self._table(ways))
-            on = waits & counted & (more <= stage) & helps
-            at, before, ways = at[on], seconds[on], {**taken(ways, on), "recomputed": (more / stage)[on]}
-            bytes, _ = self._bytes(ways)
-            seconds, waits = self._seconds(ways)
-        return waited
+        # Several ways may be of one group: the last that is put stays, so the best is put last.
+        order = np.argsort(-seconds, kind="stable")
+        at = at[order]
+        best.put(at, taken(ways, order), seconds[order], seconds[order] < best.seconds[at])
+        return waits
 
-    def _least(self, ways: Columns, most: Array) -> Columns:
-        """With the fewest recomputed layers that fit, `most` of them where none does."""
-        stage = self.space.stage(ways)
-        _, fit = self._bytes({**ways, "recomputed": most / stage})
-        high = most.copy()
-        # Where the most does not suffice, fewer do not either.
-        low = np.where(fit, 0.0, high - 1)
-        while (index := np.flatnonzero(high - low > 1)).size:
-            middle = np.ceil((low[index] + high[index]) / 2)
-            _, fit = self._bytes({**taken(ways, index), "recomputed": middle / stage[index]})
-            low[index], high[index] = np.where(fit, low[index], middle), np.where(fit, middle, high[index])
-        return {**ways, "recomputed": high / stage}
-
-    def _ways(
-        self,
-        groups: Columns,
-        mode: int,
-        state: Array | float,
-        moved: Array | float,
-        recomputed: Array | float = 1.0,
-    ) -> Columns:
+    def _ways(self, groups: Columns, mode: int, pair: Index, recomputed: Array | float) -> Columns:
         n = groups["micro"].size
+        state, moved = np.array(self.pairs)[pair].T
         values = (float(mode), recomputed, state, moved)
         return {**groups, **{name: np.broadcast_to(v, n) for name, v in zip(COLUMNS, values, strict=True)}}
 
     def _table(self, rows: Columns) -> Table:
         return self.base.replaced(**{name: rows[name] for name in SPREAD if name in rows})
 
-    def _bytes(self, ways: Columns) -> tuple[Array, Mask]:
-        """Bytes of the fullest rank, and whether they fit. [n]"""
-        n = ways["micro"].size
-        table = self._table(ways)
-        bytes = np.broadcast_to(sum_of(memory(table)), n)
-        fit = (
-            fits(table, bytes, self.constants.memory_constants)
-            if self.bounded
-            else np.ones(n, dtype=np.bool_)
-        )
-        return bytes, np.broadcast_to(fit, n)
+    def _bytes(self, ways: Columns) -> Array:
+        """Bytes of the fullest rank. [n]"""
+        return np.broadcast_to(sum_of(memory(self._table(ways))), ways["micro"].size)
 
-    def _within(self, ways: Columns, elsewhere: Array | float) -> Mask:
-        """Whether they fit the device but for `elsewhere` bytes, whatever the host holds. [n]"""
-        n = ways["micro"].size
+    def _fits(self, ways: Columns) -> tuple[Array, Mask]:
+        """Bytes of the fullest rank, and whether they fit. [n]"""
+        bytes = self._bytes(ways)
         if not self.bounded:
-            return np.ones(n, dtype=np.bool_)
-        table = self._table(ways)
-        peak = np.broadcast_to(sum_of(memory(table)), n)
-        return np.broadcast_to(within(table, peak - elsewhere, self.constants.memory_constants), n)
+            return bytes, np.ones(bytes.size, dtype=np.bool_)
+        fit = fits(self._table(ways), bytes, self.constants.memory_constants)
+        return bytes, np.broadcast_to(fit, bytes.size)
 
     def _seconds(self, ways: Columns) -> tuple[Array, Mask]:
         """Seconds of a step, and whether computing more again might make it shorter. [n]"""
@@ -250,10 +285,20 @@ class Kept:
         return np.broadcast_to(sum_of(parts), n), np.broadcast_to(waits, n)
 
 
-def _beyond(enough: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Pairs of shares [groups, states, moved] that are larger, in one or both, than a pair that is `enough`."""
-    reached = np.logical_or.accumulate(np.logical_or.accumulate(enough, axis=1), axis=2)
-    beyond = np.zeros_like(enough)
-    beyond[:, 1:] |= reached[:, :-1]
-    beyond[:, :, 1:] |= reached[:, :, :-1]
-    return beyond
+def _share(share: float | None, layers: Array, stage: Array) -> Array | float:
+    return layers / stage if share is None else share
+
+
+def _smaller(least: Array, states: int) -> Array:
+    """The least of all pairs of shares [groups, pairs] that are smaller in one or both; inf where there is none."""
+    grid = least.reshape(least.shape[0], states, -1)
+    reached = np.minimum.accumulate(np.minimum.accumulate(grid, axis=1), axis=2)
+    found = np.full_like(grid, np.inf)
+    found[:, 1:] = reached[:, :-1]
+    found[:, :, 1:] = np.minimum(found[:, :, 1:], reached[:, :, :-1])
+    return found.reshape(least.shape)
+
+
+def _parts(n: int) -> Iterator[slice]:
+    for start in range(0, n, _ROWS):
+        yield slice(start, min(n, start + _ROWS))

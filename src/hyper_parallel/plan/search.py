@@ -6,28 +6,33 @@ that what it finds early excludes much of the rest. For what lacks only what is 
 finds the best way without listing them all. So the answer is the optimum of the model, and its gap is 0.
 
 One strategy is told for each set of degrees (with data = replicate · shard), so that the ten best differ in more than
-a code. Ties go to the smaller peak, then to the first in the order of columns.
+a code; so a strategy has to be faster than what was found with its degrees, too. Ties go to fewer axes, then to the
+smaller peak, then to the first in the order of columns; of ties that differ in data and context alone one is told.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.plan.bounds import Bounds
 from hyper_parallel.plan.constants import Constants
-from hyper_parallel.plan.kept import Kept
+from hyper_parallel.plan.kept import Index, Kept
 from hyper_parallel.plan.model.step import Forecast, forecast
 from hyper_parallel.plan.question import Question
-from hyper_parallel.plan.space import Array, Columns, Counts, Mask, Space, taken
+from hyper_parallel.plan.space import DEGREES, Array, Columns, Counts, Mask, Space, taken, unique
 from hyper_parallel.plan.table import CODES, SPREAD, Table
 
 CHUNK = 4096
 """Rows that are forecast at once: their columns stay in a core's cache."""
+EQUAL = 1e-9
+"""Figures that differ by less, as a share, are equal."""
+DIVE = 256
+"""Rows of degrees and micro-batch of which one strategy each is forecast before the search begins."""
 FIRST = 32
 """Rows of degrees and micro-batch that the search begins with; each later batch is twice as large."""
 
@@ -138,55 +143,77 @@ def _nothing_legal(question: Question) -> str:
     )
 
 
-@dataclass
 class _Found:
     """The best row of each set of degrees so far, and what is still worth looking at."""
 
-    top: int
-    by_memory: bool
-    rows: dict[tuple[float, ...], tuple[tuple[float, ...], dict[str, float]]] = field(default_factory=dict)
-    worst: tuple[float, float] = (float("inf"), float("inf"))
-    """Seconds and bytes of the last of the best; in the other order where bytes are minimised."""
+    def __init__(self, top: int, by_memory: bool, kinds: int) -> None:
+        """`kinds`: how many sets of degrees there are; rows say in a column `kind` which they have."""
+        self.top, self.by_memory = top, by_memory
+        self.rows: dict[int, tuple[tuple[float, ...], dict[str, float]]] = {}
+        self.own: Array = np.full(kinds, np.inf)
+        """Seconds of the best of each set of degrees."""
+        self.worst: tuple[float, float] = (float("inf"), float("inf"))
+        """Seconds of the last of the best; its bytes and seconds where bytes are minimised."""
 
-    def worth(self, seconds: Array, bytes: Array | None = None) -> Mask:
+    def limit(self, rows: Columns) -> Array:
+        """Seconds from which on rows are no better than what was found, here or with the same degrees. [n]"""
+        found: Array = np.minimum(self.worst[0], self.own[rows["kind"].astype(np.intp)]) * (1 + 2 * EQUAL)
+        return found
+
+    def worth(self, rows: Columns, seconds: Array, bytes: Array) -> Mask:
         """Which rows may be among the best, from bounds of their figures."""
         if not self.by_memory:
-            return seconds < self.worst[0]
-        assert bytes is not None
+            return seconds < self.limit(rows)
         least, late = self.worst
-        return (bytes < least) | ((bytes <= least * (1 + 1e-9)) & (seconds < late))
+        return (bytes < least) | ((bytes <= least * (1 + EQUAL)) & (seconds < late))
 
     def add(self, rows: Columns, seconds: Array, bytes: Array) -> None:
         """Take in what is better than the last of the best."""
-        some = np.flatnonzero(self.worth(seconds, bytes))
+        some = np.flatnonzero(self.worth(rows, seconds, bytes))
         if not some.size:
             return
-        first, second = (bytes, seconds) if self.by_memory else (seconds, bytes)
-        keys = np.stack([rows["replicate"] * rows["shard"], *(rows[name] for name in _DISTINCT)], axis=1)[
-            some
-        ]
-        columns = [rows[name][some] for name in SPREAD]
-        order = np.lexsort((*reversed(columns), second[some], first[some]))
-        _, best = np.unique(keys[order], axis=0, return_index=True)
-        for index in order[np.sort(best)]:
-            at = some[index]
-            row = {name: float(rows[name][at]) for name in SPREAD}
-            rank = (float(first[at]), float(second[at]), *row.values())
-            key = tuple(keys[index])
-            if key not in self.rows or rank < self.rows[key][0]:
-                self.rows[key] = (rank, row)
-        ranks = sorted(rank for rank, _ in self.rows.values())
-        if len(ranks) >= self.top:
-            self.worst = ranks[self.top - 1][:2]  # type: ignore[assignment]
-            self.rows = {key: one for key, one in self.rows.items() if one[0] <= ranks[self.top - 1]}
+        rows, seconds, bytes = taken(rows, some), _even(seconds[some]), bytes[some]
+        several = sum(((rows[name] > 1).astype(np.float64) for name in DEGREES), np.zeros(some.size))
+        ranks = [bytes, seconds, several] if self.by_memory else [seconds, several, bytes]
+        ranks += [rows[name] for name in SPREAD]
+        order = np.lexsort(ranks[::-1])
+        _, best = np.unique(rows["kind"][order], return_index=True)
+        for at in order[best]:
+            kind, rank = int(rows["kind"][at]), tuple(float(column[at]) for column in ranks)
+            if kind not in self.rows or rank < self.rows[kind][0]:
+                self.rows[kind] = (rank, {name: float(rows[name][at]) for name in SPREAD})
+                self.own[kind] = seconds[at]
+        # Of rows that differ in what splits tokens alone only one may be told in the end.
+        told: dict[tuple[float, ...], tuple[float, ...]] = {}
+        for rank, row in sorted(self.rows.values(), key=lambda one: one[0]):
+            told.setdefault(_split(row), rank)
+        if len(told) >= self.top:
+            last = list(told.values())[self.top - 1]
+            self.worst = last[:2]  # type: ignore[assignment]
+            self.rows = {kind: one for kind, one in self.rows.items() if one[0][0] <= last[0]}
 
     def best(self) -> list[dict[str, float]]:
-        """The rows, best first."""
-        return [row for _, row in sorted(self.rows.values(), key=lambda one: one[0])[: self.top]]
+        """The rows, best first; of rows that take as long and differ in what splits tokens alone, the first."""
+        told: dict[tuple[float, ...], dict[str, float]] = {}
+        for rank, row in sorted(self.rows.values(), key=lambda one: one[0]):
+            told.setdefault((*rank[: 1 + self.by_memory], *_split(row)), row)
+        return list(told.values())[: self.top]
 
 
-_DISTINCT = ("pipeline", "tensor_x", "tensor_y", "context", "expert")
-"""With the number of ranks that see other data: what tells the best strategies from each other."""
+def _split(row: Mapping[str, float]) -> tuple[float, ...]:
+    """Degrees of a strategy, ranks that see other tokens taken together."""
+    return tuple(row[name] for name in ("pipeline", "tensor_x", "tensor_y", "expert"))
+
+
+def _even(seconds: Array) -> Array:
+    """Rounded, so that sums of the same in another order are equal."""
+    grain = EQUAL * 10.0 ** np.ceil(np.log10(seconds))
+    found: Array = np.round(seconds / grain) * grain
+    return found
+
+
+_DISTINCT = ("data", "pipeline", "tensor_x", "tensor_y", "context", "expert")
+"""What tells the best strategies from each other."""
 
 
 class _Search:
@@ -199,9 +226,8 @@ class _Search:
         self.base = Table.of(
             question.workload, question.cluster, question.profile, devices=float(question.devices)
         )
-        self.bounds = Bounds(self.space, self.base, constants)
+        self.bounds = Bounds(self.space, self.base, constants, bounded)
         self.by_memory = question.objective == "memory"
-        self.found = _Found(question.top, self.by_memory)
         self.counted = 0
         self.pruned = dict.fromkeys(PRUNED, 0)
         self.why = "size" if self.by_memory else "time"
@@ -211,16 +237,20 @@ class _Search:
         """The best, best first."""
         rows, points = self._listed()
         self.counted = int(points.sum())
+        first, kind = unique({name: rows[name].astype(np.float64) for name in _DISTINCT})
+        rows["kind"] = kind.astype(np.float64)
+        self.found = _Found(self.question.top, self.by_memory, first.size)
         bound = self._smallest(rows) if self.by_memory else self.bounds.alone(rows)
         order = np.argsort(bound, kind="stable")
+        if not self.by_memory:
+            self._dive(taken(rows, order[:DIVE]))
         start, size = 0, FIRST
         while start < order.size:
             some = order[start : start + size]
             # The bounds ascend: with the first of them all that follow are excluded.
-            worth = (
-                self._worth(np.zeros(some.size), bound[some]) if self.by_memory else self._worth(bound[some])
-            )
-            if not worth.any():
+            least = np.zeros(some.size) if self.by_memory else bound[some]
+            worth = self.found.worth(taken(rows, some), least, bound[some])
+            if not self._ahead(float(bound[some[0]])):
                 self.pruned[self.why] += int(points[order[start:]].sum())
                 break
             self._prune(points[some], worth)
@@ -233,6 +263,7 @@ class _Search:
         rows, _ = self.space.micro.expand(self.space.degrees())
         rows, _ = self.space.dual.expand(rows)
         points = self.space.counts(rows)
+        rows["data"] = rows["replicate"] * rows["shard"]
         return taken(rows, points > 0), points[points > 0]
 
     def _smallest(self, rows: Columns) -> Array:
@@ -241,7 +272,7 @@ class _Search:
         for part in _chunks(least.size, CHUNK):
             split, parent = self.space.splits.expand(taken(rows, part))
             for piece in _chunks(parent.size, CHUNK):
-                floor = self.bounds.floor(taken(split, piece))
+                floor, _ = self.bounds.floor(taken(split, piece))
                 np.minimum.at(least, parent[piece] + part.start, floor)
         return least
 
@@ -249,33 +280,49 @@ class _Search:
         table = self.base.replaced(**row)
         return Choice(table, forecast(table, self.constants))
 
-    def _worth(self, seconds: Array, bytes: Array | None = None) -> Mask:
-        return self.found.worth(seconds, bytes)
+    def _ahead(self, bound: float) -> bool:
+        """Whether anything with this bound may be among the best, whatever its degrees."""
+        return bound <= self.found.worst[0] * (1 + 2 * EQUAL)
 
     def _prune(self, points: Counts, worth: Mask) -> None:
         self.pruned[self.why] += int(points[~worth].sum())
+
+    def _dive(self, rows: Columns) -> None:
+        """Take in a likely strategy of each of these degrees, so that the search begins with a limit."""
+        split, parent = self.space.splits.expand(rows)
+        floor, again = self.bounds.floor(split)
+        index = np.flatnonzero(self._within(floor))
+        laid, inner = self.space.orders.expand(taken(split, index))
+        known = self.bounds.splits(laid, again[index][inner])
+        index = _least(parent[index][inner], known.seconds)
+        some, inner = self.space.schedules.expand(taken(laid, index))
+        seconds = self.bounds.scheduled(some, known.take(index).take(inner))
+        index = _least(inner, seconds)
+        kept = Kept(self.space, self.base, self.constants, self.bounded)
+        best = kept.fastest(taken(some, index), seconds[index], np.full(index.size, np.inf))
+        self.found.add(best.rows, best.seconds, best.bytes)
 
     def _degrees(self, rows: Columns) -> None:
         """All below rows of degrees and micro-batch."""
         split, parent = self.space.splits.expand(rows)
         below = self.space.kept_counts(rows) * self.space.schedules.counts(rows)
         under = (below * self.space.orders.counts(rows))[parent]
-        floor = np.empty(parent.size)
+        floor, again = np.empty(parent.size), np.empty(parent.size)
         for part in _chunks(parent.size, CHUNK):
-            floor[part] = self.bounds.floor(taken(split, part))
+            floor[part], again[part] = self.bounds.floor(taken(split, part))
         held = self._within(floor)
         self.pruned["memory"] += int(under[~held].sum())
-        split, parent, floor = taken(split, held), parent[held], floor[held]
+        split, parent, floor, again = taken(split, held), parent[held], floor[held], again[held]
         for part in _chunks(parent.size, CHUNK // 4):
             laid, inner = self.space.orders.expand(taken(split, part))
-            weight, least = below[parent[part]][inner], floor[part][inner]
+            weight, least, more = below[parent[part]][inner], floor[part][inner], again[part][inner]
             for piece in _chunks(inner.size, CHUNK):
-                self._laid(taken(laid, piece), weight[piece], least[piece])
+                self._laid(taken(laid, piece), weight[piece], least[piece], more[piece])
 
-    def _laid(self, rows: Columns, points: Counts, floor: Array) -> None:
+    def _laid(self, rows: Columns, points: Counts, floor: Array, again: Array) -> None:
         """All below rows with degrees, micro-batch, splits and order."""
-        known = self.bounds.splits(rows)
-        worth = self._worth(known.seconds, floor)
+        known = self.bounds.splits(rows, 0.0 if self.by_memory else again)
+        worth = self.found.worth(rows, known.seconds, floor)
         self._prune(points, worth)
         index = np.flatnonzero(worth)
         index = index[np.argsort(known.seconds[index], kind="stable")]
@@ -288,7 +335,7 @@ class _Search:
             order = np.argsort(seconds, kind="stable")
             for piece in _chunks(order.size, CHUNK // 4):
                 at = order[piece]
-                worth = self._worth(seconds[at], least[at])
+                worth = self.found.worth(taken(some, at), seconds[at], least[at])
                 self._prune(below[at], worth)
                 at = at[worth]
                 if at.size:
@@ -297,7 +344,7 @@ class _Search:
     def _kept(self, rows: Columns, points: Counts, bound: Array) -> None:
         """Below rows that lack only what is computed again and what is moved."""
         kept = Kept(self.space, self.base, self.constants, self.bounded)
-        best = kept.smallest(rows) if self.by_memory else kept.fastest(rows, bound, self.found.worst[0])
+        best = kept.smallest(rows) if self.by_memory else kept.fastest(rows, bound, self.found.limit(rows))
         self.weighed += best.weighed
         self.pruned["kept"] += int(points.sum()) - best.weighed
         self.found.add(best.rows, best.seconds, best.bytes)
@@ -306,6 +353,13 @@ class _Search:
         k = self.constants.memory_constants
         fits: Mask = bytes * k.slack + k.outside <= self.base.capacity
         return fits | (not self.bounded)
+
+
+def _least(of: Counts, seconds: Array) -> Index:
+    """The row with the least seconds of each of what rows are `of`."""
+    order = np.lexsort((seconds, of))
+    _, first = np.unique(of[order], return_index=True)
+    return order[first]
 
 
 def _chunks(n: int, size: int) -> Iterator[slice]:

@@ -65,8 +65,7 @@ class MemoryConstants:
 
 def memory(t: Table) -> dict[str, Array]:
     """Bytes of the fullest rank by kind of KINDS; their sum is its peak of allocated bytes."""
-    held, per_token = _held(t), kept(t)
-    counted = [_counted(t, stage, held, per_token) for stage in stages(t)]
+    counted = by_stage(t)
     if len(counted) == 1:
         return counted[0]
     peaks = np.stack([np.broadcast_to(_sum(kinds), t.n) for kinds in counted])
@@ -74,6 +73,12 @@ def memory(t: Table) -> dict[str, Array]:
     return {
         kind: np.choose(fullest, [np.broadcast_to(kinds[kind], t.n) for kinds in counted]) for kind in KINDS
     }
+
+
+def by_stage(t: Table) -> list[dict[str, Array]]:
+    """Bytes by kind of KINDS of a rank of each stage that may be the fullest (`stages`)."""
+    held, per_token = _held(t), kept(t)
+    return [_counted(t, stage, held, per_token) for stage in stages(t)]
 
 
 def fits(t: Table, peak: Array, k: MemoryConstants) -> npt.NDArray[np.bool_]:
@@ -92,10 +97,8 @@ def on_host(t: Table) -> Array:
     if not np.any(moved):
         return np.zeros(1)
     here = t.replaced(state_on_host=0.0, activations_on_host=0.0)
-    held, per_token = _held(here), kept(here)
     most: Array = np.zeros(1)
-    for stage in stages(here):
-        kinds = _counted(here, stage, held, per_token)
+    for kinds in by_stage(here):
         most = np.maximum(
             most, t.state_on_host * kinds["optimizer"] + t.activations_on_host * kinds["activations"]
         )
