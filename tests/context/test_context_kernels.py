@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hyper_parallel.shard.context import kernels
-from hyper_parallel.shard.context.kernels import attend, attend_backward, merge
+from hyper_parallel.shard.context.kernels import attend, attend_backward
+from hyper_parallel.shard.context.runs import Runs
 
 
 @pytest.fixture(params=["kernel", "plain"])
@@ -38,10 +39,10 @@ def test_blocks_merged_are_attention_to_all_keys(arithmetic: str, pairs: int, va
     wanted.backward(gradient)
     with torch.no_grad():
         parts = [(slice(0, 4)), (slice(4, 10))]
-        out, lse = torch.zeros_like(wanted), torch.full((2, 4, 6), float("-inf"), dtype=torch.float64)
+        runs = Runs(q, values)
         for part in parts:
-            more = attend(q, k[:, :, part], v[:, :, part], mask[..., part], False, 0.3)
-            out, lse = merge(out, lse, *more)
+            runs.add((0, 6), *attend(q, k[:, :, part], v[:, :, part], mask[..., part], False, 0.3))
+        out, lse = runs.together(q.dtype)
         torch.testing.assert_close(out, wanted, rtol=0, atol=1e-13)
         dq = torch.zeros_like(q)
         for part in parts:
@@ -68,7 +69,10 @@ def test_a_query_that_sees_nothing_gets_nothing_and_gives_nothing(arithmetic: st
     out, lse = attend(q, k, v, mask, False, 0.5)
     assert not out[:, :, 1].any()
     assert bool((lse[:, :, 1] == float("-inf")).all())
-    merged, both = merge(out, lse, out, lse)
+    runs = Runs(q, 4)
+    for _ in range(2):
+        runs.add((0, 3), out, lse)
+    merged, both = runs.together(q.dtype)
     assert not merged.isnan().any()
     dq, dk, dv = attend_backward(torch.ones_like(out), q, k, v, merged, both, mask, False, 0.5)
     assert not dq[:, :, 1].any()

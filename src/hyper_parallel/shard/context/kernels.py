@@ -1,9 +1,9 @@
-"""Attention of one block of keys with its log-sum-exp, and the merging of blocks.
+"""Attention of one block of keys with its log-sum-exp, and the shares of two blocks in what both give.
 
 For scores s = scale · q kᵀ (soft-capped: c · tanh(s / c)) over the keys that a query sees:
 
     lse = log Σ exp(s),   out = Σ exp(s − lse) v                                        `attend`
-    lse = log(exp(lse₁) + exp(lse₂)),   out = Σᵢ exp(lseᵢ − lse) outᵢ                   `merge`
+    lse = log(exp(lse₁) + exp(lse₂)),   out = Σᵢ exp(lseᵢ − lse) outᵢ                   `shares`
 
 (FlashAttention, arXiv 2205.14135, section 3.1). From the *whole* lse and out, a block's part of the gradients follows
 by itself: P = exp(s − lse), dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O)), dQ = scale · dS K, dK = scale · dSᵀ Q
@@ -79,12 +79,11 @@ def attend_backward(
     return dq, dk, dv
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of two sets of keys together. Neither may have seen anything."""
+def shares(lse: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse of two sets of keys together, the share exp(lseᵢ − lse) of each). Either may have seen nothing."""
     both = torch.logaddexp(lse, more_lse)
     safe = unseen_last(both)
-    shares = ((one - safe).exp().unsqueeze(-1) for one in (lse, more_lse))
-    return out * next(shares) + more.to(out.dtype) * next(shares), both
+    return both, (lse - safe).exp(), (more_lse - safe).exp()
 
 
 def unseen_last(lse: Tensor) -> Tensor:

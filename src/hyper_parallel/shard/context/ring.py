@@ -24,8 +24,9 @@ from hyper_parallel.compat.local_tensor import is_simulated, per_rank_int
 from hyper_parallel.layout.layout import Interval
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.context.blocks import Block, blocks, steps
-from hyper_parallel.shard.context.kernels import accumulation, attend, attend_backward, merge, unseen_last
+from hyper_parallel.shard.context.kernels import accumulation, attend, attend_backward, unseen_last
 from hyper_parallel.shard.context.mask import ContextMask
+from hyper_parallel.shard.context.runs import Runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,20 +102,16 @@ def _arrived(begun: Tensor) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:  # type: ignore[override]
-        total = accumulation(q.dtype)
-        out = q.new_zeros((*q.shape[:3], kv.size(-1) - ring.keys), dtype=total)
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=total)
+        runs, total = Runs(q, kv.size(-1) - ring.keys), accumulation(q.dtype)
         for distance, block in _blocks_of_keys(ring, kv):
             for (q0, q1), (k0, k1), mask, causal in ring.work(distance, q):
                 k, v = _parts(block[:, :, k0:k1], ring)
-                more = attend(q[:, :, q0:q1], k, v, mask, causal, ring.scale, ring.softcap)
-                here = slice(q0, q1)
-                out[:, :, here], lse[:, :, here] = merge(out[:, :, here], lse[:, :, here], *more)
+                runs.add((q0, q1), *attend(q[:, :, q0:q1], k, v, mask, causal, ring.scale, ring.softcap))
+        out, lse = runs.together(q.dtype if sinks is None else total)
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.to(total)[None, :, None])
-            out = out * (lse - with_sinks).exp().unsqueeze(-1)
+            out = (out * (lse - with_sinks).exp().unsqueeze(-1)).to(q.dtype)
             lse = with_sinks
-        out = out.to(q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, kv, sinks, out, lse)
         return out

@@ -1,0 +1,39 @@
+"""Layers of split positions that are computed again keep what they are given, and nothing of how blocks were merged."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.captured import family_config, micro_batches, recipe_of, shape_of
+from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.graph import lifetimes
+from hyper_parallel.train.whole_step import capture_step
+from hyper_parallel.verify.families import FAMILIES
+from hyper_parallel.verify.matrix import draw_batch
+
+FP32 = 4
+
+
+@pytest.mark.parametrize(("method", "context"), [("ring", 4), ("ulysses", 4)])
+def test_a_layer_that_is_computed_again_keeps_its_positions_alone(method: str, context: int) -> None:
+    family = {**FAMILIES["llama"], "num_hidden_layers": 1}
+    # Rows of several documents: all blocks have masks, so that queries are cut the most.
+    batch = draw_batch(family)
+    strategy = {
+        "axes": {"context": context},
+        "context": {"method": method},
+        "memory": {"recompute": "layer"},
+    }
+    config = family_config(family, strategy, None)
+    with fake_ranks(context, 0):
+        recipe = recipe_of(family, config)
+        micro = micro_batches(recipe.handle, config, batch)
+        step = capture_step(recipe, shape_of(micro, True))
+    kept = [
+        life.bytes
+        for life in lifetimes(step)
+        if life.kind == "activation" and life.module.startswith("model.layers.")
+    ]
+    positions = batch["input_ids"].numel() // context
+    # What the layer gives, which the last norm is given; what it was given is the embedding's.
+    assert kept == [positions * family["hidden_size"] * FP32]
