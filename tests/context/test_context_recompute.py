@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.captured import family_config, micro_batches, recipe_of, shape_of
+from harness.captured import family_config, micro_batches, recipe_of, replayed_cell, shape_of
 from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.graph import lifetimes
 from hyper_parallel.train.whole_step import capture_step
@@ -37,3 +37,15 @@ def test_a_layer_that_is_computed_again_keeps_its_positions_alone(method: str, c
     positions = batch["input_ids"].numel() // context
     # What the layer gives, which the last norm is given; what it was given is the embedding's.
     assert kept == [positions * family["hidden_size"] * FP32]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_layers_that_are_computed_again_give_the_same_bits(method: str) -> None:
+    strategy = {"axes": {"context": 2}, "context": {"method": method}}
+    kept, again = (
+        replayed_cell(FAMILIES["llama"], {**strategy, "memory": {"recompute": how}})
+        for how in ("none", "layer")
+    )
+    # How far the loss and every gradient are from one device's.
+    assert (kept.loss, kept.grad_norm, kept.parameters) == (again.loss, again.grad_norm, again.parameters)
