@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.layout import Ranks
-from hyper_parallel.plan.model.memory import HOST_PART
+from hyper_parallel.plan.model.memory import HOST_PART, by_stage
 from hyper_parallel.plan.model.parameters import held
 from hyper_parallel.plan.model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.plan.model.state import gathered
@@ -208,10 +208,12 @@ class Bounds:
         for schedule in ends:
             schedules = np.where(rows["dual"] > 0, float(DUALPIPE), schedule)
             nothing = self.table(rows, recompute=float(NONE), recomputed=0.0, schedule=schedules)
+            all_kept = by_stage(nothing)
             for mode in modes:
                 table = nothing.replaced(recompute=float(mode), recomputed=1.0)
+                kept = all_kept if mode == NONE else by_stage(table)
                 any_number = (mode, None) in space.again
-                room = Room.of(nothing, table) if any_number else Room.of(table)
+                room = Room.of(all_kept, kept) if any_number else Room.of(kept)
                 floor = room.floor(most[0], most[1], self.host, float(any_number))
                 least = np.minimum(least, floor)
                 if any_number:

@@ -30,11 +30,11 @@ import numpy.typing as npt
 
 from hyper_parallel.plan.bounds import by_cost
 from hyper_parallel.plan.constants import Constants
-from hyper_parallel.plan.model.memory import HOST_PART, fits, memory
+from hyper_parallel.plan.model.memory import HOST_PART, by_stage, fits, memory
 from hyper_parallel.plan.model.stages import placed
 from hyper_parallel.plan.model.step import seconds_by_kind, sum_of
 from hyper_parallel.plan.room import ROUNDING, Room
-from hyper_parallel.plan.space import FULL, NONE, Array, Columns, Mask, Space, taken, unique
+from hyper_parallel.plan.space import FULL, NONE, SELECTIVE, Array, Columns, Mask, Space, taken, unique
 from hyper_parallel.plan.table import SPREAD, Table
 
 Index = npt.NDArray[np.intp]
@@ -90,7 +90,11 @@ class Kept:
             open_ &= np.broadcast_to(placed(self._table(groups)), open_.size)
         for mode, share in self.space.again:
             # A group that takes no longer than its bound is done.
-            at = np.flatnonzero(open_ & (bound < np.minimum(limit, best.seconds * _LESS)))
+            some = open_ & (bound < np.minimum(limit, best.seconds * _LESS))
+            if mode == SELECTIVE and (NONE, 1.0) in self.space.again and np.all(self.base.flash > 0):
+                # Where a kernel keeps the scores on the chip, it takes no less memory than to keep all.
+                some &= np.isfinite(best.seconds)
+            at = np.flatnonzero(some)
             if at.size:
                 settled = self._of_mode(best, at, mode, share, bound, limit)
                 open_[at[settled]] &= mode != NONE
@@ -197,15 +201,22 @@ class Kept:
         if not self.bounded:
             return np.full((stage.size, len(self.pairs)), float(share is None))
         room, which = self._room(groups, mode, share)
-        stages = np.empty(room.fixed.shape[1])
+        most = float(self.states[-1]), float(self.moved[-1])
+        floor = room.floor(*most, self.host, float(share is None))
+        fine = np.flatnonzero(floor <= self.device * (1 + ROUNDING))
+        stages = np.empty(floor.size)
         stages[which] = stage
-        found = np.empty((stages.size, len(self.pairs)))
-        sure = np.empty_like(found)
-        for index, pair in enumerate(self.pairs):
-            for into, more in ((found, 1 + ROUNDING), (sure, 1 - ROUNDING)):
-                layers = np.ceil(room.least(*pair, self.device * more, self.host * more) * stages)
-                into[:, index] = np.maximum(layers, 1.0) if share is None else layers
-        found, sure = found[which], sure[which]
+        some, stages = room.take(fine), stages[fine, None]
+        state, moved = np.array(self.pairs).T
+
+        def layers(more: float) -> Array:
+            """Whatever the order in which bytes are added up, at least or at most."""
+            share_ = some.least(state, moved, self.device * more, self.host * more)
+            found = np.full((floor.size, state.size), np.inf)
+            found[fine] = np.maximum(np.ceil(share_ * stages), float(share is None))
+            return found[which]
+
+        found, sure = layers(1 + ROUNDING), layers(1 - ROUNDING)
         close = found != sure
         if close.any():
             row, of = np.nonzero(close)
@@ -222,9 +233,9 @@ class Kept:
         nothing = {**some, **{name: np.zeros(first.size) for name in COLUMNS}}
         full = {**nothing, "recompute": np.full(first.size, float(mode))}
         if share is not None:
-            return Room.of(self._table({**full, "recomputed": np.full(first.size, share)})), which
+            return Room.of(by_stage(self._table({**full, "recomputed": np.full(first.size, share)}))), which
         again = self._table({**full, "recomputed": np.ones(first.size)})
-        return Room.of(self._table(nothing), again), which
+        return Room.of(by_stage(self._table(nothing)), by_stage(again)), which
 
     def _affordable(self, groups: Columns, limit: Array) -> Array:
         """The most layers of a stage that may be computed again in less than `limit` seconds; 0: none. [n]

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hyper_parallel.plan.model.memory import by_stage
-from hyper_parallel.plan.table import Table
-
 Array = npt.NDArray[np.float64]
+Stages = list[dict[str, Array]]
+"""Bytes by kind of a rank of each stage."""
 ROUNDING = 1e-10
 """Of a limit: how far this sum and the model's, which adds in another order, may be apart."""
 
@@ -36,17 +35,18 @@ class Room:
     """Activations that are not kept where all layers are computed again; zeros where how many is given."""
 
     @classmethod
-    def of(cls, table: Table, again: Table | None = None) -> Room:
-        """Of rows with nothing on the host. `again`: the same with all layers computed again, where any number may be.
+    def of(cls, kept: Stages, again: Stages | None = None) -> Room:
+        """Of what `model.memory.by_stage` says of rows with nothing on the host.
+
+        `again`: the same with all layers computed again, where any number may be.
 
         The fixed bytes are those of `again`: what a layer that is computed again needs does not depend on how many are.
         """
-        kept = by_stage(table)
-        last = by_stage(again) if again is not None else kept
+        last = again if again is not None else kept
+        n = max(column.size for stage in (*kept, *last) for column in stage.values())
 
-        def column(stages: list[dict[str, Array]], *kinds: str) -> Array:
-            sums = [sum((stage[kind] for kind in kinds), np.zeros(table.n)) for stage in stages]
-            return np.stack(sums)
+        def column(stages: Stages, *kinds: str) -> Array:
+            return np.stack([sum((stage[kind] for kind in kinds), np.zeros(n)) for stage in stages])
 
         activations = column(kept, "activations")
         others = (kind for kind in kept[0] if kind not in ("optimizer", "activations"))
@@ -83,14 +83,17 @@ class Room:
         floor: Array = np.max(self.fixed + self.state + left - gone, axis=0)
         return floor
 
-    def least(self, state: float, moved: float, device: float, host: float) -> Array:
-        """The least share of layers that has to be computed again to fit; inf: more than all. [n]"""
+    def least(self, state: Array, moved: Array, device: float, host: float) -> Array:
+        """The least share of layers that has to be computed again to fit, with each pair of shares; inf: more than all.
+
+        [n, pairs]
+        """
+        state, moved = state[:, None, None], moved[:, None, None]
         over = self.fixed + (1 - state) * self.state + (1 - moved) * self.activations - device
         least = _share(over, (1 - moved) * self.fewer)
-        if state or moved:
-            over = state * self.state + moved * self.activations - host
-            least = np.maximum(least, _share(over, moved * self.fewer))
-        return least
+        over = state * self.state + moved * self.activations - host
+        found: Array = np.maximum(least, _share(over, moved * self.fewer)).T
+        return found
 
     def again(self, state: float, moved: float, device: float, host: float) -> Array:
         """Share of layers at least that have to be computed again with no more than these shares on the host. [n]
@@ -105,7 +108,7 @@ class Room:
 
 
 def _share(over: Array, fewer: Array) -> Array:
-    """How much of `fewer` the largest of each column needs, not to be `over`. [n]"""
+    """How much of `fewer` the rank with most needs, not to be `over`. [..., ranks, n] to [..., n]"""
     needed = np.where(over > 0, np.inf, 0.0)
-    share: Array = np.max(np.divide(over, fewer, out=needed, where=(over > 0) & (fewer > 0)), axis=0)
+    share: Array = np.max(np.divide(over, fewer, out=needed, where=(over > 0) & (fewer > 0)), axis=-2)
     return np.where(share > 1, np.inf, share)

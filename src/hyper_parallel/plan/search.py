@@ -31,6 +31,8 @@ CHUNK = 4096
 """Rows that are forecast at once: their columns stay in a core's cache."""
 EQUAL = 1e-9
 """Figures that differ by less, as a share, are equal."""
+BATCH = 2048
+"""Rows of which the best way to keep is found at once, or more."""
 DIVE = 256
 """Rows of degrees and micro-batch of which one strategy each is forecast before the search begins."""
 FIRST = 32
@@ -232,6 +234,8 @@ class _Search:
         self.pruned = dict.fromkeys(PRUNED, 0)
         self.why = "size" if self.by_memory else "time"
         self.weighed = 0
+        self.waiting: list[tuple[Columns, Counts]] = []
+        """Rows that lack only what is computed again and moved, and their points."""
 
     def run(self) -> list[Choice]:
         """The best, best first."""
@@ -255,6 +259,7 @@ class _Search:
                 break
             self._prune(points[some], worth)
             self._degrees(taken(rows, some[worth]))
+            self._flush()
             start, size = start + size, min(2 * size, CHUNK // 4)
         return [self._choice(row) for row in self.found.best()]
 
@@ -339,12 +344,33 @@ class _Search:
                 self._prune(below[at], worth)
                 at = at[worth]
                 if at.size:
-                    self._kept(taken(some, at), below[at], seconds[at])
+                    self._kept(taken(some, at), below[at], seconds[at], least[at])
 
-    def _kept(self, rows: Columns, points: Counts, bound: Array) -> None:
-        """Below rows that lack only what is computed again and what is moved."""
+    def _kept(self, rows: Columns, points: Counts, bound: Array, least: Array) -> None:
+        """Below rows that lack only what is computed again and what is moved; some at a time."""
+        self.waiting.append(({**rows, "bound": bound, "least": least}, points))
+        if sum(points.size for _, points in self.waiting) >= BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        """All below the rows that wait."""
+        if not self.waiting:
+            return
+        names = self.waiting[0][0]
+        rows = {name: np.concatenate([some[name] for some, _ in self.waiting]) for name in names}
+        points = np.concatenate([points for _, points in self.waiting])
+        self.waiting = []
+        worth = self.found.worth(rows, rows["bound"], rows["least"])
+        self._prune(points, worth)
+        rows, points = taken(rows, worth), points[worth]
+        if not points.size:
+            return
         kept = Kept(self.space, self.base, self.constants, self.bounded)
-        best = kept.smallest(rows) if self.by_memory else kept.fastest(rows, bound, self.found.limit(rows))
+        best = (
+            kept.smallest(rows)
+            if self.by_memory
+            else kept.fastest(rows, rows["bound"], self.found.limit(rows))
+        )
         self.weighed += best.weighed
         self.pruned["kept"] += int(points.sum()) - best.weighed
         self.found.add(best.rows, best.seconds, best.bytes)
