@@ -53,6 +53,8 @@ PASSES = ("products", "attention", "elementwise", "again", "tensor", "expert", "
 """Parts of a forecast that are a layer's passes, gathers of split weights apart."""
 INTERLEAVED, ZB_V, DUALPIPE = (SCHEDULES.index(name) for name in ("interleaved", "zb-v", "dualpipe"))
 _HIDING = 0.7
+_ROWS = 4096
+"""Rows at once: their columns stay in a core's cache."""
 _CLOSE = 1 - 1e-9
 """A bound and the forecast that it bounds are sums in another order; they may differ by rounding."""
 
@@ -113,14 +115,15 @@ class Bounds:
         some = split["zero"] == split["zero"].min() if parent.size else np.zeros(0, dtype=bool)
         split, parent = {name: column[some] for name, column in split.items()}, parent[some]
         for order in self._orders():
-            spread = {name: split[name] for name in split if name in SPREAD} | {
-                "zero": 0.0,
-                "order": float(order),
-            }
-            table = base.replaced(**spread, batch=split["micro"], schedule=split["dual"] * DUALPIPE)
-            parts = seconds_by_kind(table, constants)
-            passes = sum_of({name: parts[name] for name in (*PASSES, "head")})
-            np.minimum.at(least, parent, np.broadcast_to(passes, parent.size))
+            for start in range(0, parent.size, _ROWS):
+                part = slice(start, start + _ROWS)
+                spread = {name: split[name][part] for name in split if name in SPREAD}
+                dual = split["dual"][part] * DUALPIPE
+                spread |= {"zero": np.zeros(1), "order": np.full(1, float(order)), "schedule": dual}
+                table = base.replaced(**spread, batch=spread["micro"])
+                parts = seconds_by_kind(table, constants)
+                passes = sum_of({name: parts[name] for name in (*PASSES, "head")})
+                np.minimum.at(least, parent[part], np.broadcast_to(passes, dual.size))
         times = self.space.batch / (rows["replicate"] * rows["shard"] * rows["micro"] * rows["pipeline"])
         found: Array = (times * least[which] + self.constants.fixed) * self.slower * _CLOSE
         return found
