@@ -14,6 +14,10 @@ links to be at least as fast as outer ones; where a cluster's are not, all are t
 **`Bounds.splits`**, with the degrees, ZeRO level, method and order: the passes at the mean stage's pace, and what is
 outside of them; bubble and sends are left out. DualPipe hides exchanges of experts, so it is bounded apart (`dual`).
 
+What has to be computed again to fit at all, a share w of the layers (`floor`), lengthens a layer's passes by at least w
+times the forward pass that `layer` counts, launches and context's exchange left out; where gathers cover the backward
+pass and more, all but what they exceed (1 + `beside`) of it by, as that much more is hidden (`_longer`).
+
 **`Bounds.scheduled`**, with the schedule: pace, bubble and sends as forecast. The reduction of gradients hides behind
 at most 0.7 of a stage's time (`model.state.reduced`), so a stage that is longer by d saves at most 0.7 d of it.
 
