@@ -202,10 +202,14 @@ class TestMistakes:
              "one of them"),
             ("strategy.axes.expert=3", "strategy.axes: expert is 3, which does not divide shard · context · tensor "
              "= 1; experts are spread over the ranks of these axes"),
-            ("strategy.axes.tensor=auto", "strategy.axes.tensor: 'auto' needs the planner, which is not built yet; "
-             "write a number"),
-            ("strategy=auto", "strategy: must be a section with keys (got 'auto'; 'auto' needs the planner, which "
-             "is not built yet)"),
+            ("strategy.axes.tensor=atuo", "strategy.axes.tensor: must be a whole number (got 'atuo')"),
+            ("train=auto", "train: must be a section with keys (got 'auto'; the planner chooses axes: set strategy, "
+             "strategy.axes or single degrees to auto)"),
+            ("strategy.cluster=h100", "strategy: 'cluster' is the machine by which open axes are planned, and every "
+             "degree is written; leave it out, or set axes to auto"),
+            ("strategy={axes: auto, placement: {node: [shard]}}", "strategy: placement says on which level each axis "
+             "lies, and 'auto' leaves axes open; leave the axes out of placement (its devices may stay), or write "
+             "their degrees"),
             ("train.optimizer={name: muon, adamw: {lr: 0}}", "train.optimizer.adamw.lr: must be greater than 0 "
              "(got 0)"),
         ],

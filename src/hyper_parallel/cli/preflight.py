@@ -75,6 +75,8 @@ def _tokenizer(config: RunConfig) -> None:
 
 
 def _nodes(config: RunConfig) -> None:
+    if config.open and config.launch.workers is None:
+        return  # as many on each node as it has devices
     workers = config.launch.workers or config.strategy.axes.world
     if workers % config.launch.nodes:
         raise ConfigError(

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hyper_parallel.cli.arguments import as_json, run_file
 from hyper_parallel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hyper_parallel.config import RunConfig
 
 
 @click.command(short_help="Predict a step on any cluster: time, communication, memory.")
@@ -24,7 +29,8 @@ from hyper_parallel.errors import ConfigError
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
-    help="How many devices; must be what the strategy's axes multiply to, which is what leaving it out means.",
+    help="How many devices; must be what the strategy's axes multiply to, which is what leaving it out means. For "
+    "axes that are 'auto': how many to plan for.",
 )
 @click.option(
     "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a trace for ui.perfetto.dev."
@@ -59,7 +65,7 @@ def simulate(
     One rank's whole step is captured as a graph on tensors without memory, each operator is priced on the
     cluster's device and each collective on its links, and the step is simulated. A table shows where the time and
     the memory would go, and whether the step fits. Every number is predicted; where the cluster's constants come from
-    is told beside them.
+    is told beside them. Axes that are 'auto' are planned for the cluster first.
 
     \b
     Examples:
@@ -84,13 +90,15 @@ def simulate(
     # Only now, because these need torch.
     from hyper_parallel.predict import cluster_of, predict_run
 
-    machine = cluster_of(cluster, run, ranks)
     begun = time.monotonic()
 
     def progress(said: str) -> None:
         if sys.stderr.isatty():
             click.echo(f"  {time.monotonic() - begun:5.1f} s  {said}", err=True)
 
+    if run.open:
+        run = _planned(run, cluster, ranks, progress)
+    machine = cluster_of(cluster, run, ranks)
     found = predict_run(run, machine, ordered=ordered, explain=explain, progress=progress)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     from hyper_parallel.report import page, perfetto
@@ -102,6 +110,24 @@ def simulate(
     if html is not None:
         _write("--html", html, page(found.timeline, f"{file.stem} on {found.timeline.cluster}"))
         click.echo(f"written: {html}", err=True)
+
+
+def _planned(run: RunConfig, name: str, ranks: int | None, progress: Callable[[str], None]) -> RunConfig:
+    """The run with what the planner chooses for a cluster; what it chose is told."""
+    from hyper_parallel.auto import choose, settled
+    from hyper_parallel.auto.machine import named
+    from hyper_parallel.cluster import Cluster
+
+    world = ranks or Cluster.named(name).ranks or run.launch.workers
+    if world is None:
+        raise ConfigError(
+            f"--cluster {name}: the strategy's axes are open, and nothing says for how many devices; add --ranks N, or "
+            "name a cluster with its number of devices as in h100x64"
+        )
+    choice = choose(run, named(name, world, "--cluster"), world, progress)
+    for line in choice.lines:
+        click.echo(f"strategy: {line}", err=True)
+    return settled(run, choice.laid)
 
 
 def _write(option: str, path: Path, text: str) -> None:

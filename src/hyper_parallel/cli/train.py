@@ -17,7 +17,8 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool) -> None:
     """Train what FILE describes.
 
     The workers are started on this machine, as many as the strategy's axes multiply to. Under torchrun, Slurm or
-    MPI the command joins the workers that these have started. Metrics, logs and checkpoints go to the file's
+    MPI the command joins the workers that these have started. With 'strategy: auto' the planner chooses the
+    strategy for the workers that there are, and tells what it chose. Metrics, logs and checkpoints go to the file's
     'out' folder; a run that finds checkpoints there continues from the newest one that is whole.
 
     OVERRIDES set single keys for this run; values are YAML, and {...} replaces a whole section.
@@ -27,6 +28,7 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool) -> None:
       hyper-parallel train examples/quickstart.yaml
       hyper-parallel train run.yaml train.steps=100 strategy.axes.tensor=4 'data.train=[a.txt, b.txt]'
       hyper-parallel train run.yaml launch.workers=1          the same run on one device
+      hyper-parallel train run.yaml strategy=auto launch.workers=4
       torchrun --nproc-per-node 4 -m hyper_parallel train run.yaml
 
     Ctrl-C saves a checkpoint and ends the workers; a second one ends them at once.
@@ -45,4 +47,5 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool) -> None:
     if profile and run.train.profile is None:
         run = config.load(file, [*overrides, "train.profile={}"])
     check(run)
-    sys.exit(launch.run(run, "hyper_parallel.train.entry:main"))
+    entry = "auto" if run.open else "train"
+    sys.exit(launch.run(run, f"hyper_parallel.{entry}.entry:main"))

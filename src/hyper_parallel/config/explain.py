@@ -117,7 +117,7 @@ def _told(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
     if given is None and kind in ("model_type", "model_attributes_type"):
         mend = ", an empty section; give it keys or remove it"
     elif given == "auto":
-        mend = "; 'auto' needs the planner, which is not built yet"
+        mend = "; the planner chooses axes: set strategy, strategy.axes or single degrees to auto"
     return expected.format(**{k: _show(v) for k, v in context.items()}), f" (got {_show(given)}{mend})"
 
 

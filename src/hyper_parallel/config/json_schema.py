@@ -7,12 +7,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from hyper_parallel.config.run import RunConfig
+from hyper_parallel.strategy.axes import AUTO
 
 _TITLES = {"RunConfig": "HyperParallel run file", "Strategy": "HyperParallel Strategy file"}
 
 
 def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
-    """The schema of what may stand in a file: the sections' own, `extends`, and nothing that is derived.
+    """The schema of what may stand in a file: the sections' own, `auto` for those that the planner can fill, `extends`,
+    and nothing that is derived.
 
     A file that builds on another need not give what that one gives, so keys are required only without `extends`.
     """
@@ -22,6 +24,11 @@ def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
         properties = section.get("properties", {})
         for key in [key for key, field in properties.items() if field.get("readOnly")]:
             del properties[key]
+    for section in (body, *sections.values()):
+        for key in ("strategy", "axes"):
+            field = section.get("properties", {}).get(key)
+            if field is not None and "$ref" in field:
+                field["anyOf"] = [{"$ref": field.pop("$ref")}, {"const": AUTO}]
     properties = {
         "extends": {
             "type": "string",

@@ -3,7 +3,8 @@
 A file may name another that it builds on (`extends: base.yaml`, relative to itself) and is laid on it: sections
 are merged key by key, a list or a scalar replaces, and a section of another kind (`train.optimizer.name`,
 `model.config.model_type`) replaces the base's. Overrides (`train.steps=100`) are laid on the result in the
-same way, all at once; of two that set the same key, the later holds.
+same way, all at once; of two that set the same key, the later holds. `auto` for all axes counts as one `auto` an axis,
+so that `strategy.axes.tensor=2` over it leaves the others open.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from hyper_parallel.config import schema, yaml12
 from hyper_parallel.config.explain import Where, explain
 from hyper_parallel.config.merge import Kinds, merge, nest, present, without
+from hyper_parallel.config.opened import one_tensor, spelled_out
 from hyper_parallel.config.run import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Strategy
@@ -71,17 +73,17 @@ def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> 
     for name, content in files:
         if "version" in content:
             _check_version(name, content["version"])
-        data = merge(data, content, kinds)
+        data = merge(data, spelled_out(content), kinds)
     over: Any = {}
     for text in overrides:
         path, value = _override(model, text)
         if isinstance(value, Mapping):
             # {replicate: 2} means that and nothing else; a single key of a section has a path of its own.
             data, over = without(data, path), without(over, path)
-        nested = nest(path, value)
+        nested = spelled_out(nest(path, value))
         layers.append((f"override {text}", nested))
         over = merge(over, nested, {})
-    data = merge(data, over, kinds)
+    data = one_tensor(merge(data, over, kinds))
     if "version" in over:
         _check_version("override version", over["version"])
     if "version" not in data:

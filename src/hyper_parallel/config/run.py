@@ -11,6 +11,7 @@ from hyper_parallel.config.data import DataConfig
 from hyper_parallel.config.launch import LaunchConfig
 from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.config.train import TrainConfig
+from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Axes, Strategy
 from hyper_parallel.strategy.section import Section
 
@@ -33,7 +34,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     """How long, with which optimizer."""
     strategy: Strategy = Strategy()
-    """How it is spread and computed."""
+    """How it is spread and computed; `auto` leaves that to the planner."""
     launch: LaunchConfig = LaunchConfig()
     """On which workers."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -43,6 +44,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _workers_fit(self) -> RunConfig:
+        if self.open:
+            return self._open_workers_fit()
         axes, workers = self.strategy.axes, self.launch.workers
         if workers is not None and workers not in (1, axes.world):
             degrees = " · ".join(
@@ -87,9 +90,35 @@ class RunConfig(Section):
             )
         return self
 
+    def _open_workers_fit(self) -> RunConfig:
+        fixed, workers = self.strategy.axes.world, self.launch.workers
+        if workers is not None and workers % fixed:
+            raise ValueError(
+                f"the axes that are written multiply to {fixed}, which does not divide 'launch.workers' ({workers}); "
+                "make it a multiple, or leave more axes open"
+            )
+        return self
+
+    @property
+    def open(self) -> bool:
+        """Whether the planner has to choose axes before the run can begin. The one-device run has none to choose."""
+        return self.strategy.open and self.launch.workers != 1
+
     @property
     def effective_strategy(self) -> Strategy:
-        """The strategy that runs: the declared one, with all axes 1 when `launch.workers` is 1."""
+        """The strategy that runs: the declared one, with all axes 1 when `launch.workers` is 1.
+
+        Raises ConfigError where axes are open.
+        """
+        if self.open:
+            left = ", ".join(self.strategy.axes.open)
+            raise ConfigError(
+                f"strategy.axes leaves {left} to the planner, which chooses when `hyper-parallel train` knows its "
+                "workers; `hyper-parallel simulate FILE --cluster NAME --ranks N` shows what it would choose for a "
+                "cluster. Or write the degrees"
+            )
         if self.launch.workers == 1:
-            return self.strategy.model_copy(update={"axes": Axes(), "sequence": False})
+            return self.strategy.model_copy(
+                update={"axes": Axes(), "sequence": False, "chosen": (), "cluster": None}
+            )
         return self.strategy

@@ -27,7 +27,7 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
     """Run the target as the worker that the launcher made of this process; the exit code (see
     `launch.run`).
     """
-    world = config.effective_strategy.axes.world
+    world = place.world if config.open else config.effective_strategy.axes.world
     if place.world != world:
         if not speaks(os.environ):
             let_speak()

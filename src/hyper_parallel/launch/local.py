@@ -20,6 +20,7 @@ from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
 from hyper_parallel.launch.place import Place, split_address
 from hyper_parallel.launch.stop import handling
+from hyper_parallel.launch.world import workers_of
 
 SETTLE_S = 3.0
 """How long a lost connection may wait for the failure that explains it."""
@@ -35,7 +36,7 @@ def run_local(config: RunConfig, target: str) -> int:
     Raises LaunchError when they cannot be started.
     """
     launch = config.launch
-    world = config.effective_strategy.axes.world
+    world = workers_of(config)
     if world % launch.nodes:
         raise LaunchError(
             f"{world} workers cannot be spread evenly over {launch.nodes} machines; change the strategy's axes "

@@ -3,18 +3,26 @@
 World = replicate · shard · context · tensor_y · tensor_x. The order in which a file names them is outer to inner: the
 last one lies on neighbouring ranks. Axes that are not named have degree 1. `expert` is no axis of its own: it folds
 over shard, context and tensor, whose product it divides.
+
+A degree may be `auto`: the planner chooses it for the workers that there are. Until then it counts as 1 and its name
+stands in `open`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_serializer, model_validator
+from pydantic import AliasChoices, Field, model_serializer, model_validator
 
 from hyper_parallel.strategy.section import Section
 
-Degree = Annotated[int, Field(ge=1, strict=True)]
+AUTO = "auto"
+"""What a file writes for a degree that the planner is to choose."""
+
+Degree = Annotated[
+    int, Field(ge=1, strict=True, json_schema_extra={"type": ["integer", "string"], "examples": [AUTO]})
+]
 
 AXIS_NAMES = ("replicate", "shard", "context", "tensor_y", "tensor_x")
 """The axes whose degrees multiply to the number of ranks, in their canonical order."""
@@ -44,17 +52,14 @@ class Axes(Section):
     workers: it folds over shard · context · tensor_y · tensor_x and divides their product."""
     order: tuple[str, ...] = Field(default=AXIS_NAMES, exclude=True, json_schema_extra={"readOnly": True})
     """The axes outer to inner, read off the order of the keys; not written by hand."""
-
-    @field_validator(*AXIS_NAMES, "expert", mode="before")
-    @classmethod
-    def _no_auto(cls, degree: Any) -> Any:
-        if degree == "auto":
-            raise ValueError("'auto' needs the planner, which is not built yet; write a number")
-        return degree
+    open: tuple[str, ...] = Field(default=(), exclude=True, json_schema_extra={"readOnly": True})
+    """The axes that the planner is to choose, `expert` among them, read off the degrees that are `auto`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _read_order(cls, given: Any) -> Any:
+    def _read(cls, given: Any) -> Any:
+        if given == AUTO:
+            given = dict.fromkeys((*AXIS_NAMES, "expert"), AUTO)
         if not isinstance(given, dict):
             return given
         if {"tensor", "tensor_x"} <= given.keys():
@@ -63,16 +68,23 @@ class Axes(Section):
             written = ["tensor_x" if axis == "tensor" else axis for axis in given]
             named = [axis for axis in written if axis in AXIS_NAMES]
             given = {**given, "order": (*(axis for axis in AXIS_NAMES if axis not in named), *named)}
+        if AUTO in given.values():
+            left = [axis for axis, degree in given.items() if degree == AUTO]
+            given = {axis: degree for axis, degree in given.items() if degree != AUTO}
+            given["open"] = tuple("tensor_x" if axis == "tensor" else axis for axis in left)
         return given
 
     @model_validator(mode="after")
     def _check(self) -> Axes:
+        strangers = sorted(set(self.open) - {*AXIS_NAMES, "expert"})
+        if strangers:
+            raise ValueError(f"'auto' is for axes; {strangers[0]!r} is none")
         if sorted(self.order) != sorted(AXIS_NAMES):
             raise ValueError(
                 f"order must name each of {', '.join(AXIS_NAMES)} once; got {', '.join(self.order)}"
             )
         spanned = math.prod(self.degree(axis) for axis in EXPERT_SPANS)
-        if spanned % self.expert:
+        if spanned % self.expert and not self.open:
             raise ValueError(
                 f"expert is {self.expert}, which does not divide shard · context · tensor = {spanned}; "
                 "experts are spread over the ranks of these axes"
@@ -80,12 +92,12 @@ class Axes(Section):
         return self
 
     @model_serializer
-    def _write_in_order(self) -> dict[str, int]:
-        return {axis: self.degree(axis) for axis in (*self.order, "expert")}
+    def _write_in_order(self) -> dict[str, int | Literal["auto"]]:
+        return {axis: "auto" if axis in self.open else self.degree(axis) for axis in (*self.order, "expert")}
 
     @property
     def world(self) -> int:
-        """The number of ranks: the product of all degrees."""
+        """The number of ranks: the product of all degrees, of which open ones count as 1."""
         return math.prod(self.degree(axis) for axis in AXIS_NAMES)
 
     @property

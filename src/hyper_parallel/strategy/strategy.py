@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from hyper_parallel.strategy.axes import Axes
+from hyper_parallel.strategy.axes import AUTO, Axes
 from hyper_parallel.strategy.context import Context
 from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.strategy.overlap import Overlap
@@ -32,6 +39,15 @@ and, of the experts of a mixture-of-experts layer:
 - `expert_tensor`: each expert's features are split over the tensor axes. The default where `expert` is 1. With
   `expert` above 1 both are done: `expert` then folds over shard and context only.
 """
+
+
+CHOSEN: tuple[tuple[str, ...], ...] = (
+    ("sequence",),
+    ("context", "method"),
+    ("memory", "shard"),
+    ("memory", "recompute"),
+)
+"""Keys beside the axes that the planner chooses where axes are open and the file leaves them out."""
 
 
 class Strategy(Section):
@@ -71,6 +87,39 @@ class Strategy(Section):
     """What is recomputed rather than kept."""
     overlap: Overlap = Overlap()
     """Which collectives run beside which kernels."""
+    cluster: str | None = None
+    """The machine by which open axes are planned: a preset such as `h100`, or a file that `hyper-parallel calibrate`
+    wrote. Left out: the device's preset; on a CPU this machine, which is measured once."""
+    chosen: tuple[str, ...] = Field(default=(), json_schema_extra={"readOnly": True})
+    """What the planner chooses besides open axes, read off what the file leaves out; not written by hand."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_what_is_open(cls, given: Any) -> Any:
+        """`auto` for the whole section leaves the axes open; beside open axes, what is left out is open as well."""
+        if given == AUTO:
+            given = {"axes": AUTO}
+        if not isinstance(given, Mapping) or "chosen" in given:
+            return given
+        axes = given.get("axes")
+        written = axes == AUTO or (isinstance(axes, Mapping) and AUTO in axes.values())
+        if not written and not (isinstance(axes, Axes) and axes.open):
+            return given
+        left = [path for path in CHOSEN if not _has(given, path)]
+        if _has(given, ("memory", "reshard_after_forward")):
+            # It speaks of parameters that are split for good, which is what leaving `shard` out means beside it.
+            left.remove(("memory", "shard"))
+        return {**given, "chosen": tuple(".".join(path) for path in left)}
+
+    @property
+    def open(self) -> bool:
+        """Whether the planner has to choose axes before anything can run."""
+        return bool(self.axes.open)
+
+    @model_serializer(mode="wrap")
+    def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        return found if self.open else {key: value for key, value in found.items() if key != "chosen"}
 
     @field_validator("expert_replicas")
     @classmethod
@@ -81,9 +130,32 @@ class Strategy(Section):
         return replicas
 
     @model_validator(mode="after")
+    def _open_or_not(self) -> Strategy:
+        if self.open and self.placement.placed:
+            raise ValueError(
+                "placement says on which level each axis lies, and 'auto' leaves axes open; leave the axes out of "
+                "placement (its devices may stay), or write their degrees"
+            )
+        if self.cluster is not None and not (self.open or self.chosen):
+            raise ValueError(
+                "'cluster' is the machine by which open axes are planned, and every degree is written; leave it out, "
+                "or set axes to auto"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _placed_axes_in_order(self) -> Strategy:
         order = self.placement.order(self.axes)
         if order != self.axes.order:
             # Frozen for everybody else: the order of the axes is settled while the Strategy is made.
             object.__setattr__(self, "axes", self.axes.model_copy(update={"order": order}))
         return self
+
+
+def _has(given: Any, path: tuple[str, ...]) -> bool:
+    """Whether a file gives a key."""
+    for key in path:
+        if not isinstance(given, Mapping) or key not in given:
+            return False
+        given = given[key]
+    return True

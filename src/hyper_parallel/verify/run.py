@@ -36,6 +36,7 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
     workers, which run what `train` runs. Raises what a run with this file would raise, and StrategyError when the
     strategy is that of one device.
     """
+    _ = config.effective_strategy  # refuses axes that are open
     if config.strategy.axes.world == 1:
         raise StrategyError(
             "the strategy is that of one device: there is nothing to compare; set strategy.axes"

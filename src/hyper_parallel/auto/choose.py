@@ -1,0 +1,156 @@
+"""From a run file with open axes to one strategy: forecast all, simulate a few, take the best.
+
+    candidates = the best forecasts, at most `ALIKE` with the same degrees       `candidates`
+    chosen     = the least predicted step of those that fit                     `choose`
+
+The closed forms know a step by a few numbers; what tells neighbours apart on a small machine (which collective a split
+takes, what hides beside what) is in the step itself. So the best few are captured as `train` would run them, and
+simulated on the same machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hyper_parallel.auto.question import precision_of, question_of
+from hyper_parallel.auto.settled import Laid, laid_of, settled
+from hyper_parallel.auto.simulated import Simulated, simulated
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import ConfigError, HyperParallelError
+from hyper_parallel.plan import told
+from hyper_parallel.plan.asked import NothingFitsError
+from hyper_parallel.plan.constants import Constants, fitted
+from hyper_parallel.plan.figures import Figures, figures
+from hyper_parallel.plan.listed import ranked
+from hyper_parallel.plan.measured import is_measured, read_off
+from hyper_parallel.plan.question import Question
+from hyper_parallel.plan.search import answer
+from hyper_parallel.units import format_bytes, format_duration
+
+FEW = 12
+"""Strategies that are simulated."""
+ALIKE = 3
+"""At most so many of them with the same degrees."""
+
+Simulate = Callable[[Sequence[RunConfig], Cluster], list[Simulated]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy, and what the planner says of it."""
+
+    laid: Laid
+    found: Figures
+    run: RunConfig
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The strategy of a run."""
+
+    laid: Laid
+    """What is laid on the run file."""
+    lines: tuple[str, ...]
+    """What to say of it."""
+
+
+def choose(
+    config: RunConfig,
+    cluster: Cluster,
+    world: int,
+    say: Callable[[str], None] = lambda _: None,
+    simulate: Simulate | None = simulated,
+) -> Choice:
+    """The best strategy of a run on `world` devices of a cluster; `simulate=None` goes by the forecast alone.
+
+    Raises ConfigError where nothing is legal; NothingFitsError, with what would make it fit, where nothing fits.
+    """
+    seen, constants = read_off(cluster, precision_of(config)) if is_measured(cluster) else (cluster, fitted())
+    question = question_of(config, seen, world, FEW)
+    few = candidates(config, question, constants)
+    predictions: list[Simulated] = []
+    if simulate is not None and len(few) > 1:
+        say(f"simulating the {len(few)} best forecasts")
+        predictions = simulate([one.run for one in few], cluster)
+    best, predicted = few[0], None
+    timed = [
+        (one.seconds, place)
+        for place, one in enumerate(predictions)
+        if one.seconds is not None and one.fits is not False
+    ]
+    if timed:
+        predicted, place = min(timed)
+        best = few[place]
+    return Choice(best.laid, tuple(_lines(best, predicted, cluster, world)))
+
+
+def candidates(config: RunConfig, question: Question, constants: Constants) -> list[Candidate]:
+    """The strategies that are worth a closer look, best forecast first. Raises as `choose`."""
+    found: list[Candidate] = []
+    seen: set[str] = set()
+    alike: Counter[str] = Counter()
+    why: HyperParallelError | None = None
+    for one in _ranked(config, question, constants):
+        laid = laid_of(config, one, question.cluster)
+        axes = json.dumps(laid["strategy"]["axes"], sort_keys=True)
+        key = json.dumps(laid, sort_keys=True)
+        if key in seen or alike[axes] == ALIKE:
+            continue
+        seen.add(key)
+        try:
+            run = settled(config, laid)
+        except ConfigError as error:
+            why = why or error
+            continue
+        alike[axes] += 1
+        found.append(Candidate(laid, one, run))
+        if len(found) == FEW:
+            break
+    if not found and why is not None:
+        raise why
+    return found
+
+
+def _ranked(config: RunConfig, question: Question, constants: Constants) -> Iterable[Figures]:
+    found = ranked(question, constants)
+    first = next(found, None)
+    if first is not None:
+        return itertools.chain([first], found)
+    if config.strategy.memory.device is not None:
+        # What does not fit within the budget is moved, as little as there is of it.
+        smallest = answer(replace(question, top=1), constants).smallest
+        assert smallest is not None
+        return figures(smallest.table, smallest.forecast)
+    raise NothingFitsError(_floor(question, constants))
+
+
+def _lines(best: Candidate, predicted: float | None, cluster: Cluster, world: int) -> list[str]:
+    where = cluster.name or cluster.source
+    figure = format_duration(best.found.seconds)
+    if not is_measured(cluster):
+        low, high = best.found.between
+        figure += f" ({format_duration(low)}–{format_duration(high)} in 90% of published runs)"
+    step = f"a step is forecast to take {figure}"
+    if predicted is not None:
+        step += f", and {format_duration(predicted)} in the simulator's prediction"
+    spread = f"{told.axes(best.found.strategy)}; {told.settings(best.found.strategy)}"
+    return [f"chosen for {world} workers on {where}: {spread}", step]
+
+
+def _floor(question: Question, constants: Constants) -> str:
+    """Why nothing fits, and what would."""
+    found = answer(question, constants)
+    assert found.smallest is not None
+    least = figures(found.smallest.table, found.smallest.forecast)[0]
+    spread = f"{told.axes(least.strategy)}, {told.settings(least.strategy)}"
+    return (
+        f"strategy: auto: the model fits no strategy of {question.devices} workers: the smallest of {found.counted:,} "
+        f"needs {told.memory(least)} on a device that has {format_bytes(least.capacity)} (forecast; {spread}); what "
+        "would make it fit: more workers, a shorter data.sequence, or a budget (strategy.memory.device with host), "
+        "with which what does not fit is moved"
+    )

@@ -1,0 +1,26 @@
+"""The key-value store of the process group, through which ranks tell each other what is no tensor."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+PATIENCE = timedelta(days=1)
+"""A rank that fails ends the run, and with it those that wait for it."""
+
+
+def told_by_rank_0(key: str, text: str | None) -> str:
+    """The text that rank 0 gives under a key, on every rank; the others give None and wait, however long it takes.
+
+    A collective without the time limit of one: rank 0 may be at work for longer than a collective may take.
+    """
+    if dist.get_world_size() == 1:
+        assert text is not None
+        return text
+    store = dist.distributed_c10d._get_default_store()
+    if text is not None:
+        store.set(key, text)
+        return text
+    store.wait([key], PATIENCE)
+    return str(store.get(key).decode())
