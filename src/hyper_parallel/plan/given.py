@@ -67,6 +67,11 @@ def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: lis
                 f"--compare {path}: has {run.train.batch:,} × {run.data.sequence:,} tokens a step; compared at "
                 f"{work.batch:,} × {work.sequence:,}"
             )
+    if strategy.open:
+        raise ConfigError(
+            f"--compare {path}: leaves {', '.join(strategy.axes.open)} to the planner, so there is nothing to compare; "
+            "write the degrees"
+        )
     columns = _of_strategy(strategy, question) | pipeline
     columns["order"] = float(_order(_outer_first(data) if pipeline else strategy.axes.order, columns))
     share = work.batch / (columns["replicate"] * columns["shard"])

@@ -1,0 +1,244 @@
+"""What `strategy: auto` picks beside the best of all strategies, each measured: python benchmarks/auto.py
+
+Five small models on four workers of this machine, over loopback. For each model every strategy that the file leaves
+open is built by the same four workers as `train` would build it, and stepped in turns, round after round, after a round
+that warms up; a strategy's time is the median of its steps on the slowest rank. The machine is measured once before, as
+the first run on it would, and what `auto` picks is looked up among the measured.
+
+Layers are not computed again and the micro-batch is given, in all of them: the one only adds work where memory is no
+matter, and the other would treble the time of this benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import cmd
+import difflib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from auto_workers import TASK
+from measure import RESULTS, machine
+from pages import DOCS, put
+
+from hyper_parallel import config as files
+from hyper_parallel import launch
+from hyper_parallel.auto.choose import choose
+from hyper_parallel.auto.machine import measured
+from hyper_parallel.auto.question import precision_of, question_of
+from hyper_parallel.auto.settled import Laid, laid_of, settled
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import RunConfig
+from hyper_parallel.plan.listed import ranked
+from hyper_parallel.plan.measured import read_off
+
+WORLD = 4
+ROUNDS, STEPS = 3, 4
+"""After a round that warms up."""
+NAME = "auto.json"
+HEADS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "vocab_size": 1024,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama, wide": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 512,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 2,
+            **HEADS,
+        },
+        "sequence": 64,
+    },
+    "Llama, narrow": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 3,
+            **HEADS,
+        },
+        "sequence": 256,
+    },
+    "Llama, deep and thin": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 6,
+            **HEADS,
+        },
+        "sequence": 64,
+    },
+    "GPT-2": {
+        "config": {
+            "model_type": "gpt2",
+            "n_embd": 256,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 512,
+            "vocab_size": 1024,
+        },
+        "sequence": 128,
+    },
+    "Qwen3-MoE": {
+        "config": {
+            "model_type": "qwen3_moe",
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 128,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 2,
+            "head_dim": 32,
+            **HEADS,
+            "num_attention_heads": 4,
+        },
+        "sequence": 128,
+        "axes": {"shard": "auto", "tensor": "auto", "expert": "auto"},
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", help="only these, separated by semicolons")
+    parser.add_argument("--kept", action="store_true", help="the machine as it was measured before")
+    parser.add_argument("--page", action="store_true", help="write the page from the figures that are there")
+    arguments = parser.parse_args()
+    if not arguments.page:
+        names = arguments.models.split(";") if arguments.models else list(MODELS)
+        kept = arguments.models and (RESULTS / NAME).exists()
+        before = json.loads((RESULTS / NAME).read_text())["models"] if kept else {}
+        with tempfile.TemporaryDirectory(prefix="auto-") as folder:
+            if not arguments.kept:
+                os.environ["XDG_CACHE_HOME"] = folder
+            found = {name: _model(name, Path(folder)) for name in names}
+        shown = {"machine": machine(), "workers": WORLD, "rounds": ROUNDS, "steps": STEPS}
+        (RESULTS / NAME).write_text(json.dumps({**shown, "models": {**before, **found}}, indent=1) + "\n")
+    put(DOCS / "plan.md", "auto.py", _lines(json.loads((RESULTS / NAME).read_text())))
+
+
+def _model(name: str, folder: Path) -> dict[str, Any]:
+    """Everything of one model."""
+    cluster = measured(WORLD, print)
+    run = _run(MODELS[name], folder)
+    begun = time.monotonic()
+    choice = choose(run, cluster, WORLD, print)
+    took = time.monotonic() - begun
+    strategies = list(_strategies(run, cluster))
+    task = {"strategies": strategies, "rounds": ROUNDS, "steps": STEPS, "out": str(folder / "found.json")}
+    (folder / "task.json").write_text(json.dumps(task))
+    os.environ[TASK] = str(folder / "task.json")
+    begun = time.monotonic()
+    if code := launch.run(settled(run, strategies[0]), "auto_workers:measure"):
+        raise SystemExit(f"the workers ended with {code}")
+    seconds = [one.get("seconds") for one in json.loads((folder / "found.json").read_text())]
+    timed = {_key(laid): s for laid, s in zip(strategies, seconds, strict=True) if s is not None}
+    best = min(timed, key=lambda key: timed[key])
+    picked = _key(choice.laid)
+    found = {
+        "strategies": len(timed),
+        "refused": len(strategies) - len(timed),
+        "best": json.loads(best),
+        "best_s": timed[best],
+        "picked": json.loads(picked),
+        "picked_s": timed[picked],
+        "ratio": timed[picked] / timed[best],
+        "median_s": sorted(timed.values())[len(timed) // 2],
+        "worst_s": max(timed.values()),
+        "told": list(choice.lines),
+        "choosing_s": took,
+        "measuring_s": time.monotonic() - begun,
+        "load": os.getloadavg()[1],
+        "all": dict(sorted(timed.items(), key=lambda one: one[1])),
+    }
+    print(f"{name}: {found['ratio']:.3f} of the best of {len(timed)}: {picked} beside {best}", flush=True)
+    return found
+
+
+def _run(model: dict[str, Any], folder: Path) -> RunConfig:
+    text = [module.__file__ for module in (argparse, bisect, cmd, difflib)]
+    return files.from_dict(
+        {
+            "version": 1,
+            "out": str(folder / "run"),
+            "model": {"config": model["config"]},
+            "data": {
+                "train": text,
+                "sequence": model["sequence"],
+                "tokenizer": {"vocab_size": 512},
+                "cache": str(folder / "cache"),
+            },
+            "train": {"batch": 4, "micro_batch": 1, "steps": 1},
+            "strategy": {"axes": model.get("axes", "auto"), "memory": {"recompute": "none"}},
+            "launch": {"workers": WORLD},
+            "trackers": [],
+        }
+    )
+
+
+def _strategies(run: RunConfig, cluster: Cluster) -> Iterator[Laid]:
+    """All that the file leaves open, each once."""
+    seen, constants = read_off(cluster, precision_of(run))
+    done = set()
+    for one in ranked(question_of(run, seen, WORLD, 1), constants):
+        laid = laid_of(run, one, seen)
+        if _key(laid) not in done:
+            done.add(_key(laid))
+            yield laid
+
+
+def _key(laid: Laid) -> str:
+    return json.dumps(laid["strategy"], sort_keys=True)
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    models = found["models"]
+    yield ""
+    yield (
+        "What `auto` picks, beside the best of all strategies, each measured (`benchmarks/auto.py`; layers are not "
+        "computed again, and the micro-batch is one sequence):"
+    )
+    yield ""
+    yield "| Model | Strategies measured | Best | `auto` picked | Of the best | Median strategy | Worst |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
+    for name, one in models.items():
+        best = one["best_s"]
+        yield (
+            f"| {name} | {one['strategies']} | {best * 1e3:.1f} ms: {_told(one['best'])} | "
+            f"{one['picked_s'] * 1e3:.1f} ms: {_told(one['picked'])} | {one['ratio']:.2f} | "
+            f"{one['median_s'] / best:.2f} | {one['worst_s'] / best:.2f} |"
+        )
+    within = sum(one["ratio"] <= 1.1 for one in models.values())
+    load = max(one["load"] for one in models.values())
+    yield ""
+    yield (
+        f"{within} of {len(models)} picks are within 10% of the best of all. Measured on {found['machine']['cpu']}, "
+        f"{found['machine']['cores']} cores, PyTorch {found['machine']['torch']}; the load of the machine over five "
+        f"minutes was up to {load:.1f}, of which the workers are {found['workers']}."
+    )
+    yield ""
+
+
+def _told(strategy: dict[str, Any]) -> str:
+    """A strategy in a few words."""
+    axes = " · ".join(f"{name} {degree}" for name, degree in strategy["axes"].items())
+    more = [strategy.get("memory", {}).get("shard", ""), strategy.get("context", {}).get("method", "")]
+    return ", ".join(
+        [axes, *(word for word in more if word), *(["sequence"] if strategy.get("sequence") else [])]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Every strategy of a run file, stepped in turns by the same real workers. Part of `auto.py`, which says how."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.auto.settled import settled
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.launch import Worker
+from hyper_parallel.shard import sharded
+from hyper_parallel.train.batches import Batches
+from hyper_parallel.train.build import build, fill
+from hyper_parallel.train.graph_step import GraphStepper
+from hyper_parallel.train.recipe import Recipe
+
+TASK = "HYPER_PARALLEL_BENCHMARK_TASK"
+"""The environment's name for the file with the strategies, and how often each is stepped."""
+
+
+def measure(config: RunConfig, worker: Worker) -> None:
+    """What each of the four workers runs: all strategies are built, then stepped round after round."""
+    task = json.loads(Path(os.environ[TASK]).read_text())
+    steps: list[Callable[[], None] | None] = []
+    refused: dict[int, str] = {}
+    for index, laid in enumerate(task["strategies"]):
+        try:
+            steps.append(_step(settled(config, laid), worker))
+        except HyperParallelError as error:
+            refused[index] = str(error)
+            steps.append(None)
+        if worker.rank == 0 and index % 10 == 9:
+            print(f"  {index + 1} of {len(task['strategies'])} built", flush=True)
+    taken: dict[int, list[float]] = {index: [] for index in range(len(steps))}
+    for turn in range(task["rounds"] + 1):
+        for index, step in enumerate(steps):
+            if step is None:
+                continue
+            gc.collect()
+            gc.disable()
+            for _ in range(task["steps"]):
+                dist.barrier()
+                begun = time.perf_counter()
+                step()
+                seconds = time.perf_counter() - begun
+                if turn:  # the first round warms up
+                    taken[index].append(seconds)
+            gc.enable()
+    own = torch.tensor([statistics.median(times) if times else 0.0 for times in taken.values()])
+    dist.all_reduce(own, op=dist.ReduceOp.MAX)
+    if worker.rank == 0:
+        found = [
+            {"refused": refused[i]} if i in refused else {"seconds": s} for i, s in enumerate(own.tolist())
+        ]
+        Path(task["out"]).write_text(json.dumps(found))
+
+
+def _step(config: RunConfig, worker: Worker) -> Callable[[], Any]:
+    """One training step of a run, as `train` does it, on the same batch each time."""
+    built = build(config, None, worker.device)
+    fill(built, config, worker.device)
+    recipe = Recipe.of(config, built.model)
+    assert built.graphs is not None, "a step that cannot be captured"
+    stepper = GraphStepper(recipe, built.graphs)
+    train, text = config.train, built.text
+    batches = Batches(
+        text.train, text.order, train.batch, train.micro_batch, sharded(built.model), worker.device
+    )
+    batch = batches.load(0, 0)
+    stepper.begin(batch)
+    return lambda: stepper.run(load_next=lambda: batch, stop=False, memory=0.0).loss
