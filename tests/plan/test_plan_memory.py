@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.plan.model.memory import KINDS, MemoryConstants, fits, memory
+from hyper_parallel.plan.constants import Constants
+from hyper_parallel.plan.model.memory import KINDS, fits, memory
 from hyper_parallel.plan.profiles import GENERIC, Profile
 from hyper_parallel.plan.table import Table, code
 from hyper_parallel.workload.shape import Latent, Shape
@@ -258,7 +259,7 @@ def test_published_peaks_of_nanotron(shape: Shape, spread: dict[str, int], measu
 
 
 def test_what_fits() -> None:
-    k = MemoryConstants(slack=1.1, outside=1e9)
+    k = Constants(slack=1.1, outside=1e9)
     t = table(pipeline=[1, 4])
     assert fits(t, np.array([71e9, 71e9]), k).tolist() == [True, True]
     assert fits(t, np.array([72e9, 72e9]), k).tolist() == [False, False]
@@ -268,6 +269,6 @@ def test_what_fits() -> None:
 def test_a_run_whose_last_ranks_stay_empty_does_not_fit() -> None:
     """Cut by cost, the head of the 1B model is worth four layers: 16 stages are not all reached, and it crashed."""
     t = Table.of(Workload(NANOTRON_1B, 256, 4096), H100, NANOTRON, pipeline=[8, 16], shard=4, zero=1)
-    assert fits(t, np.zeros(2), MemoryConstants()).tolist() == [True, False]
+    assert fits(t, np.zeros(2), Constants()).tolist() == [True, False]
     few = Table.of(Workload(NANOTRON_1B, 6, 4096), H100, NANOTRON, pipeline=8)
-    assert fits(few, np.zeros(1), MemoryConstants()).tolist() == [False], "six micro-batches, eight stages"
+    assert fits(few, np.zeros(1), Constants()).tolist() == [False], "six micro-batches, eight stages"

@@ -197,7 +197,7 @@ class Bounds:
 
         The share is that with which the device is not exceeded: 0 where some way without full recompute may fit.
         """
-        space, k = self.space, self.constants.memory_constants
+        space, k = self.space, self.constants
         device = (float(self.base.capacity[0]) - k.outside) / k.slack
         most = [float(space.on_host[name].max()) for name in ("state_on_host", "activations_on_host")]
         n = rows["micro"].size

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.plan.model.memory import MemoryConstants
-
 FITTED = Path(__file__).with_name("constants.json")
 
 
@@ -85,11 +83,6 @@ class Constants:
     fixed: float = _number(0.010, 0.5, "s", "a step's work that does not depend on its size")
     slack: float = _number(1.03, 0.0, "ratio", "bytes that an allocator cannot do without to those allocated")
     outside: float = _number(1.5e9, 0.0, "B", "the driver's and the collectives' own buffers")
-
-    @property
-    def memory_constants(self) -> MemoryConstants:
-        """Those that decide what fits."""
-        return MemoryConstants(self.slack, self.outside)
 
     def dump(self, path: Path, note: str) -> None:
         """Write them as JSON with a note of what they were fitted on."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.plan.interval import between
+from hyper_parallel.plan.model import pipeline
 from hyper_parallel.plan.model.step import Forecast
 from hyper_parallel.plan.table import CODES, SPREAD, Array, Table
 from hyper_parallel.plan.utilisation import mfu, tokens_per_second
@@ -96,7 +97,7 @@ def figures(t: Table, forecast: Forecast) -> list[Figures]:
     parts = {name: rows(part) for name, part in forecast.parts.items()}
     memory = {name: rows(part) for name, part in forecast.memory.items()}
     speed, share = rows(tokens_per_second(t, forecast.seconds)), rows(mfu(t, forecast.seconds))
-    micro_batches = rows(np.maximum(np.round(t.batch / (t.replicate * t.shard * t.micro)), 1.0))
+    micro_batches = rows(pipeline.micro_batches(t))
     devices, capacity, tokens = rows(t.devices), rows(t.capacity), rows(t.batch * t.sequence)
     low, high = (rows(bound) for bound in between(forecast.seconds))
     return [

@@ -75,7 +75,7 @@ class Kept:
         self.space, self.base, self.constants, self.bounded = space, base, constants, bounded
         self.states, self.moved = (np.sort(space.on_host[name]) for name in COLUMNS[2:])
         self.pairs = [(float(state), float(moved)) for state in self.states for moved in self.moved]
-        k = constants.memory_constants
+        k = constants
         self.device = (float(base.capacity[0]) - k.outside) / k.slack if bounded else _ANY
         self.host = float(base.host_bytes[0]) * HOST_PART if bounded else _ANY
 
@@ -284,7 +284,7 @@ class Kept:
         bytes = self._bytes(ways)
         if not self.bounded:
             return bytes, np.ones(bytes.size, dtype=np.bool_)
-        fit = fits(self._table(ways), bytes, self.constants.memory_constants)
+        fit = fits(self._table(ways), bytes, self.constants)
         return bytes, np.broadcast_to(fit, bytes.size)
 
     def _seconds(self, ways: Columns) -> tuple[Array, Mask]:

@@ -150,16 +150,10 @@ class Table:
     """B/s of a device within the supernode, one way; the network's where there is no supernode."""
     network_rate: Array
     """B/s of a device on the network, one way."""
-    node_latency: Array
-    """Seconds of a message."""
-    supernode_latency: Array
-    network_latency: Array
     host_rate: Array
     """B/s between a device and its host's memory, each way while both are used; 0 where the cluster describes none."""
     host_bytes: Array
     """A device's part of the memory of its host and of a pool; 0 where the cluster describes none."""
-    launch: Array
-    """Seconds of a kernel's launch."""
     architecture: Array
     """Code in ARCHITECTURES."""
 
@@ -353,7 +347,6 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
         "peak4": max(peak8, _peak(device.matrix, "float4_e2m1fn_x2", peak8)),
         "capacity": device.memory.bytes,
         "hbm": device.memory.read,
-        "launch": device.launch,
         "architecture": float(ARCHITECTURES.index(architecture(device.name))),
         **_of_host(cluster),
     }
@@ -370,7 +363,7 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
                 "`links` a level node, supernode or network with a bandwidth and a latency"
             )
         link = cluster.links[names[0]]
-        columns |= {f"{level}_rate": link.bandwidth, f"{level}_latency": link.latency}
+        columns[f"{level}_rate"] = link.bandwidth
     if cluster.ranks:
         columns["devices"] = float(cluster.ranks)
     return columns

@@ -13,36 +13,25 @@ from __future__ import annotations
 
 import numpy as np
 
+from hyper_parallel.plan.model.dims import in_eight_bits, in_four_bits, keys_seen, routed_share
 from hyper_parallel.plan.model.parameters import attention_parameters
-from hyper_parallel.plan.table import PRECISIONS, Array, Table
-
-_EIGHT = [PRECISIONS.index(name) for name in ("fp8", "mxfp8")]
-_FOUR = [PRECISIONS.index(name) for name in ("nvfp4",)]
+from hyper_parallel.plan.table import Array, Table
 
 
 def flops_per_token(t: Table) -> Array:
     """Model FLOPs of training on one token, forward and backward, of [n] or [1]."""
     wide = (2 + t.gated) * t.hidden
     sparse = wide * (t.chosen * t.expert_ffn + t.shared_ffn) + t.hidden * t.experts
-    routed = np.where(t.experts > 0, t.layers - t.dense_layers, 0.0)
+    routed = routed_share(t) * t.layers
     matrices = t.layers * attention_parameters(t) + routed * sparse + (t.layers - routed) * wide * t.ffn
     matrices = matrices + t.vocabulary * t.hidden
     size = np.where(t.key_rank > 0, (t.plain + t.rotary + t.value) / 2, t.head_dim)
-    return 6 * matrices + 12 * t.layers * t.heads * size * _keys(t)
-
-
-def _keys(t: Table) -> Array:
-    """Keys that a query attends to: the mean over a causal sequence, and over layers with a window and without."""
-    whole = t.sequence / 2
-    window = np.minimum(t.window, t.sequence)
-    near = window - window * window / (2 * t.sequence)
-    return whole + t.windowed * (near - whole)
+    return 6 * matrices + 12 * t.layers * t.heads * size * keys_seen(t)
 
 
 def peak(t: Table) -> Array:
     """FLOP/s of a device in the precision of its linear layers."""
-    eight, four = np.isin(t.precision, _EIGHT), np.isin(t.precision, _FOUR)
-    return np.where(four, t.peak4, np.where(eight, t.peak8, t.peak16))
+    return np.where(in_four_bits(t), t.peak4, np.where(in_eight_bits(t), t.peak8, t.peak16))
 
 
 def tokens_per_second(t: Table, seconds: Array) -> Array:

@@ -207,7 +207,7 @@ def _unfit(evidence: Evidence) -> dict[str, tuple[int, int]]:
     telling = np.isin(evidence.sources, np.unique(evidence.sources[~evidence.ran]))
     t = evidence.table
     found = np.broadcast_to(sum_of(memory(t)), t.n)
-    unfit = ~np.broadcast_to(fits(t, found, Constants().memory_constants), t.n)
+    unfit = ~np.broadcast_to(fits(t, found, Constants()), t.n)
     failed, ran = telling & ~evidence.ran, telling & evidence.ran
     return {
         "caught": (int((unfit & failed).sum()), int(failed.sum())),

@@ -27,9 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.plan.constants import Constants
+from hyper_parallel.plan.model.dims import keys_seen, routed_share
 from hyper_parallel.plan.model.exchange import Exchanged, exchanged
 from hyper_parallel.plan.model.layout import Ranks
-from hyper_parallel.plan.model.rates import Products, moved, rate
+from hyper_parallel.plan.model.rates import Products, moved
 from hyper_parallel.plan.table import ARCHITECTURES, PRECISIONS, Array, Table
 
 FUSED = {
@@ -92,11 +93,6 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     )
 
 
-def routed_share(t: Table) -> Array:
-    """The share of the layers that have experts."""
-    return np.where(t.experts > 0, (t.layers - t.dense_layers) / t.layers, 0.0)
-
-
 def _projections(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
     heads = t.heads / ranks.tensor
     keys = np.maximum(t.kv_heads / ranks.tensor, 1.0)
@@ -147,20 +143,11 @@ def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Arr
     return seconds, np.where(t.flash > 0, 0.0, moved(t, k, 2 * 7 * scores))
 
 
-def keys_seen(t: Table) -> Array:
-    """Keys that a query sees, the mean over a causal sequence and over the layers."""
-    everything = t.sequence / 2
-    window = np.minimum(t.window, t.sequence)
-    inside = window - window * window / (2 * t.sequence)
-    return np.where(t.window > 0, t.windowed * inside + (1 - t.windowed) * everything, everything)
-
-
 def _bytes(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
     """Bytes read and written by a layer's elementwise operators, forward, 2 an element."""
     outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
-    dense = np.where(t.gated > 0, 3.0, 3.0) * t.ffn
     routed = t.chosen * (3 * t.expert_ffn + 8 * t.hidden) + 3 * t.shared_ffn
-    wide = (with_experts * routed + (1 - with_experts) * dense) / ranks.tensor
+    wide = (with_experts * routed + (1 - with_experts) * 3 * t.ffn) / ranks.tensor
     return 2 * (9 * outside * t.hidden + tokens * wide + 3 * tokens * t.heads * t.head_dim / ranks.tensor)
 
 
@@ -180,8 +167,3 @@ def _kernels(t: Table, k: Constants, with_experts: Array) -> Array:
     """Launches of a layer's forward pass."""
     plain = np.where(t.fused > 0, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
     return (plain + with_experts * k.routing) * np.where(t.graphs > 0, 0.5, 1.0)
-
-
-def linear_rate(t: Table, k: Constants) -> Array:
-    """FLOP/s that no linear layer exceeds: what bounds are made of."""
-    return rate(t, k)

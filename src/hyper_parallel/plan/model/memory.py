@@ -29,11 +29,12 @@ outside of it: peak · slack + outside ≤ capacity, and each stage has work (`f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.activations import Kept, element_bytes, kept
 from hyper_parallel.plan.model.parameters import attention_parameters
 from hyper_parallel.plan.model.stages import Stage, placed, stages
@@ -44,23 +45,6 @@ HOST_PART = 0.8
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "working")
 """What the bytes of a rank are for; `gathered` are whole weights and gradients of the layers at work."""
-
-
-@dataclass(frozen=True)
-class MemoryConstants:
-    """What lies between a peak of allocated bytes and a device's capacity; neither is fitted."""
-
-    slack: float = field(
-        default=1.03,
-        metadata={
-            "unit": "ratio",
-            "meaning": "bytes that an allocator cannot do without to those allocated; on B200s it reserves 1.03 to "
-            "1.09 times as many (SimuMax, docs/b200), part of which it gives back when asked for more",
-        },
-    )
-    outside: float = field(
-        default=1.5e9, metadata={"unit": "B", "meaning": "the driver's and the collectives' own buffers"}
-    )
 
 
 def memory(t: Table) -> dict[str, Array]:
@@ -81,12 +65,12 @@ def by_stage(t: Table) -> list[dict[str, Array]]:
     return [_counted(t, stage, held, per_token) for stage in stages(t)]
 
 
-def fits(t: Table, peak: Array, k: MemoryConstants) -> npt.NDArray[np.bool_]:
+def fits(t: Table, peak: Array, k: Constants) -> npt.NDArray[np.bool_]:
     """Whether a peak of allocated bytes fits the device, what is moved fits the host, and every stage has work."""
     return np.asarray(within(t, peak, k) & (on_host(t) <= t.host_bytes * HOST_PART), dtype=np.bool_)
 
 
-def within(t: Table, peak: Array, k: MemoryConstants) -> npt.NDArray[np.bool_]:
+def within(t: Table, peak: Array, k: Constants) -> npt.NDArray[np.bool_]:
     """Whether a peak fits the device, whatever the host holds, and every stage has work."""
     return np.asarray((peak * k.slack + k.outside <= t.capacity) & placed(t), dtype=np.bool_)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hyper_parallel.plan.model.dims import routed_share
 from hyper_parallel.plan.table import Array, Table
 
 
@@ -43,7 +44,7 @@ def attention_parameters(t: Table) -> Array:
 def held(t: Table) -> Held:
     """On one rank of tensor and expert axes."""
     tensor = t.tensor_x * t.tensor_y
-    routed = np.where(t.experts > 0, (t.layers - t.dense_layers) / t.layers, 0.0)
+    routed = routed_share(t)
     wide = (2 + t.gated) * t.hidden
     dense = wide * ((1 - routed) * t.ffn + routed * t.shared_ffn)
     experts = routed * wide * t.expert_ffn * t.experts / np.maximum(t.expert, 1.0)

@@ -16,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.plan.constants import Constants
-from hyper_parallel.plan.table import ARCHITECTURES, PRECISIONS, Table
+from hyper_parallel.plan.model.dims import in_eight_bits, in_four_bits
+from hyper_parallel.plan.table import ARCHITECTURES, Table
 
 Array = NDArray[np.float64]
-
-_EIGHT = [PRECISIONS.index(name) for name in ("fp8", "mxfp8")]
-_FOUR = [PRECISIONS.index(name) for name in ("nvfp4",)]
 
 
 def large(t: Table, k: Constants) -> Array:
@@ -44,7 +42,7 @@ def rate(t: Table, k: Constants, *, linear: bool = True) -> Array:
     sixteen = t.peak16 * share
     if not linear:
         return sixteen
-    eight, four = np.isin(t.precision, _EIGHT), np.isin(t.precision, _FOUR)
+    eight, four = in_eight_bits(t), in_four_bits(t)
     if not eight.any() and not four.any():
         return sixteen
     found = np.where(eight, t.peak8 * share * k.eight, sixteen)

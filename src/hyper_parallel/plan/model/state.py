@@ -32,9 +32,6 @@ from hyper_parallel.plan.table import Array, Table
 UPDATE_BYTES = 28.0
 """Read and written a parameter: gradient 4, master 8, moments 16; the parameter's 2 are within what is rounded here."""
 
-STATE_BYTES = 12.0
-"""Of the optimizer's state a parameter: master value and two moments."""
-
 
 @dataclass(frozen=True)
 class Gathered:
@@ -97,7 +94,7 @@ def updated(t: Table, k: Constants, ranks: Ranks, held: Held, stage_layers: Arra
     elements = (
         stage_layers * held.layer + held.embedding
     ) / sharded + stage_layers * held.experts / experts_sharded
-    return UPDATE_BYTES * elements / (t.hbm * k.memory), STATE_BYTES * elements
+    return UPDATE_BYTES * elements / (t.hbm * k.memory), t.state_bytes * elements
 
 
 def fetched(t: Table, state: Array, passes: tuple[Array, Array], times: Array) -> Array:

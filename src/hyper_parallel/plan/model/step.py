@@ -60,7 +60,7 @@ def forecast(t: Table, k: Constants) -> Forecast:
     parts = seconds_by_kind(t, k)
     bytes = memory(t)
     peak = sum_of(bytes)
-    return Forecast(sum_of(parts), parts, bytes, peak, fits(t, peak, k.memory_constants))
+    return Forecast(sum_of(parts), parts, bytes, peak, fits(t, peak, k))
 
 
 def sum_of(parts: dict[str, Array]) -> Array:
@@ -95,7 +95,7 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
     weights = t.layers / t.pipeline * one.products
     stage_layers = t.layers / t.pipeline
     optimizer, state = updated(t, k, ranks, own, stage_layers)
-    # The slowest stage's passes, the head's time between them left to hide copies of either.
+    # How many layers' passes the slowest stage makes: copies to the host hide beside them, not beside the head.
     share = stage / np.maximum(passes, 1e-12) * (t.layers * passes / (t.layers * passes + top))
     parts = {
         **_of_layers(one, m * stage_layers, passes),
