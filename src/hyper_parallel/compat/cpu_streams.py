@@ -21,6 +21,8 @@ from collections.abc import Callable
 
 import torch
 
+from hyper_parallel.compat import threads
+
 _Item = Callable[[], None]
 
 
@@ -62,11 +64,13 @@ class _Queue:
 
     def put(self, item: _Item) -> None:
         with self.condition:
+            if self.closed:  # abandoned, at exit: nothing is done any more, and nobody waits for ever
+                item()
+                return
             self.items.append(item)
             self.pending += 1
             if self.thread is None:
-                self.thread = threading.Thread(target=self.serve, name="cpu-stream", daemon=True)
-                self.thread.start()
+                self.thread = threads.start(self.serve, "cpu-stream", self.abandon)
             self.condition.notify_all()
 
     def serve(self) -> None:
@@ -87,6 +91,11 @@ class _Queue:
         with self.condition:
             self.closed = True
             self.condition.notify_all()
+
+    def abandon(self) -> None:
+        """Close, and drop what has not begun: whoever waits for it is told so."""
+        self.fail(RuntimeError("the process is ending"))
+        self.close()
 
     def fail(self, failure: BaseException) -> None:
         with self.condition:

@@ -137,6 +137,8 @@ class FlashTier(Closing):
         def job(index: int, part: Place) -> Job:
             def run(buffer: torch.Tensor, stream: Stream) -> None:
                 try:
+                    if lanes.ending:
+                        raise TierError("the process is ending")
                     if not failures:
                         for other in before:
                             other.hold()

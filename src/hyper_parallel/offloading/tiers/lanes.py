@@ -10,11 +10,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 
-from hyper_parallel.compat import Backend, Stream
+from hyper_parallel.compat import Backend, Stream, threads
 from hyper_parallel.compat.host_memory import HostMemory
 
 Job = Callable[[torch.Tensor, Stream], None]
@@ -29,28 +30,30 @@ class Lanes:
 
     def __init__(self, backend: Backend, count: int, size: int) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(
-                target=_serve,
-                args=(self._jobs, backend.host_pages(size), backend.OwnStream()),
-                name="tier-lane",
-                daemon=True,  # a disk that does not answer must not keep the process from ending
-            )
-            for _ in range(count)
-        ]
         self._ended, self._lock = 0.0, threading.Lock()
         """When the last thing that was carried as a whole was over."""
         self._end = weakref.finalize(self, _stop, self._jobs, count)
-        usual = threading.stack_size(_STACK)
-        try:
-            for thread in self._threads:
-                thread.start()
-        finally:
-            threading.stack_size(usual)
+        self._end.atexit = False  # then they are abandoned
+        self._ending = threading.Event()
+        abandon = partial(_abandon, self._jobs, count, self._ending)
+        self._threads = [
+            threads.start(
+                partial(_serve, self._jobs, backend.host_pages(size), backend.OwnStream()),
+                "tier-lane",
+                abandon,
+                _STACK,
+            )
+            for _ in range(count)
+        ]
 
     def put(self, job: Job) -> None:
         """Carry a part after those given before."""
         self._jobs.put(job)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the process ends: a job that has not begun should do nothing but say so."""
+        return self._ending.is_set()
 
     def ended(self, began: float) -> float:
         """Note that what began then is over now; the seconds in which the lanes were its own. The next thing begins on
@@ -78,3 +81,8 @@ def _serve(jobs: SimpleQueue[Job | None], buffer: HostMemory, stream: Stream) ->
 def _stop(jobs: SimpleQueue[Job | None], count: int) -> None:
     for _ in range(count):
         jobs.put(None)
+
+
+def _abandon(jobs: SimpleQueue[Job | None], count: int, ending: threading.Event) -> None:
+    ending.set()
+    _stop(jobs, count)
