@@ -37,6 +37,10 @@ class ProgramError(HyperParallelError):
     """A Program that cannot run: what waits in a circle, or calls that other ranks do not make."""
 
 
+class IntegrationError(ConfigError):
+    """Something that another trainer, or its user, asks for and that cannot be honoured inside it."""
+
+
 class FollowsError(HyperParallelError):
     """What another rank's failure led to on this one: that rank says why, and this is shown only if none does."""
 

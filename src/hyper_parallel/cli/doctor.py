@@ -41,12 +41,13 @@ def doctor(bundle: Path | None, run: Path | None, as_json: bool) -> None:
       130  interrupted
     """
     from hyper_parallel.errors import ConfigError
+    from hyper_parallel.integration import versions
     from hyper_parallel.launch.doctor import bundle as pack
     from hyper_parallel.launch.doctor import collect, render
 
     if run is not None and bundle is None:
         raise ConfigError("--run goes with --bundle FILE, into which the run's logs are packed")
-    report = collect()
+    report = collect({row.package: str(row) for row in versions.rows()})
     click.echo(json.dumps(report, indent=2) if as_json else render(report))
     if bundle is not None:
-        click.echo(f"packed {pack(bundle, run)}", err=True)
+        click.echo(f"packed {pack(bundle, run, report)}", err=True)

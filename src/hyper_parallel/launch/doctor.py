@@ -11,7 +11,7 @@ import shutil
 import socket
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,15 @@ _LOG_BYTES = 256 * 1024
 _RUN_FILES = ("run.yaml", "summary.json")
 
 
-def collect() -> dict[str, Any]:
-    """The report, as data for JSON. Sizes are in bytes. Imports torch; never raises for what it finds."""
+def collect(integrations: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The report, as data for JSON. Sizes are in bytes. Imports torch; never raises for what it finds.
+
+    `integrations`: what there is to say of each package that another trainer brings.
+    """
     warnings: list[dict[str, str]] = []
     report: dict[str, Any] = {
         "versions": _versions(warnings),
+        "integrations": dict(integrations or {}),
         "devices": _devices(warnings),
         "machine": _machine(warnings),
         "network": _network(warnings),
@@ -89,7 +93,7 @@ def render(report: dict[str, Any]) -> str:
     # Recorded rather than printed, so that the command decides where it goes.
     console = Console(file=io.StringIO(), width=110, highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for section in ("versions", "devices", "machine", "network", "launcher", "environment"):
+    for section in ("versions", "integrations", "devices", "machine", "network", "launcher", "environment"):
         if not report[section]:
             continue
         table.add_row(f"[bold]{section}[/bold]", "")
@@ -104,18 +108,18 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def bundle(path: Path, run: Path | None = None) -> Path:
+def bundle(path: Path, run: Path | None = None, report: dict[str, Any] | None = None) -> Path:
     """Write what a bug report needs to `path`, a .zip or .tar.gz, and return it.
 
-    It has the doctor's report and, of the folder of a run, its configuration and the last part of its
-    metrics and of every rank's log. Environment variables are those of a fixed list. Raises ConfigError for
-    another suffix, a folder that is not there, or a path that cannot be written.
+    It has the doctor's `report`, collected now where none is given, and, of the folder of a run, its configuration
+    and the last part of its metrics and of every rank's log. Environment variables are those of a fixed list.
+    Raises ConfigError for another suffix, a folder that is not there, or a path that cannot be written.
     """
     if not path.name.endswith((".zip", ".tar.gz", ".tgz")):
         raise ConfigError(f"a bundle is a .zip or a .tar.gz file; got {path.name!r}")
     if run is not None and not run.is_dir():
         raise ConfigError(f"there is no run's folder {run}; give the 'out' of the run file")
-    report = collect()
+    report = report if report is not None else collect()
     members = {"doctor.json": json.dumps(report, indent=2), "doctor.txt": render(report)}
     if run is not None:
         members.update(_of_run(run))
