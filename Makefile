@@ -7,11 +7,11 @@ TESTERS := 2
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test matrix lint format lock clean
+.PHONY: help venv train test matrix test-llamafactory lint format lock clean
 
 help: ## Show this
 	@echo "usage: make TARGET"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Tests in more processes at once: make test TESTERS=8"
 	@echo "Another interpreter (3.11 or newer): PYTHON=python3.12 make TARGET"
 
@@ -26,6 +26,10 @@ test: lint ## Linters, types, import directions, then the tests with a sample of
 
 matrix: venv ## Every model family with every strategy
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m matrix -n $(TESTERS) --dist loadfile --durations=15 $(ARGS)
+
+test-llamafactory: ## Runs inside LlamaFactory 0.9.5, in an environment of their own (.venv-llamafactory)
+	@tools/venv_llamafactory.sh .venv-llamafactory
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-llamafactory/bin/python -m pytest -q tests/llamafactory --durations=15 $(ARGS)
 
 lint: venv ## Style, format, types, the direction of imports, device names in one place
 	@$(BIN)/ruff check
@@ -43,5 +47,5 @@ lock: venv ## Write requirements/lock.txt anew from what .venv holds
 	@mv requirements/lock.txt.new requirements/lock.txt
 
 clean: ## Remove .venv and all caches; runs and checkpoints stay
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+	rm -rf $(VENV) .venv-llamafactory .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

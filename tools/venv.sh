@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Make or renew the virtual environment: tools/venv.sh [FOLDER]   (default .venv)
+# Make or renew a virtual environment: tools/venv.sh [FOLDER [PINS]]   (default .venv requirements/lock.txt)
 #
-# Does nothing when the environment already holds what requirements/lock.txt and pyproject.toml ask for. PYTHON
-# chooses the interpreter; without it, what an existing environment was made with, else the first on the path that
-# is new enough.
+# Does nothing when the environment already holds what PINS and pyproject.toml ask for. What stands in PINS below a
+# line that begins with "# --no-deps" is installed without what it asks for. PYTHON chooses the interpreter; without
+# it, what an existing environment was made with, else the first on the path that is new enough.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:-.venv}
+pins=${2:-requirements/lock.txt}
 
 fail() {
     echo "hyper-parallel: $*" >&2
@@ -37,7 +38,7 @@ choose_python() {
 
 python=$(choose_python)
 version=$(version_of "$python")
-wanted="$version $(cat requirements/lock.txt pyproject.toml src/hyper_parallel/_version.py | cksum)"
+wanted="$version $(cat "$pins" pyproject.toml src/hyper_parallel/_version.py | cksum)"
 stamp="$venv/.hyper-parallel"
 
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$venv/bin/python" ]; then
@@ -52,7 +53,8 @@ echo "Installing the pinned dependencies into $venv (minutes the first time)"
 rm -f "$stamp"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 pip=("$venv/bin/python" -m pip install --quiet)
-"${pip[@]}" -r requirements/lock.txt ||
+bare=$(sed -n '/^# --no-deps/,$p' "$pins" | sed '/^#/d;/^$/d')
+"${pip[@]}" -r <(sed '/^# --no-deps/,$d' "$pins") && { [ -z "$bare" ] || "${pip[@]}" --no-deps $bare; } ||
     fail "the pinned dependencies could not be installed; see pip's message above, mend it and run make again"
 "${pip[@]}" --no-deps --no-build-isolation --editable . ||
     fail "hyper-parallel itself could not be installed; see pip's message above"
