@@ -115,19 +115,24 @@ class ShardedModel:
         groups = self.axes.groups
         return groups.members() if groups is not None else {}
 
-    def check_length(self, length: int) -> None:
-        """Raise StrategyError when rows of `length` positions cannot be split evenly over context and tensor."""
-        context, tensor = self.mesh.size("context"), self.mesh.size(self.mesh.tensor)
+    @property
+    def length_multiple(self) -> int:
+        """What the number of positions of a row must be a multiple of: they are dealt over context and tensor."""
         plan = self.plan.context
         multiple = length_multiple(plan.ring, plan.ulysses) if plan is not None else 1
         if self.plan.sequence:
-            multiple = math.lcm(multiple, context * tensor)
-        if length % multiple:
+            multiple = math.lcm(multiple, self.mesh.size("context") * self.mesh.size(self.mesh.tensor))
+        return multiple
+
+    def check_length(self, length: int) -> None:
+        """Raise StrategyError when rows of `length` positions cannot be split evenly over context and tensor."""
+        if length % self.length_multiple:
+            context, tensor = self.mesh.size("context"), self.mesh.size(self.mesh.tensor)
             split = [f"context {context}"] if context > 1 else []
             split += [f"tensor {tensor} (the sequence)"] if self.plan.sequence else []
             raise StrategyError(
                 f"rows of {length} positions cannot be split evenly over {' and '.join(split)}; "
-                f"use a multiple of {multiple}"
+                f"use a multiple of {self.length_multiple}"
             )
 
     # Tensors between whole and split.
@@ -220,6 +225,11 @@ def cut(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 def attach(handle: ShardedModel) -> None:
     """Make `sharded(handle.model)` find the handle."""
     handle.model.__dict__[_ATTRIBUTE] = handle
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `sharded` finds a handle."""
+    return _ATTRIBUTE in model.__dict__
 
 
 def sharded(model: nn.Module) -> ShardedModel:

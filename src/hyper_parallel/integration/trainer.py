@@ -1,0 +1,304 @@
+"""The mixin that makes a Trainer's step one of a spread model: `class HyperParallelTrainer(SpreadTrainer, Trainer)`.
+
+With L(x) the loss of a token and T the number of valid tokens of the step, over all ranks and micro-batches,
+
+    loss = Σ L / T,        this rank's part = Σ over its rows and positions of L / T,        loss = Σ over loss ranks
+
+`training_step` runs the backward pass of the part: gradients are sums over ranks (`shard.loss`). It returns the part
+times the number of loss ranks, since a Trainer logs the mean over ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.config.train import LossConfig
+from hyper_parallel.errors import IntegrationError
+from hyper_parallel.integration.accelerate import SpreadAccelerator
+from hyper_parallel.integration.arguments import adjusted, check_arguments, check_model, check_strategy
+from hyper_parallel.integration.optimizer import on_local
+from hyper_parallel.integration.rows import Rows, rows_of, shifted
+from hyper_parallel.integration.spread import Given, Spread, read, strategy_of, world_size
+from hyper_parallel.shard.adapters import without_adapters
+from hyper_parallel.shard.documents import documents_known
+from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, cross_entropy_sum, valid_tokens
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class SpreadTrainer(_Trainer):
+    """What a Trainer does over ranks, done for a model that HyperParallel spreads.
+
+    Put it before a Trainer's class. The loop, the callbacks, logging, schedules and the evaluation loop stay theirs.
+    """
+
+    spread: Spread | None = None
+    """The spread model; None until the Trainer is made."""
+
+    def __init__(self, *args: Any, strategy: Given = None, **kwargs: Any) -> None:
+        """`strategy`: a Strategy, a dict, a YAML file of a strategy or a run, ``"auto"``; None shards everything over
+        all ranks. All else is the Trainer's own.
+
+        Raises ConfigError for what cannot be honoured: docs/transformers.md lists it.
+        """
+        self._given = strategy
+        self._micro = 0
+        self._rows_checked = False
+        super().__init__(*args, **kwargs)
+        check_arguments(self)
+        self._spread(self.model)
+
+    # Spreading.
+
+    def _spread(self, model: nn.Module) -> None:
+        args = self.args
+        check_model(model)
+        rows = args.per_device_train_batch_size
+        meant = adjusted(read(self._given, world_size()), args, model)
+        settled = strategy_of(meant, model, world=world_size(), batch=rows, length=0)
+        strategy = settled.strategy
+        check_strategy(strategy, self)
+        self._whole_parameters = _count(model)
+        self.spread = Spread.over(model, strategy)
+        model.to(args.device)
+        args.gradient_accumulation_steps *= settled.accumulation
+        self.accelerator: Any = SpreadAccelerator.of(self.accelerator, self.spread)
+        self.gather_function = self.accelerator.gather_for_metrics
+        if "use_gather_object" in inspect.signature(self.gather_function).parameters:
+            self.gather_function = functools.partial(
+                self.gather_function, use_gather_object=args.eval_use_gather_object
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Not the whole model: its pieces go where they belong when it is spread."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own optimizer, by the names of the model's parameters, then on this rank's pieces of them.
+
+        Raises IntegrationError for one whose update needs whole matrices, where they are split.
+        """
+        made = self.optimizer is None
+        found = super().create_optimizer(*args, **kwargs)
+        if made:
+            on_local(self.optimizer, self._spread_model.handle)
+        return found
+
+    # The step.
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of one micro-batch; its part of the step's loss as the class's docstring says."""
+        spread = self._spread_model
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        last = bool(self.accelerator.sync_gradients)
+        micro, self._micro = self._micro, 0 if last else self._micro + 1
+        rows = self._row_numbers(inputs, micro)
+        with spread.handle.micro_batch(
+            seed=self.args.seed, step=self.state.global_step, rows=rows, last=last
+        ):
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            if not self._is_whole_step(num_items_in_batch):
+                loss = loss / self.current_gradient_accumulation_steps
+            self.accelerator.backward(loss / spread.loss_ranks)
+        found: Tensor = loss.detach()
+        return found
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """This rank's part of the step's loss × the number of loss ranks: the mean over ranks is the loss.
+
+        Next-token losses are computed split over the vocabulary, in chunks, and without logits. Other models' losses,
+        and a `compute_loss_func`, are the Trainer's own.
+        """
+        spread = self._spread_model
+        if self._is_causal(inputs) and num_items_in_batch is not None and not return_outputs:
+            rows = self._rows(inputs)
+            assert rows.labels is not None
+            with documents_known(rows.several):
+                loss = causal_lm_loss(
+                    model,
+                    rows.input_ids,
+                    rows.labels,
+                    rows.position_ids,
+                    num_items_in_batch,
+                    self._loss_config,
+                    micro_batches=self.current_gradient_accumulation_steps,
+                    **rows.rest,
+                )
+            return loss * spread.loss_ranks
+        if spread.loss_ranks != spread.data_ranks and torch.is_grad_enabled():
+            raise IntegrationError(
+                "axes.context splits positions, and only a causal language model's own next-token loss is known to be "
+                "a sum over them; set axes.context to 1 for compute_loss_func, or for a loss of the model's own"
+            )
+        return super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """The valid tokens of the whole step: of these micro-batches, summed over the shares of the batch."""
+        if not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        causal = self._is_causal(batch_samples[0])
+        if not (causal or self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+            return None
+        spread = self._spread_model
+        if not self._rows_checked and torch.is_grad_enabled():
+            self._rows_checked = True
+            spread.check_same_rows([batch["labels"] for batch in batch_samples])
+        shifts = causal or getattr(self, "_loss_shifts_labels", False)
+        labels = [shifted(batch) if shifts else batch["labels"] for batch in batch_samples]
+        mine = torch.stack([valid_tokens(one) for one in labels if one is not None]).sum().to(device)
+        return spread.sum_of_data(mine).clamp(min=1)
+
+    # Evaluation.
+
+    @torch.no_grad()
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The loss of the global batch, the same on every rank, and this share's logits and labels, whole."""
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        if not self._is_causal(inputs) or generates:
+            return super().prediction_step(  # type: ignore[no-any-return]
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs
+            )
+        spread = self._spread_model
+        inputs = self._prepare_inputs(inputs)
+        rows = self._rows(inputs)
+        assert rows.labels is not None
+        labels = self._without_repeated(rows.labels)
+        tokens = spread.sum_of_data((labels != IGNORED).sum()).clamp(min=1)
+        with documents_known(rows.several):
+            if prediction_loss_only:
+                part = causal_lm_loss(
+                    model, rows.input_ids, labels, rows.position_ids, tokens, self._loss_config, **rows.rest
+                )
+                return spread.sum_of_parts(part), None, None
+            positions = {} if rows.position_ids is None else {"position_ids": rows.position_ids}
+            outputs = model(input_ids=rows.input_ids, use_cache=False, **positions, **rows.rest)
+        smoothing = self.args.label_smoothing_factor
+        total = cross_entropy_sum(outputs.logits.flatten(0, -2), labels.flatten(), label_smoothing=smoothing)
+        if ignore_keys is None:
+            ignore_keys = getattr(model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+        kept = {key: value for key, value in outputs.items() if key not in (*ignore_keys, "loss")}
+        kept["logits"] = outputs.logits[:, : rows.length]
+        found = tuple(kept.values())
+        return spread.sum_of_data(total / tokens), found[0] if len(found) == 1 else found, inputs["labels"]
+
+    def _without_repeated(self, labels: Tensor) -> Tensor:
+        """Labels, of which rows that fill the last batch a second time bear no loss."""
+        state, spread = self.accelerator.gradient_state, self._spread_model
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return labels
+        kept = state.remainder - spread.data_index * self.args.eval_batch_size
+        rows = torch.arange(labels.size(0), device=labels.device)
+        return labels.masked_fill((rows >= kept).unsqueeze(-1), IGNORED)
+
+    # What is counted.
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of a step, over all ranks."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self._spread_model.data_ranks)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """This rank's part of 6 · positions · parameters; the sum over ranks counts each row once."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if name not in inputs:
+            return 0
+        spread = self._spread_model
+        copies = spread.world // spread.data_ranks
+        return float(6 * inputs[name].numel() * self._whole_parameters / copies)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """Transformers 5.12 and later ask, to clip by themselves; the accelerator's norm is that of all layouts."""
+        return False
+
+    # What is refused.
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial would spread a model anew beside the last one's process groups."""
+        raise IntegrationError(
+            "hyperparameter_search is not supported with a spread model; start a run for each trial"
+        )
+
+    # Inside.
+
+    @property
+    def _spread_model(self) -> Spread:
+        assert self.spread is not None, "the model is spread when the Trainer is made"
+        return self.spread
+
+    @property
+    def _loss_config(self) -> LossConfig:
+        return LossConfig(label_smoothing=self.args.label_smoothing_factor)
+
+    def _is_causal(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the loss of these inputs is the next-token loss of a causal language model."""
+        if self.compute_loss_func is not None or "input_ids" not in inputs:
+            return False
+        if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+            return False
+        return _has_next_token_loss(self.model)
+
+    def _is_whole_step(self, num_items_in_batch: Any) -> bool:
+        """Whether a loss is divided by all that the step has, not by what its micro-batch has."""
+        given = getattr(self, "loss_is_scaled_for_ga", None)
+        if given is not None:
+            return bool(given)
+        counted = num_items_in_batch is not None
+        return (counted and (self.model_accepts_loss_kwargs or _has_next_token_loss(self.model))) or (
+            self.compute_loss_func is not None
+        )
+
+    def _rows(self, inputs: Mapping[str, Any]) -> Rows:
+        pad = getattr(self.processing_class, "pad_token_id", None)
+        return rows_of(inputs, self._spread_model.handle, pad or 0)
+
+    def _row_numbers(self, inputs: Mapping[str, Any], micro: int) -> Tensor | None:
+        """int64 [B]: which rows of the step these are, in the order in which one process would read them."""
+        first = next((value for value in inputs.values() if isinstance(value, Tensor) and value.dim()), None)
+        if first is None:
+            return None
+        spread = self._spread_model
+        begin = (micro * spread.data_ranks + spread.data_index) * self._train_batch_size
+        return torch.arange(begin, begin + first.size(0), device=first.device)
+
+
+def _count(model: nn.Module) -> int:
+    """Parameters that a Trainer counts operations by."""
+    core: Any = without_adapters(model)
+    if hasattr(core, "num_parameters"):
+        return int(core.num_parameters(exclude_embeddings=True))
+    return sum(parameter.numel() for parameter in core.parameters())
+
+
+def _has_next_token_loss(model: nn.Module) -> bool:
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    core: Any = without_adapters(model)
+    found = LOSS_MAPPING.get(getattr(core, "loss_type", None))
+    return found is ForCausalLMLoss and not getattr(core.config, "is_encoder_decoder", False)
