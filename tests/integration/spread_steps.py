@@ -23,7 +23,7 @@ def tiny(*, tied: bool = False, experts: bool = False) -> Any:
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
-        "intermediate_size": 22,
+        "intermediate_size": 24,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.checkpoint import Piece, Writer, newest, read
+from hyper_parallel.checkpoint.export import MODEL
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CheckpointError, ConfigError
 from hyper_parallel.layout import Layout
@@ -118,10 +119,7 @@ class RunCheckpoints:
         return self._last
 
     def _pieces(self) -> dict[str, Piece]:
-        pieces = {f"model.{p.name}": Piece(p.local, p.layout) for p in self._handle.parameters()}
-        for name, buffer in _persistent_buffers(self._built.model):
-            pieces[f"model.{name}"] = Piece(buffer, Layout.replicated(self._handle.mesh, tuple(buffer.shape)))
-        return {**pieces, **self._optimizer.pieces()}
+        return {**model_pieces(self._handle), **self._optimizer.pieces()}
 
     def _identity(self) -> dict[str, Any]:
         data = self._config.data.model_dump(mode="json")
@@ -147,6 +145,14 @@ class RunCheckpoints:
             raise ConfigError(
                 f"{path} is of another run: {changes}{more}. Put them back to go on, or choose another 'out'"
             )
+
+
+def model_pieces(handle: ShardedModel) -> dict[str, Piece]:
+    """Every parameter and persistent buffer as this rank holds it, by its name in a checkpoint: ``model.<name>``."""
+    pieces = {f"{MODEL}{p.name}": Piece(p.local, p.layout) for p in handle.parameters()}
+    for name, buffer in _persistent_buffers(handle.model):
+        pieces[f"{MODEL}{name}"] = Piece(buffer, Layout.replicated(handle.mesh, tuple(buffer.shape)))
+    return pieces
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -1,0 +1,225 @@
+"""Our verified checkpoint inside of a Trainer's `checkpoint-N`, and which of these folders are whole.
+
+    checkpoint-N/
+      step-0000000N/       ours (docs/checkpoints.md): ``model.*``, ``optimizer.*``, digests, committed last
+      scheduler.pt …       the Trainer's small files; ours has the digest of this one
+      trainer_state.json   written last, by the Trainer
+
+Of a model with adapters the trained parameters are saved, and the adapters' own; the others are the base model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.checkpoint import Piece, Ranks, Writer, names, verify
+from hyper_parallel.checkpoint.export import MODEL
+from hyper_parallel.checkpoint.reader import Checkpoint
+from hyper_parallel.compat import fsdp
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.integration.optimizer_state import collect, restore
+from hyper_parallel.integration.ranks import ranks_of, together
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.adapters import name_in_base, without_adapters
+from hyper_parallel.train.state import model_pieces
+
+TRAINER_STATE = "trainer_state.json"
+SCHEDULER = "scheduler.pt"
+_PLAIN = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+)
+"""What a folder without our checkpoint has weights in (`save_only_model`)."""
+_NAME = re.compile(r"checkpoint-([0-9]+)")
+
+
+def save(
+    folder: Path,
+    handle: ShardedModel,
+    optimizer: Any,
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    assets: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write the model, and the optimizer unless it is None, as they are now into `folder`. A collective.
+
+    `optimizer` is one that `on_local` was called for, as it is or inside of Accelerate's. `state` is JSON, kept beside;
+    with the model's config as ``model_config`` the checkpoint can be exported. `assets`: `checkpoint.Writer.save`.
+
+    Raises CheckpointError, on all ranks, if the folder cannot be written.
+    """
+    ranks = ranks_of(handle)
+    fsdp.free_gathered(handle.model)
+    pieces = _model(handle)
+    own: dict[str, Any] = {"optimizer": None, "files": _digests(folder)}
+    if optimizer is not None:
+        moments, own["optimizer"] = collect(optimizer, ranks)
+        pieces.update(moments)
+    # Nothing trains meanwhile, so nothing has to be copied first.
+    with Writer(folder, handle.mesh, handle.rank, keep=1, streamed=True, group=ranks) as writer:
+        writer.save(step, pieces, {**state, **own}, assets=assets)
+
+
+def load(folder: Path, handle: ShardedModel, optimizer: Any) -> dict[str, Any]:
+    """Fill the model, and the optimizer unless it is None, from `folder`; the state. A collective.
+
+    Saved and loading strategy may differ in everything. Every byte is verified before it is used.
+
+    Raises CheckpointError, on all ranks, if there is none, or it is damaged or of another model or optimizer; what
+    was filled by then is a mixture.
+    """
+    ranks = ranks_of(handle)
+    fsdp.free_gathered(handle.model)
+    with together(ranks, folder, "read"):
+        checkpoint = Checkpoint(committed(folder))
+        pieces = _model(handle)
+        checkpoint.match(pieces, MODEL)
+        checkpoint.fill(pieces, handle.rank)
+    if optimizer is not None:
+        load_optimizer(folder, handle, optimizer)
+    return checkpoint.state
+
+
+def load_optimizer(folder: Path, handle: ShardedModel, optimizer: Any) -> None:
+    """Fill the optimizer alone, as `load` does. A collective."""
+    with together(ranks_of(handle), folder, "read"):
+        checkpoint = Checkpoint(committed(folder))
+        saved = checkpoint.state.get("optimizer")
+        if saved is None:
+            raise CheckpointError(
+                f"{checkpoint.path} holds no optimizer's state; it was saved for the model's sake"
+            )
+        restore(optimizer, checkpoint, saved)
+
+
+def holds_ours(folder: Path) -> bool:
+    """Whether there is a checkpoint of ours in a Trainer's folder; not whether it is whole."""
+    return bool(names.committed(folder))
+
+
+def committed(folder: Path) -> Path:
+    """Our newest checkpoint in a Trainer's folder. Raises CheckpointError if there is none."""
+    found = names.committed(folder)
+    if not found:
+        raise CheckpointError(
+            f"{folder} holds no step-… folder, in which HyperParallel keeps weights and optimizer; it was half "
+            "written, or another trainer wrote it"
+        )
+    return folder / str(found[0])
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest whole checkpoint of a Trainer, None if there is none at all, and the newer ones that are not."""
+
+    path: Path | None
+    skipped: tuple[tuple[Path, str], ...] = ()
+
+
+def newest(out: Path, handle: ShardedModel) -> Newest:
+    """The newest `checkpoint-N` in a Trainer's output folder that is whole. A collective; reads every byte of it.
+
+    Raises CheckpointError if there are some and none is whole, or if the folder cannot be read.
+    """
+    ranks = ranks_of(handle)
+    found: list[str] = []
+    with together(ranks, out, "read"):
+        if ranks.rank == 0 and out.is_dir():
+            steps = (_NAME.fullmatch(path.name) for path in out.iterdir() if path.is_dir())
+            found = [match[0] for match in sorted(filter(None, steps), key=lambda match: -int(match[1]))]
+    found = json.loads(ranks.gather(json.dumps(found))[0])
+    skipped: list[tuple[Path, str]] = []
+    for name in found:
+        reason = damage(out / name, ranks)
+        if reason is None:
+            return Newest(out / name, tuple(skipped))
+        skipped.append((out / name, reason))
+    if skipped:
+        listed = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
+        raise CheckpointError(
+            f"no checkpoint in {out} can be loaded ({listed}); restore one from a copy, or move them away to start "
+            "from the beginning"
+        )
+    return Newest(None)
+
+
+def damage(folder: Path, ranks: Ranks) -> str | None:
+    """What is wrong with a `checkpoint-N`, in words; None if all is there and ours is what was written. A collective.
+
+    The weights of a folder without ours (`save_only_model`) have no digests, and only have to be there.
+    """
+    told = _look(folder) if ranks.rank == 0 else (None, None)
+    reason: str | None
+    reason, inner = json.loads(ranks.gather(json.dumps(told))[0])
+    if reason is None and inner is not None:
+        reasons = ranks.gather(verify.damage(folder / inner, ranks.rank, ranks.world) or "")
+        reason = next(filter(None, reasons), None)
+    return reason
+
+
+def refuse_damaged(folder: Path, handle: ShardedModel) -> None:
+    """Raise CheckpointError, on all ranks, if a look at a `checkpoint-N` shows that it cannot be resumed. A collective.
+
+    Tensors are verified when they are read.
+    """
+    ranks = ranks_of(handle)
+    reason = json.loads(ranks.gather(json.dumps(_look(folder)))[0])[0]
+    if reason is not None:
+        raise CheckpointError(
+            f"{folder} cannot be resumed: {reason}; give another checkpoint, or resume_from_checkpoint=True for the "
+            "newest whole one"
+        )
+
+
+def _look(folder: Path) -> tuple[str | None, str | None]:
+    """What is wrong as far as the small files tell, and the name of our checkpoint to be verified, if there is one."""
+    try:
+        step = json.loads((folder / TRAINER_STATE).read_text())["global_step"]
+    except FileNotFoundError:
+        return f"{TRAINER_STATE}, which is written last, is missing", None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{TRAINER_STATE} cannot be read: {type(error).__name__}", None
+    match = _NAME.fullmatch(folder.name)
+    if match is not None and step != int(match[1]):
+        return f"{TRAINER_STATE} is of step {step}", None
+    if not holds_ours(folder):
+        if any((folder / name).is_file() for name in _PLAIN) and not (folder / SCHEDULER).is_file():
+            return None, None
+        return "the step-… folder with weights and optimizer is missing", None
+    inner = committed(folder)
+    try:
+        files = verify.read_marker(inner)["state"].get("files", {})
+    except CheckpointError as error:
+        return f"{inner.name}: {error}", None
+    for name, digest in files.items():
+        try:
+            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+                return f"{name}: sha256 differs", None
+        except OSError as error:
+            return f"{name}: {error.strerror}", None
+    return None, inner.name
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    path = folder / SCHEDULER
+    return {SCHEDULER: hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else {}
+
+
+def _model(handle: ShardedModel) -> dict[str, Piece]:
+    pieces = model_pieces(handle)
+    if without_adapters(handle.model) is handle.model:
+        return pieces
+    kept = {
+        f"{MODEL}{p.name}"
+        for p in handle.parameters()
+        if p.parameter.requires_grad or name_in_base(p.name, handle.model) is None
+    }
+    return {name: piece for name, piece in pieces.items() if name in kept}
