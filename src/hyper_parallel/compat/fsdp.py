@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import Shard
+
+from hyper_parallel.compat import collectives
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,7 +35,8 @@ def shard_module(
     `dims`: the dim of which a parameter is sharded, 0 for those that it leaves out; others than 0 must be divided.
 
     `mesh` is [shard], or [replicate, shard]. A dtype of None leaves what is stored. `gather` and `scatter` stand in
-    for the all-gather ([d] to [n · d]) and the summing reduce-scatter ([n · d] to [d]) over shard.
+    for the all-gather ([d] to [n · d]) and the summing reduce-scatter ([n · d] to [d]) over shard. On the CPU the
+    latter is that of `compat.gloo` at least, whose sums have the bits that a captured step's have.
     """
     fully_shard(
         module,
@@ -48,8 +52,16 @@ def shard_module(
     module.set_force_sum_reduction_for_comms(True)
     if gather is not None:
         module.set_custom_all_gather(_Gather(gather))
+    if scatter is None and mesh.device_type == "cpu":
+        group = mesh.get_group(mesh.ndim - 1)
+        scatter = partial(collectives.reduce_scatter, group=group.group_name, size=group.size())
     if scatter is not None:
         module.set_custom_reduce_scatter(_Scatter(scatter))
+
+
+def fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 holds some of the module's parameters."""
+    return any(isinstance(inner, FSDPModule) for inner in module.modules())
 
 
 def begin_micro_batch(module: nn.Module, *, last: bool, keep_parameters: bool, keep_gradients: bool) -> None:

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat.fsdp import fully_sharded
+from hyper_parallel.eager.agree import agreed
+from hyper_parallel.eager.around import Around
 from hyper_parallel.eager.offloaded import Offloaded
 from hyper_parallel.eager.plans import Plans
 from hyper_parallel.errors import BudgetError
+from hyper_parallel.shard.handle import is_sharded, sharded
 from hyper_parallel.units import parse_bytes
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,6 +49,9 @@ def offload(
     False where all of it is let go of before, which needs less.
     `cluster`: the machine by which moves are planned; it decides how fast a step is, never how much it holds.
 
+    Of a model that `parallelize` spread, with ``lowering="traceable"``, `budget`, `host` and `flash` are each rank's,
+    and every rank calls this and the model. A loss is asked for with `causal_lm_loss` as ever.
+
     Losses and gradients have the bits of the model's own passes. Whenever code runs that is not the model's, its
     parameters, buffers and gradients are on the device. Docs: docs/eager.md.
 
@@ -60,17 +67,23 @@ def offload(
     release(model)
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         _movable(name, parameter)
-    plans = Plans(
-        device,
-        _bytes(budget),
-        None if host is None else _bytes(host),
-        flash,
-        cluster,
-        None if through is None else tuple(through),
-        keep_results,
+    handle = sharded(model) if is_sharded(model) else None
+    around = None if handle is None else Around(handle)
+    plans = agreed(
+        handle,
+        lambda: Plans(
+            device,
+            _bytes(budget),
+            None if host is None else _bytes(host),
+            flash,
+            cluster,
+            None if through is None else tuple(through),
+            keep_results,
+            around,
+        ),
     )
     # Not by the module's own __setattr__, which is for parameters, buffers and modules.
-    model.__dict__["forward"] = Offloaded(model, plans)
+    model.__dict__["forward"] = Offloaded(model, plans, around)
     return model
 
 
@@ -98,10 +111,10 @@ def _device(model: nn.Module) -> torch.device:
     if not state:
         raise BudgetError("hp.offload: the model has no parameters, of which nothing could be moved")
     for name, tensor in state:
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor) or fully_sharded(model):
             raise BudgetError(
-                f"hp.offload: {name} is a part of a sharded parameter; hp.offload is for a model on one device, and "
-                "strategy.memory.device for one that is spread (docs/offload.md)"
+                f"hp.offload: {name} is a part of a parameter that PyTorch's FSDP2 or a DTensor splits, which no graph "
+                'can follow; spread the model with hp.parallelize(model, strategy, lowering="traceable")'
             )
     devices = sorted({str(tensor.device) for _, tensor in state})
     if len(devices) > 1 or devices == ["meta"]:

@@ -71,8 +71,9 @@ class Held:
         model = self._model()
         if model is None or optimizer in self._optimizers:
             return
-        own = {id(parameter) for parameter in model.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        # By their memory, which others may have tensors of their own of.
+        own = {_address(parameter) for parameter in model.parameters() if parameter.numel()}
+        if any(_address(p) in own for group in optimizer.param_groups for p in group["params"]):
             self._optimizers.add(optimizer)
 
     def _state(self) -> Iterator[Tensor]:

@@ -7,18 +7,21 @@ import inspect
 import logging
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hyper_parallel.eager.agree import agreed
+from hyper_parallel.eager.around import Around
 from hyper_parallel.eager.call import Call
 from hyper_parallel.eager.held import Held
 from hyper_parallel.eager.passes import state_of
 from hyper_parallel.eager.plans import Plans
-from hyper_parallel.eager.run import Run, TwoPasses
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.eager.run import Ready, Run, TwoPasses
+from hyper_parallel.errors import BudgetError, FollowsError, HyperParallelError
+from hyper_parallel.train.uneven import TooUneven, changed_before, wanted
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +31,9 @@ class Offloaded:
 
     __wrapped__: Any
 
-    def __init__(self, model: nn.Module, plans: Plans) -> None:
+    def __init__(self, model: nn.Module, plans: Plans, around: Around | None = None) -> None:
+        """`around`: the surroundings of a model that is spread."""
+        self._around = around
         self._model = weakref.ref(model)
         self._own = model.__dict__.get("forward")
         """What stood in the place of the class's forward before, if anything did."""
@@ -49,8 +54,10 @@ class Offloaded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own forward returns.
 
-        The backward pass of an earlier call is not possible any more. Raises CaptureError where it cannot be captured,
-        BudgetError where no plan meets the budget, and TierError where a memory fails.
+        The backward pass of an earlier call is not possible any more. Of a spread model every rank calls it, and where
+        one cannot run its passes all raise. Raises CaptureError where it cannot be captured, BudgetError where no plan
+        meets the budget, TierError where a memory fails, and FollowsError where something of this is so on other ranks
+        only.
         """
         model = self._model()
         assert model is not None, "it is being called"
@@ -64,17 +71,60 @@ class Offloaded:
         if self._caches:
             # Keys and values for later calls: a step of training has no use for them, and they would stay.
             kwargs.setdefault("use_cache", False)
-        call = Call.of(args, kwargs)
-        device = next(model.parameters()).device
-        held = self._held.bytes(call.tensors, device)
-        ready = self._plans.ready(model, self._forward, call, held)
-        tensors = {**{name: x for name, (_, x) in state_of(model).items()}, **call.named}
-        run = Run(ready, tensors)
-        self._run = weakref.ref(run)
-        outputs = TwoPasses.apply(run, ready.passes, *(tensors[name] for name in ready.passes.wanted))
-        run.gave(outputs)
+        ready, outputs = self._run_forward(model, args, kwargs)
         self._held.gave(outputs)
         return ready.passes.result(outputs)
+
+    def _run_forward(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Ready, Sequence[Tensor]]:
+        """The plan of a call, and what its forward pass gives."""
+        handle = self._around.handle if self._around is not None else None
+        ready, call = agreed(handle, lambda: self._ready(model, args, kwargs))
+        while True:
+            tensors = {**{name: x for name, (_, x) in state_of(model).items()}, **call.named}
+            run = Run(ready, tensors, self._around)
+            self._run = weakref.ref(run)
+            try:
+                outputs = TwoPasses.apply(run, ready.passes, *(tensors[name] for name in ready.passes.wanted))
+            except TooUneven as uneven:
+                ready, call = self._ready_for(uneven.load, ready, lambda: self._ready(model, args, kwargs))
+                continue
+            run.gave(outputs)
+            return ready, outputs
+
+    def _ready(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Ready, Call]:
+        """The plan of a call, and the call. No collective."""
+        around = self._around
+        call = Call.of(args if around is None else (around.given(), *args), kwargs)
+        held = self._held.bytes(call.tensors, next(model.parameters()).device)
+        return self._plans.ready(model, self._captured, call, held), call
+
+    def _ready_for(
+        self, load: float, before: Ready, make: Callable[[], tuple[Ready, Call]]
+    ) -> tuple[Ready, Call]:
+        """A plan with memory for experts' rows that are `load` times their even share. A collective."""
+        assert self._around is not None
+        why = changed_before(before.passes.step)
+        if why is not None:
+            raise BudgetError(
+                f"hp.offload: a rank's experts were to get {load:.3g} times their share of rows: {why}"
+            )
+        generous, just = wanted(load)
+        self._plans.load = generous
+        try:
+            return agreed(self._around.handle, make)
+        except (BudgetError, FollowsError):
+            self._plans.load = just
+            return agreed(self._around.handle, make)
+
+    def _captured(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, for a capture; of a spread model the first argument is what it finds around it."""
+        if self._around is None:
+            return self._forward(*args, **kwargs)
+        given, *rest = args
+        with self._around.within(given):
+            return self._forward(*rest, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""

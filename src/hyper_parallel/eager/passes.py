@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from hyper_parallel.compat.dispatch import without_autocast
 from hyper_parallel.compat.fake import fake_mode, faked, is_fake
 from hyper_parallel.compat.pretence import computed_once, taken_for_real
+from hyper_parallel.compat.symbols import fake_mode_with_symbols
 from hyper_parallel.compat.trees import flatten, leaves_of, unflatten
+from hyper_parallel.eager.around import Around
 from hyper_parallel.eager.call import Call
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import Kind, Rewrite, StepGraph, capture, host, is_cache, layers, phase, rewritten
@@ -27,6 +29,7 @@ from hyper_parallel.graph.effects import reads, touched
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.owned import owned
 from hyper_parallel.graph.questions import Question, Questions
+from hyper_parallel.shard.kept import Item
 
 TURN, GRADIENT, END = "turn", "gradient", "end"
 """Points at which the host is asked: after the forward pass, for each further gradient, and after the backward pass."""
@@ -61,7 +64,9 @@ class Passes:
     questions: tuple[Question, ...]
     """What the forward pass asked of its inputs' values."""
     wanted: tuple[str, ...]
-    """Inputs of the step that have a gradient."""
+    """Inputs of the step that have a gradient, at least one; a spread model may keep what comes for a later call."""
+    left: Mapping[Item, str | None]
+    """What the passes leave around them (`around`), and which output of the step it is; None for what was there."""
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """What the model returns, of these outputs."""
@@ -101,19 +106,23 @@ def capture_passes(
     call: Call,
     through: Sequence[str] | None,
     keep: bool = True,
+    around: Around | None = None,
 ) -> Passes:
-    """Both passes of `model`, whose own forward is `forward`.
+    """Both passes of `model`, of which `forward` computes the call.
 
-    `through`: the fields of the result whose gradients come back; None to decide it from the result. `keep`: the others
-    may be held until the backward pass is over. What is asked of the values of the call's tensors is answered from
-    them. Raises CaptureError where the passes cannot be captured.
+    `around`: what surrounds a model that is spread; `forward` is then given what the call found there, and the call has
+    it as its first argument. `through`: the fields of the result whose gradients come back; None to decide it from the
+    result. `keep`: the others may be held until the backward pass is over. What is asked of the values of the call's
+    tensors is answered from them. Raises CaptureError where the passes cannot be captured.
     """
-    mode = fake_mode()
+    # Only of experts' rows does a plan know what it is to do with numbers that the data decide.
+    spread_experts = around is not None and bool(around.handle.plan.experts)
+    mode = fake_mode_with_symbols() if spread_experts else fake_mode()
     questions = Questions(call.named)
     staying: dict[str, Kind] = dict.fromkeys(lodgers(model), "constant")
     with faked(model, mode), mode:
         given = [_empty(tensor) for tensor in call.tensors]
-        body = _Body(model, forward, call, given, through, keep)
+        body = _Body(model, forward, call, given, through, keep, around)
         inputs: dict[str, tuple[Kind, Tensor]] = {
             name: ("input", tensor) for name, tensor in zip(call.names, given, strict=True)
         }
@@ -130,12 +139,16 @@ def capture_passes(
                     lambda: body.gradients,
                     questions=questions,
                 )
-            wanted = tuple(body.gradients)
+            wanted = body.wanted
             _check_left(model, fakes)
         finally:
             body.forget()
     _say_written(step)
-    if again:
+    if around is not None:
+        # Asked for now: the capture has made those that it was the first to need.
+        step.groups = around.handle.process_groups()
+        step = around.rewritten(step, again)
+    elif again:
         step = rewritten(step, [Rewrite("layers", lambda step: layers(step, again))])
     return Passes(
         step,
@@ -144,6 +157,7 @@ def capture_passes(
         body.shape,
         tuple(questions.asked),
         wanted,
+        body.left,
     )
 
 
@@ -163,7 +177,9 @@ class _Body:
         given: Sequence[Tensor],
         through: Sequence[str] | None,
         keep: bool,
+        around: Around | None,
     ) -> None:
+        self._around = around
         self._model, self._forward, self._call, self._given = model, forward, call, given
         self._through, self._keep = through, keep
         named = {**{name: tensor for name, (_, tensor) in state_of(model).items()}}
@@ -174,11 +190,17 @@ class _Body:
         self.outputs: list[Output] = []
         self.leaves: list[Any] = []
         self.shape: Any = None
+        self.left: dict[Item, str | None] = {}
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
         """By the names of the inputs that they are of."""
         return {self._wanted[tensor]: gradient for tensor, gradient in self._of.items()}
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The names of the inputs that have a gradient, and where all of them are kept for later the first."""
+        return tuple(self.gradients) or tuple(self._wanted.values())[:1]
 
     def forget(self) -> None:
         """Let go of the gradients."""
@@ -220,10 +242,31 @@ class _Body:
         }
         named.update({f"answer.{at}": tensor for at, tensor in enumerate(answers)})
         named.update({f"gradient.{name}": tensor for name, tensor in self.gradients.items()})
+        named.update(self._leave())
         return named
 
-    def _owner(self, tensor: Tensor) -> Callable[[Tensor], None]:
-        def keep(gradient: Tensor) -> None:
+    def _leave(self) -> Mapping[str, Tensor]:
+        """What the passes leave around them, by the names of outputs."""
+        named: dict[str, Tensor] = {}
+        for what, tensor in (self._around.left() if self._around is not None else {}).items():
+            if tensor is None:
+                self.left[what] = None
+                continue
+            if tensor.untyped_storage()._cdata in self._taken:
+                # A weight that is its parameter as it is: found there again.
+                if what[0] == "weight":
+                    continue
+                # A gradient that autograd gave to two parameters, and the other one's owner may write to it.
+                with torch.no_grad(), phase("backward"):
+                    tensor = tensor.clone()
+            self.left[what] = f"left.{len(named)}"
+            named[f"left.{len(named)}"] = tensor
+        return named
+
+    def _owner(self, tensor: Tensor) -> Callable[[Tensor | None], None]:
+        def keep(gradient: Tensor | None) -> None:
+            if gradient is None:  # kept for a later call
+                return
             with torch.no_grad():
                 self._of[tensor] = owned(gradient, tensor, self._taken)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
+from hyper_parallel.eager.around import Around
 from hyper_parallel.eager.call import Call
 from hyper_parallel.eager.held import beside
 from hyper_parallel.eager.passes import Passes, capture_passes, late
@@ -22,9 +23,11 @@ from hyper_parallel.eager.run import Ready
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import executable
 from hyper_parallel.offloading import Runtime
+from hyper_parallel.offloading.choices import ANY, Choices
 from hyper_parallel.offloading.memories import machine_of, measured, open_tiers
 from hyper_parallel.offloading.rewrite import planned
 from hyper_parallel.offloading.shelf import Shelves
+from hyper_parallel.train.budget import cluster_for
 from hyper_parallel.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -45,12 +48,21 @@ class Plans:
         cluster: Cluster | None,
         through: Sequence[str] | None,
         keep: bool,
+        around: Around | None = None,
     ) -> None:
-        """Takes the tiers, and measures how fast they are. `through`, `keep`: as `capture_passes` has them. Raises
-        TierError."""
+        """Takes the tiers, and measures how fast they are. `through`, `keep`, `around`: as `capture_passes` has them.
+        Raises TierError."""
+        self._around = around
+        strategy = around.handle.strategy if around is not None else None
+        self._choices = Choices.of(strategy.memory) if strategy is not None else ANY
+        self.load = strategy.memory.expert_load if strategy is not None else 1.0
+        """How many times their even share of the rows a rank's experts may get, in plans from now on; the same on all
+        ranks, so that all stop where it is not enough."""
         self._budget, self._through, self._keep = budget, through, keep
         self._backend = backend(device.type)
         self._backend.return_memory()
+        if cluster is None and strategy is not None:
+            cluster = cluster_for(strategy, device.type)
         self._cluster = cluster or machine_of(self._backend)
         self._tiers = open_tiers(self._backend, host=host, flash=flash)
         try:
@@ -79,11 +91,12 @@ class Plans:
         inputs = call.named
         for at, ready in enumerate(known):
             if all(question.holds(inputs) for question in ready.passes.questions):
-                if any(count > ready.held[name] for name, count in held.items()):
+                more = any(count > ready.held[name] for name, count in held.items())
+                if more or (ready.load is not None and ready.load < self.load):
                     known[at] = self._again(ready, call, held)
                 return known[at]
         begun = time.perf_counter()
-        passes = capture_passes(model, forward, call, self._through, self._keep)
+        passes = capture_passes(model, forward, call, self._through, self._keep, self._around)
         log.info(
             "hp.offload: both passes as a graph: %d nodes, captured in %.1f s (inputs: %s)",
             len(list(passes.step.nodes)),
@@ -116,12 +129,21 @@ class Plans:
         number = next(self._numbers)
         try:
             found = planned(
-                beside(passes.step, held), self._cluster, self._budget, self._spaces, self._shelves, number
+                beside(passes.step, held),
+                self._cluster,
+                self._budget,
+                self._spaces,
+                self._shelves,
+                number,
+                self.load,
+                self._choices,
             )
         except BudgetError as error:
             raise BudgetError(
                 f"hp.offload: {error.why}; give hp.offload a larger budget, or more memory beside the device (host=, "
-                "flash=), or call the model with fewer rows"
+                "flash=), or call the model with fewer rows",
+                error.why,
+                error.floor,
             ) from error
         for name, tier in self._tiers.items():
             places = found.shelves.tiers[name].places
@@ -134,7 +156,7 @@ class Plans:
         self.notes.append(note)
         runtime = Runtime(found.step, self._tiers)
         run = executable(found.step, cache=runtime)
-        return Ready(passes, run, runtime, dict(held), late(found.step), number)
+        return Ready(passes, run, runtime, dict(held), late(found.step), number, found.load)
 
     def close(self) -> None:
         """Give the memory back."""

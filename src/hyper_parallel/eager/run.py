@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.compat.dispatch import below_autograd, version
+from hyper_parallel.eager.around import Around
 from hyper_parallel.eager.passes import TURN, Passes
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import Executable
 from hyper_parallel.offloading import Runtime
+from hyper_parallel.train.uneven import ROWS, TooUneven
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,16 @@ class Ready:
     """What may not change between the passes (`passes.late`)."""
     number: int
     """By which the plans know it."""
+    load: float | None
+    """How many times their even share of the rows a rank's experts may get; None where no size depends on it."""
 
 
 class Run:
     """One call of a model and, later, its backward pass. Alive, it holds what the backward pass needs."""
 
-    def __init__(self, ready: Ready, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors`: state and inputs by their names."""
-        self._ready = ready
+    def __init__(self, ready: Ready, tensors: Mapping[str, Tensor], around: Around | None = None) -> None:
+        """`tensors`: state and inputs by their names. `around`: where a spread model's passes leave what they leave."""
+        self._ready, self._around = ready, around
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._steps: Generator[Any, Any, tuple[Tensor, ...]] | None = ready.executable.function(
             [self._tensors.get(name, _NOTHING) for name in ready.executable.inputs]
@@ -48,8 +52,17 @@ class Run:
         """Why there is no backward pass any more."""
 
     def forward(self) -> list[Tensor]:
-        """What the model gives, known to nobody's autograd."""
+        """What the model gives, known to nobody's autograd.
+
+        Raises TooUneven before there is memory for experts' rows that are more than planned for, on every rank.
+        """
         point, values = self._send(None)
+        while point == ROWS:
+            load = float(values[0])
+            if self._ready.load is not None and load > self._ready.load:
+                self._stop("the plan has no memory for as many rows as the model's experts were to get")
+                raise TooUneven(load)
+            point, values = self._send(None)
         assert point == TURN, point
         passes = self._ready.passes
         shown = values[: len(passes.outputs)]
@@ -69,7 +82,7 @@ class Run:
             for tensor, output in zip(results, self._ready.passes.outputs, strict=True)
         ]
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The gradients of `passes.wanted`, of those of the outputs."""
         self._check(gradients)
         passes = self._ready.passes
@@ -88,7 +101,11 @@ class Run:
                 break
             answer = pending.pop() if pending else None
         self._steps, self._tensors, self._over = None, {}, _RAN
-        return tuple(found[f"gradient.{name}"] for name in passes.wanted)
+        if self._around is not None:
+            self._around.leave(
+                {what: None if name is None else found[name] for what, name in passes.left.items()}
+            )
+        return tuple(found.get(f"gradient.{name}") for name in passes.wanted)
 
     def _check(self, gradients: Sequence[Tensor | None]) -> None:
         """Raises HyperParallelError for what the graph is not of."""

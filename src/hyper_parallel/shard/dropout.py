@@ -58,6 +58,11 @@ def drawing(draw: Draw) -> Iterator[None]:
         _draw.reset(token)
 
 
+def draw_at_hand() -> Draw | None:
+    """What is being computed; None outside of `drawing`."""
+    return _draw.get()
+
+
 def current_draw(name: str) -> Draw:
     """The draw at hand; refuses dropout outside of one, where it could not be reproduced."""
     draw = _draw.get()

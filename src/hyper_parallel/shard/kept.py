@@ -12,13 +12,16 @@ Over the copies of a shard (`replicate`) gradients are summed in the last micro-
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 
 from torch import Tensor
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.strategy.memory import ShardLevel
+
+Item = tuple[str, Hashable]
+"""`weight` or `gradient`, and whose it is."""
 
 
 class Kept:
@@ -53,6 +56,34 @@ class Kept:
             if left:
                 self._weights.clear()
                 self._gradients.clear()
+
+    @property
+    def at_hand(self) -> tuple[ShardLevel, bool]:
+        """The level, and whether this is the step's last micro-batch."""
+        return self._level, self._last
+
+    @property
+    def contents(self) -> dict[Item, Tensor]:
+        """All that is kept now."""
+        weights: dict[Item, Tensor] = {("weight", key): tensor for key, tensor in self._weights.items()}
+        return weights | {("gradient", key): tensor for key, tensor in self._gradients.items()}
+
+    def replace(self, contents: Mapping[Item, Tensor]) -> None:
+        """Keep these, and nothing else."""
+        self._weights = {key: tensor for (what, key), tensor in contents.items() if what == "weight"}
+        self._gradients = {key: tensor for (what, key), tensor in contents.items() if what == "gradient"}
+
+    @contextlib.contextmanager
+    def stand_in(self, contents: Mapping[Item, Tensor]) -> Iterator[Kept]:
+        """Inside, the micro-batch at hand keeps in another one, which begins with `contents`: while it is captured."""
+        other = Kept()
+        other._level, other._last = self.at_hand
+        other.replace(contents)
+        token = _current.set(other)
+        try:
+            yield other
+        finally:
+            _current.reset(token)
 
     def weight(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """What `make` gives, made once a step where the level keeps weights. Without autograd."""

@@ -39,7 +39,7 @@ class Budget:
         memory = strategy.memory
         assert memory.device is not None, "a budget"
         self.bytes = memory.device
-        self._cluster = _cluster(strategy, torch.device(device).type)
+        self._cluster = cluster_for(strategy, torch.device(device).type)
         self._choices = Choices.of(memory)
         self._backend = backend(torch.device(device).type)
         self._backend.return_memory()
@@ -188,7 +188,7 @@ class Budget:
             tier.close()
 
 
-def _cluster(strategy: Strategy, kind: str) -> Cluster:
-    """By what the moves are planned."""
+def cluster_for(strategy: Strategy, kind: str) -> Cluster:
+    """By what the moves of a run on this kind of device are planned."""
     section: Literal["overlap", "memory"] = "overlap" if strategy.memory.cluster is None else "memory"
     return cluster_of(strategy, section, kind) or GUESS

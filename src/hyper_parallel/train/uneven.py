@@ -18,6 +18,9 @@ from hyper_parallel.graph.host import HOST
 
 ELSEWHERE_FULL = "another worker's step has no such plan; its log says why"
 
+ROWS = "rows"
+"""The point of a step at which the host is shown a load."""
+
 MARGIN = 1.1
 """What comes next is likely to be as uneven, and a little more."""
 
@@ -48,7 +51,7 @@ def changed_before(step: StepGraph) -> str | None:
     changed: str | None = None
     first: str | None = None
     for node in step.nodes:
-        if node.target is HOST and node.args[0] == "rows":
+        if node.target is HOST and node.args[0] == ROWS:
             changed = first
         elif first is None and not is_cache(node):
             first = next((outside[storage].name for storage in sorted(outside.keys() & writes(node))), None)

@@ -37,6 +37,7 @@ from hyper_parallel.shard.structure import layers_or_refuse
 from hyper_parallel.train.batches import MicroBatch
 from hyper_parallel.train.optimizer import Optimizer, build_optimizer
 from hyper_parallel.train.recipe import SAID, Recipe
+from hyper_parallel.train.uneven import ROWS
 
 _MICRO = ("input_ids", "labels", "position_ids", "rows")
 
@@ -101,7 +102,11 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
                 found.balanced = even_load() is not None and bool(handle.plan.experts)
         finally:
             body.forget()
-    return _recomputed(found, handle) if handle.strategy.memory.recompute == "layer" else found
+    if handle.strategy.memory.recompute != "layer":
+        return found
+    name, modules = layers_or_refuse(model, "memory.recompute: layer")
+    again = [f"{name}.{index}" for index in range(len(modules))]
+    return computed_again(found, again, alone=handle.strategy.axes.world == 1)
 
 
 @contextlib.contextmanager
@@ -110,21 +115,24 @@ def _told_loads(handle: ShardedModel) -> Iterator[None]:
     if handle.strategy.memory.device is None:
         yield
         return
-    with asked(lambda load: _show_load(handle, load)):
+    with loads_shown(handle):
         yield
 
 
-def _show_load(handle: ShardedModel, load: Tensor) -> None:
+def loads_shown(handle: ShardedModel) -> contextlib.AbstractContextManager[None]:
+    """Inside, the host is shown at "rows" how uneven the rows of each exchange are: the largest load of all ranks."""
     # The same number on every rank, so that all go on or none does.
-    host("rows", [handle.all_reduce(load, handle.mesh.names, "max")])
+    return asked(lambda load: _shown(handle.all_reduce(load, handle.mesh.names, "max")))
 
 
-def _recomputed(step: StepGraph, handle: ShardedModel) -> StepGraph:
-    """The step with each layer computed again in the backward pass, its collectives too."""
-    name, found = layers_or_refuse(handle.model, "memory.recompute: layer")
-    modules = [f"{name}.{index}" for index in range(len(found))]
+def _shown(load: Tensor) -> None:
+    host(ROWS, [load])
+
+
+def computed_again(step: StepGraph, modules: Sequence[str], *, alone: bool) -> StepGraph:
+    """The step with each of these modules computed again in the backward pass, its collectives too; `alone`: on one
+    device."""
     # Weights that are gathered are freed, or kept, by a pass of their own; on one device they are only cast.
-    alone = handle.strategy.axes.world == 1
     again = Rewrite("layers", lambda step: layers(step, modules, weights=alone, collectives=True))
     return rewritten(step, [again])
 

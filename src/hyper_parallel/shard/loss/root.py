@@ -74,11 +74,16 @@ class LossRoot:
     @contextlib.contextmanager
     def requested(self, request: Request) -> Iterator[None]:
         """Inside, a call of the model returns the loss that is asked for, and no logits."""
-        self._request = request
+        before, self._request = self._request, request
         try:
             yield
         finally:
-            self._request = None
+            self._request = before
+
+    @property
+    def request(self) -> Request | None:
+        """What is asked of the forward pass at hand; None where it is to return what the model's own does."""
+        return self._request
 
     def around_model(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """The wrapper of the root."""
