@@ -41,6 +41,17 @@ def test_layouts() -> None:
     assert layouts("gpt-oss", axes={"tensor": 2}) == ("[8/context, 32, 46]", "[8/context, 23/tensor_x, 32]")
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_releases_that_do_not_say_how_gate_and_up_lie(family: str) -> None:
+    """Early releases of Transformers 5 leave it out; the layouts are the same."""
+    model = build(family, intermediate_size=24)
+    told = make_plan(model, Strategy(axes={"tensor": 2})).parameters[UP].layout
+    experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
+    for module in experts:
+        del module.is_concatenated, module.has_post_expert_norm
+    assert experts and make_plan(model, Strategy(axes={"tensor": 2})).parameters[UP].layout == told
+
+
 def test_fewer_experts_than_ranks_that_share_their_storage_split_the_next_dim() -> None:
     few = {"num_local_experts": 4, "intermediate_size": 24}
     assert layouts("mixtral", few, axes={"shard": 8, "expert": 2}) == (

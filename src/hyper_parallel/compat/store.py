@@ -10,6 +10,21 @@ PATIENCE = timedelta(days=1)
 """A rank that fails ends the run, and with it those that wait for it."""
 
 
+def leave_word(key: str, text: str) -> None:
+    """Leave a text for other ranks under a key; nobody has to wait for it."""
+    dist.distributed_c10d._get_default_store().set(key, text)
+
+
+def word_left(key: str, seconds: float) -> str | None:
+    """The text that a rank leaves under a key within so many seconds; None when none does, or nobody can."""
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+        return str(store.get(key).decode())
+    except RuntimeError:  # of the distributed package: time is over, or who holds the store has gone
+        return None
+
+
 def told_by_rank_0(key: str, text: str | None) -> str:
     """The text that rank 0 gives under a key, on every rank; the others give None and wait, however long it takes.
 

@@ -21,6 +21,7 @@ from torch import nn
 from hyper_parallel.compat.local_tensor import per_rank
 from hyper_parallel.shard.axis import Axis, MeshAxes, _pad
 from hyper_parallel.shard.experts import dispatch
+from hyper_parallel.shard.experts.plan import is_concatenated
 from hyper_parallel.shard.experts.routing import Routing
 from hyper_parallel.shard.plan.nouns import ExpertsPlan, Plan
 from hyper_parallel.shard.wrap import Forward, wrap
@@ -98,7 +99,7 @@ class _Boundary:
         if not self.plan.features:
             return weights
         experts: Any = self.module
-        if experts.has_gate and not experts.is_concatenated:
+        if experts.has_gate and not is_concatenated(experts):
             # As many features as pairs of gate and up, some of which may be there to fill up (see the plan).
             pairs = weights["gate_up_proj"].size(2 if experts.is_transposed else 1) // 2
             weights["down_proj"] = _pad(weights["down_proj"], 1 if experts.is_transposed else 2, pairs)

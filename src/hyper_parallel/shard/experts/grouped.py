@@ -102,4 +102,4 @@ def apply_experts(
     out = grouped_linear(
         inner, weights["down_proj"], counts, weights.get("down_proj_bias"), experts.is_transposed
     )
-    return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+    return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out

@@ -24,13 +24,20 @@ from hyper_parallel.shard.plan.nouns import ExpertsPlan, Intervals
 from hyper_parallel.shard.rules import matching_or_refuse
 from hyper_parallel.strategy.strategy import RuleName
 
-_MADE_BY_DECORATOR = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
+_MADE_BY_DECORATOR = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 _PROJECTIONS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether the module is a layer's experts, made by Transformers' ``use_experts_implementation``."""
     return all(hasattr(module, name) for name in _MADE_BY_DECORATOR)
+
+
+def is_concatenated(experts: nn.Module) -> bool:
+    """Whether gate and up lie one behind the other in `gate_up_proj`, not in turns."""
+    told = getattr(experts, "is_concatenated", None)
+    # Early releases of Transformers 5 (5.6 among them) do not say; GPT-OSS was the one whose lie in turns.
+    return type(experts).__name__ != "GptOssExperts" if told is None else bool(told)
 
 
 def plan_experts(draft: Draft) -> None:
@@ -182,7 +189,7 @@ class _ExpertsPlanner:
             return (1 if module.is_transposed else 2), axis, None
         dim = 1 if own.endswith("_bias") or not module.is_transposed else 2
         half = shape[dim] // 2
-        return dim, axis, (half, half) if module.has_gate and module.is_concatenated else None
+        return dim, axis, (half, half) if module.has_gate and is_concatenated(module) else None
 
     def _pairs(
         self, module: Any, own: str, shape: tuple[int, ...]
@@ -190,7 +197,7 @@ class _ExpertsPlanner:
         """Where gate and up lie in turns and the tensor axes do not divide the pairs: stored whole, and each rank
         computes with the pairs whose product it has a part of `down_proj` for. Those of ranks that have fewer are
         filled up with the first pairs, which zeros in `down_proj` leave without effect. None everywhere else."""
-        if not module.has_gate or module.is_concatenated or own.startswith("down_proj"):
+        if not module.has_gate or is_concatenated(module) or own.startswith("down_proj"):
             return None
         dim = 1 if own.endswith("_bias") or not module.is_transposed else 2
         pairs = shape[dim] // 2

@@ -1,0 +1,191 @@
+"""LlamaFactory's `hyper_parallel_args`: the fields that its users know, and two of ours.
+
+They are plain data here; `strategy` says what they mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.errors import IntegrationError, nearest
+
+MODES = ("none", "recompute", "swap")
+DISPATCHER = "all_to_all"
+"""The way in which tokens travel to experts. There is no other."""
+DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+"""What a file may call a dtype to what a Strategy calls it."""
+SIZES = ("tp_size", "cp_size", "ep_size", "fsdp_size", "efsdp_size")
+_SAID_BY_A_FILE = (
+    *SIZES,
+    "activation_mode",
+    "activation_swap_inputs",
+    "param_dtype",
+    "reduce_dtype",
+    "reshard_after_forward",
+    "memory",
+)
+"""What a strategy of its own says, so that it cannot stand beside one."""
+_MEMORY = ("device", "host", "pool", "flash")
+
+
+@dataclass
+class HyperParallelArguments:
+    """How LlamaFactory's user wants the model spread. Not frozen: LlamaFactory sets `cp_size` itself at times."""
+
+    tp_size: int = 1
+    """Ranks that split each matrix (tensor parallelism)."""
+    cp_size: int = 1
+    """Ranks that split each row's positions (context parallelism)."""
+    ep_size: int = 1
+    """Ranks over which experts are spread. Not multiplied into the number of workers: it divides
+    fsdp_size · cp_size · tp_size."""
+    efsdp_size: int | None = None
+    """How many ranks share the storage of one expert. It follows from the others; given, it is checked."""
+    token_dispatcher: str = DISPATCHER
+    """How tokens travel to experts; only `all_to_all`."""
+    device_type: str = "auto"
+    """The device that the run is meant for; another than the one it trains on is an error."""
+    param_dtype: str | None = None
+    """In which dtype parameters are gathered and computed with: bfloat16 or float32. Left out, bfloat16 with
+    LlamaFactory's `bf16: true`, else float32."""
+    reduce_dtype: str | None = None
+    """In which dtype gradients are summed over ranks; left out, float32."""
+    reshard_after_forward: bool | None = None
+    """Free a layer's gathered parameters after its forward pass (true, which leaving it out means) or keep them."""
+    fsdp_size: int | None = None
+    """Ranks that share one copy of the parameters and see different rows; left out, all that remain."""
+    activation_mode: str = "none"
+    """`none`: as LlamaFactory's own options say. `recompute`: keep each layer's input and compute the layer again.
+    `swap`: activations leave for the host's memory and come back."""
+    activation_swap_inputs: bool = True
+    """With `swap`: whether the inputs of layers may leave too."""
+    strategy: str | dict[str, Any] | None = None
+    """A Strategy of HyperParallel in place of all the above: the path of a file, its content, or `auto`."""
+    memory: dict[str, Any] | None = None
+    """What a step may hold: `{"device": "10GiB", "host": "64GiB", "flash": "./spill"}`."""
+
+    @classmethod
+    def from_dict(
+        cls, given: Mapping[str, Any], source: str = "hyper_parallel_args"
+    ) -> HyperParallelArguments:
+        """From plain data, checked. `source` is named in errors. Raises IntegrationError."""
+        if not isinstance(given, Mapping):
+            raise IntegrationError(
+                f'{source} must hold fields with values, such as {{"tp_size": 2}}; got {given!r}'
+            )
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                hint = nearest(str(name), known) or f"; the fields are {', '.join(known)}"
+                raise IntegrationError(f"{source}: unknown field {str(name)!r}{hint}")
+        made = cls(**given)
+        made.validate(source)
+        return made
+
+    @classmethod
+    def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
+        """From `hyper_parallel_args` of LlamaFactory's arguments: a path to a JSON file, a mapping, or nothing.
+
+        Raises IntegrationError.
+        """
+        given = getattr(finetuning_args, "hyper_parallel_args", None)
+        if given is None:
+            return cls()
+        if isinstance(given, Mapping):
+            return cls.from_dict(given)
+        path = Path(given)
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise IntegrationError(
+                f"hyper_parallel_args is the path of a JSON file, and {given!r} cannot be read: {error.strerror}"
+            ) from error
+        except ValueError as error:
+            raise IntegrationError(f"{given} is no JSON: {error}") from error
+        return cls.from_dict(content, source=str(given))
+
+    def validate(self, source: str = "hyper_parallel_args") -> None:
+        """Raise IntegrationError, with one line that names the field, for what cannot be right on any machine."""
+        for name in ("tp_size", "cp_size", "ep_size"):
+            self._check_size(source, name)
+        for name in ("fsdp_size", "efsdp_size"):
+            if getattr(self, name) is not None:
+                self._check_size(source, name)
+        for name in ("param_dtype", "reduce_dtype"):
+            self._check_dtype(source, name)
+        for name in ("activation_swap_inputs", "reshard_after_forward"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "reshard_after_forward"):
+                raise IntegrationError(f"{source}: {name} must be true or false; got {value!r}")
+        self._check_choice(source, "activation_mode", MODES)
+        if self.token_dispatcher != DISPATCHER:
+            raise IntegrationError(
+                f"{source}: token_dispatcher must be {DISPATCHER!r}, the only one that there is; "
+                f"got {self.token_dispatcher!r}"
+            )
+        if not isinstance(self.device_type, str):
+            raise IntegrationError(
+                f"{source}: device_type must be the name of a device; got {self.device_type!r}"
+            )
+        if self.memory is not None:
+            self._check_memory(source)
+        if self.strategy is not None:
+            self._check_strategy(source)
+
+    def _check_size(self, source: str, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise IntegrationError(f"{source}: {name} must be a whole number of at least 1; got {value!r}")
+
+    def _check_choice(self, source: str, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            hint = nearest(str(value), choices)
+            raise IntegrationError(
+                f"{source}: {name} must be one of {', '.join(choices)}; got {value!r}{hint}"
+            )
+
+    def _check_dtype(self, source: str, name: str) -> None:
+        value = getattr(self, name)
+        if value is None or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES):
+            return
+        known = ", ".join(dict.fromkeys(DTYPES.values()))
+        hint = "; float16 would need its loss scaled" if value in ("float16", "fp16") else ""
+        raise IntegrationError(f"{source}: {name} must be one of {known}; got {value!r}{hint}")
+
+    def _check_memory(self, source: str) -> None:
+        if not isinstance(self.memory, Mapping) or not self.memory:
+            raise IntegrationError(
+                f'{source}: memory must say what a step may hold, such as {{"device": "10GiB", "host": "64GiB"}}; '
+                f"got {self.memory!r}"
+            )
+        for name in self.memory:
+            if name not in _MEMORY:
+                hint = nearest(str(name), _MEMORY) or f"; the fields are {', '.join(_MEMORY)}"
+                raise IntegrationError(f"{source}: memory has an unknown field {str(name)!r}{hint}")
+        if self.activation_mode != "none":
+            raise IntegrationError(
+                f"{source}: memory decides what is moved or computed again, and so does activation_mode "
+                f"{self.activation_mode!r}; keep one of them"
+            )
+
+    def _check_strategy(self, source: str) -> None:
+        if not isinstance(self.strategy, str | Mapping):
+            raise IntegrationError(
+                f"{source}: strategy must be the path of a file, its content, or 'auto'; got {self.strategy!r}"
+            )
+        # `auto` chooses sizes and nothing else that is written here.
+        theirs = SIZES if self.strategy == "auto" else _SAID_BY_A_FILE
+        both = [
+            field.name
+            for field in fields(self)
+            if field.name in theirs and getattr(self, field.name) != field.default
+        ]
+        if both:
+            raise IntegrationError(
+                f"{source}: {' and '.join(both)} cannot stand beside strategy, which says it; leave out either"
+            )
