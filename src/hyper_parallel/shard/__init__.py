@@ -5,11 +5,12 @@
 
 from hyper_parallel.shard.handle import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.parallelize import parallelize
-from hyper_parallel.shard.weights import init_weights, load_weights
+from hyper_parallel.shard.weights import fill_weights, init_weights, load_weights
 
 __all__ = [
     "ShardedModel",
     "ShardedParameter",
+    "fill_weights",
     "init_weights",
     "load_weights",
     "parallelize",

@@ -8,7 +8,7 @@ its pieces. Saved ones are read piece by piece.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,18 @@ def load_weights(
             _fill(handle, name, source)
     for name, values in _initial_values(skeleton, seed, adapters_only=True):
         _fill(handle, name, values)
+
+
+def fill_weights(
+    model: nn.Module, values: Iterable[tuple[str, torch.Tensor]], device: torch.device | str = "cpu"
+) -> None:
+    """Take whole tensors, (name, values), into a model that was parallelized on the meta device; each is read once.
+
+    Every parameter has to come; of buffers only those on the meta device.
+    """
+    handle = _emptied(model, device)
+    for name, value in values:
+        _fill(handle, name, value)
 
 
 def _skeleton(handle: ShardedModel) -> nn.Module:
