@@ -138,15 +138,18 @@ class Settled:
     1 unless the planner chose the axes."""
 
 
-def strategy_of(given: Given, model: nn.Module, *, world: int, batch: int, length: int) -> Settled:
+def strategy_of(
+    given: Given, model: nn.Module, *, world: int, batch: int, length: int, rows: int | None = None
+) -> Settled:
     """The strategy that was meant, for so many ranks; a collective where the planner is asked.
 
-    None shards everything over all ranks. `batch`: rows that one rank computes at once; `length`: positions of a row;
-    of both only the planner hears. Raises ConfigError for a file or dict that is none, or that does not fit `world`.
+    None shards everything over all ranks. Only the planner hears of the rest: `batch` rows a step over all ranks,
+    `rows` that one rank computes at once (left out: its even share), of `length` positions; 0 where that is not known.
+    Raises ConfigError for a file or dict that is none, or that does not fit `world`.
     """
     strategy = read(given, world)
     if strategy.open:
-        strategy = planned(Asked(strategy, model, world, batch, length))
+        strategy = planned(Asked(strategy, model, batch, rows or max(1, batch // world), length), world)
         return Settled(strategy, world // strategy.axes.data)
     check_world(strategy, world)
     return Settled(strategy)
