@@ -45,6 +45,11 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an empty folder; export to a new one")
     config = source.state.get("model_config")
+    if source.state.get("adapters"):
+        raise CheckpointError(
+            f"{source.path} holds adapters and no base model; PeftModel.from_pretrained loads the folder around it, "
+            f"{source.path.parent}"
+        )
     if not isinstance(config, dict):
         raise CheckpointError(
             f"{source.path} holds no model config, so that no config.json can be written; save it as "

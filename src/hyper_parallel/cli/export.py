@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -16,8 +17,8 @@ def export(checkpoint: Path, out: Path) -> None:
     """Write CHECKPOINT to the new folder OUT, as AutoModelForCausalLM.from_pretrained loads it.
 
     CHECKPOINT is a run's folder (then the newest checkpoint in it that is whole is taken), its 'checkpoints'
-    folder, or the folder of one step. The strategy it was trained with does not matter. Every byte is verified,
-    and one tensor at a time is in memory.
+    folder, or the folder of one step; or, of a Trainer's run, a 'checkpoint-N', or the folder in which these are. The
+    strategy it was trained with does not matter. Every byte is verified, and one tensor at a time is in memory.
 
     \b
     Examples:
@@ -47,8 +48,23 @@ def _find(folder: Path) -> Path:
         return folder
     within = folder / "checkpoints"
     found = newest(within if within.is_dir() else folder)
+    for one in [] if found is not None else _of_a_trainer(folder):
+        try:
+            found = newest(one)
+        except CheckpointError as error:
+            click.echo(f"hyper-parallel: passed over {one}: {error}", err=True)
+        if found is not None:
+            break
     if found is None:
         raise CheckpointError(f"{folder} holds no checkpoint; give a run's folder or that of one checkpoint")
     for path, reason in found.skipped:
         click.echo(f"hyper-parallel: passed over {path}: {reason}", err=True)
     return found.path
+
+
+def _of_a_trainer(folder: Path) -> list[Path]:
+    """The folders `checkpoint-N` in a folder, newest first."""
+    found = [(re.fullmatch(r"checkpoint-([0-9]+)", path.name), path) for path in folder.iterdir()]
+    return [
+        path for _, path in sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+    ]

@@ -59,7 +59,7 @@ def save(
     ranks = ranks_of(handle)
     fsdp.free_gathered(handle.model)
     pieces = _model(handle)
-    own: dict[str, Any] = {"optimizer": None, "files": _digests(folder)}
+    own: dict[str, Any] = {"adapters": _adapted(handle), "optimizer": None, "files": _digests(folder)}
     if optimizer is not None:
         moments, own["optimizer"] = collect(optimizer, ranks)
         pieces.update(moments)
@@ -191,6 +191,8 @@ def _look(folder: Path) -> tuple[str | None, str | None]:
     if match is not None and step != int(match[1]):
         return f"{TRAINER_STATE} is of step {step}", None
     if not holds_ours(folder):
+        if (folder / "optimizer.pt").is_file():
+            return "another trainer wrote it; to begin from its weights, give the folder as the model's", None
         if any((folder / name).is_file() for name in _PLAIN) and not (folder / SCHEDULER).is_file():
             return None, None
         return "the step-… folder with weights and optimizer is missing", None
@@ -215,7 +217,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _model(handle: ShardedModel) -> dict[str, Piece]:
     pieces = model_pieces(handle)
-    if without_adapters(handle.model) is handle.model:
+    if not _adapted(handle):
         return pieces
     kept = {
         f"{MODEL}{p.name}"
@@ -223,3 +225,7 @@ def _model(handle: ShardedModel) -> dict[str, Piece]:
         if p.parameter.requires_grad or name_in_base(p.name, handle.model) is None
     }
     return {name: piece for name, piece in pieces.items() if name in kept}
+
+
+def _adapted(handle: ShardedModel) -> bool:
+    return without_adapters(handle.model) is not handle.model

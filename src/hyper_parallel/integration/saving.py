@@ -1,0 +1,201 @@
+"""A Trainer's checkpoints of a spread model: our verified checkpoint in its `checkpoint-N`, a plain folder at the end.
+
+| What a Trainer calls | What is written or read |
+|---|---|
+| `save_model` | a plain Hugging Face folder, of a model with adapters PEFT's |
+| `_save_checkpoint` | `checkpoint-N`: ours, with weights and optimizer, beside the Trainer's own small files |
+| `_load_from_checkpoint`, `_load_best_model` | weights: ours, verified, from any strategy; else a plain folder's |
+| `_load_optimizer_and_scheduler` | the optimizer's state, from any strategy, and the schedule |
+
+Random states, the order of the files and which checkpoints are deleted stay the Trainer's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hyper_parallel.checkpoint.piece import dtype_name
+from hyper_parallel.integration import checkpoints
+from hyper_parallel.integration.checkpoints import SCHEDULER
+from hyper_parallel.integration.folder import read_folder, write_folder
+from hyper_parallel.integration.ranks import ranks_of, together
+from hyper_parallel.integration.spread import Spread
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.adapters import without_adapters
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+log = logging.getLogger(__name__)
+
+_ARGUMENTS = "training_args.bin"
+
+
+class SpreadSaving(_Trainer):
+    """The part of `SpreadTrainer` that saves and loads."""
+
+    spread: Spread | None = None
+    """The spread model; None until the Trainer is made."""
+    _in_checkpoint = False
+    """Whether a `checkpoint-N` with our checkpoint is being written, and no plain folder."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own. ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, and logs which
+        newer ones it passed over, and why.
+
+        Raises CheckpointError when the one given is damaged or half written, or all are.
+        """
+        if resume_from_checkpoint is True:
+            found = checkpoints.newest(Path(self.args.output_dir), self._handle)
+            for path, reason in found.skipped if self._handle.rank == 0 else ():
+                log.warning("passed over %s: %s", path, reason)
+            if found.path is not None:
+                resume_from_checkpoint = str(found.path)
+        elif resume_from_checkpoint:
+            checkpoints.refuse_damaged(Path(resume_from_checkpoint), self._handle)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    # Saving.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a plain Hugging Face folder. A collective: every process calls it, and the first one writes.
+
+        Raises CheckpointError, on all ranks, if the folder cannot be written.
+        """
+        # Not `_save`, which older releases of Transformers (5.6 for one) call in the first process only.
+        out = Path(output_dir if output_dir is not None else self.args.output_dir)
+        # Adapters are small, so that a checkpoint has them in PEFT's form as well.
+        if not self._in_checkpoint or self._adapted:
+            write_folder(self._handle, out)
+        with together(ranks_of(self._handle), out):
+            if self.args.should_save:
+                self._save_beside(out)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._in_checkpoint = not self.args.save_only_model
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        finally:
+            self._in_checkpoint = False
+
+    def _save_beside(self, out: Path) -> None:
+        """What belongs to a model besides its weights: config, tokenizer or processor, and the arguments."""
+        out.mkdir(parents=True, exist_ok=True)
+        if self._in_checkpoint and (config := self._config_as_saved()) is not None:
+            config.save_pretrained(out)
+        for other in (*self._words, *(self._generation if self._in_checkpoint else ())):
+            other.save_pretrained(out)
+        torch.save(self.args, out / _ARGUMENTS)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The schedule, then our checkpoint, which has the schedule's digest."""
+        folder = Path(output_dir)
+        assets: dict[str, bytes] = {}
+        with together(ranks_of(self._handle), folder):
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+            if self._handle.rank == 0:
+                assets = self._assets()
+        config = self._config_as_saved()
+        checkpoints.save(
+            folder,
+            self._handle,
+            self.optimizer,
+            int(self.state.global_step),
+            {
+                # Also the keys that have their default: what the default is may change.
+                "model_config": None if config is None else json.loads(config.to_json_string(use_diff=False)),
+                "strategy": self._handle.strategy.model_dump(mode="json"),
+            },
+            assets=assets,
+        )
+
+    def _assets(self) -> dict[str, bytes]:
+        """The tokenizer's files and the generation config, with which our checkpoint can be exported by itself."""
+        if self._adapted:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            for one in (*self._words, *self._generation):
+                one.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+    # Loading.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._read(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        log.info("loading the best model, of %s", self.state.best_model_checkpoint)
+        self._read(Path(str(self.state.best_model_checkpoint)))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if not checkpoints.holds_ours(folder):
+            if self._handle.rank == 0:
+                log.warning("%s holds the model only; optimizer and schedule begin anew", folder)
+            return
+        checkpoints.load_optimizer(folder, self._handle, self.optimizer)
+        with together(ranks_of(self._handle), folder, "read"):
+            self.lr_scheduler.load_state_dict(
+                torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True)
+            )
+
+    def _read(self, folder: Path) -> None:
+        if checkpoints.holds_ours(folder):
+            checkpoints.load(folder, self._handle, None)
+        else:
+            read_folder(self._handle, folder)
+
+    # Inside.
+
+    @property
+    def _spread_model(self) -> Spread:
+        assert self.spread is not None, "the model is spread when the Trainer is made"
+        return self.spread
+
+    @property
+    def _handle(self) -> ShardedModel:
+        return self._spread_model.handle
+
+    @property
+    def _adapted(self) -> bool:
+        model = self._handle.model
+        return without_adapters(model) is not model
+
+    @property
+    def _words(self) -> list[Any]:
+        """The tokenizer or processor, if the Trainer has one."""
+        words = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return [] if words is None else [words]
+
+    @property
+    def _generation(self) -> list[Any]:
+        """The generation config, if the model generates and is saved whole."""
+        model: Any = self._handle.model
+        generates = callable(getattr(model, "can_generate", None)) and model.can_generate()
+        return [model.generation_config] if generates and not self._adapted else []
+
+    def _config_as_saved(self) -> Any:
+        """The model's config as `save_pretrained` writes it; None where the base model's folder has it (adapters)."""
+        model: Any = self._handle.model
+        if self._adapted or not hasattr(model, "config"):
+            return None
+        config = copy.deepcopy(model.config)
+        # FSDP2 puts its name before the class's.
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = dtype_name(model.dtype)
+        return config
