@@ -167,6 +167,15 @@ def clients(rank: int, world: int, out: Path) -> dict[str, Told]:
     assert sharded(experts.model).mesh.size("expert") == 2
     found["ep"] = told(experts)
 
+    for mode in ("none", "recompute"):
+        model = tiny()
+        model.config.attention_dropout = 0.3
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+        dropped = _client(out / mode, {"activation_mode": mode}, model=model)
+        dropped.train()
+        found[f"dropout {mode}"] = told(dropped)
+
     own = _client(out / "own", {"cp_size": 2}, loss=own_loss)
     own.train()
     found["own"] = told(own)
@@ -207,6 +216,13 @@ def test_a_run_that_resumes_has_the_bits_of_one_that_did_not_stop(runs: Any) -> 
     _, found = runs
     for name in ("fsdp", "cp"):
         assert found[f"{name} resumed"].losses == found[name].losses
+
+
+def test_recomputing_a_layer_drops_the_same_activations(runs: Any) -> None:
+    _, found = runs
+    assert found["dropout recompute"].losses == found["dropout none"].losses
+    assert found["dropout recompute"].norms == found["dropout none"].norms
+    assert found["dropout none"].losses != found["fsdp"].losses
 
 
 def test_an_evaluation_gives_each_rank_its_own_rows(runs: Any) -> None:

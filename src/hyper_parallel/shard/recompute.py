@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hyper_parallel.shard.dropout import draw_at_hand, drawing
 from hyper_parallel.shard.wrap import Forward, wrap
 
 _left = ContextVar("left_to_the_graph", default=False)
@@ -40,4 +41,11 @@ def apply_recompute(layers: nn.ModuleList) -> None:
 def _recomputed(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     if _left.get() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    draw = draw_at_hand()
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        # The backward pass may run outside of what the forward pass ran in, and in another thread.
+        with drawing(draw) if draw is not None else contextlib.nullcontext():
+            return forward(*args, **kwargs)
+
+    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
