@@ -100,10 +100,10 @@ def check_strategy(strategy: Strategy, trainer: Any) -> None:
             "train_sampling_strategy='batch_rebalance' deals rows to every rank, but the strategy has ranks that share "
             "them; use 'group_by_length'"
         )
-    if getattr(args, "predict_with_generate", False) and axes.context > 1:
+    if getattr(args, "predict_with_generate", False) and splits:
         raise IntegrationError(
-            "predict_with_generate needs a cache, which axes.context has none of; set axes.context to 1, or evaluate "
-            "by the loss"
+            "predict_with_generate computes one position at a time, and the strategy splits positions (context, "
+            "sequence, tensor_y); leave it out and evaluate by the loss, or split none"
         )
 
 

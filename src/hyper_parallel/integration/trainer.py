@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +24,21 @@ from hyper_parallel.integration.accelerate import SpreadAccelerator
 from hyper_parallel.integration.arguments import adjusted, check_arguments, check_model, check_strategy
 from hyper_parallel.integration.optimizer import on_local
 from hyper_parallel.integration.rows import Rows, rows_of, shifted
+from hyper_parallel.integration.saving import SpreadSaving
 from hyper_parallel.integration.spread import Given, Spread, read, strategy_of, world_size
 from hyper_parallel.shard.adapters import without_adapters
 from hyper_parallel.shard.documents import documents_known
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, cross_entropy_sum, valid_tokens
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
+_LOOKED_AT = 256
+"""Rows whose length is looked at where the planner is asked."""
 
 
-class SpreadTrainer(_Trainer):
+class SpreadTrainer(SpreadSaving):
     """What a Trainer does over ranks, done for a model that HyperParallel spreads.
 
     Put it before a Trainer's class. The loop, the callbacks, logging, schedules and the evaluation loop stay theirs.
     """
-
-    spread: Spread | None = None
-    """The spread model; None until the Trainer is made."""
 
     def __init__(self, *args: Any, strategy: Given = None, **kwargs: Any) -> None:
         """`strategy`: a Strategy, a dict, a YAML file of a strategy or a run, ``"auto"``; None shards everything over
@@ -63,8 +59,10 @@ class SpreadTrainer(_Trainer):
         args = self.args
         check_model(model)
         rows = args.per_device_train_batch_size
+        batch = rows * args.gradient_accumulation_steps * world_size()
         meant = adjusted(read(self._given, world_size()), args, model)
-        settled = strategy_of(meant, model, world=world_size(), batch=rows, length=0)
+        length = self._longest() if meant.open else 0
+        settled = strategy_of(meant, model, world=world_size(), batch=batch, length=length, rows=rows)
         strategy = settled.strategy
         check_strategy(strategy, self)
         self._whole_parameters = _count(model)
@@ -181,12 +179,18 @@ class SpreadTrainer(_Trainer):
         **kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """The loss of the global batch, the same on every rank, and this share's logits and labels, whole."""
-        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
-        if not self._is_causal(inputs) or generates:
-            return super().prediction_step(  # type: ignore[no-any-return]
-                model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs
-            )
         spread = self._spread_model
+        if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
+            loss, *generated = super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys, **self._generating(kwargs)
+            )
+            if loss is not None and self._is_causal(inputs):
+                loss = self.prediction_step(model, inputs, True)[0]
+            return loss, *generated
+        if not self._is_causal(inputs):
+            return super().prediction_step(  # type: ignore[no-any-return]
+                model, inputs, prediction_loss_only, ignore_keys, **kwargs
+            )
         inputs = self._prepare_inputs(inputs)
         rows = self._rows(inputs)
         assert rows.labels is not None
@@ -206,8 +210,14 @@ class SpreadTrainer(_Trainer):
             ignore_keys = getattr(model.config, "keys_to_ignore_at_inference", ["past_key_values"])
         kept = {key: value for key, value in outputs.items() if key not in (*ignore_keys, "loss")}
         kept["logits"] = outputs.logits[:, : rows.length]
-        found = tuple(kept.values())
-        return spread.sum_of_data(total / tokens), found[0] if len(found) == 1 else found, inputs["labels"]
+        logits = tuple(kept.values())
+        loss = spread.sum_of_data(total / tokens)
+        return loss, logits[0] if len(logits) == 1 else logits, inputs["labels"]
+
+    def _generating(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What `generate` is told: ranks with other rows go on until all are done, for they gather weights together."""
+        told = given or dict(getattr(self, "_gen_kwargs", {}))
+        return {"synced_gpus": self._spread_model.data_ranks > 1, **told}
 
     def _without_repeated(self, labels: Tensor) -> Tensor:
         """Labels, of which rows that fill the last batch a second time bear no loss."""
@@ -219,6 +229,16 @@ class SpreadTrainer(_Trainer):
         return labels.masked_fill((rows >= kept).unsqueeze(-1), IGNORED)
 
     # What is counted.
+
+    def _longest(self) -> int:
+        """Positions of the longest of a few rows, for the planner; 0 where none can be looked at."""
+        dataset = self.train_dataset
+        told = getattr(self.args, "max_length", None) or 0
+        if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            return int(told)
+        step = max(1, len(dataset) // _LOOKED_AT)
+        rows = (dataset[at] for at in range(0, len(dataset), step))
+        return max((len(row["input_ids"]) for row in rows if "input_ids" in row), default=int(told))
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of a step, over all ranks."""
@@ -246,11 +266,6 @@ class SpreadTrainer(_Trainer):
         )
 
     # Inside.
-
-    @property
-    def _spread_model(self) -> Spread:
-        assert self.spread is not None, "the model is spread when the Trainer is made"
-        return self.spread
 
     @property
     def _loss_config(self) -> LossConfig:
