@@ -26,6 +26,8 @@ PRELOAD = [
     "hypothesis",
     "numpy",
     "peft",
+    "transformers.trainer",
+    "hyper_parallel.integration.trainer",
 ]
 GRACE_S = 3.0
 """How long the other ranks may go on after one failed, so that the report shows what each of them saw."""

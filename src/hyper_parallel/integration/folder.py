@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hyper_parallel.checkpoint.export import MODEL
 from hyper_parallel.compat import fsdp
+from hyper_parallel.compat.absent import present
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration.ranks import ranks_of, together
 from hyper_parallel.shard import ShardedModel
@@ -81,11 +82,12 @@ def _gathered(handle: ShardedModel, dtype: torch.dtype | None) -> dict[str, Tens
         name = name.removeprefix(MODEL)
         if wanted is not None and name not in wanted:
             continue
-        with torch.no_grad():
+        with torch.no_grad(), present(piece.local):
             whole = handle.gather(piece.local, piece.layout)
-        if handle.rank == 0:
-            kind = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-            held[name] = whole.to("cpu", kind)
+            if handle.rank == 0:
+                kind = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+                # A copy, since memory that a budget lends is taken back.
+                held[name] = whole.to("cpu", kind, copy=True)
     return held
 
 
@@ -124,8 +126,9 @@ def _read(handle: ShardedModel, folder: Path) -> None:
                 raise CheckpointError(
                     f"{folder}: no tensor {name.removeprefix(MODEL)!r}; the folder holds another model's weights"
                 )
-            for box in piece.layout.boxes(here):
-                piece.local[box.local_slices].copy_(found[box.global_slices])
+            with present(piece.local, changed=True):
+                for box in piece.layout.boxes(here):
+                    piece.local[box.local_slices].copy_(found[box.global_slices])
 
 
 def _read_adapters(handle: ShardedModel, folder: Path) -> None:
@@ -146,8 +149,9 @@ def _read_adapters(handle: ShardedModel, folder: Path) -> None:
                 raise CheckpointError(
                     f"{path}: {name!r} has shape {list(whole.shape)}, the model needs {list(parameter.layout.shape)}"
                 )
-            for box in parameter.layout.boxes(here):
-                parameter.local[box.local_slices].copy_(whole[box.global_slices])
+            with present(parameter.local, changed=True):
+                for box in parameter.layout.boxes(here):
+                    parameter.local[box.local_slices].copy_(whole[box.global_slices])
 
 
 def _name_in_model(name: str, adapter: str, known: Any) -> str:
