@@ -33,7 +33,9 @@ from hyper_parallel.plan.search import answer
 from hyper_parallel.units import format_bytes, format_duration
 
 FEW = 12
-"""Strategies that are simulated."""
+"""Strategies that are simulated on a machine that was measured, where a step is small and forecasts tell less."""
+FEWER = 4
+"""On accelerators, whose steps take a minute each to order."""
 ALIKE = 3
 """At most so many of them with the same degrees."""
 
@@ -70,8 +72,11 @@ def choose(
 
     Raises ConfigError where nothing is legal; NothingFitsError, with what would make it fit, where nothing fits.
     """
-    seen, constants = read_off(cluster, precision_of(config)) if is_measured(cluster) else (cluster, fitted())
-    question = question_of(config, seen, world, FEW)
+    if is_measured(cluster):
+        (seen, constants), count = read_off(cluster, precision_of(config)), FEW
+    else:
+        seen, constants, count = cluster, fitted(), FEWER
+    question = question_of(config, seen, world, count)
     few = candidates(config, question, constants)
     predictions: list[Simulated] = []
     if simulate is not None and len(few) > 1:
@@ -109,7 +114,7 @@ def candidates(config: RunConfig, question: Question, constants: Constants) -> l
             continue
         alike[axes] += 1
         found.append(Candidate(laid, one, run))
-        if len(found) == FEW:
+        if len(found) == question.top:
             break
     if not found and why is not None:
         raise why

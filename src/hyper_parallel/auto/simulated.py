@@ -17,7 +17,6 @@ from hyper_parallel import config as files
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.plan.measured import is_measured
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,12 @@ def simulated(runs: Sequence[RunConfig], cluster: Cluster) -> list[Simulated]:
 
 
 def _one(task: tuple[str, Cluster]) -> Simulated:
-    from hyper_parallel.predict import predict_run
+    from hyper_parallel.predict import foreseen
 
     text, cluster = task
     run = files.RunConfig.model_validate_json(text)
     try:
-        # On a measured machine the order of collectives is the usual one, which takes no search.
-        found = predict_run(run, cluster, ordered=is_measured(cluster))
+        found = foreseen(run, cluster)
     except HyperParallelError as error:
         return Simulated(None, reason=str(error))
-    return Simulated(found.timeline.step, found.fits)
+    return Simulated(found.seconds, found.fits)

@@ -75,7 +75,7 @@ def program_of(
             smaller, smaller_strategy = with_layers(model, plan, strategy, kept.layers)
         shown = f"{len(kept.layers)} of {kept.total} layers, " if kept else ""
         say(f"capturing {shown}{captured} of {micro_batches} micro-batches as rank 0 of {len(classes)}")
-        step = _captured(smaller, config, smaller_strategy, captured)
+        step = captured_step(smaller, config, smaller_strategy, captured)
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
         try:
             found = _repeated(step, plan.layers, kept, captured, micro_batches, views)
@@ -92,7 +92,7 @@ def program_of(
                 )
     if found is None:
         say(f"capturing all layers and micro-batches as rank 0 of {len(classes)}")
-        step = _captured(model, config, strategy, micro_batches)
+        step = captured_step(model, config, strategy, micro_batches)
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
         if then:
             say(f"rewriting it: {', '.join(one.name for one in then)}")
@@ -102,7 +102,7 @@ def program_of(
     return Program({name: found.ops}, dict(classes), {name: found.resident}, 0.0, micro_batches)
 
 
-def _captured(model: nn.Module, config: RunConfig, strategy: Strategy, micro_batches: int) -> StepGraph:
+def captured_step(model: nn.Module, config: RunConfig, strategy: Strategy, micro_batches: int) -> StepGraph:
     """The graph of a step of so many micro-batches, rewritten as training rewrites it."""
     model = copy.deepcopy(model)
     with fake_ranks(strategy.axes.world, 0):

@@ -1,7 +1,7 @@
 """The planner's best through the real step: captured as a graph on ranks that are not there, and simulated.
 
-The forecast is of closed forms; the prediction is of every operator that `train` would run, in the order of the model's
-code, each collective waited for where it begins (training hides some of them). Neither is a measurement.
+The forecast is of closed forms; the prediction is of every operator that `train` would run, with the collectives in the
+order that training would choose (`few`). Neither is a measurement.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.plan.asked import Refined
 from hyper_parallel.plan.written import Written
-from hyper_parallel.predict.run import predict_run
+from hyper_parallel.predict.few import foreseen
 
 
 def refine(files: Sequence[Written], cluster: Cluster, progress: Callable[[str], None]) -> list[Refined]:
@@ -31,9 +31,7 @@ def _refined(file: Written, cluster: Cluster, progress: Callable[[str], None]) -
     try:
         run = config.from_dict(file.data, source="the planned file")
         world = run.effective_strategy.axes.world
-        found = predict_run(run, cluster.for_workers(world), progress=progress)
+        found = foreseen(run, cluster.for_workers(world), progress=progress)
     except HyperParallelError as error:
         return Refined(None, None, f"cannot be simulated: {error}")
-    return Refined(
-        found.timeline.step, found.timeline.peak.bytes, "no collective is hidden in it", found.fits
-    )
+    return Refined(found.seconds, found.peak, found.how, found.fits)

@@ -65,7 +65,7 @@ def predict_run(
     tokens = config.train.batch * config.data.sequence
     flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
     views = prices_views(cluster)
-    schedule = _schedule(strategy, cluster) if ordered else None
+    schedule = schedule_of(strategy, cluster) if ordered else None
     offload = _offload(strategy, cluster)
     then = [one for one in (schedule, offload) if one is not None]
     program = program_of(
@@ -99,7 +99,7 @@ def predict_run(
     )
 
 
-def _schedule(strategy: Strategy, cluster: Cluster) -> Pass | None:
+def schedule_of(strategy: Strategy, cluster: Cluster) -> Pass | None:
     """What orders the collectives of a run on this cluster, as its training would.
 
     On a cluster by name that is `Overlap` for it, since an accelerator has the preset of its name. A measured one is
