@@ -5,5 +5,6 @@ The two passes of a model are captured as one step, planned as one, and run as a
 
 from hyper_parallel.eager.entry import offload, release
 from hyper_parallel.eager.offloaded import Offloaded
+from hyper_parallel.eager.swap import Swap
 
-__all__ = ["Offloaded", "offload", "release"]
+__all__ = ["Offloaded", "Swap", "offload", "release"]

@@ -16,6 +16,7 @@ from hyper_parallel.eager.agree import agreed
 from hyper_parallel.eager.around import Around
 from hyper_parallel.eager.offloaded import Offloaded
 from hyper_parallel.eager.plans import Plans
+from hyper_parallel.eager.swap import Swap
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.shard.handle import is_sharded, sharded
 from hyper_parallel.units import parse_bytes
@@ -26,7 +27,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def offload(
     model: Model,
     *,
-    budget: int | str,
+    budget: int | str | Swap,
     host: int | str | None = None,
     flash: str | Path | None = None,
     through: Sequence[str] | None = None,
@@ -47,7 +48,8 @@ def offload(
     where a loop computes the loss itself from several; left out it is the loss, else all that have a gradient.
     `keep_results`: what the model returns beside the loss, logits for example, may be held until `backward` is over;
     False where all of it is let go of before, which needs less.
-    `cluster`: the machine by which moves are planned; it decides how fast a step is, never how much it holds.
+    `budget` may be ``Swap()`` (`hyper_parallel.eager`): as much as the passes need when activations that are in no use
+    are away. `cluster`: the machine by which moves are planned; it decides how fast a step is, never how much it holds.
 
     Of a model that `parallelize` spread, with ``lowering="traceable"``, `budget`, `host` and `flash` are each rank's,
     and every rank calls this and the model. A loss is asked for with `causal_lm_loss` as ever.
@@ -73,7 +75,7 @@ def offload(
         handle,
         lambda: Plans(
             device,
-            _bytes(budget),
+            budget if isinstance(budget, Swap) else _bytes(budget),
             None if host is None else _bytes(host),
             flash,
             cluster,

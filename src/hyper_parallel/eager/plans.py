@@ -20,17 +20,23 @@ from hyper_parallel.eager.call import Call
 from hyper_parallel.eager.held import beside
 from hyper_parallel.eager.passes import Passes, capture_passes, late
 from hyper_parallel.eager.run import Ready
+from hyper_parallel.eager.swap import Swap
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.graph import executable
+from hyper_parallel.graph import StepGraph, balanced_sizes, executable
+from hyper_parallel.graph.sizes import largest_sizes
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.choices import ANY, Choices
 from hyper_parallel.offloading.memories import machine_of, measured, open_tiers
+from hyper_parallel.offloading.problem_of import problem_of
 from hyper_parallel.offloading.rewrite import planned
 from hyper_parallel.offloading.shelf import Shelves
 from hyper_parallel.train.budget import cluster_for
 from hyper_parallel.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+_UNKNOWN = 1 << 40
+"""Bytes of a device about which nothing is said."""
 
 MANY = 8
 """Plans from which on it is said that calls differ much."""
@@ -42,7 +48,7 @@ class Plans:
     def __init__(
         self,
         device: torch.device,
-        budget: int,
+        budget: int | Swap,
         host: int | None,
         flash: str | Path | None,
         cluster: Cluster | None,
@@ -66,7 +72,9 @@ class Plans:
         self._cluster = cluster or machine_of(self._backend)
         self._tiers = open_tiers(self._backend, host=host, flash=flash)
         try:
-            self._spaces = measured(self._tiers, self._backend, budget, updates=False)
+            self._spaces = measured(
+                self._tiers, self._backend, _UNKNOWN if isinstance(budget, Swap) else budget, updates=False
+            )
         except BaseException:
             self.close()
             raise
@@ -127,11 +135,12 @@ class Plans:
     def _planned(self, passes: Passes, call: Call, held: Mapping[str, int]) -> Ready:
         begun = time.perf_counter()
         number = next(self._numbers)
+        step = beside(passes.step, held)
         try:
             found = planned(
-                beside(passes.step, held),
+                step,
                 self._cluster,
-                self._budget,
+                self._bytes(step),
                 self._spaces,
                 self._shelves,
                 number,
@@ -157,6 +166,14 @@ class Plans:
         runtime = Runtime(found.step, self._tiers)
         run = executable(found.step, cache=runtime)
         return Ready(passes, run, runtime, dict(held), late(found.step), number, found.load)
+
+    def _bytes(self, step: StepGraph) -> int:
+        """What a step may hold."""
+        if not isinstance(self._budget, Swap):
+            return self._budget
+        sizes, largest = balanced_sizes(step), largest_sizes(step, self.load)
+        problem = problem_of(step, self._cluster, _UNKNOWN, self._spaces, sizes, largest)
+        return self._budget.budget(step, problem)
 
     def close(self) -> None:
         """Give the memory back."""

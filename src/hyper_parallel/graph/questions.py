@@ -17,6 +17,7 @@ from torch import fx
 from hyper_parallel.compat.dispatch import outside_modes
 from hyper_parallel.graph.effects import draws_random, touched, writes
 from hyper_parallel.graph.execute import Executable, executable
+from hyper_parallel.graph.groups import is_collective
 from hyper_parallel.graph.host import HOST
 from hyper_parallel.graph.nouns import Input, StepGraph, Storage, values_of
 
@@ -94,6 +95,8 @@ class Questions:
                 return None
             if node.op == "call_function" and (node.target is HOST or draws_random(node)):
                 return None
+            if is_collective(node):
+                return None  # other ranks may not be asking
             if writes(node) & outside:
                 return None  # asking twice would change it twice
             kept.append(node)

@@ -43,15 +43,15 @@ class Spread:
     handle: ShardedModel
 
     @classmethod
-    def over(cls, model: nn.Module, strategy: Strategy) -> Spread:
-        """Spread `model` in place, with rank 0's values on every rank.
+    def over(cls, model: nn.Module, strategy: Strategy, *, traceable: bool = False) -> Spread:
+        """Spread `model` in place, with rank 0's values on every rank; `traceable`: so that a graph can be made of it.
 
         Raises StrategyError where the strategy does not fit the model, IntegrationError where it does not fit the
         number of processes.
         """
         check_world(strategy, world_size())
         as_on_rank_0(model)
-        return cls(sharded(parallelize(model, strategy)))
+        return cls(sharded(parallelize(model, strategy, lowering="traceable" if traceable else "fsdp")))
 
     @property
     def world(self) -> int:

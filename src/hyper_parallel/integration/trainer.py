@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
+from hyper_parallel.eager import Swap
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.accelerate import SpreadAccelerator
 from hyper_parallel.integration.arguments import adjusted, check_arguments, check_model, check_strategy
+from hyper_parallel.integration.budget import Budget, check_budget, has_budget, under_budget
 from hyper_parallel.integration.optimizer import on_local
 from hyper_parallel.integration.rows import Rows, rows_of, shifted
 from hyper_parallel.integration.saving import SpreadSaving
@@ -40,13 +42,14 @@ class SpreadTrainer(SpreadSaving):
     Put it before a Trainer's class. The loop, the callbacks, logging, schedules and the evaluation loop stay theirs.
     """
 
-    def __init__(self, *args: Any, strategy: Given = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, strategy: Given = None, swap: Swap | None = None, **kwargs: Any) -> None:
         """`strategy`: a Strategy, a dict, a YAML file of a strategy or a run, ``"auto"``; None shards everything over
-        all ranks. All else is the Trainer's own.
+        all ranks. `swap`: activations leave for the host's memory and come back. All else is the Trainer's own.
 
         Raises ConfigError for what cannot be honoured: docs/transformers.md lists it.
         """
-        self._given = strategy
+        self._given, self._swap = strategy, swap
+        self._budget: Budget | None = None
         self._micro = 0
         self._rows_checked = False
         super().__init__(*args, **kwargs)
@@ -65,9 +68,13 @@ class SpreadTrainer(SpreadSaving):
         settled = strategy_of(meant, model, world=world_size(), batch=batch, length=length, rows=rows)
         strategy = settled.strategy
         check_strategy(strategy, self)
+        check_budget(strategy.memory, self._swap)
         self._whole_parameters = _count(model)
-        self.spread = Spread.over(model, strategy)
+        within = has_budget(strategy, self._swap)
+        self.spread = Spread.over(model, strategy, traceable=within)
         model.to(args.device)
+        if within:
+            self._budget = under_budget(self.spread, self._swap)
         args.gradient_accumulation_steps *= settled.accumulation
         self.accelerator: Any = SpreadAccelerator.of(self.accelerator, self.spread)
         self.gather_function = self.accelerator.gather_for_metrics
@@ -111,6 +118,8 @@ class SpreadTrainer(SpreadSaving):
             if not self._is_whole_step(num_items_in_batch):
                 loss = loss / self.current_gradient_accumulation_steps
             self.accelerator.backward(loss / spread.loss_ranks)
+        if self._budget is not None:
+            self._budget.tell()
         found: Tensor = loss.detach()
         return found
 
@@ -291,7 +300,11 @@ class SpreadTrainer(SpreadSaving):
 
     def _rows(self, inputs: Mapping[str, Any]) -> Rows:
         pad = getattr(self.processing_class, "pad_token_id", None)
-        return rows_of(inputs, self._spread_model.handle, pad or 0)
+        length = None
+        if self._budget is not None and torch.is_grad_enabled():
+            # Of few lengths, since each has a plan of its own.
+            length = self._budget.length(inputs["input_ids"].size(1))
+        return rows_of(inputs, self._spread_model.handle, pad or 0, length=length)
 
     def _row_numbers(self, inputs: Mapping[str, Any], micro: int) -> Tensor | None:
         """int64 [B]: which rows of the step these are, in the order in which one process would read them."""

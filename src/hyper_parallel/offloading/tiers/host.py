@@ -28,7 +28,7 @@ class HostTier(MemoryTier):
         return self._pages.tensor
 
     def _resize(self, count: int) -> None:
-        more, free = count - self._memory.numel(), _available()
+        more, free = count - self._memory.numel(), available()
         if free is not None and more > free:
             raise TierError(
                 f"the host tier needs {format_bytes(more)} of memory, and this machine has {format_bytes(free)} "
@@ -47,7 +47,7 @@ class HostTier(MemoryTier):
         self._pages.close()
 
 
-def _available() -> int | None:
+def available() -> int | None:
     """Bytes that the system could give without swapping; None where it does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
