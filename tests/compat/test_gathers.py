@@ -40,5 +40,6 @@ def test_many_gathers_under_way_are_right_and_lose_no_worker() -> None:
 
 
 def test_the_cpu_has_kernels_of_ours() -> None:
-    for name in ("all_gather_into_tensor", "all_gather_into_tensor_coalesced"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"_c10d_functional::{name}", "CPU")
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        for form in (name, f"{name}_coalesced"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"_c10d_functional::{form}", "CPU")

@@ -28,6 +28,7 @@ from hyper_parallel.graph import (
 from hyper_parallel.graph.effects import begun
 from hyper_parallel.graph.nouns import Value
 from hyper_parallel.graph.recompute import moved_meta
+from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.train.recipe import SAID
 from hyper_parallel.train.whole_step import capture_step
 from hyper_parallel.verify.families import FAMILIES
@@ -145,7 +146,7 @@ def test_sooner_never_raises_the_peak() -> None:
     assert peak(sooner(step)).bytes <= peak(step).bytes
 
 
-def test_gloo_takes_what_it_gathers_and_what_it_scatters_once_more() -> None:
+def test_gloo_takes_what_it_gathers_and_what_it_was_sent() -> None:
     step = _captured(axes={"shard": 2})
     taken = workspaces(step)
     nodes = list(step.nodes)
@@ -158,6 +159,26 @@ def test_gloo_takes_what_it_gathers_and_what_it_scatters_once_more() -> None:
         "all_gather" in str(n.target) or "reduce_scatter" in str(n.target) for n in nodes
     )
     assert not workspaces(_captured())
+
+
+def test_what_travels_in_one_message_is_held_once_more() -> None:
+    step = _captured(axes={"shard": 2})
+    bucketed = Buckets()(step)
+    found = {}
+    for life in workspaces(bucketed):
+        node = list(bucketed.nodes)[life.born]
+        if "coalesced" not in str(node.target):
+            continue
+        part, whole = sorted((_bytes(*node.args[0]), _bytes(node)))
+        gathers = "all_gather" in str(node.target)
+        found[gathers] = life.bytes
+        # A gather: gloo's own copy, the message, and the result before it is cut up.
+        assert life.bytes == (2 * whole + part if gathers else 2 * whole)
+    assert set(found) == {True, False}
+
+
+def _bytes(*nodes: fx.Node) -> int:
+    return sum(value.elements * value.dtype.itemsize for node in nodes for value in values_of(node))
 
 
 def test_a_moved_node_writes_where_its_storages_went() -> None:

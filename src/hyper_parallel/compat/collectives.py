@@ -15,12 +15,14 @@ from hyper_parallel.compat.counting import Collective, counting
 __all__ = [
     "Collective",
     "all_gather",
+    "all_gather_coalesced",
     "all_reduce",
     "all_to_all",
     "all_to_all_begun",
     "counting",
     "device_type",
     "reduce_scatter",
+    "reduce_scatter_coalesced",
     "waited",
 ]
 
@@ -40,6 +42,16 @@ def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
 def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """[size · d0, ...] to [d0, ...]: the sum over the group, of which each rank gets its chunk of dim 0."""
     return waited(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+
+
+def all_gather_coalesced(xs: list[torch.Tensor], group: str, size: int) -> list[torch.Tensor]:
+    """`all_gather` of several tensors in one call."""
+    return [waited(x) for x in _ops.all_gather_into_tensor_coalesced(xs, size, group)]
+
+
+def reduce_scatter_coalesced(xs: list[torch.Tensor], group: str, size: int) -> list[torch.Tensor]:
+    """`reduce_scatter` of several tensors in one call."""
+    return [waited(x) for x in _ops.reduce_scatter_tensor_coalesced(xs, "sum", size, group)]
 
 
 def all_to_all(x: torch.Tensor, send: list[int], receive: list[int], group: str) -> torch.Tensor:
