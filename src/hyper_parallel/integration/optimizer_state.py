@@ -137,9 +137,10 @@ def _state(twin: Twin, state: dict[str, Any]) -> _State:
 
 
 def _completed(twins: Twins, held: dict[str, _State], ranks: Ranks) -> dict[str, _State]:
-    """What is held, with empty tensors for parameters of which only other ranks hold elements, and so state.
+    """What is held, with zeros for parameters whose gradients only other ranks ever had: those that hold no element of
+    one, and those that no token came to.
 
-    A checkpoint holds the same tensors on all ranks.
+    Of each tensor that a checkpoint holds, every rank saves its part.
     """
     mine = {name for name, state in held.items() if state}
     lists = [set(json.loads(text)) for text in ranks.gather(json.dumps(sorted(mine)))]
@@ -157,11 +158,11 @@ def _completed(twins: Twins, held: dict[str, _State], ranks: Ranks) -> dict[str,
     for twin in twins:
         if twin.name in apart - mine:
             kinds, rest = known[twin.name]
-            empty = {
+            zeros = {
                 key: torch.zeros(twin.tensor.shape, dtype=getattr(torch, dtype))
                 for key, dtype in kinds.items()
             }
-            filled[twin.name] = _State(empty, rest)
+            filled[twin.name] = _State(zeros, rest)
     return filled
 
 
