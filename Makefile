@@ -27,9 +27,9 @@ test: lint ## Linters, types, import directions, then the tests with a sample of
 matrix: venv ## Every model family with every strategy
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m matrix -n $(TESTERS) --dist loadfile --durations=15 $(ARGS)
 
-test-llamafactory: ## Runs inside LlamaFactory 0.9.5, in an environment of their own (.venv-llamafactory)
+test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in an environment of their own (.venv-llamafactory)
 	@tools/venv_llamafactory.sh .venv-llamafactory
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-llamafactory/bin/python -m pytest -q tests/llamafactory --durations=15 $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-llamafactory/bin/python -m pytest -q tests/llamafactory tests/sft --durations=15 $(ARGS)
 
 lint: venv ## Style, format, types, the direction of imports, device names in one place
 	@$(BIN)/ruff check

@@ -54,6 +54,13 @@ def test_what_is_missing_is_refused(installed: dict[str, str]) -> None:
         versions.check("trl")
 
 
+def test_an_integration_says_what_it_lacks_when_it_is_first_used(installed: dict[str, str]) -> None:
+    from hyper_parallel.integration import trl
+
+    with pytest.raises(IntegrationError, match="trl is not installed"):
+        _ = trl.HyperParallelSFTTrainer
+
+
 def test_a_newer_release_is_warned_of_once_and_on_rank_0(
     installed: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,10 +32,13 @@ from hyper_parallel.integration.llamafactory.plugin import with_plugin
 from hyper_parallel.integration.llamafactory.strategy import check_device, given_strategy
 from hyper_parallel.integration.optimizer import find_twins, on_local
 from hyper_parallel.integration.spread import Spread, strategy_of, world_size
+from hyper_parallel.integration.versions import check
 from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.dropout import Draw, drawing
 from hyper_parallel.shard.loss.root import root_of
 from hyper_parallel.strategy import Strategy
+
+check("torch", "transformers", "accelerate")
 
 _spreads: weakref.WeakKeyDictionary[nn.Module, Spread] = weakref.WeakKeyDictionary()
 """The models that were prepared in this process."""
