@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
+from torch.utils.data import IterableDataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
@@ -20,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-STEPS, BATCH, ACCUMULATION, EVALUATED = 12, 4, 2, 10
+STEPS, BATCH, ACCUMULATION, TRAINED, EVALUATED = 12, 4, 2, 48, 10
 """Rows of one process at once; the step has ACCUMULATION times as many. EVALUATED leaves a last batch that is short."""
 EVENTS = (
     "train_begin",
@@ -59,6 +62,12 @@ class Case:
     """Whether logits are evaluated, not only the loss."""
     side: str = "right"
     """Where rows are padded."""
+    data: int | None = None
+    """Shares of the batch; left out, what the strategy's axes say."""
+    own_loss: bool = False
+    """Whether the loss is a function of the caller's."""
+    stream: bool = False
+    """Whether rows come from a dataset without a length."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,8 @@ def model_of(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2))
+    if kind == "classes":
+        return LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=3, pad_token_id=0))
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     if kind == "lora":
         import peft
@@ -104,15 +115,29 @@ def model_of(kind: str) -> Any:
     return model
 
 
-def rows(count: int) -> list[dict[str, list[int]]]:
-    """Rows of 5 to 15 tokens whose first two bear no loss."""
+def rows(count: int, classes: bool = False) -> list[dict[str, list[int]]]:
+    """Rows of 5 to 15 tokens whose first two bear no loss; with `classes` the label is one number for each row."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(count):
         length = int(torch.randint(5, 16, (1,), generator=generator))
         ids = torch.randint(1, 67, (length,), generator=generator).tolist()
-        found.append({"input_ids": ids, "labels": [-100, -100, *ids[2:]]})
+        found.append({"input_ids": ids, "labels": [ids[0] % 3] if classes else [-100, -100, *ids[2:]]})
     return found
+
+
+class Stream(IterableDataset):
+    """The rows, one after the other."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        yield from rows(TRAINED)
+
+
+def doubled(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    """Twice the next-token loss."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return 2 * total / num_items_in_batch
 
 
 def collate(batch: list[dict[str, list[int]]], side: str = "right") -> dict[str, torch.Tensor]:
@@ -124,10 +149,11 @@ def collate(batch: list[dict[str, list[int]]], side: str = "right") -> dict[str,
         more = [[value] * (longest - len(one)) for one in short]
         return torch.tensor([a + b if side == "right" else b + a for a, b in zip(short, more, strict=True)])
 
+    classes = all(len(row["labels"]) == 1 for row in batch)
     return {
         "input_ids": padded("input_ids", 0),
         "attention_mask": padded("attention_mask", 0),
-        "labels": padded("labels", -100),
+        "labels": torch.tensor([row["labels"][0] for row in batch]) if classes else padded("labels", -100),
     }
 
 
@@ -145,7 +171,7 @@ def trainer_of(case: Case, folder: str, **more: Any) -> Any:
     transformers.logging.set_verbosity_error()
     strategy = case.strategy
     axes = {} if strategy is None else strategy.get("axes", {})
-    data = axes.get("shard", 1) * axes.get("replicate", 1)
+    data = case.data or axes.get("shard", 1) * axes.get("replicate", 1)
     # Copied: a Trainer changes the lists and dicts that it is given.
     given: dict[str, Any] = {
         "output_dir": folder,
@@ -167,8 +193,10 @@ def trainer_of(case: Case, folder: str, **more: Any) -> Any:
     chosen: dict[str, Any] = {
         "model": model_of(case.model),
         "args": TrainingArguments(**given),
-        "train_dataset": rows(STEPS * BATCH * ACCUMULATION // 2),
-        "eval_dataset": rows(EVALUATED),
+        "train_dataset": Stream() if case.stream else rows(TRAINED, case.model == "classes"),
+        # Where a row has one label, those that fill the last batch again count, as they do for Transformers.
+        "eval_dataset": rows(2 * BATCH, True) if case.model == "classes" else rows(EVALUATED),
+        "compute_loss_func": doubled if case.own_loss else None,
         "data_collator": functools.partial(collate, side=case.side),
         "compute_metrics": hits if case.metrics else None,
         **more,

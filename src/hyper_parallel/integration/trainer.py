@@ -10,6 +10,7 @@ times the number of loss ranks, since a Trainer logs the mean over ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.compat import fsdp
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.eager import Swap
 from hyper_parallel.errors import IntegrationError
@@ -51,6 +53,7 @@ class SpreadTrainer(SpreadSaving):
         self._given, self._swap = strategy, swap
         self._budget: Budget | None = None
         self._micro = 0
+        self._is_part = False
         self._rows_checked = False
         super().__init__(*args, **kwargs)
         check_arguments(self)
@@ -111,13 +114,17 @@ class SpreadTrainer(SpreadSaving):
         last = bool(self.accelerator.sync_gradients)
         micro, self._micro = self._micro, 0 if last else self._micro + 1
         rows = self._row_numbers(inputs, micro)
-        with spread.handle.micro_batch(
-            seed=self.args.seed, step=self.state.global_step, rows=rows, last=last
+        explained = contextlib.nullcontext() if self._budget is None else self._budget.explained()
+        with (
+            explained,
+            spread.handle.micro_batch(seed=self.args.seed, step=self.state.global_step, rows=rows, last=last),
         ):
+            self._is_part = False
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            if not self._is_whole_step(num_items_in_batch):
+            if not self._is_part and not self._is_of_step(num_items_in_batch):
                 loss = loss / self.current_gradient_accumulation_steps
-            self.accelerator.backward(loss / spread.loss_ranks)
+            # A caller's own loss is of whole rows, the same on every rank of `context`.
+            self.accelerator.backward(loss / (spread.loss_ranks if self._is_part else spread.data_ranks))
         if self._budget is not None:
             self._budget.tell()
         found: Tensor = loss.detach()
@@ -150,6 +157,7 @@ class SpreadTrainer(SpreadSaving):
                     micro_batches=self.current_gradient_accumulation_steps,
                     **rows.rest,
                 )
+            self._is_part = True
             return loss * spread.loss_ranks
         if spread.loss_ranks != spread.data_ranks and torch.is_grad_enabled():
             raise IntegrationError(
@@ -161,11 +169,15 @@ class SpreadTrainer(SpreadSaving):
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
-        """The valid tokens of the whole step: of these micro-batches, summed over the shares of the batch."""
+        """The valid tokens of the whole step: of these micro-batches, summed over the shares of the batch.
+
+        None for other models' losses: many that take the number leave it unread, and a mean of means is always right
+        for rows that count alike.
+        """
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
         causal = self._is_causal(batch_samples[0])
-        if not (causal or self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+        if not causal and self.compute_loss_func is None:
             return None
         spread = self._spread_model
         if not self._rows_checked and torch.is_grad_enabled():
@@ -177,6 +189,13 @@ class SpreadTrainer(SpreadSaving):
         return spread.sum_of_data(mine).clamp(min=1)
 
     # Evaluation.
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own; weights that were gathered for its last forward pass are let go of."""
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            fsdp.free_gathered(self.model)
 
     @torch.no_grad()
     def prediction_step(
@@ -197,9 +216,7 @@ class SpreadTrainer(SpreadSaving):
                 loss = self.prediction_step(model, inputs, True)[0]
             return loss, *generated
         if not self._is_causal(inputs):
-            return super().prediction_step(  # type: ignore[no-any-return]
-                model, inputs, prediction_loss_only, ignore_keys, **kwargs
-            )
+            return self._own_prediction(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
         inputs = self._prepare_inputs(inputs)
         rows = self._rows(inputs)
         assert rows.labels is not None
@@ -222,6 +239,17 @@ class SpreadTrainer(SpreadSaving):
         logits = tuple(kept.values())
         loss = spread.sum_of_data(total / tokens)
         return loss, logits[0] if len(logits) == 1 else logits, inputs["labels"]
+
+    def _own_prediction(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The Trainer's own, for a loss of its own: its mean over the shares of the batch."""
+        labels = inputs.get("labels")
+        if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+            inputs = {**inputs, "labels": self._without_repeated(labels)}
+        loss, *found = super().prediction_step(model, inputs, *args, **kwargs)
+        spread = self._spread_model
+        return None if loss is None else spread.sum_of_data(loss) / spread.data_ranks, *found
 
     def _generating(self, given: dict[str, Any]) -> dict[str, Any]:
         """What `generate` is told: ranks with other rows go on until all are done, for they gather weights together."""
@@ -288,15 +316,14 @@ class SpreadTrainer(SpreadSaving):
             return False
         return _has_next_token_loss(self.model)
 
-    def _is_whole_step(self, num_items_in_batch: Any) -> bool:
-        """Whether a loss is divided by all that the step has, not by what its micro-batch has."""
+    def _is_of_step(self, num_items_in_batch: Any) -> bool:
+        """Whether a caller's own loss is divided by what the step has, not its micro-batch; as Trainer takes it."""
+        # Transformers before 5.15 has no such attribute.
         given = getattr(self, "loss_is_scaled_for_ga", None)
         if given is not None:
             return bool(given)
-        counted = num_items_in_batch is not None
-        return (counted and (self.model_accepts_loss_kwargs or _has_next_token_loss(self.model))) or (
-            self.compute_loss_func is not None
-        )
+        counted = num_items_in_batch is not None and self.model_accepts_loss_kwargs
+        return counted or self.compute_loss_func is not None
 
     def _rows(self, inputs: Mapping[str, Any]) -> Rows:
         pad = getattr(self.processing_class, "pad_token_id", None)
