@@ -45,6 +45,21 @@ from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_m
 from hyper_parallel.platform import get_platform
 
 
+class Repeated(torch.utils.data.BatchSampler):
+    """Each batch so many times."""
+
+    def __init__(self, *args: Any, times: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._times = times
+
+    def __len__(self) -> int:
+        return super().__len__() * self._times
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            yield from [list(batch)] * self._times
+
+
 class MainBranchTrainer(Trainer):
     """What that trainer does beside Transformers' loop."""
 
@@ -98,12 +113,10 @@ class MainBranchTrainer(Trainer):
         """Whole batches, each repeated for the ranks that share it."""
         if self._hp.cp_size == 1:
             return super().get_train_dataloader()
-        rows = range(len(self.train_dataset))
-        size = self._train_batch_size
-        batches = [list(rows[at : at + size]) for at in range(0, len(rows), size)]
-        repeated = [batch for batch in batches for _ in range(self._hp.cp_size)]
+        rows = torch.utils.data.SequentialSampler(self.train_dataset)
+        batches = Repeated(rows, self._train_batch_size, drop_last=False, times=self._hp.cp_size)
         loader = torch.utils.data.DataLoader(
-            self.train_dataset, batch_sampler=repeated, collate_fn=self.data_collator
+            self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator
         )
         return self.accelerator.prepare(loader)
 
