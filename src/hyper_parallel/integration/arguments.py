@@ -13,41 +13,30 @@ from torch import nn
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.strategy import Strategy
 
+_SPREADS = "the strategy spreads the model; leave it out, or leave the strategy to it"
+_CASTS = "the model computes in the strategy's dtypes; leave it out"
+_REFUSED = {
+    "fsdp": _SPREADS,
+    "deepspeed": _SPREADS,
+    "parallelism_config": _SPREADS,
+    "fp16": "there is no scaling of losses; use bf16, which needs none",
+    "fp16_full_eval": _CASTS,
+    "bf16_full_eval": _CASTS,
+    "torch_compile": "it would trace past what spreads the model; leave it out",
+    "use_liger_kernel": "the loss is computed in chunks, split over the vocabulary, without it; leave it out",
+    "auto_find_batch_size": "ranks that ran out of memory alone would leave the others waiting; set "
+    "per_device_train_batch_size",
+}
+"""Arguments of a Trainer that cannot be honoured, and why."""
 
-def check_arguments(trainer: Any) -> None:
+
+def check_arguments(args: Any) -> None:
     """Refuse what asks Transformers or Accelerate to spread the model, and what a spread model cannot do.
 
     Raises IntegrationError for the first.
     """
-    args = trainer.args
-    elsewhere = "the strategy spreads the model; leave it out, or leave the strategy to it"
-    alone = "HyperParallelTrainer computes in the strategy's dtypes; leave it out"
-    refused = {
-        "fsdp": (args.fsdp or trainer.is_fsdp_enabled, elsewhere),
-        "deepspeed": (args.deepspeed or trainer.is_deepspeed_enabled, elsewhere),
-        "parallelism_config": (getattr(args, "parallelism_config", None), elsewhere),
-        "fp16": (args.fp16, "there is no scaling of losses; use bf16=True, which needs none"),
-        "fp16_full_eval": (args.fp16_full_eval, alone),
-        "bf16_full_eval": (args.bf16_full_eval, alone),
-        "torch_compile": (
-            args.torch_compile,
-            "it would trace past what spreads the model; leave it out",
-        ),
-        "use_liger_kernel": (
-            args.use_liger_kernel,
-            "the loss is computed in chunks, split over the vocabulary, without it; leave it out",
-        ),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            "ranks that ran out of memory alone would leave the others waiting; set per_device_train_batch_size",
-        ),
-        "optimizers": (
-            trainer.optimizer is not None,
-            "it holds the parameters of the model before it was spread; give optimizer_cls_and_kwargs, or args.optim",
-        ),
-    }
-    for name, (given, why) in refused.items():
-        if given:
+    for name, why in _REFUSED.items():
+        if getattr(args, name, None):
             raise IntegrationError(f"{name} cannot be used with a HyperParallel trainer: {why}")
     if args.n_gpu > 1:
         raise IntegrationError(
@@ -58,6 +47,21 @@ def check_arguments(trainer: Any) -> None:
         raise IntegrationError(
             "average_tokens_across_devices=False asks for the mean of each rank's mean; the loss here is the mean over "
             "all tokens of the step, on any number of ranks; leave it out"
+        )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what a Trainer was told by its environment, or was given beside its arguments. Raises IntegrationError."""
+    for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
+        if enabled:
+            raise IntegrationError(
+                f"accelerate launch was told to use {name}, and the strategy spreads the model; start the script with "
+                "torchrun, or with an accelerate config that says distributed_type: MULTI_GPU"
+            )
+    if trainer.optimizer is not None:
+        raise IntegrationError(
+            "optimizers=… holds the parameters of the model before it was spread; give optimizer_cls_and_kwargs, or "
+            "args.optim"
         )
 
 

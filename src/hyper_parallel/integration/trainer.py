@@ -24,7 +24,13 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.eager import Swap
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.accelerate import SpreadAccelerator
-from hyper_parallel.integration.arguments import adjusted, check_arguments, check_model, check_strategy
+from hyper_parallel.integration.arguments import (
+    adjusted,
+    check_arguments,
+    check_model,
+    check_strategy,
+    check_trainer,
+)
 from hyper_parallel.integration.budget import Budget, check_budget, has_budget, under_budget
 from hyper_parallel.integration.optimizer import on_local
 from hyper_parallel.integration.rows import Rows, rows_of, shifted
@@ -55,8 +61,11 @@ class SpreadTrainer(SpreadSaving):
         self._micro = 0
         self._is_part = False
         self._rows_checked = False
+        asked = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if asked is not None:
+            check_arguments(asked)
         super().__init__(*args, **kwargs)
-        check_arguments(self)
+        check_trainer(self)
         self._spread(self.model)
 
     # Spreading.
