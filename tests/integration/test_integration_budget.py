@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from trainer_cases import Case, as_torchrun, trainer_of
 
 from harness import run_ranks
 from hyper_parallel.eager import Swap
-from hyper_parallel.errors import IntegrationError
+from hyper_parallel.errors import BudgetError, IntegrationError
 from hyper_parallel.integration.budget import MOST, check_budget, length_of
 from hyper_parallel.strategy import Memory
 
@@ -78,6 +79,23 @@ def test_other_axes_and_swapped_activations() -> None:
         for name, one in told.items():
             assert one.losses == pytest.approx(plain.losses, abs=NEAR), name
             assert one.notes
+
+
+def _refused(rank: int, world: int) -> str:
+    as_torchrun(rank, world)
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(BudgetError) as refused:
+        trainer_of(_within({"shard": 2}, "10KB"), folder).train()
+    return str(refused.value)
+
+
+@pytest.mark.matrix
+def test_a_budget_that_is_too_small_is_told_by_its_keys() -> None:
+    one, other = run_ranks(_refused, 2)
+    least = [re.search(r"all workers need (\S+ KiB) at least; set it higher", said) for said in (one, other)]
+    assert least[0] is not None
+    assert least[1] is not None
+    assert least[0][1] == least[1][1]
+    assert "memory.device: the budget of 9.8 KiB" in one
 
 
 def test_rows_have_few_lengths() -> None:

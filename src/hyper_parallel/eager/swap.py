@@ -33,13 +33,13 @@ class Swap:
 
     def budget(self, step: StepGraph, problem: Problem) -> int:
         """Bytes of the device for a step whose memory `problem` tells."""
-        staying = frozenset[int]() if self.inputs else self._given(step)
-        leaving = [held for held in problem.held if held.kind == "activation" and held.storage not in staying]
+        activations = [held for held in problem.held if held.kind == "activation"]
         by_layer: dict[str, int] = defaultdict(int)
-        for held in leaving:
+        for held in activations:
             by_layer[self._layer(held.name)] += held.bytes
         room = AHEAD * max((count for layer, count in by_layer.items() if layer), default=0)
-        away = _away(leaving, problem.nodes)
+        staying = frozenset[int]() if self.inputs else self._given(step)
+        away = _away([held for held in activations if held.storage not in staying], problem.nodes)
         return room + max(
             (live - gone for live, gone in zip(problem.profile(), away, strict=True)), default=0
         )

@@ -12,20 +12,22 @@ The first length is taken as it is: rows that are all of one length are not padd
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from hyper_parallel.eager import Swap, offload
 from hyper_parallel.eager.agree import agreed
-from hyper_parallel.errors import IntegrationError
+from hyper_parallel.errors import BudgetError, IntegrationError
 from hyper_parallel.integration.spread import Spread
 from hyper_parallel.offloading.tiers.host import available
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.strategy import Memory, Strategy
+from hyper_parallel.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +96,20 @@ class Budget:
         if found not in self._lengths:
             self._lengths.append(found)
         return found
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Inside, a budget that is too small is told in the words of who trains by arguments."""
+        try:
+            yield
+        except BudgetError as error:
+            least = "" if error.floor is None else f"; all workers need {format_bytes(error.floor)} at least"
+            raise BudgetError(
+                f"memory.device: {error.why}{least}; set it higher, give it more memory beside the device "
+                "(memory.host, memory.flash), or lower per_device_train_batch_size",
+                error.why,
+                error.floor,
+            ) from error
 
     def tell(self) -> None:
         """Say, on rank 0, what plans were made since this was called the last time."""
