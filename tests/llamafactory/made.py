@@ -135,7 +135,7 @@ def options(folder: Path, model: str, out: Path, workers: int = 1, **more: Any) 
         "finetuning_type": "full",
         "dataset": "chats",
         "dataset_dir": str(folder / "data"),
-        "cutoff_len": 127,
+        "cutoff_len": 128,
         "output_dir": str(out),
         "per_device_train_batch_size": 4 // workers,
         "learning_rate": 1e-3,

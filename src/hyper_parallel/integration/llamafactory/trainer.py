@@ -8,6 +8,7 @@ from typing import Any
 from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from torch import Tensor, nn
 
+from hyper_parallel.eager import Swap
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
 from hyper_parallel.integration.llamafactory.strategy import check_device, given_strategy
@@ -56,6 +57,7 @@ class HyperParallelTrainer(SpreadTrainer, CustomSeq2SeqTrainer):
         _keep_document_numbers(data_collator)
         super().__init__(
             strategy=given_strategy(hp_args, world, checkpoints=checkpoints),
+            swap=Swap(inputs=hp_args.activation_swap_inputs) if hp_args.activation_mode == "swap" else None,
             model=model,
             args=args,
             finetuning_args=finetuning_args,
