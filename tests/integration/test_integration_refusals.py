@@ -77,8 +77,8 @@ def test_a_model_that_is_split_or_quantised_already_is_refused() -> None:
         ("hf_device_map", {"a": 0, "b": 1}, "load it without device_map"),
         ("is_distributed_loading_by_transformers", True, "split by Transformers"),
     ):
-        model = model_of("llama")
-        model.__dict__[attribute] = value
+        model = torch.nn.Linear(2, 2)
+        setattr(model, attribute, value)
         with pytest.raises(IntegrationError, match=told):
             check_model(model)
 
