@@ -139,3 +139,24 @@ def moved(rank: int, world: int) -> None:
 
 def test_frozen_parameters_have_no_twins_and_memory_that_moved_is_found_again() -> None:
     run_ranks(moved, 2)
+
+
+def cut_by_mesh(rank: int, world: int) -> list[int]:
+    """The numbers of parameters in groups that Transformers cut up, before and after."""
+    handle = spread({"axes": {"shard": 2, "expert": 2}}, tiny(experts=True))
+    cut = []
+    for group in groups(handle.model):
+        by_mesh: dict[Any, list[Any]] = {}
+        for p in group["params"]:
+            by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+        cut += [{**group, "params": some} for some in by_mesh.values()]
+    optimizer = torch.optim.AdamW(cut, lr=0.1)
+    before = [len(group["params"]) for group in optimizer.param_groups]
+    on_local(optimizer, handle)
+    backward(handle, 0)
+    optimizer.step()
+    return [*before, 0, *(len(group["params"]) for group in optimizer.param_groups)]
+
+
+def test_groups_are_the_same_whatever_meshes_their_parameters_lie_on() -> None:
+    assert run_ranks(cut_by_mesh, 2) == [[12, 4, 5, 0, 16, 5]] * 2

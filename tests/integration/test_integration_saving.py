@@ -149,6 +149,49 @@ def test_the_export_command_and_the_saved_folder_give_what_was_trained(
         AutoModelForCausalLM.from_pretrained(out / "checkpoint-6")
 
 
+def saved(rank: int, world: int, out: Path, case: Case) -> dict[int, float]:
+    as_torchrun(rank, world)
+    made = trainer(case, out)
+    made.train()
+    made.save_model()
+    return losses(made)
+
+
+def resumed(rank: int, world: int, out: Path, case: Case) -> dict[int, float]:
+    as_torchrun(rank, world)
+    made = trainer(case, out)
+    made.train(resume_from_checkpoint=str(out / "checkpoint-3"))
+    return losses(made)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("model", "optim", "strategy", "world", "then"),
+    [
+        ("mixtral", "adamw_torch", {"axes": {"shard": 2, "expert": 2}}, 2, TENSOR),
+        (
+            "llama",
+            "rmsprop",
+            {"axes": {"shard": 2, "tensor": 2}, "sequence": True},
+            4,
+            {"axes": {"context": 2}},
+        ),
+        ("llama", "sgd", {"axes": {"replicate": 2}}, 2, SHARD),
+        ("llama", "adamw_torch", {**SHARD, "memory": {"device": "70KB", "host": "16MiB"}}, 2, TENSOR),
+    ],
+)
+def test_other_models_optimizers_and_axes_resume(
+    tmp_path: Path, model: str, optim: str, strategy: dict[str, Any], world: int, then: dict[str, Any]
+) -> None:
+    arguments = {**SAVES, "optim": optim}
+    expected = run_ranks(saved, world, tmp_path, Case(strategy, model, arguments))[0]
+    found = run_ranks(resumed, 2, tmp_path, Case(then, model, {**arguments, "save_strategy": "no"}))[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+    _, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+
+
 def others(rank: int, world: int, out: Path) -> tuple[Any, ...]:
     """Adapters, whose checkpoint is resumed; then plain checkpoints, the best of which is loaded at the end."""
     as_torchrun(rank, world)

@@ -26,6 +26,8 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.shard import ShardedModel
 
 _ATTRIBUTE = "_hyper_parallel"
+_OF_PARAMETERS = ("params", "param_names")
+"""Keys of a group that list its parameters; all others are settings."""
 _Kind = TypeVar("_Kind", bound=Optimizer)
 
 _elementwise: set[type[Optimizer]] = {
@@ -101,7 +103,9 @@ def on_local(optimizer: Optimizer, handle: ShardedModel) -> None:
     """Let an optimizer that was made on a spread model's parameters work on this rank's pieces of them, in place.
 
     Groups keep their settings and order, state that is there already goes along, and schedules, hooks and
-    `state_dict()` keep working. `zero_grad` clears the model's gradients as well. A second call changes nothing.
+    `state_dict()` keep working. A group that a Trainer cut up because its DTensors lie on several meshes is one again:
+    groups are the same under any strategy. `zero_grad` clears the model's gradients as well. A second call changes
+    nothing.
 
     Raises IntegrationError when a parameter is not the model's (the optimizer was made before the model was spread), or
     when the optimizer looks at more than one element, or is not known not to, and a parameter is split.
@@ -126,6 +130,7 @@ def on_local(optimizer: Optimizer, handle: ShardedModel) -> None:
         twins.append(Twin(found.name, found.layout, parameter, twin))
     _refuse(inner, twins)
     exchanged = {id(twin.parameter): twin.tensor for twin in twins}
+    inner.param_groups[:] = _joined(inner.param_groups)
     for group in inner.param_groups:
         group["params"] = [exchanged[id(parameter)] for parameter in group["params"]]
     for twin in twins:
@@ -136,6 +141,32 @@ def on_local(optimizer: Optimizer, handle: ShardedModel) -> None:
                 key: _local(value) if isinstance(value, Tensor) else value for key, value in state.items()
             }
     _attach(inner, Twins(handle, {id(twin.tensor): twin for twin in twins}))
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A group without the keys that list its parameters."""
+    return {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
+
+
+def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups, of which neighbours with equal settings and parameters on different meshes are one: newer releases of
+    Transformers (5.23, not 5.6) cut a group up so.
+    """
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        last = found[-1] if found else None
+        if last is None or settings_of(last) != settings_of(group) or _meshes(last) & _meshes(group):
+            found.append(group)
+            continue
+        for key in _OF_PARAMETERS:
+            if key in last:
+                last[key] = [*last[key], *group[key]]
+    return found
+
+
+def _meshes(group: dict[str, Any]) -> set[Any]:
+    """The device meshes of a group's parameters, with None for those that are no DTensors."""
+    return {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]} or {None}
 
 
 def find_twins(optimizer: Any) -> tuple[Optimizer, Twins | None]:

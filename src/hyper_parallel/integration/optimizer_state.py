@@ -20,13 +20,11 @@ from hyper_parallel.checkpoint import Piece, Ranks
 from hyper_parallel.checkpoint.piece import dtype_name
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.errors import CheckpointError, IntegrationError
-from hyper_parallel.integration.optimizer import Twin, Twins, find_twins
+from hyper_parallel.integration.optimizer import Twin, Twins, find_twins, settings_of
 from hyper_parallel.layout import Layout
 
 OPTIMIZER = "optimizer."
 """What the names of an optimizer's tensors begin with in a checkpoint."""
-_OF_PARAMETERS = ("params", "param_names")
-"""Keys of a group that list its parameters; all others are settings."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def collect(optimizer: Any, ranks: Ranks) -> tuple[dict[str, Piece], dict[str, A
             )
     groups = [
         {
-            "settings": {key: _json(value) for key, value in group.items() if key not in _OF_PARAMETERS},
+            "settings": {key: _json(value) for key, value in settings_of(group).items()},
             "parameters": [twin.name for twin in twins.of(group)],
         }
         for group in inner.param_groups

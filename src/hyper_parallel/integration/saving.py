@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hyper_parallel.checkpoint.piece import dtype_name
+from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration import checkpoints
 from hyper_parallel.integration.checkpoints import SCHEDULER
 from hyper_parallel.integration.folder import read_folder, write_folder
@@ -150,9 +151,14 @@ class SpreadSaving(_Trainer):
             return
         checkpoints.load_optimizer(folder, self._handle, self.optimizer)
         with together(ranks_of(self._handle), folder, "read"):
-            self.lr_scheduler.load_state_dict(
-                torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True)
-            )
+            schedule = torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True)
+            groups, saved = len(self.optimizer.param_groups), schedule.get("base_lrs")
+            if saved is not None and len(saved) != groups:
+                raise CheckpointError(
+                    f"{folder} has a schedule for {len(saved)} groups of parameters, and this run's optimizer has "
+                    f"{groups}; resume with the same groups"
+                )
+            self.lr_scheduler.load_state_dict(schedule)
 
     def _read(self, folder: Path) -> None:
         if checkpoints.holds_ours(folder):
