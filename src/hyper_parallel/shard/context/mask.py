@@ -118,11 +118,12 @@ current: ContextVar[Positions | None] = ContextVar("current", default=None)
 
 def context_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
+    cache_position: Tensor | None = None,
     **others: Any,
 ) -> ContextMask:
     """The mask function registered with Transformers. Raises StrategyError for a mask that is not understood."""
@@ -132,6 +133,10 @@ def context_mask(
             "a mask was asked for outside of the language model's forward pass, whose positions are split over "
             "axes.context; set axes.context to 1 for this model"
         )
+    if q_length is None:
+        # Transformers 5.3 gives the queries' positions, which without a cache begin at 0.
+        assert cache_position is not None
+        q_length = cache_position.size(0)
     if q_length != kv_length or not _is_zero(q_offset) or not _is_zero(kv_offset):
         raise StrategyError(
             f"{q_length} queries at {q_offset} and {kv_length} keys at {kv_offset}: with axes.context queries and keys "
