@@ -39,10 +39,10 @@ TESTED = {
     "torch": Releases(
         "2.11", ("2.13",), "FSDP2 with shared parameters, several groups and gradients that are sums"
     ),
-    "transformers": Releases("5.3", ("5.23",), "attention and experts by registered functions"),
-    "accelerate": Releases("1.11", ("1.15",), "data loaders for some of the ranks, FSDP2"),
-    "peft": Releases("0.17", ("0.21",), "LoRA on models whose weights are split"),
-    "trl": Releases("0.24", ("0.24",), "SFTTrainer"),
+    "transformers": Releases("5.3", ("5.3", "5.6", "5.23"), "attention and experts by registered functions"),
+    "accelerate": Releases("1.6", ("1.6", "1.11", "1.15"), "data loaders for some of the ranks, FSDP2"),
+    "peft": Releases("0.17", ("0.18", "0.21"), "LoRA on models whose weights are split"),
+    "trl": Releases("0.24", ("0.24", "1.16"), "SFTTrainer"),
     "llamafactory": Releases("0.9.5", ("0.9.5",), "the switch use_hyper_parallel"),
 }
 """Each package by the name that it is installed by."""
