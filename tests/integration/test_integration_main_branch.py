@@ -191,11 +191,22 @@ def clients(rank: int, world: int, out: Path) -> dict[str, Told]:
     return found
 
 
+def on_four(rank: int, world: int, out: Path) -> dict[str, Told]:
+    """Several axes at once."""
+    as_torchrun_says(rank, world)
+    found = {}
+    for name, fields in (("cp of 4", {"cp_size": 2}), ("hybrid", {"cp_size": 2, "fsdp_size": 1})):
+        trainer = _client(out / name, fields, few=True)
+        trainer.train()
+        found[name] = told(trainer)
+    return found
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], dict[str, Told]]:
     out = tmp_path_factory.mktemp("runs")
     alone = run_ranks(one_process, 1, out / "alone")[0]
-    found = run_ranks(clients, 2, out / "two")[0]
+    found = run_ranks(clients, 2, out / "two")[0] | run_ranks(on_four, 4, out / "four")[0]
     shutil.rmtree(out)
     return alone, found
 
@@ -206,6 +217,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], dic
         ("fsdp", "two"),
         ("cp", "one"),
         ("ep", "experts"),
+        ("cp of 4", "two"),
+        ("hybrid", "two"),
         ("own", "own"),
         ("cp recomputed", "one"),
         ("fsdp resumed", "two"),
@@ -216,7 +229,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], dic
 def test_losses_and_norms_are_those_of_one_process(runs: Any, name: str, like: str) -> None:
     alone, found = runs
     losses, norms = found[name].losses, found[name].norms
-    steps = FEW if name in ("own", "cp recomputed") else STEPS
+    steps = FEW if name in ("own", "cp recomputed", "cp of 4", "hybrid") else STEPS
     assert len(losses) == steps
     assert losses == pytest.approx(alone[like].losses[:steps], abs=NEAR)
     assert norms == pytest.approx(
