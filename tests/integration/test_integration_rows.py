@@ -8,10 +8,12 @@ import pytest
 import torch
 from spread_steps import tiny
 from torch import nn
+from trainer_cases import model_of
 
 from harness import run_ranks
 from hyper_parallel.errors import DataError, IntegrationError
 from hyper_parallel.integration.alike import as_on_rank_0
+from hyper_parallel.integration.pieces import in_pieces
 from hyper_parallel.integration.rows import positions_of, rows_of, shifted
 from hyper_parallel.integration.spread import Spread
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
@@ -77,6 +79,14 @@ def test_numbers_of_documents_become_positions(alone: ShardedModel) -> None:
     assert rows.position_ids is given and not rows.several
 
 
+def test_documents_that_a_mask_leaves_together(alone: ShardedModel) -> None:
+    """LlamaFactory's `packing` without `neat_packing`: Transformers looks for documents only where no mask is."""
+    anew = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 0, 1]])
+    rows = rows_of({"input_ids": IDS, "attention_mask": torch.ones(2, 5), "position_ids": anew}, alone)
+    assert rows.position_ids is anew and not rows.several and not rows.rest
+    assert rows_of({"input_ids": IDS, "position_ids": anew}, alone).several
+
+
 def test_rows_are_padded_to_what_the_axes_divide() -> None:
     given = {
         "input_ids": IDS,
@@ -132,6 +142,17 @@ def test_values_that_differ_are_those_of_rank_0() -> None:
     assert first == second
     told = "ranks built different models: one has 2 tensors, another 1; build the same model in every process"
     assert run_ranks(_different_models, 2) == [told] * 2
+
+
+def _in_pieces(rank: int, world: int, strategy: dict[str, Any]) -> list[str]:
+    whole = {name: p.detach().clone() for name, p in model_of("lora").named_parameters()}
+    handle = in_pieces(model_of("lora"), Strategy(**strategy), torch.device("cpu"), from_rank_0=True)
+    return [p.name for p in handle.parameters() if not p.local.equal(handle.cut(whole[p.name], p.layout))]
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"tensor": 2}])
+def test_a_model_goes_to_its_device_in_pieces(axes: dict[str, int]) -> None:
+    assert run_ranks(_in_pieces, 2, {"axes": axes}) == [[], []]
 
 
 def test_shares_of_the_batch_are_counted_once() -> None:

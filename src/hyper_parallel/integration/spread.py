@@ -25,9 +25,11 @@ from hyper_parallel.config import load, load_strategy
 from hyper_parallel.config.yaml12 import parse
 from hyper_parallel.errors import DataError, IntegrationError
 from hyper_parallel.integration.alike import as_on_rank_0
+from hyper_parallel.integration.pieces import in_pieces
 from hyper_parallel.integration.planned import Asked, planned
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.handle import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.strategy import AXIS_NAMES, Strategy
 
 Given = Strategy | str | Path | Mapping[str, Any] | None
@@ -43,15 +45,27 @@ class Spread:
     handle: ShardedModel
 
     @classmethod
-    def over(cls, model: nn.Module, strategy: Strategy, *, traceable: bool = False) -> Spread:
+    def over(
+        cls,
+        model: nn.Module,
+        strategy: Strategy,
+        *,
+        device: torch.device | None = None,
+        traceable: bool = False,
+    ) -> Spread:
         """Spread `model` in place, with rank 0's values on every rank; `traceable`: so that a graph can be made of it.
+
+        `device`: where its pieces go; from elsewhere one tensor after the other goes there, never the whole model.
 
         Raises StrategyError where the strategy does not fit the model, IntegrationError where it does not fit the
         number of processes.
         """
         check_world(strategy, world_size())
         as_on_rank_0(model)
-        return cls(sharded(parallelize(model, strategy, lowering="traceable" if traceable else "fsdp")))
+        lowering: Lowering = "traceable" if traceable else "fsdp"
+        if device is not None and any(p.device.type != device.type for p in model.parameters()):
+            return cls(in_pieces(model, strategy, device, lowering=lowering))
+        return cls(sharded(parallelize(model, strategy, lowering=lowering)))
 
     @property
     def world(self) -> int:

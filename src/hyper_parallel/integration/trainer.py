@@ -83,7 +83,7 @@ class SpreadTrainer(SpreadSaving):
         check_budget(strategy.memory, self._swap)
         self._whole_parameters = _count(model)
         within = has_budget(strategy, self._swap)
-        self.spread = Spread.over(model, strategy, traceable=within)
+        self.spread = Spread.over(model, strategy, device=args.device, traceable=within)
         model.to(args.device)
         if within:
             self._budget = under_budget(self.spread, self._swap)

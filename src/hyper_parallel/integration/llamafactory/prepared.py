@@ -27,10 +27,10 @@ from hyper_parallel.compat.trees import mapped
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.arguments import check_model
 from hyper_parallel.integration.llamafactory.context_parallel import LossAlone, call_with_positions_split
-from hyper_parallel.integration.llamafactory.pieces import spread_in_pieces
 from hyper_parallel.integration.llamafactory.plugin import with_plugin
 from hyper_parallel.integration.llamafactory.strategy import check_device, given_strategy
 from hyper_parallel.integration.optimizer import find_twins, on_local
+from hyper_parallel.integration.pieces import in_pieces
 from hyper_parallel.integration.spread import Spread, strategy_of, world_size
 from hyper_parallel.integration.versions import check
 from hyper_parallel.shard import ShardedModel, sharded
@@ -100,12 +100,8 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: Any) -> nn.
     check_model(model)
     strategy = _strategy(model, accelerator, hp_args)
     plugin = accelerator.state.fsdp_plugin
-    spread = spread_in_pieces(
-        model,
-        strategy,
-        accelerator.device,
-        from_rank_0=bool(getattr(plugin, "cpu_ram_efficient_loading", False)),
-    )
+    from_rank_0 = bool(getattr(plugin, "cpu_ram_efficient_loading", False))
+    spread = Spread(in_pieces(model, strategy, accelerator.device, from_rank_0=from_rank_0))
     cls = type(model)
     body = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     # Transformers looks up classes by name, and FSDP2 has put its own before the model's.

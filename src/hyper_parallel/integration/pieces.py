@@ -14,23 +14,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.compat import fsdp
-from hyper_parallel.integration.spread import Spread, check_world, world_size
-from hyper_parallel.shard import fill_weights, parallelize, sharded
+from hyper_parallel.shard import ShardedModel, fill_weights, parallelize, sharded
+from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.strategy import Strategy
 
 
-def spread_in_pieces(
-    model: nn.Module, strategy: Strategy, device: torch.device, *, from_rank_0: bool
-) -> Spread:
+def in_pieces(
+    model: nn.Module,
+    strategy: Strategy,
+    device: torch.device,
+    *,
+    lowering: Lowering = "fsdp",
+    from_rank_0: bool = False,
+) -> ShardedModel:
     """Spread `model` in place, its pieces on `device`, as `hp.parallelize` does; a collective.
 
-    `from_rank_0`: other ranks' values are not read. Raises StrategyError and IntegrationError as `Spread.over` does.
+    `from_rank_0`: other ranks' values are not read. Raises StrategyError as `hp.parallelize` does.
     """
-    check_world(strategy, world_size())
     held = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    taken = from_rank_0 and world_size() > 1
+    taken = from_rank_0 and strategy.axes.world > 1
     fsdp.replace_parameters(model, _without_values)
-    parallelize(model, strategy)
+    parallelize(model, strategy, lowering=lowering)
     for owner in model.modules():
         for own, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -38,7 +42,7 @@ def spread_in_pieces(
     fill_weights(model, _whole(held, device, taken), device)
     if taken:
         _buffers_of_rank_0(model)
-    return Spread(sharded(model))
+    return sharded(model)
 
 
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:
