@@ -1,9 +1,12 @@
 """What `strategy: auto` picks beside the best of all strategies, each measured: python benchmarks/auto.py
 
 Five small models on four workers of this machine, over loopback. For each model every strategy that the file leaves
-open is built by the same four workers as `train` would build it, and stepped in turns, round after round, after a round
-that warms up; a strategy's time is the median of its steps on the slowest rank. The machine is measured once before, as
-the first run on it would, and what `auto` picks is looked up among the measured.
+open is built as `train` would build it, and stepped in turns with others, round after round, after a round that warms
+up; a strategy's time is the median of its steps on the slowest rank. A dozen are built at a time, each dozen by new
+processes, since many at once slow each other down, unequally; what `auto` picks is built with each dozen, and
+brings their times to one scale. What takes `DROP` times as long as the best of its dozen after a round is not stepped
+in further ones. The best of all and what `auto` picks are then built once more, together, and stepped more often: the
+ratio is theirs. The machine is measured once before, as the first run on it would.
 
 Layers are not computed again and the micro-batch is given, in all of them: the one only adds work where memory is no
 matter, and the other would treble the time of this benchmark.
@@ -19,7 +22,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,13 @@ from hyper_parallel.plan.listed import ranked
 from hyper_parallel.plan.measured import read_off
 
 WORLD = 4
-ROUNDS, STEPS = 3, 4
+TOGETHER = 12
+"""Strategies that are built at a time."""
+LAST = 8
+"""The best of all, which are stepped once more."""
+ROUNDS, LAST_ROUNDS, STEPS = 2, 6, 3
 """After a round that warms up."""
+DROP = 1.6
 NAME = "auto.json"
 HEADS = {
     "num_attention_heads": 8,
@@ -124,7 +132,7 @@ def main() -> None:
             if not arguments.kept:
                 os.environ["XDG_CACHE_HOME"] = folder
             found = {name: _model(name, Path(folder)) for name in names}
-        shown = {"machine": machine(), "workers": WORLD, "rounds": ROUNDS, "steps": STEPS}
+        shown = {"machine": machine(), "workers": WORLD, "rounds": LAST_ROUNDS, "steps": STEPS}
         (RESULTS / NAME).write_text(json.dumps({**shown, "models": {**before, **found}}, indent=1) + "\n")
     put(DOCS / "plan.md", "auto.py", _lines(json.loads((RESULTS / NAME).read_text())))
 
@@ -137,24 +145,17 @@ def _model(name: str, folder: Path) -> dict[str, Any]:
     choice = choose(run, cluster, WORLD, print)
     took = time.monotonic() - begun
     strategies = list(_strategies(run, cluster))
-    task = {"strategies": strategies, "rounds": ROUNDS, "steps": STEPS, "out": str(folder / "found.json")}
-    (folder / "task.json").write_text(json.dumps(task))
-    os.environ[TASK] = str(folder / "task.json")
     begun = time.monotonic()
-    if code := launch.run(settled(run, strategies[0]), "auto_workers:measure"):
-        raise SystemExit(f"the workers ended with {code}")
-    seconds = [one.get("seconds") for one in json.loads((folder / "found.json").read_text())]
-    timed = {_key(laid): s for laid, s in zip(strategies, seconds, strict=True) if s is not None}
-    best = min(timed, key=lambda key: timed[key])
-    picked = _key(choice.laid)
+    timed, last = _all(run, choice.laid, strategies, folder)
+    picked, best = _key(choice.laid), min(last, key=lambda key: last[key])
     found = {
         "strategies": len(timed),
         "refused": len(strategies) - len(timed),
         "best": json.loads(best),
-        "best_s": timed[best],
+        "best_s": last[best],
         "picked": json.loads(picked),
-        "picked_s": timed[picked],
-        "ratio": timed[picked] / timed[best],
+        "picked_s": last[picked],
+        "ratio": last[picked] / last[best],
         "median_s": sorted(timed.values())[len(timed) // 2],
         "worst_s": max(timed.values()),
         "told": list(choice.lines),
@@ -165,6 +166,37 @@ def _model(name: str, folder: Path) -> dict[str, Any]:
     }
     print(f"{name}: {found['ratio']:.3f} of the best of {len(timed)}: {picked} beside {best}", flush=True)
     return found
+
+
+def _all(
+    run: RunConfig, picked: Laid, strategies: Iterable[Laid], folder: Path
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of every strategy that can be built; and of them those of the best and of `picked`, stepped together."""
+    mine = _key(picked)
+    others = {_key(laid): laid for laid in strategies if _key(laid) != mine}
+    keys = list(others)
+    times = {mine: 1.0}
+    """In times of the picked strategy's."""
+    for start in range(0, len(keys), TOGETHER - 1):
+        dozen = [others[key] for key in keys[start : start + TOGETHER - 1]]
+        found = _timed(run, [picked, *dozen], ROUNDS, folder)
+        times |= {key: seconds / found[mine] for key, seconds in found.items()}
+        print(f"  {min(start + len(dozen), len(keys))} of {len(keys)} measured", flush=True)
+    best = sorted(times.keys() - {mine}, key=lambda key: times[key])[:LAST]
+    last = _timed(run, [picked, *(others[key] for key in best)], LAST_ROUNDS, folder)
+    return {key: time * last[mine] for key, time in times.items()} | last, last
+
+
+def _timed(run: RunConfig, strategies: Sequence[Laid], rounds: int, folder: Path) -> dict[str, float]:
+    """Seconds of strategies that are built at once, without those that cannot be."""
+    found = folder / "found.json"
+    task = {"strategies": strategies, "rounds": rounds, "steps": STEPS, "drop": DROP, "out": str(found)}
+    (folder / "task.json").write_text(json.dumps(task))
+    os.environ[TASK] = str(folder / "task.json")
+    if code := launch.run(settled(run, strategies[0]), "auto_workers:measure"):
+        raise SystemExit(f"the workers ended with {code}")
+    told = zip(strategies, json.loads(found.read_text()), strict=True)
+    return {_key(laid): one["seconds"] for laid, one in told if "seconds" in one}
 
 
 def _run(model: dict[str, Any], folder: Path) -> RunConfig:
@@ -208,7 +240,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "What `auto` picks, beside the best of all strategies, each measured (`benchmarks/auto.py`; layers are not "
-        "computed again, and the micro-batch is one sequence):"
+        "computed again, and the micro-batch is one sequence). All are stepped a few times, a dozen built at a time, "
+        f"and what is {DROP} times as slow as the best of its dozen no more after its first round; the "
+        f"{LAST} best and the picked one again, in turns, and these times are shown:"
     )
     yield ""
     yield "| Model | Strategies measured | Best | `auto` picked | Of the best | Median strategy | Worst |"

@@ -1,9 +1,10 @@
-"""Every strategy of a run file, stepped in turns by the same real workers. Part of `auto.py`, which says how."""
+"""Some strategies of a run file, stepped in turns by the same real workers. Part of `auto.py`, which says how."""
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import time
@@ -29,7 +30,10 @@ TASK = "HYPER_PARALLEL_BENCHMARK_TASK"
 
 
 def measure(config: RunConfig, worker: Worker) -> None:
-    """What each of the four workers runs: all strategies are built, then stepped round after round."""
+    """What each of the four workers runs: its strategies are built, then stepped round after round.
+
+    What is `drop` times as slow as the best after a round is stepped no more.
+    """
     task = json.loads(Path(os.environ[TASK]).read_text())
     steps: list[Callable[[], None] | None] = []
     refused: dict[int, str] = {}
@@ -41,28 +45,40 @@ def measure(config: RunConfig, worker: Worker) -> None:
             steps.append(None)
         if worker.rank == 0 and index % 10 == 9:
             print(f"  {index + 1} of {len(task['strategies'])} built", flush=True)
-    taken: dict[int, list[float]] = {index: [] for index in range(len(steps))}
+    slowest = {index: math.inf for index, step in enumerate(steps) if step is not None}
+    taken: dict[int, list[float]] = {index: [] for index in slowest}
+    going = list(slowest)
     for turn in range(task["rounds"] + 1):
-        for index, step in enumerate(steps):
-            if step is None:
-                continue
-            gc.collect()
-            gc.disable()
-            for _ in range(task["steps"]):
-                dist.barrier()
-                begun = time.perf_counter()
-                step()
-                seconds = time.perf_counter() - begun
-                if turn:  # the first round warms up
-                    taken[index].append(seconds)
-            gc.enable()
-    own = torch.tensor([statistics.median(times) if times else 0.0 for times in taken.values()])
-    dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        for index in going:
+            taken[index] += _timed(steps[index], task["steps"])
+        if turn == 0:  # it warms up
+            taken = {index: [] for index in slowest}
+            continue
+        medians = torch.tensor([statistics.median(taken[index]) for index in slowest])
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        slowest = dict(zip(slowest, medians.tolist(), strict=True))
+        going = [index for index in going if slowest[index] <= task["drop"] * min(slowest.values())]
     if worker.rank == 0:
         found = [
-            {"refused": refused[i]} if i in refused else {"seconds": s} for i, s in enumerate(own.tolist())
+            {"refused": refused[index]} if index in refused else {"seconds": slowest[index]}
+            for index in range(len(steps))
         ]
         Path(task["out"]).write_text(json.dumps(found))
+
+
+def _timed(step: Callable[[], None] | None, steps: int) -> list[float]:
+    """Seconds of a few steps, each begun by all ranks together."""
+    assert step is not None, "what was refused is not stepped"
+    gc.collect()
+    gc.disable()
+    seconds = []
+    for _ in range(steps):
+        dist.barrier()
+        begun = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begun)
+    gc.enable()
+    return seconds
 
 
 def _step(config: RunConfig, worker: Worker) -> Callable[[], Any]:

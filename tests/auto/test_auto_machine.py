@@ -9,7 +9,7 @@ import torch
 from auto_cases import machine, run_file
 
 from hyper_parallel import compat
-from hyper_parallel.auto.machine import machine_of, measured, named
+from hyper_parallel.auto.machine import FORM, machine_of, measured, named
 from hyper_parallel.calibrate import Settings
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
@@ -30,7 +30,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert first == again and asked == [4] and first.ranks == 4
     assert "once" in said[0] and "measured before" in said[-1]
     measured(2, said.append, measure)
-    (file,) = tmp_path.rglob("*4-workers.yaml")
+    (file,) = tmp_path.rglob(f"*4-workers-{FORM}.yaml")
     file.write_text("nothing")
     measured(4, said.append, measure)
     assert asked == [4, 2, 4]

@@ -1,7 +1,7 @@
 """The machine that a run is planned for: named in the file, the device's preset, or this one, measured once.
 
 What is measured is kept beside other caches of the user (`$XDG_CACHE_HOME/hyper-parallel/clusters`, else under
-`~/.cache`), by host, cores, PyTorch and number of workers; who deletes the file has it measured again.
+`~/.cache`), by host, cores, PyTorch, number of workers and `FORM`; who deletes the file has it measured again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from hyper_parallel.errors import ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker
 
 Say = Callable[[str], None]
+
+FORM = 2
+"""Counts up when what is measured, or how collectives run, is not what it was: older measurements are made anew."""
 
 
 def machine_of(config: RunConfig, worker: Worker, say: Say) -> Cluster:
@@ -78,7 +81,7 @@ def measured(world: int, say: Say, measure: Callable[[Settings, Say], Cluster] =
         else:
             say(f"this machine as measured before ({file}; delete it to measure again)")
             return replace(found.for_workers(world), ranks=world)
-    say(f"measuring this machine for {world} workers, once: about half a minute")
+    say(f"measuring this machine for {world} workers, once: about a minute")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(
@@ -98,5 +101,5 @@ def _file(world: int) -> Path:
     """Where the measurement for so many workers is kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    key = f"{platform.node()}-{cores}-cores-torch-{torch.__version__}-{world}-workers"
+    key = f"{platform.node()}-{cores}-cores-torch-{torch.__version__}-{world}-workers-{FORM}"
     return cache / "hyper-parallel" / "clusters" / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', key)}.yaml"

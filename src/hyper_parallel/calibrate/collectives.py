@@ -6,6 +6,9 @@ The closed forms of `cluster.collective` are linear in α and 1/β,
 
 so that the least squares of relative errors, Σ ((a α + b/β) / t − 1)², have a solution in closed form (`fit`), with
 α ≥ 0 and β > 0.
+
+Weights are gathered, and their gradients scattered, both one by one and a layer's in one call; a table has the mean of
+the two, the layer's cut up as a layer of a decoder is (`LAYER`).
 """
 
 from __future__ import annotations
@@ -22,13 +25,16 @@ from hyper_parallel.compat import Backend, collectives
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
+LAYER = (4, 4, 4, 2, 2, 1, 1)
+"""A layer's weights, in parts of their sum: a gated MLP, queries and what comes out of attention, keys and values."""
+
 
 def sizes(level: str) -> tuple[int, ...]:
-    """Bytes that a rank gives; multiples of four bytes for each of 64 ranks."""
+    """Bytes that a rank gives, of a gather those that it gets; multiples of four bytes for each of 64 ranks."""
     return {
         "full": (2**10, 2**14, 2**17, 2**20, 2**22, 2**24),
         "shared": (2**10, 2**14, 2**17, 2**20, 2**22, 2**24),
-        "quick": (2**12, 2**18, 2**22),
+        "quick": (2**12, 2**16, 2**18, 2**20, 2**22, 2**24),
         "tiny": (2**12, 2**16),
     }[level]
 
@@ -45,7 +51,7 @@ def measure_collectives(
     backend: Backend,
     device: torch.device,
     level: str,
-    clock: Callable[[Callable[[], object]], list[float]],
+    clock: Callable[[Callable[[], object], int], list[float]],
     results: Results,
 ) -> None:
     """Seconds by ("collective", kind, ranks, bytes that a rank gives). On every rank of the default group."""
@@ -56,30 +62,49 @@ def measure_collectives(
         calls = _calls(group, ranks)
         for kind in KINDS:
             for size in sizes(level):
-                x = torch.ones(size // 4, device=device)
-                taken = sorted(clock(partial(calls[kind], x)))
-                # What the slowest rank took is what the group took.
-                quarter, median, last = (taken[len(taken) * part // 4] for part in (1, 2, 3))
-                longest = torch.tensor([quarter, (last - quarter) / median], device=device)
-                dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-                results.add(("collective", kind, ranks, size), longest[0].item(), longest[1].item())
+                given = size // ranks if kind == "all_gather" else size
+                x = torch.ones(given // 4, device=device)
+                found = [_slowest(sorted(clock(partial(call, x), size)), device) for call in calls[kind]]
+                seconds, spread = (sum(each) / len(found) for each in zip(*found, strict=True))
+                results.add(("collective", kind, ranks, given), seconds, spread)
         dist.barrier()
 
 
-def _calls(group: dist.ProcessGroup, ranks: int) -> dict[str, Callable[[torch.Tensor], object]]:
+def _slowest(taken: list[float], device: torch.device) -> tuple[float, float]:
+    """The lower quartile and the spread of the slowest rank's times: what it took is what the group took."""
+    quarter, median, last = (taken[len(taken) * part // 4] for part in (1, 2, 3))
+    longest = torch.tensor([quarter, (last - quarter) / median], device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return longest[0].item(), longest[1].item()
+
+
+def _calls(group: dist.ProcessGroup, ranks: int) -> dict[str, list[Callable[[torch.Tensor], object]]]:
     """The calls that a step's graph makes, by kind."""
     name = group.group_name
 
+    def even(x: torch.Tensor) -> torch.Tensor:
+        return x[: x.numel() // ranks * ranks]
+
+    def layer(x: torch.Tensor, multiple: int) -> list[torch.Tensor]:
+        unit = x.numel() // (sum(LAYER) * multiple) * multiple
+        return list(x[: sum(LAYER) * unit].split([part * unit for part in LAYER])) if unit else [even(x)]
+
     def to_all(x: torch.Tensor) -> torch.Tensor:
         parts = [x.numel() // ranks] * ranks
-        return collectives.all_to_all(x[: sum(parts)], parts, parts, name)
+        return collectives.all_to_all(even(x), parts, parts, name)
 
     return {
-        "all_reduce": lambda x: collectives.all_reduce(x, name),
-        "all_gather": lambda x: collectives.all_gather(x, name, ranks),
-        "reduce_scatter": lambda x: collectives.reduce_scatter(x[: x.numel() // ranks * ranks], name, ranks),
-        "all_to_all": to_all,
-        "broadcast": lambda x: dist.broadcast(x, group_src=0, group=group),
+        "all_reduce": [lambda x: collectives.all_reduce(x, name)],
+        "all_gather": [
+            lambda x: collectives.all_gather(x, name, ranks),
+            lambda x: collectives.all_gather_coalesced(layer(x, 1), name, ranks),
+        ],
+        "reduce_scatter": [
+            lambda x: collectives.reduce_scatter(even(x), name, ranks),
+            lambda x: collectives.reduce_scatter_coalesced(layer(x, ranks), name, ranks),
+        ],
+        "all_to_all": [to_all],
+        "broadcast": [lambda x: dist.broadcast(x, group_src=0, group=group)],
     }
 
 

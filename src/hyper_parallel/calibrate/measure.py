@@ -34,7 +34,7 @@ def measure(job: Job, backend: Backend, device: torch.device, progress: Callable
         "tiers": lambda: _tiers(timer, device, job, results),
         "turns": lambda: measure_turns(timer, device, job.level, results),
         "collectives": lambda: measure_collectives(
-            backend, device, job.level, lambda call: _clock(backend, call, job.level), results
+            backend, device, job.level, lambda call, size: _clock(backend, call, job.level, size), results
         ),
     }
     for part in job.parts:
@@ -77,10 +77,11 @@ def measure_turns(timer: Timer, device: torch.device, level: str, results: Resul
         results.add(("turns", what), timer.mean(call, window), 0.0)
 
 
-def _clock(backend: Backend, call: Callable[[], object], level: str) -> list[float]:
-    """Seconds of repetitions of a collective, begun together; as many on every rank."""
+def _clock(backend: Backend, call: Callable[[], object], level: str, size: int) -> list[float]:
+    """Seconds of repetitions of a collective of so many bytes, begun together; as many on every rank."""
     taken = []
-    repetitions = 9 if level in ("full", "shared") else 5
+    # Small ones wait for the scheduler's turns more than for bytes, and vary the most.
+    repetitions = 5 if level == "tiny" else 21 if size < 2**20 else 9
     for repetition in range(repetitions + 2):
         dist.barrier()
         backend.synchronize()
