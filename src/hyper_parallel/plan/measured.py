@@ -8,6 +8,7 @@
 | share of the peak, half sizes | the table of plain products, in the dtype of the run (`ShapeTable.best`, `half`) |
 | attention | the table of causal attention, forward |
 | bytes a second | the table of sums, at 4 MiB |
+| bytes of a layer's operators | twice as many in float32 |
 | links | α and β of gathers, scatters and sums among the most ranks; their geometric mean |
 | launch | the device's |
 
@@ -64,8 +65,7 @@ def read_off(cluster: Cluster, precision: Precision) -> tuple[Cluster, Constants
     memory = replace(
         device.memory,
         bytes=device.memory.bytes / device.memory.ranks,
-        # The closed forms count two bytes an element.
-        read=_bandwidth(device, dtype) * 2 / wide,
+        read=_bandwidth(device, dtype),
         ranks=1,
     )
     seen = replace(
@@ -83,7 +83,8 @@ def read_off(cluster: Cluster, precision: Precision) -> tuple[Cluster, Constants
         half_depth=depth,
         attention=_attention(device, dtype) / FUSED.get("other", 0.5),
         memory=1.0,
-        elementwise=1.0,
+        # The closed forms count two bytes an element of a layer.
+        elementwise=wide / 2,
         launch=max(device.launch, _NOTHING),
         inside=1.0,
         across=1.0,

@@ -2,7 +2,8 @@
 
 **Tensor axes.** One axis: with the sequence split, a gather before and a reduce-scatter after each of the two blocks,
 without it one all-reduce after each (Korthikanti et al., arXiv 2205.05198, section 4.2.2): of T · h · 2 bytes, the same
-time. Two axes: the table of docs/tensor2d.md (after Wang et al., Tesseract, arXiv 2105.14500, and AxoNN, 2305.13525),
+time; in float32 an element has 4, here and below. Two axes: the table of docs/tensor2d.md (after Wang et al.,
+Tesseract, arXiv 2105.14500, and AxoNN, 2305.13525),
 whose U is T · h / (x · y) elements:
 
     over y   (2 (y − 1)) U                 attention's input and output
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.plan.constants import Constants
+from hyper_parallel.plan.model.activations import element_bytes
 from hyper_parallel.plan.model.layout import Ranks
 from hyper_parallel.plan.table import CONTEXT_METHODS, SCHEDULES, Array, Table
 
@@ -73,7 +75,7 @@ def exchanged(
 
 
 def _tensor(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
-    whole = 2 * tokens * t.hidden
+    whole = element_bytes(t) * tokens * t.hidden
     # With experts of their own ranks a layer has one block under the tensor axes, not two.
     blocks = 2.0 - with_experts * np.where(t.expert > 1, 1.0, 0.0)
     one_axis = blocks * ranks.x.reduce(whole)
@@ -89,7 +91,7 @@ def _tensor(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
 
 def _expert(t: Table, ranks: Ranks, tokens: Array) -> Array:
     group = ranks.experts
-    bytes = 2 * tokens * t.chosen * t.hidden / ranks.tensor
+    bytes = element_bytes(t) * tokens * t.chosen * t.hidden / ranks.tensor
     nodes = np.maximum(group.network, 1.0)
     needed = nodes * (1 - (1 - 1 / nodes) ** t.chosen) / np.maximum(t.chosen, 1.0)
     copies = np.where(t.dedup > 0, np.minimum(needed, 1.0), 1.0)
@@ -100,10 +102,11 @@ def _context(t: Table, ranks: Ranks, tokens: Array, attention: Array) -> tuple[A
     n = t.context
     heads, keys = t.heads / ranks.tensor, np.maximum(t.kv_heads / ranks.tensor, 1.0)
     width = np.where(t.key_rank > 0, (t.plain + t.rotary + t.value) / 2, t.head_dim)
-    step = ranks.context.send(2 * 2 * tokens * keys * width)
+    size = element_bytes(t)
+    step = ranks.context.send(2 * size * tokens * keys * width)
     ring = np.maximum((n - 1) * step - attention, 0.0)
     ring_back = np.maximum(2 * (n - 1) * step - 2.5 * attention, 0.0)
-    swap = 2 * ranks.context.exchange(2 * tokens * (heads + keys) * width)
+    swap = 2 * ranks.context.exchange(size * tokens * (heads + keys) * width)
     is_ring = t.method == RING
     forward = np.where(is_ring, ring, swap)
     backward = np.where(is_ring, ring_back, swap)

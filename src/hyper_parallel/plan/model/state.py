@@ -3,14 +3,16 @@
 **Gradients** of N parameters on n ranks that see other tokens are reduced and, where the optimizer's state is split
 (ZeRO-1, 2; Rajbhandari et al., arXiv 1910.02054), new parameters gathered:
 
-    gather((gradient bytes + 2) N)      as `links.Group.gather`; an all-reduce of gradients costs as much or more
+    gather((gradient bytes + e) N)      as `links.Group.gather`; an all-reduce of gradients costs as much or more
 
+e are the bytes that a weight is computed in: 2, in float32 4.
 `hidden_data` of it goes beside the backward pass where a framework does so, as far as that lasts. Experts are reduced
 over the ranks that share them.
 
 **Gathered weights** (ZeRO-3): each layer's, before each of its passes; gradients are scattered as they come. What takes
 longer than the pass shows, and the rest slows the pass it runs beside by `beside` (13% on NVLink: Galvatron, arXiv
-2211.13878; Calculon has 15% there and 2% on InfiniBand).
+2211.13878; Calculon has 15% there and 2% on InfiniBand). Where it slows the pass by its whole time, as workers do whose
+cores move what they send, the two take turns.
 
 **The optimizer** reads and writes 28 bytes a parameter of Adam in mixed precision: gradient, master value, two moments,
 and the parameter. State that lies in the host's memory is fetched and stored beside the passes, activations too; what
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.plan.constants import Constants
+from hyper_parallel.plan.model.activations import element_bytes
 from hyper_parallel.plan.model.layout import Ranks
 from hyper_parallel.plan.model.memory import handed
 from hyper_parallel.plan.model.parameters import Held
@@ -46,8 +49,9 @@ def gathered(t: Table, ranks: Ranks, held: Held) -> Gathered:
     if not np.any(t.zero >= 3):
         return Gathered(np.zeros(1), np.zeros(1))
     group = ranks.gathering
-    once = group.gather(2 * held.layer) + np.where(
-        held.experts > 0, ranks.reducing_experts.gather(2 * held.experts), 0.0
+    size = element_bytes(t)
+    once = group.gather(size * held.layer) + np.where(
+        held.experts > 0, ranks.reducing_experts.gather(size * held.experts), 0.0
     )
     once = np.where((t.zero >= 3) & (group.ranks > 1), once, 0.0)
     return Gathered(once, 2 * once)
@@ -55,6 +59,8 @@ def gathered(t: Table, ranks: Ranks, held: Held) -> Gathered:
 
 def beside(k: Constants, busy: Array, collective: Array) -> Array:
     """Seconds of a pass with a collective beside it."""
+    if k.beside >= 1.0:
+        return busy + collective
     share = np.minimum(1.0, collective / np.maximum(busy, 1e-12))
     return np.maximum(busy * (1 + k.beside * share), collective)
 
@@ -62,7 +68,7 @@ def beside(k: Constants, busy: Array, collective: Array) -> Array:
 def reduced(t: Table, k: Constants, ranks: Ranks, held: Held, stage_layers: Array, stage: Array) -> Array:
     """Seconds of the gradients' reduction that nothing hides; `stage` is a micro-batch's time on a stage."""
     elements = stage_layers * held.layer + held.embedding
-    bytes = t.gradient_bytes + 2
+    bytes = t.gradient_bytes + element_bytes(t)
     seconds = np.where(ranks.same > 1, ranks.reducing.gather(bytes * elements), 0.0)
     if np.any(t.experts > 0):
         experts = stage_layers * held.experts
