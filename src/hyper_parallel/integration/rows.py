@@ -4,7 +4,8 @@
 
 A mask that hides only the ends of rows is dropped: under causal attention nothing that bears loss sees them. One that
 numbers documents, 1 1 2 2 2 0, becomes positions that begin anew, 0 1 0 1 2 …, by which every axis keeps documents
-apart. Lengths that the axes cannot divide are padded at the end with labels that bear no loss.
+apart. Positions that begin anew beside a mask of ones leave documents together, as Transformers does. Lengths that the
+axes cannot divide are padded at the end with labels that bear no loss.
 """
 
 from __future__ import annotations
@@ -59,8 +60,11 @@ def rows_of(
     rest = {key: value for key, value in inputs.items() if key not in _READ | _OF_DOCUMENTS}
     positions: Tensor | None = inputs.get("position_ids")
     mask = inputs.get("attention_mask")
+    apart = True
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        if bool((mask > 1).any()):
+        # Beside a mask that numbers none, Transformers looks for no documents in the positions: they see each other.
+        apart = bool((mask > 1).any())
+        if apart:
             positions = positions if positions is not None else positions_of(mask)
         elif _hides_only_ends(mask):
             mask = None
@@ -72,7 +76,7 @@ def rows_of(
     if positions is not None and positions.dim() != 2:
         # One for each of several kinds of position (height, width, time): the model reads them itself.
         rest["position_ids"], positions = positions, None
-    several = positions is not None and several_documents(positions)
+    several = apart and positions is not None and several_documents(positions)
     rows = Rows(input_ids, shifted(inputs), positions, several, rest, input_ids.size(1))
     return _lengthened(rows, pad, length or _up(input_ids.size(1), handle.length_multiple))
 
