@@ -14,11 +14,13 @@ NEAR = 1e-4
 
 SEQUENCE: dict[str, Any] = {"axes": {"tensor": 2}, "sequence": True}
 BOTH: dict[str, Any] = {"axes": {"shard": 2, "tensor": 2}, "sequence": True}
+SMOOTH = {"max_steps": 4, "label_smoothing_factor": 0.1, "gradient_accumulation_steps": 1}
+"""Early releases of Transformers 5 add up the means of smoothed micro-batches, and do not divide by their number."""
 PLAIN = {
     "few": Case(None, arguments={"max_steps": 4}),
     "llama": Case(None, metrics=True),
     "llama left": Case(None, arguments={"max_steps": 4}, side="left"),
-    "llama smooth": Case(None, arguments={"max_steps": 4, "label_smoothing_factor": 0.1}),
+    "llama smooth": Case(None, arguments=SMOOTH),
     "mixtral": Case(None, "mixtral"),
     "lora": Case(None, "lora"),
     "own loss": Case(None, arguments={"max_steps": 4}, own_loss=True),
@@ -30,7 +32,7 @@ ON_TWO = {
     "tensor": Case({"axes": {"tensor": 2}}, metrics=True),
     "context": Case({"axes": {"context": 2}}, metrics=True),
     "left": Case(SEQUENCE, arguments={"max_steps": 4}, side="left"),
-    "smooth": Case({"axes": {"context": 2}}, arguments={"max_steps": 4, "label_smoothing_factor": 0.1}),
+    "smooth": Case({"axes": {"context": 2}}, arguments=SMOOTH),
     "expert": Case({"axes": {"shard": 2, "expert": 2}}, "mixtral"),
     "lora": Case({"axes": {"tensor": 2}}, "lora"),
     "own loss": Case({"axes": {"shard": 2}}, arguments={"max_steps": 4}, own_loss=True),
