@@ -28,7 +28,7 @@ ALONE: dict[str, Any] = {"axes": {"replicate": 1}}
         ({"use_liger_kernel": True}, "use_liger_kernel cannot be used"),
         ({"torch_compile": True}, "torch_compile cannot be used"),
         (
-            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
             "every_n_layers cannot be honoured",
         ),
     ],
