@@ -187,8 +187,10 @@ def forget_accelerate() -> None:
 
 def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     """A loss as LlamaFactory's DFT: of whole logits, each token weighed by its own probability."""
-    logits, targets = outputs.get("logits")[:, :-1], labels[:, 1:]
-    loss = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-100)
+    targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+    logits = outputs.get("logits")
+    logits = logits.view(-1, logits.size(-1))
+    loss = nn.functional.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
     return (loss * (-loss).exp().detach() * (targets != -100)).sum() / num_items_in_batch
 
 

@@ -193,7 +193,8 @@ def _call_with_rows(call: Callable[..., Any], handle: ShardedModel, given: dict[
     positions = {} if rows.position_ids is None else {"position_ids": rows.position_ids}
     with documents_known(rows.several):
         output = call(input_ids=rows.input_ids, use_cache=False, **positions, **labels, **rows.rest)
-    output["logits"] = output["logits"][:, : rows.length]
+    # Losses of a caller's take views of them.
+    output["logits"] = output["logits"][:, : rows.length].contiguous()
     return output
 
 
