@@ -43,7 +43,9 @@ def test_what_no_node_uses_is_away_and_two_layers_are_on_their_way() -> None:
 
 def test_a_model_within_what_it_needs_without_activations() -> None:
     free = trained(model_of("llama", num_hidden_layers=4), BATCHES, observed=True)
-    model: Any = hp.offload(model_of("llama", num_hidden_layers=4), budget=Swap(layers="model.layers"), host="16MiB")
+    model: Any = hp.offload(
+        model_of("llama", num_hidden_layers=4), budget=Swap(layers="model.layers"), host="16MiB"
+    )
     moved = trained(model, BATCHES, observed=True)
     assert same(moved, free)
     assert "go and come back" in model.forward.notes[-1]

@@ -20,7 +20,7 @@ from hyper_parallel.eager.held import Held
 from hyper_parallel.eager.passes import state_of
 from hyper_parallel.eager.plans import Plans
 from hyper_parallel.eager.run import Ready, Run, TwoPasses
-from hyper_parallel.errors import BudgetError, FollowsError, HyperParallelError
+from hyper_parallel.errors import BudgetError, HyperParallelError
 from hyper_parallel.train.uneven import TooUneven, changed_before, wanted
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Offloaded:
         ready, call = agreed(handle, lambda: self._ready(model, args, kwargs))
         while True:
             tensors = {**{name: x for name, (_, x) in state_of(model).items()}, **call.named}
-            run = Run(ready, tensors, self._around)
+            run = Run(ready, tensors, self._around, self._plans.load)
             self._run = weakref.ref(run)
             try:
                 outputs = TwoPasses.apply(run, ready.passes, *(tensors[name] for name in ready.passes.wanted))
@@ -114,7 +114,8 @@ class Offloaded:
         self._plans.load = generous
         try:
             return agreed(self._around.handle, make)
-        except (BudgetError, FollowsError):
+        # On every rank, if on any: all try once more.
+        except Exception:
             self._plans.load = just
             return agreed(self._around.handle, make)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -81,6 +82,8 @@ class Plans:
         self._known: dict[Hashable, list[Ready]] = defaultdict(list)
         self._shelves = Shelves.of(self._tiers)
         self._numbers = itertools.count()
+        self._most: dict[str, int] = {}
+        """The most bytes of each thing that were held beside a call."""
         self.notes: list[str] = []
         """What each plan comes to, in a line."""
 
@@ -95,6 +98,7 @@ class Plans:
 
         Raises CaptureError, BudgetError, TierError.
         """
+        self._most = {name: max(count, self._most.get(name, 0)) for name, count in held.items()}
         known = self._known[call.key(model)]
         inputs = call.named
         for at, ready in enumerate(known):
@@ -111,7 +115,7 @@ class Plans:
             time.perf_counter() - begun,
             call,
         )
-        known.append(self._planned(passes, call, held))
+        known.append(self._fitting(passes, call, held))
         if sum(map(len, self._known.values())) == MANY:
             log.warning(
                 "hp.offload has made %d plans, one for each shape of input: inputs of few shapes (padded, packed) and "
@@ -122,15 +126,22 @@ class Plans:
 
     def _again(self, ready: Ready, call: Call, held: Mapping[str, int]) -> Ready:
         """In the place of a plan for which too much is held."""
-        self._shelves = self._shelves.without(ready.number)
-        most = {name: max(count, ready.held[name]) for name, count in held.items()}
+        before, self._shelves = self._shelves, self._shelves.without(ready.number)
         try:
-            # Once there was more of one thing, and now there is of another: soon there may be of both.
-            return self._planned(ready.passes, call, most)
+            return self._fitting(ready.passes, call, held)
         except BudgetError:
-            if most == held:
-                raise
-            return self._planned(ready.passes, call, held)
+            self._shelves = before
+            raise
+
+    def _fitting(self, passes: Passes, call: Call, held: Mapping[str, int]) -> Ready:
+        """A plan with room for the most of each thing that was ever held, if there is one, else for what is held now.
+
+        Once there was more of one thing, and now there is of another: soon there may be of both.
+        """
+        if self._most != held:
+            with contextlib.suppress(BudgetError):
+                return self._planned(passes, call, self._most)
+        return self._planned(passes, call, held)
 
     def _planned(self, passes: Passes, call: Call, held: Mapping[str, int]) -> Ready:
         begun = time.perf_counter()

@@ -39,9 +39,17 @@ class Ready:
 class Run:
     """One call of a model and, later, its backward pass. Alive, it holds what the backward pass needs."""
 
-    def __init__(self, ready: Ready, tensors: Mapping[str, Tensor], around: Around | None = None) -> None:
-        """`tensors`: state and inputs by their names. `around`: where a spread model's passes leave what they leave."""
-        self._ready, self._around = ready, around
+    def __init__(
+        self,
+        ready: Ready,
+        tensors: Mapping[str, Tensor],
+        around: Around | None = None,
+        load: float = 1.0,
+    ) -> None:
+        """`tensors`: state and inputs by their names. `around`: where a spread model's passes leave what they leave.
+        `load`: how many times their even share of the rows experts may get, the same on every rank; the plan's own is
+        as much or more."""
+        self._ready, self._around, self._load = ready, around, load
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._steps: Generator[Any, Any, tuple[Tensor, ...]] | None = ready.executable.function(
             [self._tensors.get(name, _NOTHING) for name in ready.executable.inputs]
@@ -59,7 +67,7 @@ class Run:
         point, values = self._send(None)
         while point == ROWS:
             load = float(values[0])
-            if self._ready.load is not None and load > self._ready.load:
+            if load > self._load:
                 self._stop("the plan has no memory for as many rows as the model's experts were to get")
                 raise TooUneven(load)
             point, values = self._send(None)
