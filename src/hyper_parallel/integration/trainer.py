@@ -323,7 +323,7 @@ class SpreadTrainer(SpreadSaving):
             return False
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
             return False
-        return _has_next_token_loss(self.model)
+        return has_next_token_loss(self.model)
 
     def _is_of_step(self, num_items_in_batch: Any) -> bool:
         """Whether a caller's own loss is divided by what the step has, not its micro-batch; as Trainer takes it."""
@@ -360,7 +360,8 @@ def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in core.parameters())
 
 
-def _has_next_token_loss(model: nn.Module) -> bool:
+def has_next_token_loss(model: nn.Module) -> bool:
+    """Whether the loss that a Transformers model computes by itself is that of the next token."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     core: Any = without_adapters(model)

@@ -72,10 +72,10 @@ def cp_prepare_model(model: nn.Module, accelerator: Any, hp_args: Any) -> nn.Mod
     Returns the model. Raises IntegrationError, before anything is changed, where they cannot.
     """
     if int(hp_args.cp_size) > 1:
-        from hyper_parallel.integration.trainer import _has_next_token_loss
+        from hyper_parallel.integration.trainer import has_next_token_loss
 
         _groups(int(hp_args.cp_size))
-        if not _has_next_token_loss(model):
+        if not has_next_token_loss(model):
             raise IntegrationError(
                 f"cp_size splits positions, and {type(model).__name__} computes another loss than that of the next "
                 "token, which is not known to be a sum over them; set cp_size to 1"
