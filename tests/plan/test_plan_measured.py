@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster, CollectiveTable, Device, Efficiency, ShapeTable, Shared, Tier
@@ -13,6 +14,8 @@ from hyper_parallel.plan.constants import fitted
 from hyper_parallel.plan.listed import ranked
 from hyper_parallel.plan.measured import is_measured, read_off
 from hyper_parallel.plan.model.rates import Products
+from hyper_parallel.plan.model.state import beside
+from hyper_parallel.plan.model.step import seconds_by_kind
 from hyper_parallel.plan.profiles import profile
 from hyper_parallel.plan.question import Question
 from hyper_parallel.plan.search import answer
@@ -65,6 +68,22 @@ def test_workers_share_the_memory_and_hide_nothing() -> None:
     wide, narrow = (read_off(machine(), precision)[1] for precision in ("fp32", "bf16"))
     assert wide.elementwise == 2 * narrow.elementwise
     assert is_measured(machine()) and not is_measured(Cluster.named("h100x8"))
+
+
+def test_float32_sends_twice_the_bytes() -> None:
+    seen, constants = read_off(machine(), "fp32")
+    found = {}
+    for precision in ("fp32", "bf16"):
+        work = replace(WORK, precision=precision)
+        row = Table.of(work, seen, profile("hyper-parallel"), tensor_x=4.0)
+        found[precision] = seconds_by_kind(row, replace(constants, hop=1e-15))["tensor"]
+    assert found["fp32"] == pytest.approx(2 * found["bf16"])
+
+
+def test_workers_that_move_what_they_send_take_turns_with_themselves() -> None:
+    _, constants = read_off(machine(), "fp32")
+    for busy, collective in ((3.0, 1.0), (1.0, 3.0)):
+        assert beside(constants, np.array([busy]), np.array([collective])) == busy + collective
 
 
 def test_all_strategies_are_listed_best_first() -> None:
