@@ -9,9 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.llamafactory import HyperParallelArguments
+from hyper_parallel.integration.llamafactory.options import (
+    check_options,
+    keep_document_numbers,
+    without_checkpointing,
+)
 from hyper_parallel.integration.llamafactory.strategy import check_device, given_strategy
 from hyper_parallel.integration.llamafactory.told import tell_on_one_line
 from hyper_parallel.strategy import Strategy
@@ -173,3 +180,55 @@ def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("RANK", "3")
     sys.excepthook(IntegrationError, IntegrationError("a"), None)
     assert capsys.readouterr().err == "hyper-parallel: error: rank 3: a\n"
+
+
+class Options(SimpleNamespace):
+    """LlamaFactory's arguments, of which most are off."""
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("args", "finetuning", "told"),
+    [
+        ({"fp8": True}, {}, "fp8 cannot be used with use_hyper_parallel"),
+        ({}, {"use_badam": True}, "use_badam changes which parameters are trained"),
+        (
+            {},
+            {"use_galore": True},
+            "use_galore: GaLore looks at whole matrices, of which each of the 2 workers",
+        ),
+        ({}, {"use_muon": True}, "use_muon: Muon looks at whole matrices"),
+    ],
+)
+def test_options_that_are_refused(args: dict[str, bool], finetuning: dict[str, bool], told: str) -> None:
+    with pytest.raises(IntegrationError, match=told):
+        check_options(Options(**args), Options(**finetuning), nn.Linear(2, 2), 2)
+
+
+def test_one_worker_has_whole_matrices() -> None:
+    check_options(Options(), Options(use_muon=True), nn.Linear(2, 2), 1)
+
+
+def test_passes_of_other_packages_are_refused() -> None:
+    def forward(self: nn.Module) -> None: ...
+
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+    patched = type("Norm", (nn.Module,), {"forward": forward})
+    with pytest.raises(IntegrationError, match="enable_liger_kernel puts passes of its own into Norm"):
+        check_options(Options(), Options(), nn.Sequential(nn.Linear(2, 2), patched()), 2)
+
+
+def test_checkpointing_and_masks_of_llamafactory() -> None:
+    tiny = AutoConfig.for_model(
+        "llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = AutoModelForCausalLM.from_config(tiny)
+    assert not without_checkpointing(model)
+    model.gradient_checkpointing_enable()
+    assert without_checkpointing(model) and not model.is_gradient_checkpointing
+    collator = SimpleNamespace(block_diag_attn=True)
+    keep_document_numbers(collator)
+    keep_document_numbers(None)
+    assert collator.block_diag_attn is False

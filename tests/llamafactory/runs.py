@@ -51,6 +51,11 @@ CASES = [
     Case("ep 2", 2, {"ep_size": 2}, "qwen3_moe"),
     Case("LoRA, fsdp 2", 2, {}, options=LORA),
     Case("LoRA, tp 2", 2, {"tp_size": 2}, options=LORA),
+    Case("packing, cp 2", 2, {"cp_size": 2}, options={"packing": True}),
+    Case("neat_packing, cp 2", 2, {"cp_size": 2}, options={"packing": True, "neat_packing": True}),
+    Case("ASFT's loss, fsdp 2", 2, {}, options={"use_asft_loss": True}),
+    Case("swap, fsdp 2", 2, {"activation_mode": "swap"}),
+    Case("memory 3 MiB, fsdp 2", 2, {"memory": {"device": "3MiB", "host": "1GiB"}}),
     Case("fsdp 4", 4, {}),
     Case("fsdp 2 × tp 2", 4, {"fsdp_size": 2, "tp_size": 2}),
     Case("fsdp 2 × cp 2", 4, {"fsdp_size": 2, "cp_size": 2}),
@@ -98,7 +103,7 @@ def measure(case: Case, place: Path, out: Path) -> Measured:
 @functools.cache
 def one_process(place: Path, out: Path, model: str, options: str) -> Path:
     """The folder of LlamaFactory's own run in one process; made once. `options` as JSON."""
-    name = "-".join(["one", model, *(str(value) for value in json.loads(options).values())])
+    name = "-".join(["one", model, *(f"{key}={value}" for key, value in json.loads(options).items())])
     folder = out / name
     train(made.options(place, model, folder, **json.loads(options)), 1, out / f"{name}.log")
     return folder
@@ -172,10 +177,10 @@ def free_port() -> int:
 
 
 def command(words: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command of the environment's `bin`, such as llamafactory-cli, run in `folder`."""
+    """A command run in `folder`, with the environment's `bin` on the path."""
     bin = Path(sys.executable).parent
     return subprocess.run(
-        [str(bin / words[0]), *words[1:]],
+        words,
         cwd=folder,
         env={**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", **environment},
         capture_output=True,

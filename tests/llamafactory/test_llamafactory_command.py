@@ -1,8 +1,9 @@
-"""What a user types: LlamaFactory's command and torchrun start workers, and what is wrong is one clear line."""
+"""What a user types, as docs/llamafactory.md has it, runs; and what is wrong is one clear line."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from runs import command, losses
 
 from hyper_parallel.errors import PREFIX
 
+PAGE = Path(__file__).parents[2] / "docs" / "llamafactory.md"
 LAUNCHED = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
 
 
@@ -33,21 +35,49 @@ def told(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if PREFIX in line]
 
 
-@pytest.mark.parametrize(
-    ("words", "environment"),
-    [
-        ("llamafactory-cli train train.yaml", LAUNCHED),
-        ("torchrun --nproc-per-node 2 -m llamafactory.cli train train.yaml", {}),
-        ("torchrun --nproc-per-node 2 -m llamafactory.launcher train.yaml", {}),
-    ],
-    ids=["llamafactory-cli", "torchrun cli", "torchrun launcher"],
-)
-def test_the_commands(words: str, environment: dict[str, str], place: Path, tmp_path: Path) -> None:
-    run_file(place, tmp_path / "run", {"tp_size": 2})
-    done = command(words.split(), tmp_path / "run", **environment)
+def blocks(language: str) -> list[str]:
+    """The blocks of the page that are in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def as_on_the_page(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the page has, and what they name."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "model").symlink_to(place / "llama")
+    (folder / "data").symlink_to(place / "data")
+    (folder / "train.yaml").write_text(blocks("yaml")[0])
+    (folder / "hp.json").write_text(blocks("json")[0])
+    return folder
+
+
+COMMANDS = [block.strip() for block in blocks("bash") if not block.startswith("pip ")]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_commands_of_the_page(words: str, as_on_the_page: Path) -> None:
+    """In their order: the second and third go on with what the first wrote."""
+    done = command(["bash", "-c", words], as_on_the_page)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_the_commands_of_the_page_wrote(as_on_the_page: Path) -> None:
+    whole, again = losses(as_on_the_page / "out"), losses(as_on_the_page / "out-3")
+    assert len(whole) == made.ROWS // 4 and losses(as_on_the_page / "out-2") == whole
+    assert sorted(again) == [step for step in whole if step > 10]
+    assert all(abs(again[step] - whole[step]) < 1e-3 for step in again)
+    for folder in ("out", "out-3", "model-10"):
+        assert (as_on_the_page / folder / "model.safetensors").is_file()
+
+
+def test_torchrun_of_the_command(place: Path, tmp_path: Path) -> None:
+    run_file(place, tmp_path / "run", {"cp_size": 2})
+    done = command(
+        ["torchrun", "--nproc-per-node", "2", "-m", "llamafactory.cli", "train", "train.yaml"],
+        tmp_path / "run",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert sorted(losses(tmp_path / "run/out")) == [1, 2]
-    assert (tmp_path / "run/out/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
