@@ -20,6 +20,7 @@ from hyper_parallel.strategy import Memory
 
 STEPS = 2
 ARGUMENTS = {"max_steps": STEPS, "eval_strategy": "no"}
+ONCE = {**ARGUMENTS, "gradient_accumulation_steps": 1}
 NEAR = 1e-4
 """Sums in other orders in fp32, over the updates of AdamW."""
 
@@ -50,17 +51,17 @@ def _run(rank: int, world: int, runs: dict[str, tuple[Case, dict[str, Any]]]) ->
     return found
 
 
-def _plain() -> Told:
-    return _run(0, 1, {"plain": (Case(None, arguments=ARGUMENTS), {})})["plain"]
+def _plain(arguments: dict[str, Any]) -> Told:
+    return _run(0, 1, {"plain": (Case(None, arguments=arguments), {})})["plain"]
 
 
-def _within(axes: dict[str, int], device: str) -> Case:
-    return Case({"axes": axes, "memory": {"device": device, "host": "16MiB"}}, arguments=ARGUMENTS)
+def _within(axes: dict[str, int], device: str, arguments: dict[str, Any] = ARGUMENTS) -> Case:
+    return Case({"axes": axes, "memory": {"device": device, "host": "16MiB"}}, arguments=arguments)
 
 
 def test_a_budget_leaves_the_losses_of_one_process() -> None:
-    plain = _plain()
-    ours, other = run_ranks(_run, 2, {"shard": (_within({"shard": 2}, "70KB"), {})})
+    plain = _plain(ONCE)
+    ours, other = run_ranks(_run, 2, {"shard": (_within({"shard": 2}, "70KB", ONCE), {})})
     assert ours["shard"].losses == pytest.approx(plain.losses, abs=NEAR)
     assert len(ours["shard"].losses) == STEPS
     assert ours["shard"].lengths == other["shard"].lengths
@@ -74,7 +75,7 @@ def test_other_axes_and_swapped_activations() -> None:
         "context": (_within({"context": 2}, "70KB"), {}),
         "swap": (Case({"axes": {"shard": 2}}, arguments=ARGUMENTS), {"swap": Swap(inputs=False)}),
     }
-    plain = _plain()
+    plain = _plain(ARGUMENTS)
     for told in run_ranks(_run, 2, runs):
         for name, one in told.items():
             assert one.losses == pytest.approx(plain.losses, abs=NEAR), name
