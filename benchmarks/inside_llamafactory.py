@@ -1,0 +1,64 @@
+"""30 steps inside LlamaFactory 0.9.5 against its own trainer in one process, and the table of docs/llamafactory.md.
+
+make test-llamafactory                                                 (makes the environment)
+.venv-llamafactory/bin/python benchmarks/inside_llamafactory.py        (about ten minutes on two cores)
+.venv-llamafactory/bin/python benchmarks/inside_llamafactory.py --page (only the page, from the kept results)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS
+from pages import DOCS, put
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "llamafactory"))
+
+RESULT = RESULTS / "llamafactory.json"
+PACKAGES = ("llamafactory", "transformers", "accelerate", "peft", "torch")
+
+
+def run() -> dict[str, Any]:
+    """Every case of the tests, measured."""
+    import made
+    from runs import CASES, measure
+
+    cases = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        made.everything(place)
+        for case in CASES:
+            found = measure(case, place, place / case.name.replace(" ", "-"))
+            cases.append({"name": case.name, "workers": case.workers, "model": case.model, **asdict(found)})
+            print(json.dumps(cases[-1]), flush=True)
+    return {"versions": {name: version(name) for name in PACKAGES}, "cases": cases}
+
+
+def lines(result: Mapping[str, Any]) -> Iterable[str]:
+    """The table."""
+    yield "With " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ":"
+    yield ""
+    yield "| workers | | model | largest difference of a loss, 30 steps | resumed at 15 | of a logit afterwards |"
+    yield "|---|---|---|---|---|---|"
+    for case in result["cases"]:
+        yield (
+            f"| {case['workers']} | {case['name']} | {case['model']} | {case['loss']:.1e} | {case['resumed']:.1e} "
+            f"| {case['logits']:.1e} |"
+        )
+
+
+def main() -> None:
+    if sys.argv[1:] != ["--page"]:
+        RESULT.write_text(json.dumps(run(), indent=1) + "\n")
+    put(DOCS / "llamafactory.md", Path(__file__).name, lines(json.loads(RESULT.read_text())))
+
+
+if __name__ == "__main__":
+    main()
