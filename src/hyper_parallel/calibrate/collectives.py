@@ -7,8 +7,8 @@ The closed forms of `cluster.collective` are linear in α and 1/β,
 so that the least squares of relative errors, Σ ((a α + b/β) / t − 1)², have a solution in closed form (`fit`), with
 α ≥ 0 and β > 0.
 
-Weights are gathered, and their gradients scattered, both one by one and a layer's in one call; a table has the mean of
-the two, the layer's cut up as a layer of a decoder is (`LAYER`).
+Weights are gathered, and their gradients scattered, a layer's in one call; so are these, cut up as a layer of a decoder
+is (`LAYER`). What a runtime does with several tensors, such as packing small ones, is in the time.
 """
 
 from __future__ import annotations
@@ -64,47 +64,38 @@ def measure_collectives(
             for size in sizes(level):
                 given = size // ranks if kind == "all_gather" else size
                 x = torch.ones(given // 4, device=device)
-                found = [_slowest(sorted(clock(partial(call, x), size)), device) for call in calls[kind]]
-                seconds, spread = (sum(each) / len(found) for each in zip(*found, strict=True))
-                results.add(("collective", kind, ranks, given), seconds, spread)
+                taken = sorted(clock(partial(calls[kind], x), size))
+                # What the slowest rank took is what the group took.
+                quarter, median, last = (taken[len(taken) * part // 4] for part in (1, 2, 3))
+                longest = torch.tensor([quarter, (last - quarter) / median], device=device)
+                dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+                results.add(("collective", kind, ranks, given), longest[0].item(), longest[1].item())
         dist.barrier()
 
 
-def _slowest(taken: list[float], device: torch.device) -> tuple[float, float]:
-    """The lower quartile and the spread of the slowest rank's times: what it took is what the group took."""
-    quarter, median, last = (taken[len(taken) * part // 4] for part in (1, 2, 3))
-    longest = torch.tensor([quarter, (last - quarter) / median], device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return longest[0].item(), longest[1].item()
-
-
-def _calls(group: dist.ProcessGroup, ranks: int) -> dict[str, list[Callable[[torch.Tensor], object]]]:
+def _calls(group: dist.ProcessGroup, ranks: int) -> dict[str, Callable[[torch.Tensor], object]]:
     """The calls that a step's graph makes, by kind."""
     name = group.group_name
 
-    def even(x: torch.Tensor) -> torch.Tensor:
-        return x[: x.numel() // ranks * ranks]
+    def even(x: torch.Tensor, multiple: int) -> torch.Tensor:
+        return x[: x.numel() // multiple * multiple]
 
     def layer(x: torch.Tensor, multiple: int) -> list[torch.Tensor]:
         unit = x.numel() // (sum(LAYER) * multiple) * multiple
-        return list(x[: sum(LAYER) * unit].split([part * unit for part in LAYER])) if unit else [even(x)]
+        if not unit:
+            return [even(x, multiple)]
+        return list(x[: sum(LAYER) * unit].split([part * unit for part in LAYER]))
 
     def to_all(x: torch.Tensor) -> torch.Tensor:
         parts = [x.numel() // ranks] * ranks
-        return collectives.all_to_all(even(x), parts, parts, name)
+        return collectives.all_to_all(even(x, ranks), parts, parts, name)
 
     return {
-        "all_reduce": [lambda x: collectives.all_reduce(x, name)],
-        "all_gather": [
-            lambda x: collectives.all_gather(x, name, ranks),
-            lambda x: collectives.all_gather_coalesced(layer(x, 1), name, ranks),
-        ],
-        "reduce_scatter": [
-            lambda x: collectives.reduce_scatter(even(x), name, ranks),
-            lambda x: collectives.reduce_scatter_coalesced(layer(x, ranks), name, ranks),
-        ],
-        "all_to_all": [to_all],
-        "broadcast": [lambda x: dist.broadcast(x, group_src=0, group=group)],
+        "all_reduce": lambda x: collectives.all_reduce(x, name),
+        "all_gather": lambda x: collectives.all_gather_coalesced(layer(x, 1), name, ranks),
+        "reduce_scatter": lambda x: collectives.reduce_scatter_coalesced(layer(x, ranks), name, ranks),
+        "all_to_all": to_all,
+        "broadcast": lambda x: dist.broadcast(x, group_src=0, group=group),
     }
 
 
