@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import multiprocessing
 import os
 import socket
@@ -55,7 +56,7 @@ CASES = [
     Case("neat_packing, cp 2", 2, {"cp_size": 2}, options={"packing": True, "neat_packing": True}),
     Case("ASFT's loss, fsdp 2", 2, {}, options={"use_asft_loss": True}),
     Case("swap, fsdp 2", 2, {"activation_mode": "swap"}),
-    Case("memory 3 MiB, fsdp 2", 2, {"memory": {"device": "3MiB", "host": "1GiB"}}),
+    Case("memory 2 MiB, fsdp 2", 2, {"memory": {"device": "2MiB", "host": "1GiB"}}),
     Case("fsdp 4", 4, {}),
     Case("fsdp 2 × tp 2", 4, {"fsdp_size": 2, "tp_size": 2}),
     Case("fsdp 2 × cp 2", 4, {"fsdp_size": 2, "cp_size": 2}),
@@ -160,6 +161,9 @@ def _worker(options: dict[str, Any], rank: int, workers: int, port: int, log: Pa
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # Pytest's own, by which nothing would reach the file.
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.getLogger().handlers.clear()
     if workers > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
         os.environ |= {key: str(value) for key, value in place.items()}

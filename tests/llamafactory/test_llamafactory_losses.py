@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,6 @@ def test_the_losses_of_one_process(case: Case, place: Path) -> None:
     assert found.loss < LOSS
     assert found.resumed < LOSS
     assert found.logits < LOGITS
+    if "memory" in case.fields or "activation_mode" in case.fields:
+        moved = re.findall(r"; (\S+ \S+) a step go and come back", (out / "run.log").read_text())
+        assert moved and set(moved) != {"0 B"}, "nothing left the device"
