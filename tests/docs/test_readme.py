@@ -6,11 +6,16 @@ import json
 import re
 import shlex
 import textwrap
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import Trainer
 
+from hyper_parallel import Strategy
 from hyper_parallel.config import load
+from hyper_parallel.integration.trainer import SpreadTrainer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -24,9 +29,34 @@ def test_every_command_is_one_that_the_file_takes(command: str, monkeypatch: pyt
     assert load(file, overrides).effective_strategy.axes.world in (1, 4)
 
 
+def _python(containing: str) -> str:
+    [found] = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if containing in code]
+    return found
+
+
 def test_the_loop_is_the_example_that_the_tests_run() -> None:
-    [shown] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    shown = _python("hp.parallelize(")
     assert textwrap.indent(shown.strip(), "    ") in (ROOT / "examples/own_loop.py").read_text()
+
+
+def test_the_trainer_is_called_with_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hyper_parallel.integration import transformers
+
+    given: dict[str, Any] = {}
+
+    class Called:
+        def __init__(self, **arguments: Any) -> None:
+            given.update(arguments)
+
+        def train(self) -> None:
+            given["trained"] = True
+
+    monkeypatch.setattr(transformers, "HyperParallelTrainer", Called, raising=False)
+    exec(_python("HyperParallelTrainer"), {"model": None, "arguments": None, "rows": None})
+    assert given.pop("trained")
+    taken = {*signature(SpreadTrainer.__init__).parameters, *signature(Trainer.__init__).parameters}
+    assert given.keys() <= taken
+    assert Strategy.model_validate({"version": 1, **given["strategy"]}).axes.world == 4
 
 
 def test_the_shown_strategy_is_the_quickstarts() -> None:
