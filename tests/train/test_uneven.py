@@ -56,9 +56,9 @@ def _model(router: float) -> nn.Module:
 class _OfDevice(Observer):
     """Does not see what lies in these tiers' own memory, on which the host computes updates."""
 
-    def __init__(self, there: Sequence[torch.Tensor], tiers: set[MemoryTier]) -> None:
+    def __init__(self, there: Sequence[torch.Tensor], tiers: set[MemoryTier], limit: float) -> None:
         self._tiers = tiers
-        super().__init__(there)
+        super().__init__(there, limit)
 
     @property
     def alive(self) -> int:
@@ -68,7 +68,7 @@ class _OfDevice(Observer):
 
 
 @contextmanager
-def _watched(peaks: list[int]) -> Iterator[None]:
+def _watched(peaks: list[int], budget: int) -> Iterator[None]:
     """Adds to `peaks` the most that an observer sees alive, who knows nothing of a plan, in each run of a step."""
     run, reserve = Executable.run, MemoryTier.reserve
     tiers: set[MemoryTier] = set()
@@ -78,7 +78,7 @@ def _watched(peaks: list[int]) -> Iterator[None]:
         reserve(self, *args)
 
     def watched(self: Executable, tensors: dict[str, torch.Tensor], host: Any) -> Any:
-        with _OfDevice(list(tensors.values()), tiers) as observer:
+        with _OfDevice(list(tensors.values()), tiers, budget) as observer:
             try:
                 return run(self, tensors, host)
             finally:
@@ -129,7 +129,7 @@ def _case(
     rank: int, folder: Path, name: str, router: float, budget: int, load: float | None, tiers: dict[str, Any]
 ) -> _Case:
     found = _Case(budget)
-    with _watched(found.peaks):
+    with _watched(found.peaks, found.budget):
         try:
             moved = run_engine(
                 rank, folder, name, "graph", _within(budget, load, tiers), lambda: _model(router)
@@ -205,7 +205,7 @@ def _four(rank: int, world: int, folder: Path, name: str) -> _Case:
     sections = {**FOUR[name], "train": {"micro_batch": 1}}
     tiers = {"host": "100KiB", "flash": str(folder / "spill")}
     found = _Case(int(1.01 * _floor(rank, folder, 4.0, tiers, sections)))
-    with _watched(found.peaks):
+    with _watched(found.peaks, found.budget):
         within = _within(found.budget, 4.0, tiers, sections)
         moved = run_engine(rank, folder, "within", "graph", within)
     eager = run_engine(rank, folder, "free", "eager", sections)
