@@ -141,6 +141,16 @@ def test_order_and_buckets_change_no_bit_with_weights_and_sequence_sharded() -> 
         assert order == ranks[0][1]
 
 
+def test_order_and_buckets_change_no_bit_with_reductions_that_go_level_by_level() -> None:
+    strategy = {"axes": {"shard": 4}, "placement": {"devices": {"node": 2}}}
+    ranks = run_ranks(_unequal, 4, strategy, False, timeout=120)
+    for unequal, order in ranks:
+        assert unequal == {name: [] for name in unequal}
+        assert order == ranks[0][1]
+        reductions = [sum("reduce_scatter" in call for call in order[name]) for name in ("usual", "buckets")]
+        assert reductions[1] < reductions[0] / 2
+
+
 def test_order_changes_no_bit_with_rows_that_travel_to_experts() -> None:
     strategy = {"axes": {"shard": 2, "expert": 2}}
     ranks = run_ranks(_unequal, 2, strategy, True, timeout=120)

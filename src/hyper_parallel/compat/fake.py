@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -34,11 +35,13 @@ def fake_ranks(world: int, rank: int) -> Iterator[None]:
     if world == 1:
         yield
         return
+    hook = sys.excepthook  # PyTorch puts one in its place that says the rank
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def fake_mode() -> FakeTensorMode:

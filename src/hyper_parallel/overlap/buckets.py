@@ -126,7 +126,7 @@ def _order(step: StepGraph, buckets: Sequence[Sequence[fx.Node]]) -> list[fx.Nod
         if is_wait(node) and begun(node) in instead:
             wish[node] = (place[instead[begun(node)]] + 0.5, place[node])
             for user in node.users:
-                needs[user] |= waits[instead[begun(node)]]
+                needs[instead.get(user, user)] |= waits[instead[begun(node)]]
     return settled(left, needs, wish)
 
 
