@@ -6,7 +6,8 @@ up; a strategy's time is the median of its steps on the slowest rank. A dozen ar
 processes, since many at once slow each other down, unequally; what `auto` picks is built with each dozen, and
 brings their times to one scale. What takes `DROP` times as long as the best of its dozen after a round is not stepped
 in further ones. The best of all and what `auto` picks are then built once more, together, and stepped more often: the
-ratio is theirs. The machine is measured once before, as the first run on it would.
+ratio is theirs. The machine is measured once before, as the first run on it would. What `auto` picks is what the
+workers of a run come to, tries included.
 
 Layers are not computed again and the micro-batch is given, in all of them: the one only adds work where memory is no
 matter, and the other would treble the time of this benchmark.
@@ -32,7 +33,7 @@ from pages import DOCS, put
 
 from hyper_parallel import config as files
 from hyper_parallel import launch
-from hyper_parallel.auto.choose import choose
+from hyper_parallel.auto import kept
 from hyper_parallel.auto.machine import measured
 from hyper_parallel.auto.question import precision_of, question_of
 from hyper_parallel.auto.settled import Laid, laid_of, settled
@@ -142,12 +143,15 @@ def _model(name: str, folder: Path) -> dict[str, Any]:
     cluster = measured(WORLD, print)
     run = _run(MODELS[name], folder)
     begun = time.monotonic()
-    choice = choose(run, cluster, WORLD, print)
+    if code := launch.run(run, "auto_workers:choose"):
+        raise SystemExit(f"the workers ended with {code}")
     took = time.monotonic() - begun
+    written = Path(run.out) / kept.STRATEGY_FILE
+    choice = kept.read(written)
     strategies = list(_strategies(run, cluster))
     begun = time.monotonic()
-    timed, last = _all(run, choice.laid, strategies, folder)
-    picked, best = _key(choice.laid), min(last, key=lambda key: last[key])
+    timed, last = _all(run, choice, strategies, folder)
+    picked, best = _key(choice), min(last, key=lambda key: last[key])
     found = {
         "strategies": len(timed),
         "refused": len(strategies) - len(timed),
@@ -158,7 +162,9 @@ def _model(name: str, folder: Path) -> dict[str, Any]:
         "ratio": last[picked] / last[best],
         "median_s": sorted(timed.values())[len(timed) // 2],
         "worst_s": max(timed.values()),
-        "told": list(choice.lines),
+        "told": [
+            line.removeprefix("# ") for line in written.read_text().splitlines() if line.startswith("#")
+        ],
         "choosing_s": took,
         "measuring_s": time.monotonic() - begun,
         "load": os.getloadavg()[1],

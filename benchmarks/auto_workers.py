@@ -10,23 +10,24 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.auto.entry import together
 from hyper_parallel.auto.settled import settled
+from hyper_parallel.auto.tried import stepped
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.launch import Worker
-from hyper_parallel.shard import sharded
-from hyper_parallel.train.batches import Batches
-from hyper_parallel.train.build import build, fill
-from hyper_parallel.train.graph_step import GraphStepper
-from hyper_parallel.train.recipe import Recipe
 
 TASK = "HYPER_PARALLEL_BENCHMARK_TASK"
 """The environment's name for the file with the strategies, and how often each is stepped."""
+
+
+def choose(config: RunConfig, worker: Worker) -> None:
+    """What `train` does first: the strategy is chosen, and written to the run's folder."""
+    together(config, worker)
 
 
 def measure(config: RunConfig, worker: Worker) -> None:
@@ -39,7 +40,7 @@ def measure(config: RunConfig, worker: Worker) -> None:
     refused: dict[int, str] = {}
     for index, laid in enumerate(task["strategies"]):
         try:
-            steps.append(_step(settled(config, laid), worker))
+            steps.append(stepped(settled(config, laid), worker))
         except HyperParallelError as error:
             refused[index] = str(error)
             steps.append(None)
@@ -79,19 +80,3 @@ def _timed(step: Callable[[], None] | None, steps: int) -> list[float]:
         seconds.append(time.perf_counter() - begun)
     gc.enable()
     return seconds
-
-
-def _step(config: RunConfig, worker: Worker) -> Callable[[], Any]:
-    """One training step of a run, as `train` does it, on the same batch each time."""
-    built = build(config, None, worker.device)
-    fill(built, config, worker.device)
-    recipe = Recipe.of(config, built.model)
-    assert built.graphs is not None, "a step that cannot be captured"
-    stepper = GraphStepper(recipe, built.graphs)
-    train, text = config.train, built.text
-    batches = Batches(
-        text.train, text.order, train.batch, train.micro_batch, sharded(built.model), worker.device
-    )
-    batch = batches.load(0, 0)
-    stepper.begin(batch)
-    return lambda: stepper.run(load_next=lambda: batch, stop=False, memory=0.0).loss

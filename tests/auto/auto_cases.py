@@ -11,6 +11,7 @@ from hyper_parallel.auto.entry import together
 from hyper_parallel.cluster import Cluster, CollectiveTable, Device, Shared, Tier
 from hyper_parallel.config import RunConfig
 from hyper_parallel.launch import Worker
+from hyper_parallel.train import Trainer
 
 GIB = float(1 << 30)
 
@@ -56,6 +57,14 @@ def run_file(folder: Path, strategy: Any = "auto", heads: int = 4, **sections: A
     for section, values in sections.items():
         data[section] = {**data.get(section, {}), **values}
     return files.from_dict(data)
+
+
+def train(config: RunConfig, worker: Worker) -> None:
+    """Settle what is open, train, and note how it went."""
+    found = together(config, worker) if config.open else config
+    trained = Trainer(found).run(worker)
+    losses = [trained.initial_loss, trained.final_loss]
+    note(config, worker.rank, laid=found.strategy.model_dump(mode="json"), losses=losses)
 
 
 def settle(config: RunConfig, worker: Worker) -> None:

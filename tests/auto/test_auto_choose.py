@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from auto_cases import machine, run_file
 
-from hyper_parallel.auto.choose import ALIKE, choose
+from hyper_parallel.auto.choose import ALIKE, CLOSE, choose
 from hyper_parallel.auto.settled import settled
 from hyper_parallel.auto.simulated import Simulated
 from hyper_parallel.cluster import Cluster
@@ -52,6 +52,25 @@ def test_of_the_simulated_the_quickest_that_fits_is_taken(tmp_path: Path) -> Non
     assert all(one.strategy.axes.world == 4 for one in seen)
     assert max(map(laid.count, laid)) <= ALIKE and len(set(laid)) > 3
     assert len({one.model_dump_json() for one in seen}) == len(seen)
+
+
+def test_what_is_predicted_close_is_worth_a_trial_other_degrees_first(tmp_path: Path) -> None:
+    seen: list[RunConfig] = []
+
+    def simulate(runs: Sequence[RunConfig], cluster: Cluster) -> list[Simulated]:
+        seen.extend(runs)
+        return [Simulated(1.0 + 0.04 * place, True) for place in range(len(runs))]
+
+    run = run_file(tmp_path)
+    choice = choose(run, FOUR, 4, simulate=simulate)
+    order = [seen.index(settled(run, one.laid)) for one in (choice, *choice.close)]
+    near = [place for place in range(len(seen)) if 1.0 + 0.04 * place <= CLOSE]
+    assert sorted(order) == near
+    degrees = [str(seen[place].strategy.axes) for place in order]
+    firsts = len(set(degrees))
+    assert len(set(degrees[:firsts])) == firsts < len(order)
+    assert order[:firsts] == sorted(order[:firsts]) and order[firsts:] == sorted(order[firsts:])
+    assert choice.close[0].name in choice.close[0].lines[0]
 
 
 def test_what_the_file_writes_stays(tmp_path: Path) -> None:

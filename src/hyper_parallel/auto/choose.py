@@ -2,10 +2,11 @@
 
     candidates = the best forecasts, at most `ALIKE` with the same degrees       `candidates`
     chosen     = the least predicted step of those that fit                     `choose`
+    close      = those that are predicted to take at most `CLOSE` of it
 
 The closed forms know a step by a few numbers; what tells neighbours apart on a small machine (which collective a split
 takes, what hides beside what) is in the step itself. So the best few are captured as `train` would run them, and
-simulated on the same machine.
+simulated on the same machine. What is close after that is for a trial to tell (`tried.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ FEWER = 4
 """On accelerators, whose steps take a minute each to order."""
 ALIKE = 3
 """At most so many of them with the same degrees."""
+CLOSE = 1.25
+"""Steps that are predicted to take at most so many times the least may be as quick."""
 
 Simulate = Callable[[Sequence[RunConfig], Cluster], list[Simulated]]
 
@@ -57,8 +60,12 @@ class Choice:
 
     laid: Laid
     """What is laid on the run file."""
+    name: str
+    """In a few words."""
     lines: tuple[str, ...]
     """What to say of it."""
+    close: tuple[Choice, ...] = ()
+    """Others that may be as quick: the quickest of each other degrees first, then what is left."""
 
 
 def choose(
@@ -82,16 +89,20 @@ def choose(
     if simulate is not None and len(few) > 1:
         say(f"simulating the {len(few)} best forecasts")
         predictions = simulate([one.run for one in few], cluster)
-    best, predicted = few[0], None
-    timed = [
+    timed = sorted(
         (one.seconds, place)
         for place, one in enumerate(predictions)
         if one.seconds is not None and one.fits is not False
-    ]
-    if timed:
-        predicted, place = min(timed)
-        best = few[place]
-    return Choice(best.laid, tuple(_lines(best, predicted, cluster, world)))
+    )
+    if not timed:
+        return _choice(few[0], None, cluster, world)
+    near = CLOSE * timed[0][0]
+    made = [_choice(few[place], seconds, cluster, world) for seconds, place in timed if seconds <= near]
+    first: dict[str, Choice] = {}
+    for one in made:
+        first.setdefault(_degrees(one.laid), one)
+    best, *others = [*first.values(), *(one for one in made if first[_degrees(one.laid)] is not one)]
+    return replace(best, close=tuple(others))
 
 
 def candidates(config: RunConfig, question: Question, constants: Constants) -> list[Candidate]:
@@ -102,7 +113,7 @@ def candidates(config: RunConfig, question: Question, constants: Constants) -> l
     why: HyperParallelError | None = None
     for one in _ranked(config, question, constants):
         laid = laid_of(config, one, question.cluster)
-        axes = json.dumps(laid["strategy"]["axes"], sort_keys=True)
+        axes = _degrees(laid)
         key = json.dumps(laid, sort_keys=True)
         if key in seen or alike[axes] == ALIKE:
             continue
@@ -121,6 +132,10 @@ def candidates(config: RunConfig, question: Question, constants: Constants) -> l
     return found
 
 
+def _degrees(laid: Laid) -> str:
+    return json.dumps(laid["strategy"]["axes"], sort_keys=True)
+
+
 def _ranked(config: RunConfig, question: Question, constants: Constants) -> Iterable[Figures]:
     found = ranked(question, constants)
     first = next(found, None)
@@ -134,17 +149,17 @@ def _ranked(config: RunConfig, question: Question, constants: Constants) -> Iter
     raise NothingFitsError(_floor(question, constants))
 
 
-def _lines(best: Candidate, predicted: float | None, cluster: Cluster, world: int) -> list[str]:
+def _choice(one: Candidate, predicted: float | None, cluster: Cluster, world: int) -> Choice:
     where = cluster.name or cluster.source
-    figure = format_duration(best.found.seconds)
+    figure = format_duration(one.found.seconds)
     if not is_measured(cluster):
-        low, high = best.found.between
+        low, high = one.found.between
         figure += f" ({format_duration(low)}–{format_duration(high)} in 90% of published runs)"
     step = f"a step is forecast to take {figure}"
     if predicted is not None:
         step += f", and {format_duration(predicted)} in the simulator's prediction"
-    spread = f"{told.axes(best.found.strategy)}; {told.settings(best.found.strategy)}"
-    return [f"chosen for {world} workers on {where}: {spread}", step]
+    name = f"{told.axes(one.found.strategy)}; {told.settings(one.found.strategy)}"
+    return Choice(one.laid, name, (f"chosen for {world} workers on {where}: {name}", step))
 
 
 def _floor(question: Question, constants: Constants) -> str:

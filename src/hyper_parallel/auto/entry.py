@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hyper_parallel.auto import kept
-from hyper_parallel.auto.choose import choose
+from hyper_parallel.auto.choose import Choice, choose
 from hyper_parallel.auto.machine import machine_of
-from hyper_parallel.auto.settled import settled
+from hyper_parallel.auto.settled import Laid, settled
+from hyper_parallel.auto.tried import tried
 from hyper_parallel.compat.store import told_by_rank_0
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker
 from hyper_parallel.train.entry import main as train
+from hyper_parallel.units import format_duration
 
 log = logging.getLogger(__name__)
 
 TARGET = f"{__name__}:main"
 """How `launch.run` is told of `main`."""
+TRIES = 4
+"""Strategies that are tried where the file does not say how many, on processors: a step is short there, and what was
+tried leaves nothing behind. On accelerators its communicators would keep memory."""
 _KEY = "hyper_parallel/strategy"
 
 
@@ -33,29 +41,59 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
     text = None
     if worker.rank == 0:
         try:
-            text = json.dumps({"laid": _laid(config, worker)})
+            text = json.dumps([asdict(one) for one in _choices(config, worker)])
         except HyperParallelError as error:
             text = json.dumps({"error": str(error)})
     told = json.loads(told_by_rank_0(_KEY, text))
     if "error" in told:
         raise ConfigError(told["error"])
-    return settled(config, told["laid"])
+    choices = [Choice(one["laid"], one["name"], tuple(one["lines"])) for one in told]
+    runs = [settled(config, one.laid) for one in choices]
+    best, more = 0, []
+    if len(runs) > 1:
+        seconds = tried(runs, worker, _say if worker.rank == 0 else lambda _: None)
+        best = min(range(len(runs)), key=lambda at: (seconds[at] or math.inf, at))
+        more = [_beside(choices, seconds, best)]
+    if worker.rank == 0 and choices[best].lines:
+        _write(config, choices[best].laid, [*choices[best].lines, *more])
+    return runs[best]
 
 
-def _laid(config: RunConfig, worker: Worker) -> object:
-    """What rank 0 finds, says, and writes to the run's folder."""
+def _choices(config: RunConfig, worker: Worker) -> list[Choice]:
+    """What rank 0 finds: the run's strategy, or some of which a trial tells the quickest. One that was kept has no
+    lines."""
     laid, said = kept.kept(config, worker.world)
     if said:
         _say(said)
     if laid is not None:
-        return laid
+        return [Choice(laid, "", ())]
     found = choose(config, machine_of(config, worker, _say), worker.world, _say)
-    for line in found.lines:
+    count = config.strategy.tries
+    if count is None:
+        count = TRIES if worker.backend.name == "cpu" else 0
+    if config.strategy.memory.device is not None:
+        count = 0  # what a budget moves is planned for one strategy at a time
+    return [replace(found, close=()), *found.close[: max(count - 1, 0)]]
+
+
+def _beside(choices: Sequence[Choice], seconds: Sequence[float | None], best: int) -> str:
+    """What a trial found, in a line."""
+    took = ["cannot run" if one is None else format_duration(one) for one in seconds]
+    others = "; ".join(
+        f"{one.name}: {took[at]}"
+        for at, one in sorted(enumerate(choices), key=lambda pair: seconds[pair[0]] or math.inf)
+        if at != best
+    )
+    return f"of {len(choices)} that were tried, it took the least: {took[best]} a step; {others}"
+
+
+def _write(config: RunConfig, laid: Laid, lines: Sequence[str]) -> None:
+    """Say what was chosen, and write it to the run's folder."""
+    for line in lines:
         _say(line)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    kept.write(out, found.laid, found.lines)
-    return found.laid
+    kept.write(out, laid, lines)
 
 
 def _say(text: str) -> None:

@@ -29,7 +29,7 @@ def kept(config: RunConfig, world: int) -> tuple[Laid | None, str]:
     if not config.checkpoint.resume or not file.is_file() or not _resumes(out):
         return None, ""
     try:
-        laid = _read(file)
+        laid = read(file)
         then = settled(config, laid).strategy.axes.world
     except (ConfigError, OSError, KeyError, TypeError) as error:
         return None, f"{file} does not go with this run any more, so it is planned anew: {error}"
@@ -40,7 +40,8 @@ def kept(config: RunConfig, world: int) -> tuple[Laid | None, str]:
     return laid, f"as the run that it resumes ({file})"
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
+    """What `write` wrote. Raises ConfigError, OSError."""
     data = yaml12.parse(file.read_text(encoding="utf-8"), str(file))
     if not isinstance(data, dict) or not {"train", "strategy"} <= data.keys():
         raise ConfigError("it has no sections train and strategy")

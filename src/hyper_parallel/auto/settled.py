@@ -33,7 +33,9 @@ def laid_of(config: RunConfig, found: Figures, cluster: Cluster) -> dict[str, An
 def settled(config: RunConfig, laid: Laid, source: str = "the planned strategy") -> RunConfig:
     """The run with what was chosen. Raises ConfigError where the two do not go together."""
     data = config.model_dump(mode="json")
-    strategy = {key: value for key, value in data["strategy"].items() if key not in ("chosen", "cluster")}
+    strategy = {
+        key: value for key, value in data["strategy"].items() if key not in ("chosen", "cluster", "tries")
+    }
     for key, value in laid["strategy"].items():
         inside = isinstance(value, Mapping) and key != "axes"
         strategy[key] = {**strategy[key], **value} if inside else value

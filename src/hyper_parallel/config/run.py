@@ -119,6 +119,6 @@ class RunConfig(Section):
             )
         if self.launch.workers == 1:
             return self.strategy.model_copy(
-                update={"axes": Axes(), "sequence": False, "chosen": (), "cluster": None}
+                update={"axes": Axes(), "sequence": False, "chosen": (), "cluster": None, "tries": None}
             )
         return self.strategy

@@ -90,6 +90,9 @@ class Strategy(Section):
     cluster: str | None = None
     """The machine by which open axes are planned: a preset such as `h100`, or a file that `hyper-parallel calibrate`
     wrote. Left out: the device's preset; on a CPU this machine, which is measured once."""
+    tries: Annotated[int, Field(ge=0)] | None = None
+    """How many of the strategies that are predicted to be about as quick the workers try, a few steps each, before the
+    run, which takes the quickest. Left out: 4 on processors, none on accelerators. Under a budget none is tried."""
     chosen: tuple[str, ...] = Field(default=(), json_schema_extra={"readOnly": True})
     """What the planner chooses besides open axes, read off what the file leaves out; not written by hand."""
 
@@ -136,11 +139,12 @@ class Strategy(Section):
                 "placement says on which level each axis lies, and 'auto' leaves axes open; leave the axes out of "
                 "placement (its devices may stay), or write their degrees"
             )
-        if self.cluster is not None and not (self.open or self.chosen):
-            raise ValueError(
-                "'cluster' is the machine by which open axes are planned, and every degree is written; leave it out, "
-                "or set axes to auto"
-            )
+        for key, does in (("cluster", "is the machine by which"), ("tries", "says how")):
+            if getattr(self, key) is not None and not (self.open or self.chosen):
+                raise ValueError(
+                    f"{key!r} {does} open axes are planned, and every degree is written; leave it out, or set axes "
+                    "to auto"
+                )
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,99 @@
+"""Strategies that are predicted to be about as quick, tried for a few steps by the run's own workers.
+
+A prediction is off by some percent, and neighbours often differ by less. So the best few are built one after the other
+as `train` would build them, stepped on the run's first batch, and let go; the run then begins from its seed with the
+quickest, as if it had been written.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.launch import Worker
+from hyper_parallel.shard import sharded
+from hyper_parallel.train.batches import Batches
+from hyper_parallel.train.build import build, fill
+from hyper_parallel.train.graph_step import GraphStepper
+from hyper_parallel.train.recipe import Recipe
+from hyper_parallel.train.step import Stepper
+
+WARM = 2
+"""Steps before those that are timed."""
+LEAST, MOST = 3, 12
+"""Steps that are timed: as many as go into `SECONDS`, within these."""
+SECONDS = 2.0
+
+Say = Callable[[str], None]
+
+
+def tried(runs: Sequence[RunConfig], worker: Worker, say: Say = lambda _: None) -> list[float | None]:
+    """Seconds of a step of each run, equal on every rank; None for one that cannot be run. A collective.
+
+    The slowest rank's median of a few steps. Each run's model is let go before the next is built.
+    """
+    found: list[float | None] = []
+    for number, run in enumerate(runs, 1):
+        say(f"trying {number} of {len(runs)} for a few steps")
+        try:
+            found.append(_timed(stepped(run, worker), worker))
+        except HyperParallelError:  # on every rank
+            found.append(None)
+        gc.collect()
+    return found
+
+
+def stepped(config: RunConfig, worker: Worker) -> Callable[[], None]:
+    """One training step of a run, as `train` does it, on the same batch each time. Errors are those of `train`."""
+    built = build(config, None, worker.device)
+    fill(built, config, worker.device)
+    recipe = Recipe.of(config, built.model)
+    stepper = Stepper(recipe) if built.graphs is None else GraphStepper(recipe, built.graphs)
+    train, text = config.train, built.text
+    batches = Batches(
+        text.train, text.order, train.batch, train.micro_batch, sharded(built.model), worker.device
+    )
+    batch = batches.load(0, 0)
+    stepper.begin(batch)
+
+    def step() -> None:
+        stepper.run(load_next=lambda: batch, stop=False, memory=0.0)
+
+    return step
+
+
+def _timed(step: Callable[[], None], worker: Worker) -> float:
+    """Seconds of a step on the slowest rank."""
+    for _ in range(WARM):
+        took = _seconds(step, worker)
+    count = round(min(max(SECONDS / _slowest(took, worker), LEAST), MOST))
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _slowest(statistics.median(_seconds(step, worker) for _ in range(count)), worker)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _seconds(step: Callable[[], None], worker: Worker) -> float:
+    """Of one step, which all ranks begin together."""
+    dist.barrier()
+    begun = time.perf_counter()
+    step()
+    worker.backend.synchronize()
+    return time.perf_counter() - begun
+
+
+def _slowest(seconds: float, worker: Worker) -> float:
+    """The largest of all ranks' numbers, on each of them."""
+    found = torch.tensor(seconds, device=worker.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
