@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.plan.evidence import RUNS
+from hyper_parallel.plan.evidence import RUNS, TRANSCRIBED
 from hyper_parallel.plan.fit.cells import INPUTS, MEASURED, blind, records
 from hyper_parallel.plan.fit.hardware import network_rate, preset_of
 from hyper_parallel.plan.fit.rows import Row, rows
@@ -210,6 +210,26 @@ def test_a_device_with_more_or_less_memory() -> None:
     assert taken(hardware="GB200-NVL72").capacity == 186e9
 
 
+def test_a_device_that_may_draw_less_has_a_slower_clock() -> None:
+    plain, limited = taken(hardware="H100-96GB HBM2e"), taken(hardware="H100-96GB HBM2e 500W")
+    assert limited.peak16 / plain.peak16 == limited.peak8 / plain.peak8 == pytest.approx((5 / 7) ** (1 / 3))
+    assert plain.peak16 == 989e12 and plain.hbm == limited.hbm == 2.4e12
+    _, row = one(hardware="H100 500W")
+    assert row.filled["hardware"] == "89% of the clock, for 500 W of 700"
+
+
+def test_what_torchtitan_means_by_its_words() -> None:
+    titan = {"framework": "torchtitan", "tp": "1", "pp": "1", "recompute": "selective (op)"}
+    selective = taken(**titan)
+    assert selective.names("recompute") == ["full"] and selective.recomputed == 0.5
+    compiled = taken(**titan | {"framework": "torchtitan, torch.compile"})
+    assert (selective.fused, compiled.fused) == (0, 1) and selective.logit_bytes > compiled.logit_bytes
+    assert one(**titan, precision="FP8")[1].profile == "torchtitan-compiled"
+    assert selective.zero == 3
+    piped = taken(**titan | {"pp": "2"})
+    assert (piped.zero, piped.weight_bytes, piped.state_bytes) == (1, 2, 12)
+
+
 def test_networks_as_published_runs_write_them() -> None:
     assert network_rate("A100 40GB with 1600 Gbps node-node interconnect (RoCE)", 8) == 25e9
     assert network_rate("8x200G NIC per node, Tomahawk4", 8) == 25e9
@@ -325,6 +345,12 @@ def test_the_published_runs_that_state_shape_devices_and_batch_are_covered() -> 
     without = [row for row in stated if row.unsupported]
     assert len(without) == 4 and all(row.unsupported for row in without)
     assert {row.profile for row in stated} >= {"nanotron", "megatron-bridge-recipes", "mindspeed-llm"}
+
+
+def test_the_transcribed_runs_are_all_covered() -> None:
+    _, found = rows(TRANSCRIBED)
+    assert len(found) == 59 and not [row for row in found if row.unsupported]
+    assert {row.source for row in found} == {"P1", "P2", "P3", "P4", "P5"}
 
 
 def test_scrambled_measurements_change_nothing_of_the_published_runs() -> None:

@@ -2,7 +2,7 @@
 
 A `Profile` has two sorts of facts. Those of `Profile` itself say how a step runs whatever its user asks for, and are
 columns of the table. Its `Defaults` say what an option is that the user has not written; rows of published runs are
-filled with them, and the output names each.
+filled with them, and the output names each; and what a word of theirs means.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ class Defaults:
     """Of pipelines."""
     vocabulary: int = 50257
     """Tokens; 50257 is GPT-2's, which Megatron and what follows it are shipped with."""
+    selective: float = 0.0
+    """What the word "selective" means of recomputation. 0: the scores of attention, as in Megatron. Else a share of the
+    layers, whole, or as much of each."""
+    gathered_in_pipelines: bool = False
+    """With a pipeline weights that are split for good stay gathered, and gradients whole, from a step's first
+    micro-batch to its last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,8 @@ class Profile:
     fused: float = 1.0
     """Elementwise operators and norms are fused into few kernels."""
     flash: float = 1.0
-    """Attention's scores stay on the chip: 1 by FlashAttention-2 and its equals; a share of their rate by others."""
+    """Attention's scores stay on the chip: 1 by the best kernels that a device has; a share of their rate by others; 2
+    by PyTorch's scaled_dot_product_attention, whose FlashAttention-2 knows no instruction that is newer than Ampere."""
     overlap_data: float = 1.0
     """Gradients are reduced, and weights gathered, beside computation."""
     overlap_tensor: float = 0.0
@@ -202,6 +209,7 @@ FSDP = Profile(
     name="fsdp",
     source="PyTorch's FSDP: gathers ahead, parameters kept in float32, gradients reduced in float32 unless told",
     fused=0,
+    flash=2,
     weight_bytes=4,
     state_bytes=8,
     logit_bytes=12,
@@ -212,14 +220,34 @@ FSDP = Profile(
 TORCHTITAN = Profile(
     name="torchtitan",
     source=(
-        "torchtitan, arXiv 2410.06511: FSDP2, torch.compile of each layer, asynchronous tensor parallelism as an "
-        "option; the first and the last stage have a layer less; activation_checkpoint.mode selective"
+        "torchtitan, arXiv 2410.06511 and its code: FSDP2; the first and the last stage have a layer less; "
+        "activation_checkpoint.mode selective computes every other layer again, or every other product; "
+        "fsdp_reshard_after_forward default keeps weights gathered with pipelines; compile is off unless asked for, "
+        "and the loss then keeps the logits' float32 copy, its log-softmax and both gradients"
     ),
+    fused=0,
+    flash=2,
     balanced=1,
     weight_bytes=4,
     state_bytes=8,
+    logit_bytes=14,
     regathers=0,
-    defaults=Defaults(zero=3, sequence_parallel=True, recompute="selective", vocabulary=128256),
+    defaults=Defaults(
+        zero=3,
+        sequence_parallel=True,
+        recompute="selective",
+        vocabulary=128256,
+        selective=0.5,
+        gathered_in_pipelines=True,
+    ),
+)
+
+TORCHTITAN_COMPILED = replace(
+    TORCHTITAN,
+    name="torchtitan-compiled",
+    source="torchtitan with --training.compile: torch.compile of each layer and the loss fuses elementwise operators",
+    fused=1,
+    logit_bytes=12,
 )
 
 MINDSPEED = Profile(
@@ -271,6 +299,7 @@ HYPER_PARALLEL = Profile(
         "beside the next layer; parameters and both moments in float32; kernels as the model's code has them"
     ),
     fused=0,
+    flash=2,
     weight_bytes=4,
     state_bytes=8,
     logit_bytes=12,
@@ -291,6 +320,7 @@ _BY_PATTERN: tuple[tuple[str, Profile], ...] = (
     (r"^meta\b|llama[-_ ]?3 (report|paper|herd)", META),
     (r"maxtext|\bjax\b", MAXTEXT),
     (r"llm[-_ ]?foundry|composer|mosaic", LLM_FOUNDRY),
+    (r"torch[-_ ]?titan.*compile", TORCHTITAN_COMPILED),
     (r"torch[-_ ]?titan", TORCHTITAN),
     (r"nanotron|picotron", NANOTRON),
     (r"megatron", MEGATRON_LM),

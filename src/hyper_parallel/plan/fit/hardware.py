@@ -36,6 +36,9 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
 _PCIE_FORMS = {"a100": "NVIDIA A100 PCIe", "a100-40gb": "NVIDIA A100 PCIe", "h100": "NVIDIA H100 PCIe"}
 """Presets whose card for PCI Express has a name by which its peak is known."""
 
+_WATTS = {"a100": 400, "a100-40gb": 400, "h100": 700, "h200": 700, "h800": 700, "b200": 1000}
+"""What a device may draw, of its maker's datasheet."""
+
 
 def machine(cells: Cells) -> tuple[str, Mapping[str, float], dict[str, str]]:
     """The preset's name, the table's columns of the machine, and what of it was taken from elsewhere than the row.
@@ -49,6 +52,7 @@ def machine(cells: Cells) -> tuple[str, Mapping[str, float], dict[str, str]]:
     if found := re.search(r"(\d+) ?(gib|gb)\b", cells.text("hardware").lower()):
         # The same device is sold with more memory and with less.
         columns["capacity"] = int(found[1]) * (2.0**30 if found[2] == "gib" else 1e9)
+    _limited(cells, name, columns, filled)
     node = cells.count("devices_per_node")
     if node is None:
         filled["devices_per_node"] = f"{columns['node']:g}, of the preset {name}"
@@ -114,6 +118,20 @@ def _form(cells: Cells, name: str, columns: dict[str, float], filled: dict[str, 
     if "nvlink" not in cells.text("interconnect").lower():
         columns["node_rate"] = columns["host_rate"]
         filled["interconnect"] = f"{columns['host_rate'] / 1e9:g} GB/s in the node, of PCI Express"
+
+
+def _limited(cells: Cells, name: str, columns: dict[str, float], filled: dict[str, str]) -> None:
+    """A device that may draw less power than its maker's has a slower clock: power goes with the clock times the square
+    of the voltage, and the voltage with the clock, so that the clock goes with the cube root."""
+    text = cells.text("hardware").lower()
+    found = re.search(r"\b(\d{3,4}) ?w\b", text)
+    if found and (usual := _WATTS.get(name)) and int(found[1]) < usual:
+        share = (int(found[1]) / usual) ** (1 / 3)
+        for peak in ("peak16", "peak8", "peak4"):
+            columns[peak] *= share
+        filled["hardware"] = f"{share:.0%} of the clock, for {found[1]} W of {usual}"
+    if name == "h100" and "hbm2e" in text:
+        columns["hbm"] = 2.4e12
 
 
 @cache

@@ -20,7 +20,13 @@ from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.plan.fit.cells import Cells, read
 from hyper_parallel.plan.fit.hardware import machine
 from hyper_parallel.plan.fit.models import sequence_of, shape_of
-from hyper_parallel.plan.profiles import MEGATRON_LM, Profile, profile_of
+from hyper_parallel.plan.profiles import (
+    MEGATRON_LM,
+    TORCHTITAN,
+    TORCHTITAN_COMPILED,
+    Profile,
+    profile_of,
+)
 from hyper_parallel.plan.table import COLUMNS, PRECISIONS, SPREAD, Table, code, of_profile, of_workload
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Precision, Workload
@@ -68,6 +74,8 @@ def rows(runs: str | Path | Iterable[Mapping[str, object]]) -> tuple[Table, list
 
 def _row(cells: Cells, index: int) -> tuple[Row, Mapping[str, float] | None]:
     profile = profile_of(cells.text("framework"))
+    if profile is TORCHTITAN and "8" in cells.text("precision"):
+        profile = TORCHTITAN_COMPILED  # its 8-bit products are made for torch.compile, and slow without
     kept = {
         "line": cells.line,
         "id": cells.text("row_id"),
@@ -99,6 +107,10 @@ def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float], 
     batch = spread.pop("batch")
     workload = Workload(shape, int(batch), sequence, precision)
     facts = of_profile(profile)
+    if spread["pipeline"] > 1 and spread["zero"] == 3 and profile.defaults.gathered_in_pipelines:
+        # What is split between steps only: the float32 parameters, which count as the optimizer's state.
+        spread["zero"] = 1.0
+        facts |= {"weight_bytes": 2.0, "state_bytes": facts["state_bytes"] + facts["weight_bytes"]}
     if cells.option("mp_mode") == "PURE":
         # Composer's FSDP reduces gradients in the dtype that it computes in.
         facts["gradient_bytes"] = 2.0
@@ -296,6 +308,8 @@ def _recompute(
     else:
         kind = "none"
         filled["recompute"] = f"none: {words} are small parts of a layer, and no formula here describes them"
+    if kind == "selective" and profile.defaults.selective:
+        kind, share = "full", profile.defaults.selective
     return {"recompute": code("recompute", kind), "recomputed": share}
 
 
