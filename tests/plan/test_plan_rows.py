@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.plan.evidence import RUNS, TRANSCRIBED
+from hyper_parallel.plan.evidence import RECIPES, RUNS, TRANSCRIBED
 from hyper_parallel.plan.fit.cells import INPUTS, MEASURED, blind, records
 from hyper_parallel.plan.fit.hardware import network_rate, preset_of
 from hyper_parallel.plan.fit.rows import Row, rows
@@ -348,9 +348,10 @@ def test_the_published_runs_that_state_shape_devices_and_batch_are_covered() -> 
 
 
 def test_the_transcribed_runs_are_all_covered() -> None:
-    _, found = rows(TRANSCRIBED)
-    assert len(found) == 59 and not [row for row in found if row.unsupported]
-    assert {row.source for row in found} == {"P1", "P2", "P3", "P4", "P5"}
+    (_, found), (_, recipes) = rows(TRANSCRIBED), rows(RECIPES)
+    assert (len(found), len(recipes)) == (71, 98)
+    assert not [row for row in (*found, *recipes) if row.unsupported]
+    assert {row.source for row in found} == {"P1", "P2", "P3", "P4", "P5", "P6"}
 
 
 def test_scrambled_measurements_change_nothing_of_the_published_runs() -> None:

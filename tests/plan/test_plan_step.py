@@ -30,13 +30,15 @@ def table(name: str = "llama-3-8b", cluster: str = "h100x64", batch: int = 64, *
 
 
 def test_a_product_is_the_slower_of_its_flops_and_its_bytes() -> None:
-    t = table()
+    t = table().replaced(tuned=1.0)
     multiply = Products(t, PLAIN)
     wide = multiply(np.array([4096.0]), np.array([4096.0]), np.array([4096.0]))
     assert wide[0] == pytest.approx(2 * 4096**3 / (t.peak16[0] * PLAIN.hopper))
     thin = multiply(np.array([1.0]), np.array([4096.0]), np.array([4096.0]))
     assert thin[0] == pytest.approx(2 * (4096 + 4096**2 + 4096) / (t.hbm[0] * PLAIN.memory))
     assert multiply(np.zeros(1), np.ones(1), np.ones(1))[0] == 0
+    untuned = Products(t.replaced(tuned=0.0), PLAIN)(*[np.array([4096.0])] * 3)
+    assert untuned[0] == pytest.approx(wide[0] / PLAIN.first)
 
 
 def test_a_gather_runs_level_by_level() -> None:

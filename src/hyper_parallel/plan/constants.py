@@ -29,13 +29,22 @@ class Constants:
     volta: float = _number(0.60, 0.15, "share of peak", "large products of a step, Volta")
     ampere: float = _number(0.76, 0.15, "share of peak", "large products of a step, Ampere")
     hopper: float = _number(
-        0.56, 0.2, "share of peak", "large products of a step, Hopper, whose clock falls under load"
+        0.62, 0.2, "share of peak", "large products of a step, Hopper, whose clock falls under load"
+    )
+    first: float = _number(
+        0.82,
+        0.1,
+        "ratio",
+        "products on Hopper by the library's first choice of a kernel, to those of the best",
     )
     blackwell: float = _number(0.52, 0.2, "share of peak", "large products of a step, Blackwell")
     ultra: float = _number(1.2, 0.05, "ratio", "Blackwell Ultra to Blackwell: it may draw more power")
     ascend: float = _number(0.62, 0.2, "share of peak", "large products of a step, Ascend")
     other: float = _number(0.60, 0.2, "share of peak", "large products of a step, other devices")
-    eight: float = _number(1.1, 0.15, "ratio", "share of the peak in 8 bits to that in 16")
+    eight: float = _number(1.15, 0.15, "ratio", "share of the peak in 8 bits to that in 16")
+    eight_hopper: float = _number(
+        0.87, 0.1, "ratio", "the same on Hopper, which then draws more power than it may"
+    )
     four: float = _number(0.75, 0.15, "ratio", "share of the peak in 4 bits to that in 16")
     half_rows: float = _number(120.0, 0.25, "rows", "rows of a product at which half of its rate is reached")
     half_columns: float = _number(
@@ -65,7 +74,7 @@ class Constants:
     )
     net_hop: float = _number(25e-6, 0.4, "s", "the same on the network")
     hidden_tensor: float = _number(
-        0.6, 0.3, "share", "tensor collectives hidden by frameworks that overlap them"
+        0.7, 0.3, "share", "tensor collectives hidden by frameworks that overlap them"
     )
     hidden_expert: float = _number(
         0.4, 0.4, "share", "exchanges of experts hidden by frameworks that overlap them"

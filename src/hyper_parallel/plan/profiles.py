@@ -77,6 +77,9 @@ class Profile:
     and the gradient in 16 bits. A loss that keeps a float32 copy more takes 12, one within the 16-bit logits 4."""
     regathers: float = 1.0
     """A product whose input is split by tokens keeps its part, and gathers it again for its gradient."""
+    tuned: float = 0.0
+    """Kernels of products are chosen for Hopper by Transformer Engine or XLA, not as PyTorch's library offers them; a
+    half says that it is not known."""
     defaults: Defaults = field(default_factory=Defaults)
 
 
@@ -86,6 +89,7 @@ GENERIC = Profile(
         "what most frameworks for large models share: fused attention, reduction beside the backward pass, float32 "
         "gradients, the optimizer's state split over data-parallel ranks, activations split beside tensor parallelism"
     ),
+    tuned=0.5,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
 
@@ -95,6 +99,7 @@ MEGATRON_LM = Profile(
         "Megatron Core's guide: recommended are --use-distributed-optimizer, --overlap-grad-reduce and "
         "--sequence-parallel; gradients of bfloat16 are summed in float32; fused kernels of Transformer Engine"
     ),
+    tuned=1,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
 
@@ -129,6 +134,7 @@ NEMO = Profile(
     ),
     overlap_tensor=1,
     gradient_bytes=2,
+    tuned=1,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
 
@@ -143,6 +149,7 @@ MEGATRON_BRIDGE = Profile(
     dedup=1,
     gradient_bytes=2,
     state_bytes=8,
+    tuned=1,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
 
@@ -172,6 +179,7 @@ MEGASCALE = Profile(
         "beside computation, FlashAttention-2, fused LayerNorm and GELU, ZeRO-2"
     ),
     overlap_tensor=1,
+    tuned=1,
     defaults=Defaults(zero=2, sequence_parallel=True),
 )
 
@@ -183,6 +191,7 @@ NANOTRON = Profile(
         "tp_recompute_allgather is true"
     ),
     fused=0,
+    flash=2,
     overlap_data=0,
     balanced=1,
     greedy=1,
@@ -280,6 +289,7 @@ META = Profile(
         "and on the last of them"
     ),
     balanced=1,
+    tuned=1,
     defaults=Defaults(zero=2, sequence_parallel=True, schedule="interleaved", vocabulary=128256),
 )
 
@@ -289,6 +299,7 @@ MAXTEXT = Profile(
     overlap_tensor=1,
     weight_bytes=4,
     state_bytes=8,
+    tuned=1,
     defaults=Defaults(zero=3, sequence_parallel=True, recompute="full"),
 )
 

@@ -207,6 +207,7 @@ class Table:
     state_bytes: Array
     logit_bytes: Array
     regathers: Array
+    tuned: Array
 
     def __post_init__(self) -> None:
         sizes: set[int] = set()

@@ -23,9 +23,9 @@ INTERACTIVE = "S01"
 """The source whose repeats differ by 5–25%."""
 
 
-def evidence(path: str | Path) -> Evidence:
-    """Every run of a CSV that can be forecast, with what was measured."""
-    given = records(path)
+def evidence(*paths: str | Path) -> Evidence:
+    """Every run of some CSVs that can be forecast, with what was measured."""
+    given = [record for path in paths for record in records(path)]
     table, found = rows(given)
     supported = [(row, record) for row, record in zip(found, given, strict=True) if row.index is not None]
     seconds = np.array([_seconds(record) for _, record in supported])
