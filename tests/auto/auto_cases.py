@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.targets import note
 from hyper_parallel import config as files
+from hyper_parallel.auto import entry
 from hyper_parallel.auto.entry import together
 from hyper_parallel.cluster import Cluster, CollectiveTable, Device, Shared, Tier
 from hyper_parallel.config import RunConfig
@@ -64,7 +65,14 @@ def train(config: RunConfig, worker: Worker) -> None:
     found = together(config, worker) if config.open else config
     trained = Trainer(found).run(worker)
     losses = [trained.initial_loss, trained.final_loss]
-    note(config, worker.rank, laid=found.strategy.model_dump(mode="json"), losses=losses)
+    micro = found.train.micro_batch
+    note(config, worker.rank, laid=found.strategy.model_dump(mode="json"), micro=micro, losses=losses)
+
+
+def train_by_itself(config: RunConfig, worker: Worker) -> None:
+    """The same, with memory for one of the strategies that are tried at a time."""
+    entry.SHARE = 0.0
+    train(config, worker)
 
 
 def settle(config: RunConfig, worker: Worker) -> None:

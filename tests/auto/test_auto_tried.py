@@ -36,12 +36,12 @@ def _together(
     """What one worker takes when tries take so long, and the micro-batches that it tried."""
     asked: list[int | None] = []
 
-    def tried(runs: list[RunConfig], worker: Worker, say: Any) -> list[float | None]:
+    def tried(runs: list[RunConfig], worker: Worker, **_: Any) -> list[float | None]:
         asked.extend(one.train.micro_batch for one in runs)
         return seconds[: len(runs)]
 
     first, *close = CHOICES
-    chosen = Choice(first.laid, first.name, first.lines, tuple(close))
+    chosen = Choice(first.laid, first.name, first.lines, close=tuple(close))
     monkeypatch.setattr(entry, "machine_of", lambda *_: None)
     monkeypatch.setattr(entry, "choose", lambda *_: chosen)
     monkeypatch.setattr(entry, "tried", tried)
@@ -88,7 +88,8 @@ def test_tries_without_anything_open_are_refused(tmp_path: Path) -> None:
         run_file(tmp_path, {"axes": {"shard": 2}, "tries": 2})
 
 
-def test_a_run_after_a_trial_is_the_run_without_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["train", "train_by_itself"])
+def test_a_run_after_a_trial_is_the_run_without_one(tmp_path: Path, target: str) -> None:
     machine(2).dump(tmp_path / "cluster.yaml")
     sections: dict[str, Any] = {
         "data": {
@@ -107,11 +108,12 @@ def test_a_run_after_a_trial_is_the_run_without_one(tmp_path: Path) -> None:
         "tries": 3,
     }
     config = run_file(tmp_path, open_, **sections)
-    assert run(config, "auto_cases:train") == 0
+    assert run(config, f"auto_cases:{target}") == 0
     assert "that were tried, it took the least" in (tmp_path / "run" / STRATEGY_FILE).read_text()
     first, second = (noted(tmp_path, rank) for rank in range(2))
     assert first["laid"] == second["laid"] and first["losses"] == second["losses"]
 
+    sections["train"]["micro_batch"] = first["micro"]
     plain = run_file(tmp_path / "plain", first["laid"], **sections)
     assert run(plain, "auto_cases:train") == 0
     assert noted(tmp_path / "plain", 0)["losses"] == first["losses"]

@@ -78,6 +78,15 @@ def test_what_is_simulated_stands_beside_its_forecast(one: Told) -> None:
     assert "cannot be captured" in told
 
 
+def test_of_what_is_simulated_the_quickest_that_fits_is_written(one: Told) -> None:
+    from dataclasses import replace
+
+    refined = [Refined(seconds, 1e9, "", fits) for seconds, fits in ((3.0, True), (1.0, False), (2.0, True))]
+    found = replace(one, refined=refined)
+    assert found.chosen == 2 and one.chosen == 0
+    assert "simulated, 3 is the quickest (2.00 s), and --out writes it" in " ".join(text(found, 400).split())
+
+
 def test_nothing_fits_tells_the_floor_and_what_would_help() -> None:
     with pytest.raises(NothingFitsError, match=r"the smallest of [\d,]+ needs .* GiB of 74.5 GiB") as error:
         asked(_question("llama-3-70b", "h100x2", runnable=True), CONSTANTS)

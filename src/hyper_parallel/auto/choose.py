@@ -64,6 +64,8 @@ class Choice:
     """In a few words."""
     lines: tuple[str, ...]
     """What to say of it."""
+    peak: float = 0.0
+    """Bytes that a rank holds at most, by the simulator."""
     close: tuple[Choice, ...] = ()
     """Others that may be as quick: the quickest of each other degrees first, then what is left."""
 
@@ -90,14 +92,18 @@ def choose(
         say(f"simulating the {len(few)} best forecasts")
         predictions = simulate([one.run for one in few], cluster)
     timed = sorted(
-        (one.seconds, place)
+        (one.seconds, place, one.peak)
         for place, one in enumerate(predictions)
         if one.seconds is not None and one.fits is not False
     )
     if not timed:
         return _choice(few[0], None, cluster, world)
     near = CLOSE * timed[0][0]
-    made = [_choice(few[place], seconds, cluster, world) for seconds, place in timed if seconds <= near]
+    made = [
+        replace(_choice(few[place], seconds, cluster, world), peak=peak)
+        for seconds, place, peak in timed
+        if seconds <= near
+    ]
     first: dict[str, Choice] = {}
     for one in made:
         first.setdefault(_degrees(one.laid), one)

@@ -28,6 +28,8 @@ TARGET = f"{__name__}:main"
 TRIES = 4
 """Strategies that are tried where the file does not say how many, on processors: a step is short there, and what was
 tried leaves nothing behind. On accelerators its communicators would keep memory."""
+SHARE = 0.5
+"""Of the memory that those that are tried may take together, to be stepped in turns; else one is built at a time."""
 _KEY = "hyper_parallel/strategy"
 
 
@@ -41,17 +43,21 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
     text = None
     if worker.rank == 0:
         try:
-            text = json.dumps([asdict(one) for one in _choices(config, worker)])
+            found = _choices(config, worker)
+            room = worker.backend.memory_total() * SHARE / worker.local_world
+            at_once = sum(one.peak for one in found) <= room
+            text = json.dumps({"choices": [asdict(one) for one in found], "at_once": at_once})
         except HyperParallelError as error:
             text = json.dumps({"error": str(error)})
     told = json.loads(told_by_rank_0(_KEY, text))
     if "error" in told:
         raise ConfigError(told["error"])
-    choices = [Choice(one["laid"], one["name"], tuple(one["lines"])) for one in told]
+    choices = [Choice(one["laid"], one["name"], tuple(one["lines"])) for one in told["choices"]]
     runs = [settled(config, one.laid) for one in choices]
     best, more = 0, []
     if len(runs) > 1:
-        seconds = tried(runs, worker, _say if worker.rank == 0 else lambda _: None)
+        say = _say if worker.rank == 0 else lambda _: None
+        seconds = tried(runs, worker, at_once=told["at_once"], say=say)
         best = min(range(len(runs)), key=lambda at: (seconds[at] or math.inf, at))
         more = [_beside(choices, seconds, best)]
     if worker.rank == 0 and choices[best].lines:

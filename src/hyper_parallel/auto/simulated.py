@@ -27,6 +27,8 @@ class Simulated:
     """None where the step cannot be captured."""
     fits: bool | None = None
     """None where the device's memory is not known."""
+    peak: float = 0.0
+    """Bytes that a rank holds at most."""
     reason: str = ""
     """Why there is no prediction."""
 
@@ -54,4 +56,4 @@ def _one(task: tuple[str, Cluster]) -> Simulated:
         found = foreseen(run, cluster)
     except HyperParallelError as error:
         return Simulated(None, reason=str(error))
-    return Simulated(found.seconds, found.fits)
+    return Simulated(found.seconds, found.fits, found.peak)

@@ -1,16 +1,17 @@
 """Strategies that are predicted to be about as quick, tried for a few steps by the run's own workers.
 
-A prediction is off by some percent, and neighbours often differ by less. So the best few are built one after the other
-as `train` would build them, stepped on the run's first batch, and let go; the run then begins from its seed with the
-quickest, as if it had been written.
+A prediction is off by some percent, and neighbours often differ by less. So the best few are built as `train` would
+build them, stepped on the run's first batch, in turns where memory allows, and let go; the run then begins from its
+seed with the quickest, as if it had been written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,18 +35,25 @@ SECONDS = 2.0
 Say = Callable[[str], None]
 
 
-def tried(runs: Sequence[RunConfig], worker: Worker, say: Say = lambda _: None) -> list[float | None]:
+def tried(
+    runs: Sequence[RunConfig], worker: Worker, *, at_once: bool, say: Say = lambda _: None
+) -> list[float | None]:
     """Seconds of a step of each run, equal on every rank; None for one that cannot be run. A collective.
 
-    The slowest rank's median of a few steps. Each run's model is let go before the next is built.
+    The slowest rank's median of a few steps. `at_once`: all are built at once and stepped in turns, so that what else
+    runs on the machine slows all alike; else each run's model is let go before the next is built.
     """
-    found: list[float | None] = []
-    for number, run in enumerate(runs, 1):
-        say(f"trying {number} of {len(runs)} for a few steps")
-        try:
-            found.append(_timed(stepped(run, worker), worker))
-        except HyperParallelError:  # on every rank
-            found.append(None)
+    found: list[float | None] = [None] * len(runs)
+    places = range(len(runs))
+    for group in [places] if at_once else [[place] for place in places]:
+        steps: dict[int, Callable[[], None]] = {}
+        for place in group:
+            say(f"trying {place + 1} of {len(runs)} for a few steps")
+            with contextlib.suppress(HyperParallelError):  # raised on every rank
+                steps[place] = stepped(runs[place], worker)
+        for place, seconds in _timed(steps, worker).items():
+            found[place] = seconds
+        del steps
         gc.collect()
     return found
 
@@ -69,18 +77,26 @@ def stepped(config: RunConfig, worker: Worker) -> Callable[[], None]:
     return step
 
 
-def _timed(step: Callable[[], None], worker: Worker) -> float:
-    """Seconds of a step on the slowest rank."""
-    for _ in range(WARM):
-        took = _seconds(step, worker)
-    count = round(min(max(SECONDS / _slowest(took, worker), LEAST), MOST))
+def _timed(steps: Mapping[int, Callable[[], None]], worker: Worker) -> dict[int, float]:
+    """Seconds of each step on the slowest rank; those that cannot be taken are left out."""
+    once: dict[int, float] = {}
+    for place, step in steps.items():
+        with contextlib.suppress(HyperParallelError):  # raised on every rank
+            once[place] = [_seconds(step, worker) for _ in range(WARM)][-1]
+    if not once:
+        return {}
+    rounds = round(min(max(SECONDS * len(once) / _slowest(sum(once.values()), worker), LEAST), MOST))
+    taken: dict[int, list[float]] = {place: [] for place in once}
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _slowest(statistics.median(_seconds(step, worker) for _ in range(count)), worker)
+        for _ in range(rounds):
+            for place, seconds in taken.items():
+                seconds.append(_seconds(steps[place], worker))
     finally:
         if collects:
             gc.enable()
+    return {place: _slowest(statistics.median(seconds), worker) for place, seconds in taken.items()}
 
 
 def _seconds(step: Callable[[], None], worker: Worker) -> float:

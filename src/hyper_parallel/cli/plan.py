@@ -200,7 +200,7 @@ def _one(question: Question, section: dict[str, Any] | None, options: dict[str, 
         told = replace(told, refined=refine(told.files[: options["refine"]], question.cluster, _progress()))
     click.echo(json.dumps(to_json(told), indent=2) if as_json else text(told, _width()))
     if options["out"] is not None:
-        file = told.files[0]
+        file = told.files[told.chosen]
         _write("--out", options["out"], file.text)
         for note in file.notes:
             click.echo(f"note: {note}", err=True)

@@ -121,8 +121,15 @@ def simulated(one: Told) -> Sheet:
         ("", "", "forecast", "predicted", "beside", "peak, forecast / predicted"),
         tuple(rows),
         left=2,
-        note=f"predicted: the step's graph, simulated; they differ where that is more than {DIFFER:.0%}",
+        note=f"predicted: the step's graph, simulated; they differ where it is over {DIFFER:.0%} off{_quickest(one)}",
     )
+
+
+def _quickest(one: Told) -> str:
+    found = one.refined[one.chosen]
+    if one.chosen == 0 or found.seconds is None:
+        return ""
+    return f"; simulated, {one.chosen + 1} is the quickest ({format_duration(found.seconds)}), and --out writes it"
 
 
 def searched(one: Told) -> Sheet:

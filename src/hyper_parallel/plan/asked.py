@@ -57,6 +57,16 @@ class Told:
     """Of the whole run; 0: not given."""
     notes: Sequence[str] = field(default_factory=tuple)
 
+    @property
+    def chosen(self) -> int:
+        """The place in `best` of what is written: of those that were simulated and fit the quickest, else the first."""
+        timed = [
+            (found.seconds, place)
+            for place, found in enumerate(self.refined)
+            if found.seconds is not None and found.fits is not False
+        ]
+        return min(timed)[1] if timed else 0
+
 
 def asked(
     question: Question,
