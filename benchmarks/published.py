@@ -66,7 +66,7 @@ def main() -> None:
 
 def _constants(constants: Constants, found: Judgement) -> dict[str, Any]:
     return {
-        "note": "by benchmarks/published.py: fitted on all runs of plan/evidence; residuals of held-out sources",
+        "note": "by benchmarks/published.py: fitted on RUNS and RECIPES of evidence; residuals of held-out sources",
         "constants": {name: _rounded(value) for name, value in asdict(constants).items()},
         "residuals": {"low": _rounded(found.residuals[0]), "high": _rounded(found.residuals[1])},
     }
@@ -206,7 +206,8 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
     yield ""
     yield (
         "Step time, the interval and the null model are means over the groups of S01 to S30. With P6, an addition, "
-        f"step time is off by {summary['step_of_all']:.1%} and {summary['median_of_all']:.1%}."
+        f"step time is off by {summary['step_of_all']:.1%} and {summary['median_of_all']:.1%}; pairs and picks "
+        "count its rows too."
     )
     yield ""
     yield f"One constant share of the peak, fitted in the same way, is off by {summary['null']:.0%} in the mean."

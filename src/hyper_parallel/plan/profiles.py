@@ -1,8 +1,8 @@
 """What frameworks do by default: facts of their documentation and code; nothing here is fitted.
 
 A `Profile` has two sorts of facts. Those of `Profile` itself say how a step runs whatever its user asks for, and are
-columns of the table. Its `Defaults` say what an option is that the user has not written; rows of published runs are
-filled with them, and the output names each; and what a word of theirs means.
+columns of the table. Its `Defaults` say what an option is that the user has not written, and what a word of theirs
+means; rows of published runs are filled with them, and the output names each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Profile:
     """Elementwise operators and norms are fused into few kernels."""
     flash: float = 1.0
     """Attention's scores stay on the chip: 1 by the best kernels that a device has; a share of their rate by others; 2
-    by PyTorch's scaled_dot_product_attention, whose FlashAttention-2 knows no instruction that is newer than Ampere."""
+    by FlashAttention-2, PyTorch's copy or its own package, which knows no instruction that is newer than Ampere."""
     overlap_data: float = 1.0
     """Gradients are reduced, and weights gathered, beside computation."""
     overlap_tensor: float = 0.0

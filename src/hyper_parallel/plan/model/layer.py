@@ -46,8 +46,8 @@ FUSED = {
 tables on B200; Ascend's is an estimate."""
 
 SINCE_HOPPER = ("hopper", "blackwell", "blackwell-ultra")
-OF_TORCH = 0.7
-"""The share of these rates that PyTorch's FlashAttention-2 reaches since Hopper: 0.35 of the peak (arXiv 2407.08608,
+OF_SECOND = 0.7
+"""The share of these rates that FlashAttention-2 reaches since Hopper: 0.35 of the peak (arXiv 2407.08608,
 abstract and figures 5 and 6)."""
 
 BACKWARD_BYTES = 1.6
@@ -144,7 +144,7 @@ def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Arr
     flops = 2 * tokens * heads * width * keys_seen(t)
     quality = np.where((t.flash > 0) & (t.flash < 1), t.flash, 1.0)
     since = np.isin(t.architecture, [ARCHITECTURES.index(name) for name in SINCE_HOPPER])
-    quality = np.where((t.flash == 2) & since, OF_TORCH, quality)
+    quality = np.where((t.flash == 2) & since, OF_SECOND, quality)
     seconds = flops / (t.peak16 * shares * k.attention * quality)
     scores = t.micro * heads * t.sequence**2 / t.context
     return seconds, np.where(t.flash > 0, 0.0, moved(t, k, 2 * 7 * scores))

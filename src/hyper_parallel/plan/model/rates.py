@@ -5,10 +5,10 @@
     bytes(B)         = B / (hbm · e)                                                                   `moved`
 
 r is the share of the peak that large products reach in a training step, by architecture, and on Hopper by who chooses
-their kernels (`large`); h are the sizes at
-which half of it is reached (Hockney's n_½, as in `cluster.efficiency`), and s = √(rate / 250 TFLOP/s), since a faster
-unit needs larger products to be as busy. The second term of the product is the roofline's memory side (Williams,
-Waterman and Patterson, CACM 52(4), 2009), with w bytes an element. e is the constant `memory`.
+their kernels (`large`); h are the sizes at which half of it is reached (Hockney's n_½, as in `cluster.efficiency`), and
+s = √(rate / 250 TFLOP/s), since a faster unit needs larger products to be as busy. The second term of the product is
+the roofline's memory side (Williams, Waterman and Patterson, CACM 52(4), 2009), with w bytes an element. e is the
+constant `memory`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def large(t: Table, k: Constants) -> Array:
         "ascend": k.ascend,
     }
     of_code = np.array([shares.get(name, k.other) for name in ARCHITECTURES])
-    hopper = t.architecture == ARCHITECTURES.index("hopper")
-    return of_code[t.architecture.astype(np.intp)] * np.where(hopper, k.first ** (1 - t.tuned), 1.0)
+    return of_code[t.architecture.astype(np.intp)] * np.where(_is_hopper(t), k.first ** (1 - t.tuned), 1.0)
+
+
+def _is_hopper(t: Table) -> NDArray[np.bool_]:
+    return np.asarray(t.architecture == ARCHITECTURES.index("hopper"))
 
 
 def rate(t: Table, k: Constants, *, linear: bool = True) -> Array:
@@ -47,8 +50,7 @@ def rate(t: Table, k: Constants, *, linear: bool = True) -> Array:
     eight, four = in_eight_bits(t), in_four_bits(t)
     if not eight.any() and not four.any():
         return sixteen
-    hopper = t.architecture == ARCHITECTURES.index("hopper")
-    found = np.where(eight, t.peak8 * share * np.where(hopper, k.eight_hopper, k.eight), sixteen)
+    found = np.where(eight, t.peak8 * share * np.where(_is_hopper(t), k.eight_hopper, k.eight), sixteen)
     return np.where(four, t.peak4 * share * k.four, found)
 
 
