@@ -7,7 +7,9 @@ processes, since many at once slow each other down, unequally; what `auto` picks
 brings their times to one scale. What takes `DROP` times as long as the best of its dozen after a round is not stepped
 in further ones. The best of all and what `auto` picks are then built once more, together, and stepped more often: the
 ratio is theirs. The machine is measured once before, as the first run on it would. What `auto` picks is what the
-workers of a run come to, tries included.
+workers of a run come to, tries included; it is asked `STARTS` times, and the worst of its picks counts.
+
+`--again` asks it anew and steps its picks with the best of those that were all measured before.
 
 Layers are not computed again and the micro-batch is given, in all of them: the one only adds work where memory is no
 matter, and the other would treble the time of this benchmark.
@@ -23,7 +25,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,8 @@ TOGETHER = 12
 """Strategies that are built at a time."""
 LAST = 8
 """The best of all, which are stepped once more."""
+STARTS = 3
+"""How often `auto` is asked."""
 ROUNDS, LAST_ROUNDS, STEPS = 2, 6, 3
 """After a round that warms up."""
 DROP = 1.6
@@ -123,74 +127,87 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", help="only these, separated by semicolons")
     parser.add_argument("--kept", action="store_true", help="the machine as it was measured before")
+    parser.add_argument("--again", action="store_true", help="only what is picked, beside the best of before")
     parser.add_argument("--page", action="store_true", help="write the page from the figures that are there")
     arguments = parser.parse_args()
     if not arguments.page:
         names = arguments.models.split(";") if arguments.models else list(MODELS)
-        kept = arguments.models and (RESULTS / NAME).exists()
-        before = json.loads((RESULTS / NAME).read_text())["models"] if kept else {}
+        kept = (arguments.models or arguments.again) and (RESULTS / NAME).exists()
+        shown = {
+            "machine": machine(),
+            "workers": WORLD,
+            "starts": STARTS,
+            "rounds": LAST_ROUNDS,
+            "steps": STEPS,
+        }
+        models = json.loads((RESULTS / NAME).read_text())["models"] if kept else {}
         with tempfile.TemporaryDirectory(prefix="auto-") as folder:
             if not arguments.kept:
                 os.environ["XDG_CACHE_HOME"] = folder
-            found = {name: _model(name, Path(folder)) for name in names}
-        shown = {"machine": machine(), "workers": WORLD, "rounds": LAST_ROUNDS, "steps": STEPS}
-        (RESULTS / NAME).write_text(json.dumps({**shown, "models": {**before, **found}}, indent=1) + "\n")
+            for name in names:
+                models[name] = _model(name, Path(folder), models[name] if arguments.again else None)
+                (RESULTS / NAME).write_text(json.dumps({**shown, "models": models}, indent=1) + "\n")
     put(DOCS / "plan.md", "auto.py", _lines(json.loads((RESULTS / NAME).read_text())))
 
 
-def _model(name: str, folder: Path) -> dict[str, Any]:
-    """Everything of one model."""
+def _model(name: str, folder: Path, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Everything of one model; `before`: of which all strategies were measured."""
     cluster = measured(WORLD, print)
     run = _run(MODELS[name], folder)
     begun = time.monotonic()
-    if code := launch.run(run, "auto_workers:choose"):
-        raise SystemExit(f"the workers ended with {code}")
-    took = time.monotonic() - begun
-    written = Path(run.out) / kept.STRATEGY_FILE
-    choice = kept.read(written)
-    strategies = list(_strategies(run, cluster))
+    picks, told = zip(*(_picked(run) for _ in range(STARTS)), strict=True)
+    took = (time.monotonic() - begun) / STARTS
+    strategies = {_key(laid): laid for laid in _strategies(run, cluster)}
     begun = time.monotonic()
-    timed, last = _all(run, choice, strategies, folder)
-    picked, best = _key(choice), min(last, key=lambda key: last[key])
+    times = before["all"] if before else _all(run, picks[0], strategies, folder)
+    measuring = before["measuring_s"] if before else time.monotonic() - begun
+    keys = list(map(_key, picks))
+    best = [key for key in sorted(times, key=lambda key: times[key]) if key not in keys][:LAST]
+    last = _timed(run, [strategies[key] for key in dict.fromkeys([*keys, *best])], LAST_ROUNDS, folder)
+    scale = last[keys[0]] / times[keys[0]]
+    timed = {key: seconds * scale for key, seconds in times.items()} | last
+    worst, least = max(keys, key=lambda key: last[key]), min(last, key=lambda key: last[key])
     found = {
         "strategies": len(timed),
         "refused": len(strategies) - len(timed),
-        "best": json.loads(best),
-        "best_s": last[best],
-        "picked": json.loads(picked),
-        "picked_s": last[picked],
-        "ratio": last[picked] / last[best],
+        "best": json.loads(least),
+        "best_s": last[least],
+        "picked": json.loads(worst),
+        "picked_s": last[worst],
+        "ratio": last[worst] / last[least],
+        "ratios": [last[key] / last[least] for key in keys],
         "median_s": sorted(timed.values())[len(timed) // 2],
         "worst_s": max(timed.values()),
-        "told": [
-            line.removeprefix("# ") for line in written.read_text().splitlines() if line.startswith("#")
-        ],
+        "told": told,
         "choosing_s": took,
-        "measuring_s": time.monotonic() - begun,
+        "measuring_s": measuring,
         "load": os.getloadavg()[1],
         "all": dict(sorted(timed.items(), key=lambda one: one[1])),
     }
-    print(f"{name}: {found['ratio']:.3f} of the best of {len(timed)}: {picked} beside {best}", flush=True)
+    print(f"{name}: {found['ratio']:.3f} of the best of {len(timed)}: {worst} beside {least}", flush=True)
     return found
 
 
-def _all(
-    run: RunConfig, picked: Laid, strategies: Iterable[Laid], folder: Path
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of every strategy that can be built; and of them those of the best and of `picked`, stepped together."""
+def _picked(run: RunConfig) -> tuple[Laid, list[str]]:
+    """What `auto` picks, and what it says."""
+    if code := launch.run(run, "auto_workers:choose"):
+        raise SystemExit(f"the workers ended with {code}")
+    written = Path(run.out) / kept.STRATEGY_FILE
+    said = [line.removeprefix("# ") for line in written.read_text().splitlines() if line.startswith("#")]
+    return kept.read(written), said
+
+
+def _all(run: RunConfig, picked: Laid, strategies: dict[str, Laid], folder: Path) -> dict[str, float]:
+    """Times of every strategy that can be built, in those of the picked one."""
     mine = _key(picked)
-    others = {_key(laid): laid for laid in strategies if _key(laid) != mine}
-    keys = list(others)
+    keys = [key for key in strategies if key != mine]
     times = {mine: 1.0}
-    """In times of the picked strategy's."""
     for start in range(0, len(keys), TOGETHER - 1):
-        dozen = [others[key] for key in keys[start : start + TOGETHER - 1]]
+        dozen = [strategies[key] for key in keys[start : start + TOGETHER - 1]]
         found = _timed(run, [picked, *dozen], ROUNDS, folder)
         times |= {key: seconds / found[mine] for key, seconds in found.items()}
         print(f"  {min(start + len(dozen), len(keys))} of {len(keys)} measured", flush=True)
-    best = sorted(times.keys() - {mine}, key=lambda key: times[key])[:LAST]
-    last = _timed(run, [picked, *(others[key] for key in best)], LAST_ROUNDS, folder)
-    return {key: time * last[mine] for key, time in times.items()} | last, last
+    return times
 
 
 def _timed(run: RunConfig, strategies: Sequence[Laid], rounds: int, folder: Path) -> dict[str, float]:
@@ -248,16 +265,17 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         "What `auto` picks, beside the best of all strategies, each measured (`benchmarks/auto.py`; layers are not "
         "computed again, and the micro-batch is one sequence). All are stepped a few times, a dozen built at a time, "
         f"and what is {DROP} times as slow as the best of its dozen no more after its first round; the "
-        f"{LAST} best and the picked one again, in turns, and these times are shown:"
+        f"{LAST} best and the picked ones again, in turns, and these times are shown. `auto` was asked "
+        f"{found['starts']} times; the worst of its picks is shown:"
     )
     yield ""
-    yield "| Model | Strategies measured | Best | `auto` picked | Of the best | Median strategy | Worst |"
-    yield "|---|--:|--:|--:|--:|--:|--:|"
+    yield "| Model | Strategies | Best | `auto` picked | Of the best | Each time | Median strategy | Worst |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
     for name, one in models.items():
-        best = one["best_s"]
+        best, each = one["best_s"], ", ".join(f"{ratio:.2f}" for ratio in one["ratios"])
         yield (
             f"| {name} | {one['strategies']} | {best * 1e3:.1f} ms: {_told(one['best'])} | "
-            f"{one['picked_s'] * 1e3:.1f} ms: {_told(one['picked'])} | {one['ratio']:.2f} | "
+            f"{one['picked_s'] * 1e3:.1f} ms: {_told(one['picked'])} | {one['ratio']:.2f} | {each} | "
             f"{one['median_s'] / best:.2f} | {one['worst_s'] / best:.2f} |"
         )
     within = sum(one["ratio"] <= 1.1 for one in models.values())

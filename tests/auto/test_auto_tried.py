@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from auto_cases import machine, run_file
 
 from harness.commands import noted
 from hyper_parallel import compat
-from hyper_parallel.auto import entry
+from hyper_parallel.auto import entry, tried
 from hyper_parallel.auto.choose import Choice
 from hyper_parallel.auto.kept import STRATEGY_FILE
 from hyper_parallel.config import RunConfig
@@ -36,7 +38,7 @@ def _together(
     """What one worker takes when tries take so long, and the micro-batches that it tried."""
     asked: list[int | None] = []
 
-    def tried(runs: list[RunConfig], worker: Worker, **_: Any) -> list[float | None]:
+    def took(runs: list[RunConfig], worker: Worker, **_: Any) -> list[float | None]:
         asked.extend(one.train.micro_batch for one in runs)
         return seconds[: len(runs)]
 
@@ -44,7 +46,7 @@ def _together(
     chosen = Choice(first.laid, first.name, first.lines, close=tuple(close))
     monkeypatch.setattr(entry, "machine_of", lambda *_: None)
     monkeypatch.setattr(entry, "choose", lambda *_: chosen)
-    monkeypatch.setattr(entry, "tried", tried)
+    monkeypatch.setattr(entry, "tried", took)
     monkeypatch.setattr(entry, "told_by_rank_0", lambda _, text: text)
     return entry.together(config, ALONE), asked
 
@@ -86,6 +88,29 @@ def test_the_file_says_how_many(
 def test_tries_without_anything_open_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'tries' says how open axes are planned"):
         run_file(tmp_path, {"axes": {"shard": 2}, "tries": 2})
+
+
+def test_what_else_the_machine_does_counts_little_and_what_is_slow_is_soon_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[str] = []
+    seconds = {
+        "quick": itertools.cycle([0.01, 0.03, 0.03]),  # disturbed most of the time
+        "steady": itertools.repeat(0.014),
+        "slow": itertools.repeat(0.022),
+    }
+
+    def one(step: Any, _: Worker) -> float:
+        step()
+        return next(seconds[taken[-1]])
+
+    monkeypatch.setattr(tried, "_seconds", one)
+    monkeypatch.setattr(tried, "_slowest", lambda found, _: found)
+    steps = {place: functools.partial(taken.append, name) for place, name in enumerate(seconds)}
+    found = tried._timed(steps, ALONE)
+    assert found == pytest.approx({0: 0.01, 1: 0.014, 2: 0.022})
+    assert taken.count("slow") == tried.WARM + tried.LEAST
+    assert taken.count("quick") == taken.count("steady") == tried.WARM + tried.MOST
 
 
 @pytest.mark.parametrize("target", ["train", "train_by_itself"])

@@ -39,7 +39,7 @@ FEWER = 4
 """On accelerators, whose steps take a minute each to order."""
 ALIKE = 3
 """At most so many of them with the same degrees."""
-CLOSE = 1.25
+CLOSE = 1.5
 """Steps that are predicted to take at most so many times the least may be as quick."""
 
 Simulate = Callable[[Sequence[RunConfig], Cluster], list[Simulated]]

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 TARGET = f"{__name__}:main"
 """How `launch.run` is told of `main`."""
-TRIES = 4
+TRIES = 6
 """Strategies that are tried where the file does not say how many, on processors: a step is short there, and what was
 tried leaves nothing behind. On accelerators its communicators would keep memory."""
 SHARE = 0.5

@@ -28,9 +28,11 @@ from hyper_parallel.train.step import Stepper
 
 WARM = 2
 """Steps before those that are timed."""
-LEAST, MOST = 3, 12
+LEAST, MOST = 4, 20
 """Steps that are timed: as many as go into `SECONDS`, within these."""
-SECONDS = 2.0
+SECONDS = 4.0
+SLOW = 1.5
+"""Whose quickest of `LEAST` steps takes this many times that of the best is stepped no more."""
 
 Say = Callable[[str], None]
 
@@ -40,8 +42,9 @@ def tried(
 ) -> list[float | None]:
     """Seconds of a step of each run, equal on every rank; None for one that cannot be run. A collective.
 
-    The slowest rank's median of a few steps. `at_once`: all are built at once and stepped in turns, so that what else
-    runs on the machine slows all alike; else each run's model is let go before the next is built.
+    The lower quartile of some steps, on the slowest rank: what else the machine does only adds to a step, and not to
+    all alike, so the quicker ones tell more of the strategy. `at_once`: all are built at once and stepped in turns,
+    which levels what is slow for longer; else each run's model is let go before the next is built.
     """
     found: list[float | None] = [None] * len(runs)
     places = range(len(runs))
@@ -87,16 +90,25 @@ def _timed(steps: Mapping[int, Callable[[], None]], worker: Worker) -> dict[int,
         return {}
     rounds = round(min(max(SECONDS * len(once) / _slowest(sum(once.values()), worker), LEAST), MOST))
     taken: dict[int, list[float]] = {place: [] for place in once}
+    going = list(taken)
     collects = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(rounds):
-            for place, seconds in taken.items():
-                seconds.append(_seconds(steps[place], worker))
+        for turn in range(rounds):
+            for place in going:
+                taken[place].append(_seconds(steps[place], worker))
+            if turn + 1 == LEAST:
+                least = {place: _slowest(min(taken[place]), worker) for place in going}
+                going = [place for place in going if least[place] <= SLOW * min(least.values())]
     finally:
         if collects:
             gc.enable()
-    return {place: _slowest(statistics.median(seconds), worker) for place, seconds in taken.items()}
+    return {place: _quick(seconds, worker) for place, seconds in taken.items()}
+
+
+def _quick(seconds: Sequence[float], worker: Worker) -> float:
+    """The lower quartile on the slowest rank."""
+    return _slowest(statistics.quantiles(seconds, n=4, method="inclusive")[0], worker)
 
 
 def _seconds(step: Callable[[], None], worker: Worker) -> float:

@@ -92,7 +92,7 @@ class Strategy(Section):
     wrote. Left out: the device's preset; on a CPU this machine, which is measured once."""
     tries: Annotated[int, Field(ge=0)] | None = None
     """How many of the strategies that are predicted to be about as quick the workers try, a few steps each, before the
-    run, which takes the quickest. Left out: 4 on processors, none on accelerators. Under a budget none is tried."""
+    run, which takes the quickest. Left out: 6 on processors, none on accelerators. Under a budget none is tried."""
     chosen: tuple[str, ...] = Field(default=(), json_schema_extra={"readOnly": True})
     """What the planner chooses besides open axes, read off what the file leaves out; not written by hand."""
 
