@@ -33,8 +33,11 @@ EQUAL = 1e-9
 """Figures that differ by less, as a share, are equal."""
 BATCH = 2048
 """Rows of which the best way to keep is found at once, or more."""
-DIVE = 256
-"""Rows of degrees and micro-batch of which one strategy each is forecast before the search begins."""
+DIVE, ALIKE = 1024, 4
+"""Rows of degrees and micro-batch of which one strategy each is forecast before the search begins, and how many of them
+have the same degrees."""
+CLOSER = 3
+"""Of this many times the best that are asked for, all micro-batches are forecast next."""
 FIRST = 32
 """Rows of degrees and micro-batch that the search begins with; each later batch is twice as large."""
 
@@ -247,7 +250,7 @@ class _Search:
         bound = self._smallest(rows) if self.by_memory else self.bounds.alone(rows)
         order = np.argsort(bound, kind="stable")
         if not self.by_memory:
-            self._dive(taken(rows, order[:DIVE]))
+            self._begin(rows, order)
         start, size = 0, FIRST
         while start < order.size:
             some = order[start : start + size]
@@ -292,8 +295,19 @@ class _Search:
     def _prune(self, points: Counts, worth: Mask) -> None:
         self.pruned[self.why] += int(points[~worth].sum())
 
+    def _begin(self, rows: Columns, order: Index) -> None:
+        """Find likely strategies, so that the search begins with a limit; `order` has the least bound first."""
+        kind = rows["kind"][order]
+        together = np.argsort(kind, kind="stable")
+        first = np.flatnonzero(np.diff(kind[together], prepend=-1.0))
+        place = np.arange(kind.size) - np.repeat(first, np.diff(first, append=kind.size))
+        few = np.sort(together[place < ALIKE])[:DIVE]
+        self._dive(taken(rows, order[few]))
+        best = sorted(self.found.rows, key=lambda one: self.found.rows[one][0])[: CLOSER * self.question.top]
+        self._dive(taken(rows, order[np.isin(kind, best)][:DIVE]))
+
     def _dive(self, rows: Columns) -> None:
-        """Take in a likely strategy of each of these degrees, so that the search begins with a limit."""
+        """Take in a likely strategy of each of these degrees."""
         split, parent = self.space.splits.expand(rows)
         floor, again = self.bounds.floor(split)
         index = np.flatnonzero(self._within(floor))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -210,15 +210,14 @@ class Table:
     tuned: Array
 
     def __post_init__(self) -> None:
-        sizes: set[int] = set()
         for name in COLUMNS:
-            column = np.atleast_1d(np.asarray(getattr(self, name), dtype=np.float64))
-            if column.ndim != 1:
-                raise ValueError(f"the column {name} has {column.ndim} dims; a column has one")
-            object.__setattr__(self, name, column)
-            sizes.add(column.size)
-        if len(sizes - {1}) > 1:
-            raise ValueError(f"columns of one table are of one length, or of 1; got {sorted(sizes - {1})}")
+            object.__setattr__(self, name, _column(name, getattr(self, name)))
+        self._check()
+
+    def _check(self) -> None:
+        sizes = {getattr(self, name).size for name in COLUMNS} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"columns of one table are of one length, or of 1; got {sorted(sizes)}")
 
     @property
     def n(self) -> int:
@@ -240,8 +239,13 @@ class Table:
 
     def replaced(self, **columns: npt.ArrayLike) -> Table:
         """This table with other columns; numbers stand for columns of [1]."""
-        changed: dict[str, Any] = dict(columns)
-        return replace(self, **changed)
+        if not columns.keys() <= _NAMES:
+            raise TypeError(f"a table has no columns {sorted(columns.keys() - _NAMES)}")
+        made = object.__new__(Table)
+        # Searches ask often: columns that stay have been looked at.
+        made.__dict__.update(self.__dict__, **{name: _column(name, value) for name, value in columns.items()})
+        made._check()
+        return made
 
     def names(self, column: str) -> list[Any]:
         """What a column's codes stand for, one for each row."""
@@ -279,6 +283,7 @@ class Table:
 
 COLUMNS = tuple(field.name for field in fields(Table))
 """The columns' names, in order."""
+_NAMES = frozenset(COLUMNS)
 
 SPREAD: Mapping[str, float] = {
     "replicate": 1,
@@ -301,6 +306,13 @@ SPREAD: Mapping[str, float] = {
     "order": 0,
 }
 """Nothing is split, nothing computed again: what a strategy leaves out."""
+
+
+def _column(name: str, values: npt.ArrayLike) -> Array:
+    column = np.atleast_1d(np.asarray(values, dtype=np.float64))
+    if column.ndim != 1:
+        raise ValueError(f"the column {name} has {column.ndim} dims; a column has one")
+    return column
 
 
 def _cell(column: Array, rows: npt.NDArray[np.intp]) -> Array:

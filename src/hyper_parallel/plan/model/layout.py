@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from hyper_parallel.plan.constants import Constants
 from hyper_parallel.plan.model.links import Group
@@ -67,8 +68,7 @@ class Ranks:
     @cached_property
     def reducing(self) -> Group:
         """Ranks that reduce the same gradients, experts' apart: data and context, from the inner one outwards."""
-        inside = np.minimum(self._inside("context"), self._inside("data"))
-        return Group.of(self.t, self.k, self.same, inside)
+        return Group.of(self.t, self.k, self.same, self._before_tokens)
 
     @cached_property
     def reducing_experts(self) -> Group:
@@ -79,11 +79,21 @@ class Ranks:
     @cached_property
     def gathering(self) -> Group:
         """Ranks that share one copy of the parameters: `shard` and `context`."""
-        inside = np.minimum(self._inside("context"), self._inside("data"))
-        return Group.of(self.t, self.k, self.t.shard * self.t.context, inside)
+        return Group.of(self.t, self.k, self.t.shard * self.t.context, self._before_tokens)
 
     def _group(self, ranks: Array, axis: str) -> Group:
         return Group.of(self.t, self.k, ranks, self._inside(axis))
+
+    @cached_property
+    def _before_tokens(self) -> Array:
+        """Ranks between neighbours of the inner one of data and context."""
+        return np.minimum(self._inside("context"), self._inside("data"))
+
+    @cached_property
+    def _orders(self) -> list[tuple[tuple[str, ...], npt.NDArray[np.bool_]]]:
+        """The orders that rows have, and which rows have each."""
+        codes = np.flatnonzero(np.bincount(self.t.order.astype(np.intp)))
+        return [(ORDERS[code], self.t.order == code) for code in codes]
 
     def _inside(self, axis: str) -> Array:
         """Ranks between neighbours of an axis: the product of the axes inside it."""
@@ -94,12 +104,10 @@ class Ranks:
             "data": self.data,
             "pipeline": self.t.pipeline,
         }
-        used = np.unique(self.t.order).astype(int)
         found: Array = np.ones(1)
-        for code in used:
-            order = ORDERS[code]
+        for order, rows in self._orders:
             inside: Array = np.ones(1)
             for other in order[: order.index(axis)]:
                 inside = inside * degrees[other]
-            found = inside if used.size == 1 else np.where(self.t.order == code, inside, found)
+            found = inside if len(self._orders) == 1 else np.where(rows, inside, found)
         return found
