@@ -101,10 +101,12 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
 def _projections(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
     heads = t.heads / ranks.tensor
     keys = np.maximum(t.kv_heads / ranks.tensor, 1.0)
-    plain = multiply(tokens, (heads + 2 * keys) * t.head_dim, t.hidden) + multiply(
-        tokens, t.hidden, heads * t.head_dim
-    )
-    if not np.any(t.key_rank > 0):
+    has_latent = t.key_rank > 0
+    plain: Array = np.zeros(1)
+    if not np.all(has_latent):
+        plain = multiply(tokens, (heads + 2 * keys) * t.head_dim, t.hidden)
+        plain = plain + multiply(tokens, t.hidden, heads * t.head_dim)
+    if not np.any(has_latent):
         return plain
     wide = heads * (t.plain + t.rotary)
     queries = np.where(
@@ -115,7 +117,7 @@ def _projections(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> A
     latent = queries + multiply(tokens, t.key_rank + t.rotary, t.hidden)
     latent = latent + multiply(tokens, heads * (t.plain + t.value), t.key_rank)
     latent = latent + multiply(tokens, t.hidden, heads * t.value)
-    return np.where(t.key_rank > 0, latent, plain)
+    return np.where(has_latent, latent, plain)
 
 
 def _dense(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
