@@ -140,9 +140,13 @@ class Bounds:
         return list(found.values())
 
     def _ordered(self) -> bool:
+        """Whether inner links are at least as fast as outer ones; a supernode of one node has none of its own."""
         base, k = self.base, self.constants
-        inside = np.minimum(base.node_rate, base.supernode_rate) * k.inside
-        rates = (base.node_rate >= base.supernode_rate) & (inside >= base.network_rate * k.across)
+        several = base.supernode > base.node
+        inner = np.where(several, np.minimum(base.node_rate, base.supernode_rate), base.node_rate)
+        rates = (~several | (base.node_rate >= base.supernode_rate)) & (
+            inner * k.inside >= base.network_rate * k.across
+        )
         return bool(np.all(rates)) and k.net_hop >= k.hop
 
     def splits(self, rows: Columns, again: Array | float = 0.0) -> Splits:
