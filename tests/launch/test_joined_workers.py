@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.commands import descendants, make_config, noted, running, wait_until
+from harness.ports import free_port
 from hyper_parallel.config import RunConfig
 
 
@@ -57,14 +57,12 @@ def _by_hand(
 
 
 def _slurm(world: int) -> list[Mapping[str, str]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     shared = {
         "SLURM_STEP_NUM_TASKS": str(world),
         "SLURM_STEP_TASKS_PER_NODE": str(world),
         "SLURM_NODEID": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
     }
     return [{**shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(world)]
 
@@ -123,10 +121,8 @@ def test_under_slurm_on_one_machine_everything_listens_on_loopback(tmp_path: Pat
 
 
 def test_under_mpi_the_stated_rendezvous_serves(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     environments = [{"PMI_RANK": str(rank), "PMI_SIZE": "2"} for rank in range(2)]
-    config = make_config(tmp_path, {"shard": 2}, rendezvous=f"127.0.0.1:{port}")
+    config = make_config(tmp_path, {"shard": 2}, rendezvous=f"127.0.0.1:{free_port()}")
     ends = _by_hand(config, "facts", list(environments))
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert [noted(tmp_path, rank)["total"] for rank in range(2)] == [1, 1]

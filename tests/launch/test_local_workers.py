@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from harness.commands import Command, make_config, noted
+from harness.ports import free_port
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch import run
@@ -167,8 +168,7 @@ def test_a_taken_port_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_a_stated_port_is_used_and_can_be_used_again(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     for _ in range(2):
         config = make_config(tmp_path, {"shard": 2}, rendezvous=f"127.0.0.1:{port}")
         assert run(config, "harness.targets:facts") == 0
@@ -190,9 +190,7 @@ def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None
 
 
 def test_two_machines_meet_at_the_stated_port(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    where: dict[str, Any] = {"nodes": 2, "rendezvous": f"127.0.0.1:{port}"}
+    where: dict[str, Any] = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}"}
     nodes = [
         Command(make_config(tmp_path, {"shard": 4}, node_rank=node, **where), "facts", name=f"node{node}")
         for node in range(2)
