@@ -132,7 +132,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.page:
         names = arguments.models.split(";") if arguments.models else list(MODELS)
-        kept = (arguments.models or arguments.again) and (RESULTS / NAME).exists()
+        goes_on = (arguments.models or arguments.again) and (RESULTS / NAME).exists()
         shown = {
             "machine": machine(),
             "workers": WORLD,
@@ -140,12 +140,12 @@ def main() -> None:
             "rounds": LAST_ROUNDS,
             "steps": STEPS,
         }
-        models = json.loads((RESULTS / NAME).read_text())["models"] if kept else {}
+        models = json.loads((RESULTS / NAME).read_text())["models"] if goes_on else {}
         with tempfile.TemporaryDirectory(prefix="auto-") as folder:
             if not arguments.kept:
                 os.environ["XDG_CACHE_HOME"] = folder
             for name in names:
-                models[name] = _model(name, Path(folder), models[name] if arguments.again else None)
+                models[name] = _model(name, Path(folder), models.get(name) if arguments.again else None)
                 (RESULTS / NAME).write_text(json.dumps({**shown, "models": models}, indent=1) + "\n")
     put(DOCS / "plan.md", "auto.py", _lines(json.loads((RESULTS / NAME).read_text())))
 

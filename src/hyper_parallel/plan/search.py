@@ -36,8 +36,6 @@ BATCH = 2048
 DIVE, ALIKE = 1024, 4
 """Rows of degrees and micro-batch of which one strategy each is forecast before the search begins, and how many of them
 have the same degrees."""
-CLOSER = 3
-"""Of this many times the best that are asked for, all micro-batches are forecast next."""
 FIRST = 32
 """Rows of degrees and micro-batch that the search begins with; each later batch is twice as large."""
 
@@ -303,8 +301,8 @@ class _Search:
         place = np.arange(kind.size) - np.repeat(first, np.diff(first, append=kind.size))
         few = np.sort(together[place < ALIKE])[:DIVE]
         self._dive(taken(rows, order[few]))
-        best = sorted(self.found.rows, key=lambda one: self.found.rows[one][0])[: CLOSER * self.question.top]
-        self._dive(taken(rows, order[np.isin(kind, best)][:DIVE]))
+        # Of the best degrees all micro-batches.
+        self._dive(taken(rows, order[np.isin(kind, list(self.found.rows))][:DIVE]))
 
     def _dive(self, rows: Columns) -> None:
         """Take in a likely strategy of each of these degrees."""
