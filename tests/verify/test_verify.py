@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from hyper_parallel.cli.main import main
+from hyper_parallel.compat.local_tensor import per_rank, simulated_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.handle import ShardedModel
+from hyper_parallel.train.build import unsharded
 from hyper_parallel.train.optimizer.adamw import AdamW
 from hyper_parallel.verify import Report, verify_file
+from hyper_parallel.verify.step import rows_to_verify
 
 STRATEGY = {"axes": {"shard": 2, "tensor": 2}, "sequence": True}
 
@@ -107,6 +110,42 @@ def test_a_broken_part_is_found(
     assert not report.ok
     assert any(failure.startswith(said) for failure in report.failures), report.failures
     assert "WRONG" in report.table()
+
+
+@pytest.mark.parametrize("gathered", ["again", "mlp"])
+def test_inputs_that_are_gathered_again(run_file: dict[str, Any], gathered: str) -> None:
+    strategy = {**STRATEGY, "memory": {"gathered": gathered, "recompute": "layer"}}
+    report = verify_file(config_of(run_file, strategy=strategy))
+    assert report.ok, report.failures
+    alone = config_of(run_file, strategy=strategy, launch={"workers": 1}).effective_strategy
+    assert alone.memory.gathered == "keep" and alone.memory.recompute == "layer"
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "tensor": 2}, {"shard": 2, "context": 2}])
+def test_rows_of_one_and_of_several_documents(
+    run_file: dict[str, Any], tmp_path: Path, axes: dict[str, int]
+) -> None:
+    """Transformers makes a mask for the ranks whose rows hold several documents, and none for the others."""
+    lines = [json.dumps({"text": "a quick fox. " * (1 + 20 * (n % 2))}) for n in range(16)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    data = {**run_file["data"], "train": str(tmp_path / "text.jsonl"), "holdout": 0}
+    strategy = {"axes": axes, "sequence": "tensor" in axes}
+    for seed in range(32):
+        config = config_of(run_file, data=data, strategy=strategy, train={"batch": 2}, seed=seed)
+        rows = rows_to_verify(config, unsharded(config)[1])["position_ids"]
+        if len({bool((row.diff() != 1).any()) for row in rows}) == 2:
+            break
+    else:
+        raise AssertionError("no two rows of which one holds several documents")
+    report = verify_file(config)
+    assert report.ok, report.failures
+
+
+def test_a_branch_that_ranks_take_differently_is_refused_by_the_one_process_driver() -> None:
+    with pytest.raises(StrategyError, match="--driver gloo"), simulated_ranks(2):
+        bool(per_rank(lambda rank: torch.tensor(rank > 0)))
+    with pytest.raises(StrategyError, match="--driver gloo"), simulated_ranks(2):
+        _ = per_rank(lambda rank: torch.tensor(rank + 1)).item() > 1
 
 
 def test_one_device_has_nothing_to_compare(run_file: dict[str, Any]) -> None:

@@ -8,7 +8,9 @@ Code that uses them runs unchanged under both.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +21,18 @@ from torch.distributed._local_tensor import (
     enabled_local_tensor_mode,
 )
 
+from hyper_parallel.errors import StrategyError
+
 
 @contextlib.contextmanager
 def simulated_ranks(world: int) -> Iterator[None]:
     """Run the block as `world` ranks at once, in this process, collectives included.
 
-    Raises RuntimeError when a process group exists already.
+    Transformers skips a mask where a look at the values tells that none is needed, except while it is traced. Where
+    the ranks' values would answer differently it counts as traced, so that all ranks compute with the mask.
+
+    Raises RuntimeError when a process group exists already, and StrategyError where the model's own code branches on
+    values that differ between ranks, which one process cannot follow.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,10 +40,52 @@ def simulated_ranks(world: int) -> Iterator[None]:
         raise RuntimeError("ranks cannot be simulated in a process that has a process group already")
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        with LocalTensorMode(world):
+        with LocalTensorMode(world), _traced_where_ranks_differ():
             yield
+    except (AttributeError, AssertionError) as error:
+        if LocalIntNode.__name__ not in str(error):
+            raise
+        raise StrategyError(
+            "the model's code branches on values that differ between ranks, which the ranks of one process cannot "
+            "follow; run them as real processes: hyper-parallel verify --driver gloo"
+        ) from error
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _traced_where_ranks_differ() -> Iterator[None]:
+    """`is_tracing` of Transformers, wherever it was imported to, is true of tensors that differ between ranks."""
+    name = "is_tracing"
+    home = sys.modules.get("transformers.utils.import_utils")
+    theirs: Any = getattr(home, name, None)
+    if theirs is None:  # nothing of Transformers runs here
+        yield
+        return
+
+    def is_tracing(tensor: Any = None) -> bool:
+        return bool(theirs(tensor)) or _differs(tensor)
+
+    users = [
+        module
+        for key, module in list(sys.modules.items())
+        if key.startswith("transformers.") and vars(module).get(name) is theirs
+    ]
+    for module in users:
+        setattr(module, name, is_tracing)
+    try:
+        yield
+    finally:
+        for module in users:
+            setattr(module, name, theirs)
+
+
+def _differs(tensor: Any) -> bool:
+    if not isinstance(tensor, LocalTensor):
+        return False
+    with one_device():
+        first, *others = tensor._local_tensors.values()
+        return any(not torch.equal(first, other) for other in others)
 
 
 @contextlib.contextmanager

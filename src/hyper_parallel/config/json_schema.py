@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel
 
 from hyper_parallel.config.run import RunConfig
+from hyper_parallel.config.schema import sections_of
 from hyper_parallel.strategy.axes import AUTO
 
 _TITLES = {"RunConfig": "HyperParallel run file", "Strategy": "HyperParallel Strategy file"}
 
 
 def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
-    """The schema of what may stand in a file: the sections' own, `auto` for those that the planner can fill, `extends`,
-    and nothing that is derived.
+    """The schema of what may stand in a file: the sections' own under every name that is read, `auto` for those that
+    the planner can fill, `extends`, and nothing that is derived.
 
     A file that builds on another need not give what that one gives, so keys are required only without `extends`.
     """
@@ -24,6 +25,8 @@ def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
         properties = section.get("properties", {})
         for key in [key for key, field in properties.items() if field.get("readOnly")]:
             del properties[key]
+    for section in sections_of(model):
+        _add_other_names(section, sections.get(section.__name__, body).get("properties", {}))
     for section in (body, *sections.values()):
         for key in ("strategy", "axes"):
             field = section.get("properties", {}).get(key)
@@ -55,3 +58,12 @@ def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
         "then": whole,
         "$defs": sections,
     }
+
+
+def _add_other_names(section: type[BaseModel], properties: dict[str, Any]) -> None:
+    """What pydantic leaves out: a field's other names, such as `tensor` for `tensor_x`."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.validation_alias, AliasChoices):
+            for other in field.validation_alias.choices:
+                if isinstance(other, str) and other not in properties:
+                    properties[other] = {**properties[name], "title": other.title()}

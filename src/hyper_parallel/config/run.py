@@ -118,7 +118,8 @@ class RunConfig(Section):
                 "cluster. Or write the degrees"
             )
         if self.launch.workers == 1:
-            return self.strategy.model_copy(
-                update={"axes": Axes(), "sequence": False, "chosen": (), "cluster": None, "tries": None}
-            )
+            # Nothing is gathered on one device, so that nothing can be gathered again.
+            memory = self.strategy.memory.model_copy(update={"gathered": "keep"})
+            alone = {"axes": Axes(), "sequence": False, "chosen": (), "cluster": None, "tries": None}
+            return self.strategy.model_copy(update={**alone, "memory": memory})
         return self.strategy

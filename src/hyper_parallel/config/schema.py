@@ -29,6 +29,19 @@ def kinds(model: type[BaseModel], path: Path = ()) -> Kinds:
     return found
 
 
+def sections_of(model: type[BaseModel]) -> set[type[BaseModel]]:
+    """`model` and every section under it."""
+    found, queue = set[type[BaseModel]](), [model]
+    while queue:
+        section = queue.pop()
+        if section not in found:
+            found.add(section)
+            queue += [
+                inner for field in section.model_fields.values() for inner in _sections(field.annotation)
+            ]
+    return found
+
+
 def split(model: type[BaseModel], key: str) -> Path:
     """The path that a dotted key names.
 

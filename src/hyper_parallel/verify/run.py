@@ -108,8 +108,8 @@ def describe(strategy: Strategy) -> str:
 
 
 def alone(strategy: Strategy) -> Strategy:
-    """The strategy on one device: the same precision and memory, nothing spread."""
-    return Strategy(precision=strategy.precision, memory=strategy.memory)
+    """The strategy on one device: the same precision, nothing spread, and everything kept that is computed."""
+    return Strategy(precision=strategy.precision)
 
 
 def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors, torch.nn.Module]:
