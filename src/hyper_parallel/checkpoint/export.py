@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import secrets
@@ -18,6 +19,9 @@ from hyper_parallel.checkpoint.piece import Piece, dtype_name
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Layout, Mesh
+from hyper_parallel.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 MODEL = "model."
 """What the names of the model's tensors begin with in a checkpoint, before the parameter's own name."""
@@ -56,6 +60,10 @@ def export(
             "state['model_config'] (config.to_dict())"
         )
     model = [name for name in source.tensors if name.startswith(MODEL)]
+    if MODEL + stream.METADATA in model:
+        raise CheckpointError(
+            f"{source.path} holds a tensor that is called {stream.METADATA!r}, as no file can name one"
+        )
     if not model:
         raise CheckpointError(f"{source.path} holds no tensor whose name begins with {MODEL!r}")
     kinds = {name: _kind(source, name, dtype) for name in model}
@@ -65,6 +73,9 @@ def export(
         raise CheckpointError(
             f"{source.path} has assets that the exported model would overwrite: {sorted(files)}"
         )
+    if config.get("auto_map"):
+        log.warning("%s: its config names code of its own (auto_map), which is left out", source.path)
+        config = {key: value for key, value in config.items() if key != "auto_map"}
     if len(floating) == 1:  # Transformers loads in the type that the config names
         config = {**config, "dtype": dtype_name(floating.pop())}
         config.pop("torch_dtype", None)
@@ -133,6 +144,12 @@ def _chunks(
     yield stream.header(entries, {"format": "pt"})
     for name in tensors:
         saved = source.tensors[name]
-        whole = torch.empty(saved.shape, dtype=saved.dtype)
+        try:
+            whole = torch.empty(saved.shape, dtype=saved.dtype)
+        except RuntimeError as error:
+            size = format_bytes(math.prod(saved.shape) * saved.dtype.itemsize)
+            raise CheckpointError(
+                f"{source.path}: {name} has {size}, which this machine does not have"
+            ) from error
         source.fill({name: Piece(whole, Layout.replicated(_WHOLE, saved.shape))}, 0)
         yield stream.raw(whole.to(kinds[name]))

@@ -7,8 +7,8 @@ is what was verified, not what the disk gives when it is asked a second time.
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -20,12 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint import names, validate
 from hyper_parallel.checkpoint.piece import Piece, check, dtype_name
+from hyper_parallel.checkpoint.sealed import unseal
 from hyper_parallel.checkpoint.verify import read_file, read_marker
 from hyper_parallel.compat.absent import present
 from hyper_parallel.errors import CheckpointError, nearest
 from hyper_parallel.layout import Box
+from hyper_parallel.untrusted import open_within
 
 
 def read(
@@ -79,7 +81,7 @@ class Tensor:
 class Checkpoint:
     """A committed checkpoint, open for reading. `tensors` by name; `state` as it was given to `Writer.save`.
 
-    Raises CheckpointError if the marker or an index is damaged.
+    Raises CheckpointError if the marker or an index is damaged, or says what no writer can have written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,17 +93,31 @@ class Checkpoint:
         self.state: dict[str, Any] = self._marker["state"]
         self.step: int = self._marker["step"]
         self.tensors: dict[str, Tensor] = {}
-        for rank in self._marker["ranks"]:
-            index = json.loads(read_file(path, rank["index"], self._marker))
-            for name, saved in index["tensors"].items():
-                tensor = self.tensors.setdefault(
-                    name, Tensor(tuple(saved["shape"]), getattr(torch, saved["dtype"]))
-                )
-                for piece in saved["pieces"]:
-                    box = Box(tuple(piece["offset"]), (0,) * len(piece["offset"]), tuple(piece["size"]))
-                    tensor.blocks.append(
-                        Block(box, rank["data"], piece["bytes"][0], piece["bytes"][1], piece["sha256"])
-                    )
+        for rank, files in enumerate(self._marker["ranks"]):
+            raw = read_file(path, files["index"], self._marker)
+            try:
+                index = unseal(raw)
+                validate.index(index, rank, self._marker)
+            except ValueError as error:
+                raise CheckpointError(f"{path}: {files['index']}: {error}") from error
+            self._add(index, files["data"])
+        try:
+            for name, tensor in self.tensors.items():
+                validate.whole(name, tensor.shape, (block.box for block in tensor.blocks))
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def _add(self, index: dict[str, Any], file: str) -> None:
+        """Take in what a valid index says of the blocks in `file`."""
+        for name, saved in index["tensors"].items():
+            kind = Tensor(tuple(saved["shape"]), validate.DTYPES[saved["dtype"]])
+            tensor = self.tensors.setdefault(name, kind)
+            if (tensor.shape, tensor.dtype) != (kind.shape, kind.dtype):
+                raise CheckpointError(f"{self.path}: the ranks' indexes describe {name} differently")
+            for piece in saved["pieces"]:
+                box = Box(tuple(piece["offset"]), (0,) * len(piece["offset"]), tuple(piece["size"]))
+                start, stop = piece["bytes"]
+                tensor.blocks.append(Block(box, file, start, stop, piece["sha256"]))
 
     @property
     def assets(self) -> list[str]:
@@ -153,7 +169,8 @@ class Checkpoint:
         for file, reads in wanted.items():
             reads.sort(key=lambda item: item[:2])
             try:
-                with open(self.path / file, "rb", buffering=0) as stream:
+                with open_within(self.path, file) as stream:
+                    _check_size(stream, self._marker["files"][file]["bytes"])
                     for _, _, name, block, boxes in reads:
                         values = self._load(stream, block, self.tensors[name].dtype)
                         local = pieces[name].local
@@ -161,7 +178,8 @@ class Checkpoint:
                             missing[name] -= _copy(values, block.box, boxes, local)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: {file}: cannot be read: {error.strerror}") from error
-        assert not any(missing.values()), f"the commit checked that every element is there once: {missing}"
+        if left := sorted(name for name, count in missing.items() if count):
+            raise CheckpointError(f"{self.path} has no values for a part of {_some(left)}")
 
     def _load(self, stream: FileIO, block: Block, dtype: torch.dtype) -> torch.Tensor:
         data = torch.empty(block.stop - block.start, dtype=torch.uint8)
@@ -179,6 +197,13 @@ class Checkpoint:
                 "another checkpoint"
             )
         return data.view(dtype).view(block.box.size)
+
+
+def _check_size(stream: FileIO, size: int) -> None:
+    """Raise OSError unless an open file has as many bytes as were written: memory is taken by what was written."""
+    found = os.fstat(stream.fileno()).st_size
+    if found != size:
+        raise OSError(errno.EIO, f"it has {found} bytes instead of {size}")
 
 
 def _copy(values: torch.Tensor, box: Box, boxes: tuple[Box, ...], local: torch.Tensor) -> int:

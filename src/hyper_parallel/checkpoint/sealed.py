@@ -14,6 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hyper_parallel.errors import CheckpointError
+from hyper_parallel.units import format_bytes
+from hyper_parallel.untrusted import parse_json
+
+LARGEST = 64 * 2**20
+"""Bytes of a sealed file, at most: the index of a rank with a quarter of a million blocks."""
 
 
 def _text(body: Mapping[str, Any]) -> bytes:
@@ -21,17 +26,26 @@ def _text(body: Mapping[str, Any]) -> bytes:
 
 
 def seal(body: Mapping[str, Any]) -> bytes:
-    """The bytes of the file for `body`, which has no key ``sha256`` of its own."""
+    """The bytes of the file for `body`, which has no key ``sha256`` of its own.
+
+    Raises CheckpointError where no reader would take it.
+    """
     assert "sha256" not in body
-    return _text({**body, "sha256": hashlib.sha256(_text(body)).hexdigest()}) + b"\n"
+    data = _text({**body, "sha256": hashlib.sha256(_text(body)).hexdigest()}) + b"\n"
+    if len(data) > LARGEST:
+        raise CheckpointError(
+            f"the description of a checkpoint takes {format_bytes(len(data))}, and may take {format_bytes(LARGEST)}; "
+            "save from more ranks, or less beside the tensors"
+        )
+    return data
 
 
 def unseal(data: bytes) -> dict[str, Any]:
     """The body of a sealed file. Raises ValueError, with the reason in words, if a single bit differs."""
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("not JSON") from error
+        body = parse_json(data)
+    except ValueError as error:
+        raise ValueError(str(error).partition(":")[0]) from error
     if not isinstance(body, dict) or "sha256" not in body:
         raise ValueError("its own sha256 is missing")
     try:

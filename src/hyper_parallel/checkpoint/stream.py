@@ -15,12 +15,14 @@ import torch
 
 from hyper_parallel.checkpoint.piece import SAFETENSORS_NAMES
 
+METADATA = "__metadata__"
+"""What a header has beside the tensors; no tensor can have its name."""
 Entry = tuple[torch.dtype, tuple[int, ...]]
 
 
 def header(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     """The first bytes of a file in which `tensors` (element type and shape) follow in their order."""
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    entries: dict[str, object] = {METADATA: dict(metadata)}
     at = 0
     for name, (dtype, shape) in tensors.items():
         assert at % dtype.itemsize == 0, "wider element types come first"

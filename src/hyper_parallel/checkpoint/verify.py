@@ -12,11 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint import names, validate
 from hyper_parallel.checkpoint.durable import explain
 from hyper_parallel.checkpoint.ranks import Alone, Ranks, agree, ranks_of
-from hyper_parallel.checkpoint.sealed import unseal
+from hyper_parallel.checkpoint.sealed import LARGEST, unseal
 from hyper_parallel.errors import CheckpointError
+from hyper_parallel.untrusted import open_within, read_bytes
 
 _THREADS = 4
 """Files that are read at once; hashing and reading both release the interpreter's lock."""
@@ -83,7 +84,7 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
 
     def check(item: tuple[str, dict[str, Any]]) -> str | None:
         file, written = item
-        return _file_damage(path / file, file, written)
+        return _file_damage(path, file, written)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return next(filter(None, pool.map(check, files)), None)
@@ -92,7 +93,7 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
 def read_marker(path: Path) -> dict[str, Any]:
     """The verified content of ``commit.json``. Raises CheckpointError with the reason, without the path."""
     try:
-        marker = unseal((path / names.COMMIT).read_bytes())
+        marker = unseal(read_bytes(open_within(path, names.COMMIT), LARGEST))
     except FileNotFoundError as error:
         raise CheckpointError("no commit marker") from error
     except OSError as error:
@@ -105,6 +106,10 @@ def read_marker(path: Path) -> dict[str, Any]:
             f"{names.VERSION}; "
             "update it"
         )
+    try:
+        validate.marker(marker)
+    except ValueError as error:
+        raise CheckpointError(f"{names.COMMIT}: {error}") from error
     return marker
 
 
@@ -112,7 +117,7 @@ def read_file(path: Path, file: str, marker: dict[str, Any]) -> bytes:
     """The verified bytes of one small file of a checkpoint. Raises CheckpointError."""
     written = marker["files"][file]
     try:
-        data = (path / file).read_bytes()
+        data = read_bytes(open_within(path, file), written["bytes"])
     except OSError as error:
         raise CheckpointError(f"{path}: {file}: cannot be read: {error.strerror}") from error
     if hashlib.sha256(data).hexdigest() != written["sha256"]:
@@ -122,7 +127,7 @@ def read_file(path: Path, file: str, marker: dict[str, Any]) -> bytes:
 
 def _file_damage(path: Path, file: str, written: dict[str, Any]) -> str | None:
     try:
-        with open(path, "rb", buffering=0) as stream:
+        with open_within(path, file) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size < written["bytes"]:
                 return f"{file}: truncated: {size} of {written['bytes']} bytes"

@@ -26,10 +26,13 @@ from hyper_parallel.checkpoint.part import GivenUpError, Part
 from hyper_parallel.checkpoint.piece import Piece, check, dtype_name
 from hyper_parallel.checkpoint.ranks import Ranks, agree, ranks_of
 from hyper_parallel.checkpoint.sealed import check_state
+from hyper_parallel.checkpoint.validate import LARGEST_ASSET
 from hyper_parallel.compat import backend
 from hyper_parallel.compat.absent import present
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Mesh
+from hyper_parallel.units import format_bytes
+from hyper_parallel.untrusted import is_plain_name
 
 
 class Writer:
@@ -251,8 +254,12 @@ def _block_of(pieces: Mapping[str, Piece], block: plan.Block) -> memoryview:
 
 def _checked(assets: Mapping[str, bytes]) -> dict[str, bytes]:
     for name, data in assets.items():
-        if not name or name.startswith(".") or "/" in name or not isinstance(data, bytes):
+        if not is_plain_name(name) or not isinstance(data, bytes):
             raise CheckpointError(
                 f"asset {name!r}: an asset is a plain file name (no folder, no leading dot) and its bytes"
+            )
+        if len(data) > LARGEST_ASSET:
+            raise CheckpointError(
+                f"asset {name!r} has {format_bytes(len(data))}, and may have {format_bytes(LARGEST_ASSET)}"
             )
     return dict(assets)

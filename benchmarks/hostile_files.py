@@ -1,0 +1,184 @@
+"""Give the commands files that somebody forged, damaged or made to hurt, and see that each ends in one line.
+
+    python benchmarks/hostile_files.py [--seed 0] [--kind checkpoints|models|runs]
+
+300 forged or damaged checkpoints and model folders, whose digests are right and whose content is not, and 100 hostile
+run files. Each goes to a command in this process. It has to end by itself, within `CPU_S` seconds of computing, with
+exit code 2 and one line of text, or do what a good file has it do ("harmless": the change meant nothing); and nothing
+may be written but what the command is asked to write, for which everything around it is looked at before and after.
+
+Prints a table, writes ``benchmarks/results/hostile_files.json``, and exits with 1 when one case ends otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hostile_checkpoints
+
+from hyper_parallel.cli.main import main as command
+
+CPU_S = 2.0
+"""Of computing, at most; a time by the clock says little on a machine that others use."""
+WALL_S = 60
+"""After which a case that waits for something is ended."""
+RESULT = Path(__file__).parent / "results" / "hostile_files.json"
+GOOD = ("refused", "harmless")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one case ended."""
+
+    kind: str
+    name: str
+    verdict: str
+    """`refused` or `harmless`; anything else is a defect."""
+    said: str
+    cpu_s: float
+
+
+class _Overrun(BaseException):
+    """The clock ran out."""
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Overrun
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(WALL_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(kind: str, name: str, folder: Path, run: Callable[[], Any], made: Sequence[str] = ()) -> Outcome:
+    """Run one case in `folder`, in which nothing may change but what begins with a name in `made`."""
+    there, said = _listing(folder, made), io.StringIO()
+    code: Any = 0
+    began = time.process_time()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            with _limited():
+                run()
+        except SystemExit as end:
+            code = end.code
+        except _Overrun:
+            code = "waited"
+        except BaseException:
+            code = "traceback"
+            traceback.print_exc()
+    spent = time.process_time() - began
+    text = said.getvalue().replace(str(folder), "…")
+    lines = text.splitlines()
+    if _listing(folder, made) != there:
+        verdict = "wrote elsewhere"
+    elif code in ("waited", "traceback"):
+        verdict = code
+    elif spent > CPU_S:
+        verdict = "took long"
+    elif code == 2 and len(lines) == 1:
+        verdict = "refused"
+    elif not code:
+        verdict = "harmless"
+    else:
+        verdict = f"ended with {code} and {len(lines)} lines"
+    return Outcome(kind, name, verdict, (lines or [""])[-1][:300], round(spent, 3))
+
+
+def _listing(folder: Path, made: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if not name.startswith(tuple(made)) or not made:
+            seen = os.lstat(path)
+            found[name] = (
+                seen.st_mode,
+                *(() if stat.S_ISDIR(seen.st_mode) else (seen.st_size, seen.st_mtime_ns)),
+            )
+    return found
+
+
+def checkpoints(seed: int, count: int, root: Path) -> Iterator[Outcome]:
+    """The named forgeries, and drawn ones until there are `count`; each is exported."""
+    pristine = hostile_checkpoints.pristine(root / "pristine")
+    draw = random.Random(seed)
+    cases = list(hostile_checkpoints.CASES.items())[:count]
+    cases += [hostile_checkpoints.mutated(draw) for _ in range(count - len(cases))]
+    for name, case in cases:
+        with _folder(root) as folder:
+            canary = folder / "canary"
+            canary.mkdir()
+            shutil.copytree(pristine.parent, folder / "run")
+            path = folder / "run" / pristine.name
+            case(path, canary)
+            arguments = ["export", str(path), str(folder / "exported")]
+            yield attempt("checkpoint", name, folder, lambda a=arguments: command(a), ["exported"])
+
+
+@contextlib.contextmanager
+def _folder(root: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+KINDS: dict[str, tuple[Callable[[int, int, Path], Iterator[Outcome]], int]] = {
+    "checkpoints": (checkpoints, 180),
+}
+"""Kind to its cases and how many there are."""
+
+
+def main() -> None:
+    """Run the cases and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS, default=None)
+    options = parser.parse_args()
+    found: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as root:
+        for kind, (cases, count) in KINDS.items():
+            if options.kind in (None, kind):
+                found += cases(options.seed, count, Path(root))
+    bad = [outcome for outcome in found if outcome.verdict not in GOOD]
+    counts = {
+        kind: dict(Counter(o.verdict for o in found if o.kind == kind))
+        for kind in dict.fromkeys(o.kind for o in found)
+    }
+    for kind, verdicts in counts.items():
+        slowest = max(o.cpu_s for o in found if o.kind == kind)
+        print(f"{kind}: {verdicts}, at most {slowest:.2f} s of computing")
+    for outcome in bad:
+        print(f"  {outcome.kind} {outcome.name!r}: {outcome.verdict}: {outcome.said}")
+    if options.kind is None:
+        body = {"seed": options.seed, "python_O": sys.flags.optimize > 0, "verdicts": counts}
+        RESULT.write_text(json.dumps({**body, "cases": [asdict(o) for o in found]}, indent=1) + "\n")
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Validation of a checkpoint's marker and indexes: what they say is checked whole before any of it is used.
+
+A digest says that a file is what somebody wrote, not that it was this program. So every name, number and range that a
+reader will go by has to be one that the writer can have written:
+
+- The files are those that the format names, and assets with plain names: none leads out of the folder.
+- A block's bytes lie within its file, as many as its box has elements, and no two blocks share any: reading never
+  takes more memory than the checkpoint takes on the disk.
+- The blocks of a tensor lie within it and have each of its elements once: none is left as memory happened to be.
+
+Each function raises ValueError, with the place and the reason in words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint.piece import SAFETENSORS_NAMES, dtype_name
+from hyper_parallel.checkpoint.sealed import LARGEST
+from hyper_parallel.layout import Box
+from hyper_parallel.untrusted import is_plain_name
+
+LARGEST_ASSET = 256 * 2**20
+"""Bytes of a file beside the tensors, at most; all are read as a whole."""
+DTYPES = {dtype_name(dtype): dtype for dtype in SAFETENSORS_NAMES}
+"""The element types that a checkpoint may hold, by the names that its indexes have."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MOST = 2**63 - 1
+_MOST_DIMS = 32
+_MOST_RANKS = 2**20
+_MOST_PAIRS = 10**8
+"""Of blocks that are compared with each other, at most."""
+
+
+def marker(body: dict[str, Any]) -> None:
+    """``commit.json``: as many ranks as the mesh has, their files by the format's names, and nothing else."""
+    _need(body.get("format") == names.FORMAT, f"its format is not {names.FORMAT!r}")
+    _need(_is_count(body.get("step")), "its step is no count")
+    world: Any = body.get("world")
+    mesh: Any = body.get("mesh")
+    _need(_is_count(world) and 1 <= world <= _MOST_RANKS, "its world is no number of ranks")
+    _need(
+        isinstance(mesh, list) and len(mesh) <= _MOST_DIMS and all(map(_is_axis, mesh)),
+        "its mesh is no list of axes",
+    )
+    _need(math.prod(size for _, size in mesh) == world, "its mesh has another number of ranks than its world")
+    listed: Any = body.get("ranks")
+    _need(isinstance(listed, list) and len(listed) == world, "its ranks are not as many as its world")
+    ranks = [{"data": names.data_file(rank), "index": names.index_file(rank)} for rank in range(world)]
+    _need(listed == ranks, "its ranks do not have the files that the format names")
+    files: Any = body.get("files")
+    _need(isinstance(files, dict), "its files are no mapping")
+    known = {file for rank in ranks for file in rank.values()}
+    for name, written in files.items():
+        folder, slash, asset = name.partition("/")
+        is_asset = bool(slash) and folder == names.ASSETS and is_plain_name(asset)
+        _need(name in known or is_asset, f"it names the file {_shown(name)}, which no checkpoint has")
+        digests = isinstance(written, dict) and _is_digest(written.get("sha256"))
+        _need(digests and _is_count(written.get("bytes")), f"{name} has no size and digest")
+        limit = LARGEST_ASSET if is_asset else _MOST if name.endswith(".safetensors") else LARGEST
+        _need(written["bytes"] <= limit, f"{name} is larger than such a file can be")
+    missing = sorted(known - files.keys())
+    _need(not missing, f"{missing[0] if missing else ''} has no size and digest")
+    _need(isinstance(body.get("state"), dict), "its state is no mapping")
+
+
+def index(body: dict[str, Any], rank: int, marked: Mapping[str, Any]) -> None:
+    """The index of one rank, which has to fit to a marker that is valid."""
+    _need(body.get("rank") == rank, f"it is not that of rank {rank}")
+    _need(body.get("step") == marked["step"], "it is of another step")
+    _need(body.get("mesh") == marked["mesh"], "it is of another mesh")
+    file = names.data_file(rank)
+    written = marked["files"][file]
+    data = {"file": file, "bytes": written["bytes"], "sha256": written["sha256"]}
+    _need(body.get("data") == data, f"it is of another {file}")
+    tensors: Any = body.get("tensors")
+    _need(isinstance(tensors, dict), "its tensors are no mapping")
+    ranges: list[tuple[int, int]] = []
+    for name, tensor in tensors.items():
+        _need(0 < len(name) <= 4096 and name.isprintable(), f"a tensor's name is {_shown(name)}")
+        _need(isinstance(tensor, dict), f"{name} is no mapping")
+        shape: Any = tensor.get("shape")
+        dtype: Any = tensor.get("dtype")
+        pieces: Any = tensor.get("pieces")
+        _need(_is_shape(shape), f"the shape of {name} is none")
+        _need(
+            isinstance(dtype, str) and dtype in DTYPES, f"the element type of {name} is none that is stored"
+        )
+        _need(isinstance(tensor.get("layout"), str), f"the layout of {name} is no text")
+        _need(isinstance(pieces, list), f"the blocks of {name} are no list")
+        for piece in pieces:
+            _need(isinstance(piece, dict), f"a block of {name} is no mapping")
+            ranges.append(_block(piece, name, shape, DTYPES[dtype].itemsize, written["bytes"]))
+    ranges.sort()
+    for (_, stop), (start, _) in itertools.pairwise(ranges):
+        _need(stop <= start, f"two blocks share bytes of {file}")
+
+
+def _block(piece: dict[str, Any], name: str, shape: list[int], itemsize: int, size: int) -> tuple[int, int]:
+    """The range of a block's bytes in a file of `size` bytes."""
+    offset: Any = piece.get("offset")
+    extent: Any = piece.get("size")
+    span: Any = piece.get("bytes")
+    _need(
+        _is_shape(offset)
+        and _is_shape(extent)
+        and len(offset) == len(extent) == len(shape)
+        and all(o + e <= length for o, e, length in zip(offset, extent, shape, strict=True)),
+        f"a block of {name} does not lie within it",
+    )
+    _need(
+        isinstance(span, list)
+        and len(span) == 2
+        and all(map(_is_count, span))
+        and span[0] <= span[1] <= size
+        and span[1] - span[0] == math.prod(extent) * itemsize,
+        f"a block of {name} has other bytes than its elements take",
+    )
+    _need(_is_digest(piece.get("sha256")), f"a block of {name} has no digest")
+    return span[0], span[1]
+
+
+def whole(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> None:
+    """All blocks of a tensor, of all ranks: each of its elements is in one of them, and in no second one."""
+    found = [box for box in boxes if math.prod(box.size)]
+    held = sum(math.prod(box.size) for box in found)
+    _need(held == math.prod(shape), f"{held} of {math.prod(shape)} elements of {name} are there")
+    if len(found) < 2 or not shape:
+        _need(len(found) < 2, f"{name} is there twice")
+        return
+    start = np.array([box.offset for box in found], np.int64)
+    stop = start + np.array([box.size for box in found], np.int64)
+    # Along the dim that is cut most, a block can only meet those that begin before it ends.
+    dim = max(range(len(shape)), key=lambda d: len(np.unique(start[:, d])))
+    order = np.argsort(start[:, dim], kind="stable")
+    start, stop = start[order], stop[order]
+    last = np.searchsorted(start[:, dim], stop[:, dim], "left")
+    pairs = int((last - np.arange(len(found))).sum())
+    _need(pairs <= _MOST_PAIRS, f"{name} is in {len(found)} blocks, more than can be compared")
+    for i in range(len(found) - 1):
+        others = slice(i + 1, int(last[i]))
+        meets = (start[others] < stop[i]) & (start[i] < stop[others])
+        _need(not meets.all(axis=1).any(), f"two blocks of {name} hold the same elements")
+
+
+def _need(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _is_shape(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_DIMS
+        and all(map(_is_count, value))
+        and math.prod(max(length, 1) for length in value) <= _MOST
+    )
+
+
+def _is_axis(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    name, size = value
+    return isinstance(name, str) and _is_count(size) and 1 <= size <= _MOST_RANKS
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def _shown(name: str) -> str:
+    """A name that nobody vouches for, short and in one line."""
+    return ascii(name if len(name) <= 80 else name[:77] + "...")

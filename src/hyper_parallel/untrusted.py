@@ -1,0 +1,154 @@
+"""Reading what somebody else may have written: regular files only, of a bounded size, names that stay in their folder.
+
+A file from elsewhere may be a pipe that blocks whoever opens it, a link to another place, a device without an end, or a
+text that takes a thousand times its own size once it is parsed. Every reader of a checkpoint, a model's folder, a run
+file or a cache goes through here, so that what it may meet is decided in one place:
+
+- `open_regular`, `open_within`: a descriptor of a regular file, and of nothing else; never waits.
+- `read_bytes`, `read_json`: at most so many bytes, at most so deeply nested.
+- `is_plain_name`: whether a name that was read from a file can be joined to a folder and stay inside of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from io import FileIO
+from typing import Any
+
+from hyper_parallel.units import format_bytes
+
+DEPTH = 64
+"""Of lists and mappings in each other, at most. Files that anybody writes are a tenth as deep."""
+_KINDS = (
+    (stat.S_ISDIR, "it is a folder"),
+    (stat.S_ISFIFO, "it is a pipe"),
+    (stat.S_ISSOCK, "it is a socket"),
+    (stat.S_ISCHR, "it is a device"),
+    (stat.S_ISBLK, "it is a device"),
+)
+
+
+def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> FileIO:
+    """Open a regular file for reading, without a buffer. `links`: the path itself may be a symbolic link.
+
+    Raises OSError, with the reason in words, for anything else, and waits for nothing.
+    """
+    return _opened(os.fspath(path), links, None)
+
+
+def open_within(folder: str | os.PathLike[str], name: str) -> FileIO:
+    """Open a regular file below a folder by a relative name, none of whose parts may be a symbolic link.
+
+    The folder itself may be one. Raises OSError as `open_regular` does.
+    """
+    *parents, last = name.split("/")
+    if not all(map(is_plain_name, (*parents, last))):
+        raise OSError(errno.EINVAL, "its name leads out of the folder")
+    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for parent in parents:
+            there = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            os.close(here)
+            here = there
+        return _opened(last, False, here)
+    finally:
+        os.close(here)
+
+
+def _opened(path: str, links: bool, folder: int | None) -> FileIO:
+    # Looked at before it is opened, since opening a device may do something; and after, since it may be exchanged.
+    _refuse_irregular(os.stat(path, dir_fd=folder, follow_symlinks=links))
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags, dir_fd=folder)
+    try:
+        _refuse_irregular(os.fstat(descriptor))
+        return FileIO(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _refuse_irregular(found: os.stat_result) -> None:
+    if stat.S_ISREG(found.st_mode):
+        return
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a symbolic link, and only a file of its own may be here")
+    words = next((words for is_kind, words in _KINDS if is_kind(found.st_mode)), "it is no file")
+    raise OSError(errno.EINVAL, f"{words}, and a file is needed")
+
+
+def read_bytes(file: FileIO, limit: int) -> bytes:
+    """All of an open file, and close it. Raises OSError where it has more than `limit` bytes, before reading them."""
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        found = b"" if size > limit else _all_of(file, limit)
+        if size > limit or len(found) > limit:
+            raise OSError(
+                errno.EFBIG, f"it has {format_bytes(max(size, len(found)))}, more than {format_bytes(limit)}"
+            )
+        return found
+
+
+def _all_of(file: FileIO, limit: int) -> bytes:
+    parts, left = [], limit + 1
+    while left and (part := file.read(left)):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def read_json(path: str | os.PathLike[str], limit: int, *, links: bool = True) -> Any:
+    """The content of a JSON file. Raises OSError as `open_regular` and `read_bytes` do, ValueError as `parse_json`."""
+    return parse_json(read_bytes(open_regular(path, links=links), limit))
+
+
+def parse_json(data: bytes | str) -> Any:
+    """What a JSON text says. Raises ValueError, with the reason in words, also where it is nested too deeply."""
+    try:
+        found = json.loads(data)
+    except UnicodeDecodeError as error:
+        raise ValueError("not JSON: it is not UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError("not JSON: it has a number that is too long") from error
+    except RecursionError as error:
+        raise ValueError(f"not JSON of at most {DEPTH} levels: it is nested too deeply") from error
+    level = [found]
+    for _ in range(DEPTH):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return found
+    raise ValueError(f"not JSON of at most {DEPTH} levels: it is nested too deeply")
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name names a file in a folder: printable text, no separators, no leading dot, no longer than may be."""
+    if not isinstance(name, str) or not name or name.startswith(".") or not name.isprintable():
+        return False
+    return not set(name) & set("/\\") and len(name.encode("utf-8", "surrogatepass")) <= 255
+
+
+def not_ours(folder: str | os.PathLike[str]) -> str | None:
+    """Why a folder is not this user's alone to write, in words; None if it is. Raises OSError if it is not there."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is no folder"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"other users may write there (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def printable(text: str) -> str:
+    """Text for a terminal or a log: what would move a cursor or break the line is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
