@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import attack_models
 import budget
 import memory
 import offload_choices_pages
@@ -32,6 +33,7 @@ class Written:
 
 
 PARTS = (
+    Written("families.md", "attack_models.py", "attack_models.json", attack_models.page),
     Written("plan-search.md", "plan_search.py", "plan_search.json", plan_search.lines),
     Written("tiers.md", "tiers.py", "tiers.json", tiers.page),
     Written("memory.md", "memory.py", "memory.json", memory.page),

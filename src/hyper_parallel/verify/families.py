@@ -142,7 +142,7 @@ FAMILIES: dict[str, Fields] = {
 }
 """Family to the fields of its config; `model_type` says which config, `attn_implementation` is not the config's."""
 
-EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 """The keys under which configs say how many experts a layer has."""
 
 WITH_EXPERTS = frozenset(

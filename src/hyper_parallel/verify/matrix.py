@@ -56,8 +56,8 @@ def family_config(
     )
 
 
-def build_model(family: Settings) -> nn.Module:
-    """An unmodified Transformers model on the meta device.
+def build_model(family: Settings, device: str = "meta") -> nn.Module:
+    """An unmodified Transformers model; on the "cpu" its values are those of the seed 0, whenever it is built.
 
     On one device its experts are computed one by one: Transformers' grouped product refuses odd widths on a CPU.
     """
@@ -67,7 +67,8 @@ def build_model(family: Settings) -> nn.Module:
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     vision = getattr(config, "vision_config", None) is not None
     kind: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    with local_tensor.one_device(), torch.device("meta"):
+    with local_tensor.one_device(), torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(0)
         model: nn.Module = kind.from_config(config, experts_implementation="eager")
     return model.train()
 
@@ -120,15 +121,16 @@ def one_device(
     batch: Tensors,
     train: Settings | None = None,
     length: int = LENGTH,
+    device: str = "meta",
 ) -> StepOutcome:
-    """The reference: the same precision, nothing spread, the whole batch at once."""
+    """The reference: the same precision, nothing spread, the whole batch at once. `device`: where it is built."""
     precision = {key: value for key, value in strategy.items() if key == "precision"}
     config = family_config(family, precision, {**(train or {}), "micro_batch": None}, length)
-    return step_of(build_model(family), config, alone(config.strategy), batch, "traceable", None)
+    return step_of(build_model(family, device), config, alone(config.strategy), batch, "traceable", None)
 
 
 def run_cell(config: RunConfig, model: nn.Module, batch: Tensors, one: StepOutcome) -> Report:
-    """One step of a model on the meta device under the file's strategy, against `one`.
+    """One step of a model under the file's strategy, against `one`.
 
     Raises what a run with this file would raise.
     """

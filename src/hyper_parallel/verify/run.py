@@ -132,7 +132,9 @@ def step_of(
     update_from: Tensors | None,
     device: torch.device | str = "cpu",
 ) -> StepOutcome:
-    """One step of a model on the meta device under a strategy, with the values of the run's seed or folder."""
+    """One step of a model under a strategy; on the meta device it gets the values of the run's seed or folder."""
+    without_values = any(parameter.is_meta for parameter in model.parameters())
     parallelize(model, strategy, lowering=lowering, alone=strategy.axes.world == 1)
-    fill_model(model, config, device)
+    if without_values:
+        fill_model(model, config, device)
     return run_step(model.train(), config, batch, update_from)

@@ -1,0 +1,173 @@
+"""Any family of Transformers at a size that a test can train: its default config with sizes cut, ratios kept.
+
+A default config has the sizes of a published model. What is cut follows from what a key counts, which its name says
+across families: layers, heads, features of a head, other widths, experts, tokens, positions. Heads go to 8 and the
+hidden size to 64; key-value heads and all other widths keep their ratio to them, so that what divided still divides. Of
+layers that differ (attention with a window, with experts, recurrent …) the first of each kind stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Fields = dict[str, Any]
+
+HIDDEN, HEADS, HEAD, LAYERS, VOCABULARY, POSITIONS, WINDOW, EXPERTS = 64, 8, 8, 2, 136, 64, 8, 8
+
+# What a key counts, by its name. The first that matches counts; the order matters.
+_LAYERS = re.compile(
+    r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|num_blocks|num_layers_per_stack"
+)
+_STATE_HEADS = re.compile(r"mamba_n_heads|mamba_num_heads")
+_KV = re.compile(r"\w*(key_value_heads|kv_heads)")
+_HEADS = re.compile(r"\w*(attention_heads|num_heads|n_heads?|num_query_groups)")
+_HEAD = re.compile(r"\w*(head_dim|d_head|dim_head|kv_channels|head_size|rotary_dim)")
+_VOCABULARY = re.compile(r"\w*vocab_size\w*")
+_TOKEN = re.compile(r"\w*token_ids?|\w+_index")
+_POSITIONS = re.compile(
+    r"\w*(max_position|n_positions|n_ctx|max_seq_len|context_length|max_target_pos|max_source_pos)\w*"
+)
+_WINDOW = re.compile(
+    r"(?!max_window|num_)\w*(window|attention_chunk_size|local_attention|index_topk)(_size|_len)?"
+)
+_CHUNK = re.compile(r"\w*(chunk_size|chunk_length)")
+_EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts|zero_expert_num")
+_CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_topk|moe_k")
+_GROUPS = re.compile(r"n_group|num_expert_group")
+_CHOSEN_GROUPS = re.compile(r"topk_group")
+_DENSE = re.compile(r"first_k_dense_replace|num_dense_layers")
+_WIDTH = re.compile(
+    r"\w*(hidden|intermediate|ffn|feed_forward|dff|dim|d_model|n_embd|inner|width|rank|embedding|emb|state_size"
+    r"|d_state|dim_ff|d_ssm)\w*"
+)
+_RATE = re.compile(r"\w*(drop|jitter)\w*")
+
+_HEADS_OF_MODEL = (
+    *("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads", "num_decoder_attention_heads"),
+    *("attention_heads", "num_heads"),
+)
+_LAYERS_OF_MODEL = (
+    *("num_hidden_layers", "n_layers", "n_layer", "num_layers", "decoder_layers", "num_decoder_layers"),
+    "num_blocks",
+)
+
+_HYBRID = {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]}
+
+EXCEPTIONS: Mapping[str, Fields] = {
+    # Sizes that must multiply to others of the config.
+    "bamba": {"mamba_d_head": 8},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "mamba2": {"num_heads": 16},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 16, "num_hidden_layers": 4, **_HYBRID},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 16, "kv_channels": 8, "mamba_headdim": 16},
+    "longcat_flash": {"qk_head_dim": 16},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48], "num_buckets": 4},
+    # Layers named one by one elsewhere in the config.
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": 128,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+    },
+    # Values that a default leaves out and the model cannot do without.
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 8},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 1,
+    },
+    "xlm": {"causal": True},
+    "xlnet": {"attn_type": "uni"},
+    "xmod": {"default_language": "en_XX"},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {
+            "hidden_size": HIDDEN,
+            "ffn_hidden_size": 112,
+            "moe_num_experts": EXPERTS,
+            "moe_top_k": 2,
+        },
+    },
+}
+"""By `model_type`, what cannot be told from a key's name, with the reason."""
+
+
+def shrunken(config: Any) -> Fields:
+    """The fields that make a Transformers config small: `model_type` and what differs from its class's default.
+
+    Nothing is dropped at random, and a decoder is asked for where the class knows encoders too.
+    """
+    fields = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "transformers_version")}
+    hidden = _first(fields, "hidden_size", "n_embd", "d_model", "embedding_dim", "emb_dim") or HIDDEN
+    heads = _first(fields, *_HEADS_OF_MODEL) or HEADS
+    layers, kept = _kept_layers(fields)
+    made: Fields = {"vocab_size": VOCABULARY}
+    for key, value in fields.items():
+        small = _small(key, value, hidden, heads, layers, kept)
+        if small is not None and small != value:
+            made[key] = small
+    return {"model_type": config.model_type, **made, **EXCEPTIONS.get(config.model_type, {})}
+
+
+def _small(key: str, value: Any, hidden: int, heads: int, layers: int, kept: list[int]) -> Any:
+    """The value of a small config; None to leave the key as it is."""
+    if _is_by_layer(value, layers):
+        chosen = [value[at] for at in kept]
+        return [_small(key, one, hidden, heads, layers, kept) or one for one in chosen]
+    if isinstance(value, float) and _RATE.fullmatch(key):
+        return 0.0
+    if value is None:
+        return {"head_dim": HEAD, "num_key_value_heads": HEADS}.get(key)
+    if isinstance(value, bool):
+        return True if key == "is_decoder" else None
+    if not isinstance(value, int) or value <= 0:
+        return None
+    known = {
+        _LAYERS: len(kept),
+        _STATE_HEADS: 2 * HIDDEN // HEAD,
+        _KV: max(1, round(HEADS * value / heads)),
+        _HEADS: max(1, round(HEADS * value / heads)),
+        _HEAD: min(value, HEAD),
+        _VOCABULARY: min(value, VOCABULARY),
+        _TOKEN: value if value < 8 else 3,
+        _POSITIONS: POSITIONS,
+        _WINDOW: min(value, WINDOW),
+        _CHUNK: min(value, WINDOW),
+        _EXPERTS: min(value, EXPERTS),
+        _CHOSEN: min(value, 2),
+        _GROUPS: min(value, 2),
+        _CHOSEN_GROUPS: 1,
+        _DENSE: min(value, 1),
+        _WIDTH: max(8, 4 * round(value * HIDDEN / hidden / 4)) if value >= 32 else value,
+    }
+    return next((small for pattern, small in known.items() if pattern.fullmatch(key)), None)
+
+
+def _is_by_layer(value: Any, layers: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == layers and layers > LAYERS
+
+
+def _kept_layers(fields: Fields) -> tuple[int, list[int]]:
+    """The number of layers, and which stay: the first of each kind, four at most and two at least."""
+    layers = _first(fields, *_LAYERS_OF_MODEL) or LAYERS
+    by_layer = [value for value in fields.values() if _is_by_layer(value, layers)]
+    kinds = [str([value[at] for value in by_layer]) for at in range(layers)]
+    kept = sorted({kind: at for at, kind in reversed(list(enumerate(kinds)))}.values())[:4]
+    kept += [at for at in range(layers) if at not in kept][: max(LAYERS - len(kept), 0)]
+    return layers, sorted(kept)
+
+
+def _first(fields: Fields, *names: str) -> int | None:
+    return next((v for name in names if isinstance(v := fields.get(name), int) and v > 0), None)

@@ -1,0 +1,51 @@
+"""A family's default config with its sizes cut: small enough to train in a test, and divided as it was."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from hyper_parallel.verify.matrix import build_model
+from hyper_parallel.verify.shrink import HEADS, HIDDEN, VOCABULARY, shrunken
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        # 32 heads of 128 and 4096 features, 11008 between: 43/16 of them.
+        ("llama", {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 8}),
+        # A quarter as many key-value heads as query heads.
+        ("mistral", {"num_key_value_heads": 2}),
+        ("falcon", {"num_kv_heads": 8, "num_attention_heads": 8}),
+        ("deepseek_v3", {"qk_rope_head_dim": 8, "n_routed_experts": 8, "first_k_dense_replace": 1}),
+        # One attention with a window and one without.
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+        ("gpt2", {"n_embd": 64, "n_head": 8, "n_layer": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0}),
+        ("bert", {"is_decoder": True}),
+    ],
+)
+def test_sizes_are_cut_and_ratios_kept(family: str, fields: dict[str, object]) -> None:
+    made = shrunken(CONFIG_MAPPING[family]())
+    default = CONFIG_MAPPING[family]().to_dict()
+    for key, value in fields.items():
+        assert made.get(key, default[key]) == value, key
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba", "gemma3n_text", "opt", "xglm", "zamba2"])
+def test_a_small_config_makes_a_small_model(family: str) -> None:
+    model = build_model(shrunken(CONFIG_MAPPING[family]()))
+    embedding = model.get_input_embeddings()
+    assert embedding.weight.shape[0] == VOCABULARY
+    assert sum(math.prod(p.shape) for p in model.parameters()) < 10**6
+    config = model.config.get_text_config()
+    assert config.hidden_size == HIDDEN
+    assert config.num_attention_heads == HEADS
+
+
+def test_a_model_that_is_built_with_values_has_the_same_ones_each_time() -> None:
+    fields = shrunken(CONFIG_MAPPING["apertus"]())
+    first, second = (dict(build_model(fields, "cpu").named_parameters()) for _ in range(2))
+    assert all(p.equal(second[name]) for name, p in first.items())
+    assert not any(p.is_meta for p in first.values())
