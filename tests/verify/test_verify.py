@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from harness import run_ranks
 from hyper_parallel.cli.main import main
+from hyper_parallel.compat import backend
 from hyper_parallel.compat.local_tensor import per_rank, simulated_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.launch import Worker
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.handle import ShardedModel
 from hyper_parallel.train.build import unsharded
 from hyper_parallel.train.optimizer.adamw import AdamW
 from hyper_parallel.verify import Report, verify_file
+from hyper_parallel.verify.report import TOLERANCE
+from hyper_parallel.verify.run import RESULT, worker_main
 from hyper_parallel.verify.step import rows_to_verify
 
 STRATEGY = {"axes": {"shard": 2, "tensor": 2}, "sequence": True}
@@ -146,6 +151,53 @@ def test_a_branch_that_ranks_take_differently_is_refused_by_the_one_process_driv
         bool(per_rank(lambda rank: torch.tensor(rank > 0)))
     with pytest.raises(StrategyError, match="--driver gloo"), simulated_ranks(2):
         _ = per_rank(lambda rank: torch.tensor(rank + 1)).item() > 1
+
+
+def test_rounding_is_told_from_a_mistake_by_float64(
+    run_file: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TOLERANCE, "float32", 1e-8)
+    report = verify_file(config_of(run_file))
+    assert report.off and report.float64 is not None and report.rounding is not None
+    assert report.ok, report.failures
+    assert max(p.gradient for p in report.float64.parameters) < 1e-12
+    assert "they are rounding" in report.table()
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_a_mistake_is_one_in_float64_too(run_file: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Axis._reduce_scatter
+    monkeypatch.setattr(Axis, "_reduce_scatter", lambda self, x, dim: whole(self, x * (1 + 3e-5), dim))
+    report = verify_file(config_of(run_file))
+    assert not report.ok and report.float64 is not None
+    assert not report.float64.ok
+
+
+def test_what_only_float32_gets_wrong_is_wrong(
+    run_file: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Axis._reduce_scatter
+
+    def in_bfloat16(self: Axis, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return whole(self, x if x.dtype == torch.float64 else x.bfloat16().to(x.dtype), dim)
+
+    monkeypatch.setattr(Axis, "_reduce_scatter", in_bfloat16)
+    report = verify_file(config_of(run_file))
+    assert not report.ok and report.float64 is not None
+    assert report.float64.ok
+    assert "the mistake is one of precision" in report.table()
+
+
+def _decided_by_float64(rank: int, world: int, run_file: dict[str, Any]) -> None:
+    TOLERANCE["float32"] = 1e-8
+    worker_main(from_dict(run_file), Worker(rank, rank, world, world, torch.device("cpu"), backend("cpu")))
+
+
+def test_workers_decide_by_float64_together(run_file: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(_decided_by_float64, 2, {**run_file, "strategy": {"axes": {"shard": 2}}})
+    report = Report.from_json(json.loads((tmp_path / "out" / RESULT).read_text()))
+    assert report.float64 is not None and report.float64.ok
+    assert max(p.gradient for p in report.float64.parameters) < 1e-12
 
 
 def test_one_device_has_nothing_to_compare(run_file: dict[str, Any]) -> None:

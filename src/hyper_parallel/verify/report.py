@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,18 @@ from hyper_parallel.verify.step import StepOutcome
 # The one place for tolerances. An error is the largest difference of a tensor over its largest element (for a
 # gradient: at least 1e-4 of the gradient's norm, so that one that is all rounding is not measured by itself).
 # Splitting a sum over ranks adds its terms in another order; each addition rounds by half a unit in the last place,
-# 6e-8 in float32 and 4e-3 in bfloat16. A wrong factor or a term that is missing shows as 0.1 and more.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-2}
-# The update sees the same gradients on both sides and is element by element, apart from the clipping factor.
-UPDATE_TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3}
+# 6e-8 in float32, 4e-3 in bfloat16, 1e-16 in float64. A wrong factor or a term that is missing shows as 0.1 and more.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-2, "float64": 1e-9}
+# An update says little about the gradient that it was made from: AdamW's first, g / (|g| + ε), multiplies the rounding
+# of a gradient by ε / (|g| + ε)², by 1 / ε = 1e8 where it is next to nothing. So both sides make theirs from the same
+# gradients (`verify.step.run_step`). What is left is the clipping factor, whose relative error δ moves it by
+# δ |g| ε / (|g| + ε)² ≤ δ / 4, whatever the gradient, and the update's own rounding, element by element.
+UPDATE_TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float64": 1e-9}
+# Models multiply rounding too, some by more than the tolerance allows for. Where a difference is larger, both sides are
+# computed again in float64, where rounding is next to nothing and a mistake is as large as before. If they agree
+# there, the strategy may be off by what one device itself is off its float64: by that on both sides, and twice that,
+# since the largest of thousands of roundings varies from one order of the sums to another.
+ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,15 @@ class Difference:
     name: str
     layout: str
     gradient: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Errors on the scales of a `Report`: what one device is off its own step in float64, or what is allowed."""
+
+    gradient: float
+    """Of the loss, the gradient norm and every gradient, the worst."""
     value: float
 
 
@@ -43,17 +60,48 @@ class Report:
     parameters: list[Difference]
     """Every parameter, the worst first."""
 
+    float64: Report | None = None
+    """The same in float64; made only where there are differences beyond the tolerances."""
+    rounding: Rounding | None = None
+    """Made beside `float64`."""
+    undecided: str = ""
+    """Why it could not be made."""
+
     @property
     def failures(self) -> list[str]:
         """What is off by more than its tolerance, in words; empty when the strategy is right."""
-        tolerance, found = TOLERANCE[self.dtype], []
+        return self._off_by_more_than(self._limits)
+
+    @property
+    def off(self) -> list[str]:
+        """What is off by more than the tolerance of its dtype, rounding or not."""
+        return self._off_by_more_than(self._tolerances)
+
+    @property
+    def _tolerances(self) -> Rounding:
+        tolerance = TOLERANCE[self.dtype]
+        return Rounding(tolerance, UPDATE_TOLERANCE[self.dtype])
+
+    @property
+    def _limits(self) -> Rounding:
+        least = self._tolerances
+        if self.float64 is None or self.rounding is None or not self.float64.ok:
+            return least
+        own = self.rounding
+        return Rounding(
+            max(least.gradient, ROUNDINGS * own.gradient),
+            max(least.value, ROUNDINGS * own.value),
+        )
+
+    def _off_by_more_than(self, limits: Rounding) -> list[str]:
+        found = []
         for what, (one, many) in (("loss", self.loss), ("gradient norm", self.grad_norm)):
-            if not abs(one - many) <= tolerance * abs(one):
+            if not _relative(one, many) <= limits.gradient:
                 found.append(f"{what}: {many:.8g} instead of {one:.8g}")
         for p in self.parameters:
-            if not p.gradient <= tolerance:
+            if not p.gradient <= limits.gradient:
                 found.append(f"gradient of {p.name}: off by {_off(p.gradient)}")
-            if not p.value <= UPDATE_TOLERANCE[self.dtype]:
+            if not p.value <= limits.value:
                 found.append(f"updated value of {p.name}: off by {_off(p.value)}")
         return found
 
@@ -64,7 +112,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able, with every parameter."""
-        return {**asdict(self), "ok": self.ok, "failures": self.failures, "tolerance": TOLERANCE[self.dtype]}
+        told = {**asdict(self), "ok": self.ok, "failures": self.failures, "tolerance": TOLERANCE[self.dtype]}
+        return told if self.float64 is None else {**told, "float64": self.float64.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Report:
@@ -76,6 +125,9 @@ class Report:
             tuple(data["loss"]),
             tuple(data["grad_norm"]),
             [Difference(**p) for p in data["parameters"]],
+            None if data["float64"] is None else cls.from_json(data["float64"]),
+            None if data["rounding"] is None else Rounding(**data["rounding"]),
+            data["undecided"],
         )
 
     def table(self, worst: int = 8) -> str:
@@ -92,7 +144,7 @@ class Report:
         ):
             table.add_column(column, justify=justify)  # type: ignore[arg-type]
         for what, (one, many) in (("loss", self.loss), ("gradient norm", self.grad_norm)):
-            table.add_row(what, f"{one:.8g}", f"{many:.8g}", f"{abs(one - many) / max(abs(one), 1e-30):.1e}")
+            table.add_row(what, f"{one:.8g}", f"{many:.8g}", f"{_relative(one, many):.1e}")
         details = Table()
         for column in ("parameter", "layout", "gradient error", "update error"):
             details.add_column(column, overflow="fold")
@@ -108,12 +160,39 @@ class Report:
         console.print(details)
         if self.ok:
             limits = f"{TOLERANCE[self.dtype]:.0e} of each gradient, {UPDATE_TOLERANCE[self.dtype]:.0e} of each update"
-            console.print(f"right: {len(self.parameters)} parameters within {limits}")
+            if self.float64 is None:
+                console.print(f"right: {len(self.parameters)} parameters within {limits}")
+            else:
+                console.print(f"right: {self._exactly()}")
+                console.print(
+                    f"{len(self.off)} differences are more than {limits}, and no more than {ROUNDINGS} times what one "
+                    "device is off its own step in float64: they are rounding"
+                )
         else:
             console.print(f"WRONG in {len(self.failures)} places:")
             for failure in self.failures[:worst]:
                 console.print(f"  {failure}", markup=False)
+            if self.float64 is not None and self.float64.ok:
+                console.print(f"but {self._exactly()}: the mistake is one of precision")
+            if self.undecided:
+                console.print(f"not compared in float64: {self.undecided}", markup=False)
         return out.getvalue()
+
+    def _exactly(self) -> str:
+        return f"in float64, {len(self.parameters)} parameters agree within {TOLERANCE['float64']:.0e}"
+
+
+def settled(report: Report, one: StepOutcome, exact: tuple[StepOutcome, StepOutcome]) -> Report:
+    """`report`, with its differences judged by the same steps in float64: one device's, the strategy's.
+
+    All of them have updated from the gradients of `one`.
+    """
+    own = compare(exact[0], one, "", "", "float64")
+    gradients = (_relative(*own.loss), _relative(*own.grad_norm), *(p.gradient for p in own.parameters))
+    rounding = Rounding(max(gradients), max(p.value for p in own.parameters))
+    return replace(
+        report, float64=compare(*exact, report.strategy, report.driver, "float64"), rounding=rounding
+    )
 
 
 def compare(one: StepOutcome, many: StepOutcome, strategy: str, driver: str, dtype: str) -> Report:
@@ -145,8 +224,12 @@ def _gradient_error(one: torch.Tensor | None, many: torch.Tensor | None, norm: f
 def _error(one: torch.Tensor, many: torch.Tensor, scale: float) -> float:
     if one.shape != many.shape:
         return math.inf
-    off = float((one.float() - many.float()).abs().max())
+    off = float((one.double() - many.double()).abs().max())
     return off / scale if scale > 0 else off
+
+
+def _relative(one: float, many: float) -> float:
+    return abs(one - many) / max(abs(one), 1e-30)
 
 
 def _badness(error: float) -> float:

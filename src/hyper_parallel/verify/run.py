@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from dataclasses import replace
@@ -11,16 +12,17 @@ from typing import Literal
 import torch
 
 from hyper_parallel import launch
-from hyper_parallel.compat.local_tensor import simulated_ranks
+from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import StrategyError, WorkersFailedError
 from hyper_parallel.launch import Worker
-from hyper_parallel.shard import parallelize
+from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy import Precision, Strategy
 from hyper_parallel.train.build import fill_model, transformers_config, unsharded
 from hyper_parallel.verify.families import EXPERT_COUNTS
-from hyper_parallel.verify.report import Report, compare
+from hyper_parallel.verify.float64 import float64, widen
+from hyper_parallel.verify.report import Report, compare, settled
 from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
 
 Driver = Literal["local", "gloo"]
@@ -47,9 +49,7 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
     config = wide
     if driver == "local":
         one, batch, model = _one_device(config)
-        with simulated_ranks(config.strategy.axes.world):
-            many = step_of(model, config, config.strategy, batch, "traceable", one.gradients)
-        return _compared(config, one, many, f"all ranks in one process{said}")
+        return against_simulated(config, model, batch, one, f"all ranks in one process{said}")
     code = launch.run(config, f"{__name__}:worker_main")
     if code != 0:
         raise WorkersFailedError(code, config.out)
@@ -60,12 +60,56 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
 def worker_main(config: RunConfig, worker: Worker) -> None:
     """What each worker of the "gloo" driver runs; rank 0 leaves the report."""
     one, batch, model = _one_device(config)
+    again = copy.deepcopy(model)
     many = step_of(model, config, config.strategy, batch, "fsdp", one.gradients, worker.device)
+    report = _compared(config, one, many, f"{worker.world} workers over {worker.backend.collective}")
+    handle = sharded(model)
+    wrong = torch.tensor(0.0 if report.ok else 1.0, device=worker.device)
+    if handle.all_reduce(wrong, handle.mesh.names, "max") > 0:
+        report = _decided(report, config, again, batch, one, "fsdp", worker.device)
     if worker.rank == 0:
-        report = _compared(config, one, many, f"{worker.world} workers over {worker.backend.collective}")
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
         (out / RESULT).write_text(json.dumps(report.to_json(), indent=1))
+
+
+def against_simulated(
+    config: RunConfig, model: torch.nn.Module, batch: Tensors, one: StepOutcome, driver: str
+) -> Report:
+    """One step of a model on the meta device under the file's strategy, all ranks in this process, against `one`.
+
+    Raises what a run with this file would raise.
+    """
+    again = copy.deepcopy(model)
+    with _ranks(config):
+        many = step_of(model, config, config.strategy, batch, "traceable", one.gradients)
+    report = _compared(config, one, many, driver)
+    return report if report.ok else _decided(report, config, again, batch, one, "traceable")
+
+
+def _decided(
+    report: Report,
+    config: RunConfig,
+    model: torch.nn.Module,
+    batch: Tensors,
+    one: StepOutcome,
+    lowering: Lowering,
+    device: torch.device | str = "cpu",
+) -> Report:
+    """A report of differences, with the same steps in float64 to judge them by."""
+    whole, strategy, again = _at_once(config), config.strategy, copy.deepcopy(model)
+    try:
+        first = wide_step_of(again, whole, alone(strategy), batch, "traceable", one.gradients)
+        with _ranks(config) if lowering == "traceable" else contextlib.nullcontext():
+            second = wide_step_of(model, config, strategy, batch, lowering, one.gradients, device)
+    except (RuntimeError, TypeError, ValueError) as error:  # an operation that has no float64
+        return replace(report, undecided=" ".join(str(error).split())[:300])
+    return settled(report, one, (first, second))
+
+
+def _ranks(config: RunConfig) -> contextlib.AbstractContextManager[None]:
+    world = config.strategy.axes.world
+    return simulated_ranks(world) if world > 1 else contextlib.nullcontext()
 
 
 def _reduced(config: RunConfig) -> RunConfig:
@@ -117,10 +161,14 @@ def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors, torch.nn.Modul
     model, text = unsharded(config)
     untouched = copy.deepcopy(model)
     batch = rows_to_verify(config, text)
-    at_once = {"micro_batch": None, "loss": config.train.loss.model_copy(update={"chunk": "none"})}
-    whole = config.model_copy(update={"train": config.train.model_copy(update=at_once)})
     # The traceable lowering of nothing is the plain model, with or without a process group.
-    return step_of(model, whole, alone(config.strategy), batch, "traceable", None), batch, untouched
+    one = step_of(model, _at_once(config), alone(config.strategy), batch, "traceable", None)
+    return one, batch, untouched
+
+
+def _at_once(config: RunConfig) -> RunConfig:
+    changed = {"micro_batch": None, "loss": config.train.loss.model_copy(update={"chunk": "none"})}
+    return config.model_copy(update={"train": config.train.model_copy(update=changed)})
 
 
 def step_of(
@@ -138,3 +186,24 @@ def step_of(
     if without_values:
         fill_model(model, config, device)
     return run_step(model.train(), config, batch, update_from)
+
+
+def wide_step_of(
+    model: torch.nn.Module,
+    config: RunConfig,
+    strategy: Strategy,
+    batch: Tensors,
+    lowering: Lowering,
+    update_from: Tensors,
+    device: torch.device | str = "cpu",
+) -> StepOutcome:
+    """The same step from the same values, with float64 arithmetic throughout."""
+    strategy = strategy.model_copy(update={"precision": Precision()})
+    with float64():
+        parallelize(model, strategy, lowering=lowering, alone=strategy.axes.world == 1)
+    fill_model(model, config, device)
+    widen(model)
+    with one_device():
+        batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    with float64():
+        return run_step(model.train(), config, batch, update_from)
