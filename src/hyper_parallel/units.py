@@ -62,6 +62,21 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
 
 
+_TIMES = {"s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_seconds(text: str) -> float:
+    """900.0 from ``15min``. Raises ValueError with what is understood.
+
+    >>> parse_seconds("1.5h")
+    5400.0
+    """
+    found = _AMOUNT.fullmatch(text.strip().lower())
+    if found is None or found[2] not in _TIMES:
+        raise ValueError(f"{text!r} is no length of time; write 90s, 15min or 2h")
+    return float(found[1]) * _TIMES[found[2]]
+
+
 def format_duration(seconds: float) -> str:
     """Three digits in the unit that suits, for what kernels and steps take: ``85.2 µs``, ``3.12 ms``, ``1.24 s``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
 import os
@@ -17,7 +19,8 @@ from hyper_parallel.checkpoint.lock import open_folder
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
-from hyper_parallel.train import Summary, Trainer, register_tracker
+from hyper_parallel.train import Summary, Trainer, register_tracker, trainer
+from hyper_parallel.train.save_interval import SaveInterval
 from hyper_parallel.train.trackers import RunInfo
 
 
@@ -126,6 +129,20 @@ def test_an_interrupted_run_saves_and_goes_on_bit_for_bit(
     assert _tensors(second.checkpoint) == _tensors(expected.checkpoint)
     assert (second.initial_loss, second.eval_before) == (expected.initial_loss, expected.eval_before)
     assert second.eval_after == expected.eval_after
+
+
+@pytest.mark.parametrize("engine", ["graph", "eager"])
+def test_a_checkpoint_is_due_after_a_length_of_time(
+    engine: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A clock that goes on by a second with each look: one a step, and one a save.
+    seconds = itertools.count()
+    monkeypatch.setattr(trainer, "SaveInterval", functools.partial(SaveInterval, clock=lambda: next(seconds)))
+    train = {"steps": 6, "batch": 8, "engine": engine, "sample": {"tokens": 0}}
+    config = run_config(folder, f"timed-{engine}", checkpoint={"every": "2s", "keep": 9}, train=train)
+    run(config)
+    saved = sorted(path.name for path in (Path(config.out) / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000002", "step-00000004", "step-00000006"]
 
 
 def test_a_run_into_the_folder_of_one_that_is_live_is_refused_before_it_touches_anything(

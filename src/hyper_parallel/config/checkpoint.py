@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hyper_parallel.strategy.section import Section
+from hyper_parallel.units import parse_seconds
 
 
 class CheckpointConfig(Section):
     """Checkpoints: a folder a step, committed when complete, loadable into any strategy and number of workers."""
 
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0 writes one at the end only."""
+    every: Annotated[int | str, Field(json_schema_extra={"examples": ["15min", "2h", 500], "minimum": 0})] = (
+        "15min"
+    )
+    """How often one is written: a length of time (`90s`, `15min`, `2h`), or a number of steps. 0 writes one at the end
+    only. What a crash costs is at most what was trained in between."""
     keep: Annotated[int, Field(ge=1)] = 2
     """How many of the newest are kept; older ones go only after a newer one is durable."""
     background: bool = True
     """Write while training goes on; only the copy out of the device is waited for."""
     resume: bool = True
     """Continue from the newest verified checkpoint in the run's folder, if there is one."""
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _every_is_steps_or_time(cls, given: Any) -> Any:
+        told = f"must be a number of steps or a length of time such as 15min (got {given!r})"
+        if isinstance(given, str):
+            try:
+                seconds = parse_seconds(given)
+            except ValueError:
+                raise ValueError(told) from None
+            if seconds <= 0:
+                raise ValueError(
+                    "must be longer than no time at all; 0, a number of steps, writes at the end only"
+                )
+        elif isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise ValueError(told)
+        return given
+
+    @property
+    def every_steps(self) -> int | None:
+        """Steps between checkpoints; None where there are none but the last, or where the clock decides."""
+        return self.every if isinstance(self.every, int) and self.every else None
+
+    @property
+    def every_seconds(self) -> float | None:
+        """Seconds between checkpoints; None where steps decide."""
+        return parse_seconds(self.every) if isinstance(self.every, str) else None

@@ -59,13 +59,15 @@ class GraphStepper:
         ends = recipe.handle.all_reduce(batch.tokens.new_tensor(float(not ready)), recipe.handle.mesh.names)
         self._take(batch, recipe.tokens(batch), ends.item() > 0)
 
-    def run(self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float) -> StepResult:
+    def run(
+        self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float, save: bool = False
+    ) -> StepResult:
         """One step on the batch at hand. Arguments and errors are those of `Stepper.run`.
 
         Raises OutOfMemoryError, with what filled the memory, when the device's or the host's ran out.
         """
         if self._eager is not None:
-            return self._eager.run(load_next=load_next, stop=stop, memory=memory)
+            return self._eager.run(load_next=load_next, stop=stop, memory=memory, save=save)
         recipe, batch = self._recipe, self._batch
         device = self._tokens.device
         given = {
@@ -79,7 +81,9 @@ class GraphStepper:
         }
         while True:
             graph = self._graphs[BatchShape.of(batch.micro)]
-            host = _Host(recipe, self._graphs, batch, load_next, stop, memory, graph.load, self._replanning)
+            host = _Host(
+                recipe, self._graphs, batch, load_next, stop, memory, save, graph.load, self._replanning
+            )
             load = self._attempt(graph, given, host)
             if load is None:
                 break
@@ -180,13 +184,14 @@ class _Host:
         load_next: Callable[[], StepBatch] | None,
         stop: bool,
         memory: float,
+        save: bool,
         load: float | None,
         replanning: Replanning | None,
     ) -> None:
         """`load`: how many times their even share of the rows a rank's experts may get."""
         self._planned, self._replanning = load, replanning
         self._recipe, self._graphs, self._batch = recipe, graphs, batch
-        self._load_next, self._stop, self._memory = load_next, stop, memory
+        self._load_next, self._stop, self._memory, self._save = load_next, stop, memory, save
         self.following: StepBatch | None = None
 
     def __call__(self, point: str, values: Sequence[Tensor]) -> Tensor | None:
@@ -208,4 +213,4 @@ class _Host:
         ends = self.following is not None and not self._graphs.ready(BatchShape.of(self.following.micro))
         goes_on = self.following is not None
         changed = goes_on and self._replanning is not None and self._replanning.wanted()
-        return said_by(self.following, self._stop, self._memory, device, ends, changed)
+        return said_by(self.following, self._stop, self._memory, device, ends, changed, self._save)

@@ -19,9 +19,10 @@ from hyper_parallel.train.guard import shorten
 from hyper_parallel.train.optimizer import Optimizer, build_optimizer
 from hyper_parallel.train.schedule import Schedule, schedule
 
-SAID = 5
+SAID = 6
 """Numbers that a rank says in a step: valid tokens of the next batch, whether it was asked to stop, its memory, whether
-it has no graph for the next batch, whether links are not what its plan takes them to be."""
+it has no graph for the next batch, whether links are not what its plan takes them to be, whether it wants a checkpoint.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class StepResult:
     """Some rank has no graph for its next batch, so that all go on eagerly."""
     links_changed: bool = False
     """Some rank's links are not what its plan takes them to be, so that all plan anew."""
+    save: bool = False
+    """Some rank wants a checkpoint after this step."""
     expert_imbalance: float | None = None
     """The largest ratio, over the layers, of the busiest expert's load to the mean; None without experts."""
     expert_loads: Tensor | None = None
@@ -86,7 +89,7 @@ class Recipe:
         return self.handle.all_reduce(batch.tokens * _speaks(self.handle, ROW_AXES), self.handle.mesh.names)
 
     def summed(self, loss: Tensor, norm: Tensor, tokens: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
-        """(fp32 [9] for `result`, each expert's load) from this rank's part of the loss, and what it says, fp32 [5].
+        """(fp32 [10] for `result`, each expert's load) from this rank's part of the loss, and what it says, fp32 [6].
 
         One collective. The loss and the tokens are of all ranks only where one speaks for those that hold the same.
         """
@@ -103,14 +106,14 @@ class Recipe:
 
         Raises DataError when no token of the batch bears loss.
         """
-        loss, _, stops, held, ends, links, norm, valid, ratio = values.tolist()
+        loss, _, stops, held, ends, links, saves, norm, valid, ratio = values.tolist()
         if valid == 0:
             raise DataError(
                 f"step {batch.step + 1}: no token of the batch bears loss (rows {shorten(batch.rows)}); "
                 "check that the data's answers are not empty or cut off, or raise train.batch"
             )
         experts = (ratio, loads) if loads.numel() else (None, None)
-        return StepResult(loss, norm, int(valid), stops > 0, held, ends > 0, links > 0, *experts)
+        return StepResult(loss, norm, int(valid), stops > 0, held, ends > 0, links > 0, saves > 0, *experts)
 
 
 def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:

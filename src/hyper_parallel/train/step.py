@@ -78,11 +78,13 @@ class Stepper:
         """Take the next batch, whose valid `tokens` over all ranks are known."""
         self._batch, self._tokens = batch, tokens
 
-    def run(self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float) -> StepResult:
+    def run(
+        self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float, save: bool = False
+    ) -> StepResult:
         """One step on the batch at hand.
 
-        `load_next` loads the batch of the step after it, None if there is none. `stop` and `memory` are what this
-        rank has to say.
+        `load_next` loads the batch of the step after it, None if there is none. `stop`, `memory` and `save` are what
+        this rank has to say: whether it was asked to stop, what it holds, and whether it wants a checkpoint.
 
         Raises DataError when no token of the batch bears loss, and NonFiniteError when the loss or the gradient
         norm is not finite; parameters and optimizer are then as before the step. Every rank raises the same.
@@ -92,7 +94,7 @@ class Stepper:
         loss = accumulate(model, handle, batch, tokens, recipe.seed, recipe.loss)
         norm = handle.grad_norm()
         following = load_next() if load_next is not None else None
-        said = said_by(following, stop, memory, loss.device)
+        said = said_by(following, stop, memory, loss.device, save=save)
         values, loads = recipe.summed(loss, norm, tokens, said)
         result = recipe.result(values, loads, batch)
         if not result.finite:
@@ -115,9 +117,11 @@ def said_by(
     device: torch.device,
     graph_ends: bool = False,
     links_changed: bool = False,
+    save: bool = False,
 ) -> Tensor:
-    """What a rank says in a step, fp32 [5]: see `recipe.SAID`."""
-    said = torch.tensor([0.0, float(stop), memory, float(graph_ends), float(links_changed)], device=device)
+    """What a rank says in a step, fp32 [6]: see `recipe.SAID`."""
+    flags = [float(flag) for flag in (graph_ends, links_changed, save)]
+    said = torch.tensor([0.0, float(stop), memory, *flags], device=device)
     if following is not None:
         said[0] = following.tokens
     return said

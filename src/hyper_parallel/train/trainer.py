@@ -29,6 +29,7 @@ from hyper_parallel.train.profiling import Profiling
 from hyper_parallel.train.progress import Progress, shown
 from hyper_parallel.train.recipe import Recipe, StepResult
 from hyper_parallel.train.sample import sample
+from hyper_parallel.train.save_interval import SaveInterval
 from hyper_parallel.train.state import RunCheckpoints, RunState
 from hyper_parallel.train.step import Stepper
 from hyper_parallel.train.summary import Summary
@@ -203,6 +204,7 @@ class _Run:
             Stepper(self.recipe) if graphs is None else GraphStepper(self.recipe, graphs, self.profiling)
         )
         stepper.begin(self.batches.load(state.step, state.consumed))
+        interval = SaveInterval(self.config.checkpoint)
         for step in range(state.step, train.steps):
             done, last = step + 1, step + 1 == train.steps
             due = last or done % train.log_every == 0
@@ -212,6 +214,7 @@ class _Run:
                 load_next=None if last else functools.partial(self.batches.load, done, consumed),
                 stop=stop_requested(),
                 memory=float(self.worker.backend.memory_allocated()) if due else 0.0,
+                save=interval.elapsed(),
             )
             self.meter.end()
             for note in graphs.told() if graphs is not None else ():
@@ -224,9 +227,9 @@ class _Run:
             if due:
                 self._record(step, result)
             stop = result.stop and not last
-            every = self.config.checkpoint.every
-            if last or stop or (every and done % every == 0):
+            if last or stop or result.save or interval.reached(done):
                 self.checkpoints.save(state)
+                interval.saved()
             if stop:
                 self._note(f"stopped after step {done}, as asked; the same command goes on from there")
                 return True
