@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from hyper_parallel.errors import LaunchError
+from hyper_parallel.launch import run_lock
 
 
 class RunFolder:
@@ -30,7 +31,8 @@ class RunFolder:
     def forget(self) -> None:
         """Remove what `make` made if nothing but logs came into it: the one line that was shown says it all."""
         with contextlib.suppress(OSError):
-            if self._out in self._missing and all(entry.name == "logs" for entry in self._out.iterdir()):
+            ours = ("logs", run_lock.NAME)
+            if self._out in self._missing and all(entry.name in ours for entry in self._out.iterdir()):
                 shutil.rmtree(self._out)
                 for folder in self._missing[1:]:
                     folder.rmdir()

@@ -14,6 +14,7 @@ from hyper_parallel.errors import PREFIX
 from hyper_parallel.launch import logs, stop
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.place import Place
+from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.speaker import SETTLE_S, let_speak, speaks
 from hyper_parallel.launch.worker import work
 
@@ -60,7 +61,8 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
     signals = (signal.SIGINT, signal.SIGTERM)
     terminal = (1, 2) if place.rank == 0 else None
     with stop.listening(signals):
-        with logs.recording(logs.path_of(config.out, place.rank), terminal):
+        held = run_lock(config.out) if place.rank == 0 else contextlib.nullcontext()
+        with held, logs.recording(logs.path_of(config.out, place.rank), terminal):
             code = work(place, config, target, report)
         for failure in shown:
             _say(failure.render(config.out))

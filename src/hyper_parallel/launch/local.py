@@ -19,6 +19,7 @@ from hyper_parallel.launch.failure import RESUME, Failure, cause
 from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
 from hyper_parallel.launch.place import Place, split_address
+from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.stop import handling
 from hyper_parallel.launch.world import workers_of
 
@@ -54,13 +55,15 @@ def run_local(config: RunConfig, target: str) -> int:
             for index in range(share)
         ]
         folder = RunFolder(config.out)
-        folder.make()
-        code = 2
-        try:
-            code = _Watch(config).run(places, target, listener)
-        finally:
-            if code == 2:
-                folder.forget()
+        # The first machine holds the folder for all.
+        with run_lock(config.out) if first else contextlib.nullcontext():
+            folder.make()
+            code = 2
+            try:
+                code = _Watch(config).run(places, target, listener)
+            finally:
+                if code == 2:
+                    folder.forget()
         return code
 
 

@@ -14,17 +14,19 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import LaunchError, WorkersFailedError
 from hyper_parallel.launch import Worker, run
 from hyper_parallel.launch.place import detect
+from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.stop import listening
 from hyper_parallel.train.summary import Summary
 
 
 @contextlib.contextmanager
 def alone(config: RunConfig) -> Iterator[Worker]:
-    """This process as a run's only worker: Ctrl-C is a request to stop, and no process group is made."""
+    """This process as a run's only worker: Ctrl-C is a request to stop, no process group is made, and
+    the run's folder is held. Raises LaunchError if another run holds it."""
     backend = compat.backend(config.launch.device)
     device = backend.device(0)
     backend.set_device(device)
-    with listening((signal.SIGINT, signal.SIGTERM)):
+    with run_lock(config.out), listening((signal.SIGINT, signal.SIGTERM)):
         yield Worker(rank=0, local_rank=0, world=1, local_world=1, device=device, backend=backend)
 
 

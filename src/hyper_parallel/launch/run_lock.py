@@ -1,0 +1,117 @@
+"""One run a folder: a lock that is taken before a run writes anything and held until its processes have ended.
+
+The lock is the kernel's (flock, which NFS clients pass on to the server as a byte-range lock), so that it goes with the
+process that holds it, however that ends. The file says who holds it, for the message of a run that is refused. Only on
+a file system without locks does the file itself stand for the lock: then what a dead process of this machine left is
+taken over, and what another machine left has to be removed by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.errors import LaunchError
+
+NAME = ".run.lock"
+_WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+
+
+@contextlib.contextmanager
+def run_lock(out: str | Path) -> Iterator[None]:
+    """Hold the run folder `out`, which is made where it is missing.
+
+    Raises LaunchError if another run holds it, with its process, or if the folder cannot be written.
+    """
+    path = Path(out).absolute() / NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(path)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write to the run's folder {path.parent}: {error.strerror}; set 'out'"
+        ) from error
+    try:
+        yield
+    finally:
+        # While the lock is held: whoever waits for it sees that the file is gone, and makes another one.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    """The descriptor of the file, locked and with this process in it. Raises LaunchError, OSError."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _refusal(path, _holder(descriptor)) from None
+            except OSError as error:
+                if error.errno not in _WITHOUT_LOCKS:
+                    raise
+                holder = _holder(descriptor)
+                if holder is not None and _may_live(holder):
+                    raise _refusal(path, holder, by_hand=True) from None
+            if _is(path, descriptor):
+                _sign(descriptor)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the run that held it has ended meanwhile, and removed the file
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Whether the file under this name is the open one."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _sign(descriptor: int) -> None:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(
+        descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode(), 0
+    )
+
+
+def _holder(descriptor: int) -> dict[str, Any] | None:
+    """Who signed the file; None where nobody did, or not completely."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        signed = json.loads(os.pread(descriptor, 1000, 0))
+        return {"pid": int(signed["pid"]), "host": str(signed["host"]), "since": str(signed["since"])}
+    return None
+
+
+def _may_live(holder: dict[str, Any]) -> bool:
+    """Whether the process may still be there: of another machine nobody knows."""
+    if holder["host"] != socket.gethostname():
+        return True
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return bool(holder["pid"] != os.getpid())
+
+
+def _refusal(path: Path, holder: dict[str, Any] | None, by_hand: bool = False) -> LaunchError:
+    who = "" if holder is None else f" (process {holder['pid']} on {holder['host']}, since {holder['since']})"
+    mend = f"; if that process is dead, remove {path}" if by_hand else ""
+    return LaunchError(
+        f"another run{who} is at work in {path.parent}; wait for it or end it, or give this run another 'out'{mend}"
+    )
