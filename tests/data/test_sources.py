@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel.data import read
 from hyper_parallel.data.document import Answer, Chat, Document, Text, from_record, is_held_out
-from hyper_parallel.data.sources import Source, digest, find
+from hyper_parallel.data.sources import Source, digests, find
 from hyper_parallel.errors import DataError
 
 
@@ -160,12 +160,12 @@ def test_the_digest_follows_content_and_order_but_not_the_place(tmp_path: Path) 
     for folder in ("one", "two"):
         write(tmp_path / folder / "a.txt", "a")
         write(tmp_path / folder / "b.txt", "b")
-    one = digest(find(str(tmp_path / "one"), "auto", "train"))
-    assert one == digest(find(str(tmp_path / "two"), "auto", "train"))
+    one = digests(find(str(tmp_path / "one"), "auto", "train"))
+    assert one == digests(find(str(tmp_path / "two"), "auto", "train"))
     names = [str(tmp_path / "one" / name) for name in ("b.txt", "a.txt")]
-    assert one != digest(find(names, "auto", "train"))
+    assert one != digests(find(names, "auto", "train"))
     write(tmp_path / "two" / "b.txt", "B")
-    assert one != digest(find(str(tmp_path / "two"), "auto", "train"))
+    assert one != digests(find(str(tmp_path / "two"), "auto", "train"))
 
 
 def saved_dataset(folder: Path, **splits: list[dict[str, Any]]) -> Path:

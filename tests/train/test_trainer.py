@@ -223,6 +223,37 @@ def test_another_run_is_not_resumed(
     assert sorted(Path(config.out).rglob("*")) == before
 
 
+def _two_texts(folder: Path) -> tuple[Path, Path]:
+    """A file, and one whose tokens are others, but as many."""
+    one, other = folder / "one.txt", folder / "other.txt"
+    one.write_text("".join(f"alpha beta {i}\n" for i in range(400)))
+    other.write_text(one.read_text().replace("alpha beta", "beta alpha"))
+    return one, other
+
+
+def test_the_text_is_known_by_its_content_and_not_by_its_path(folder: Path, tmp_path: Path) -> None:
+    one, other = _two_texts(tmp_path)
+    first = run_config(folder, "text", data={"train": str(one), "eval": None})
+    built = run(first)
+    tokenizer = {"path": str(Path(built.checkpoint) / "assets")}
+    moved = tmp_path / "elsewhere" / "renamed.txt"
+    moved.parent.mkdir()
+    shutil.copy(one, moved)
+    more = {"steps": 8, "batch": 8, "sample": {"tokens": 0}}
+
+    def with_text(text: Path, **checkpoint: object) -> RunConfig:
+        data = {"train": str(text), "eval": None, "tokenizer": tokenizer}
+        return run_config(folder, "text", data=data, train=more, checkpoint=checkpoint)
+
+    with pytest.raises(ConfigError, match=r"the text of data\.train was .*checkpoint\.allow_other_data=true"):
+        run(with_text(other))
+    assert run(with_text(moved.parent)).resumed_from == 6
+    more["steps"] = 9
+    again = run(with_text(other, allow_other_data=True))
+    assert again.resumed_from == 8
+    assert Checkpoint(Path(again.checkpoint)).state["run"]["consumed"] == 8
+
+
 def test_a_run_that_may_not_resume_leaves_an_earlier_one_alone(whole: tuple[RunConfig, Summary]) -> None:
     config = whole[0].model_copy(
         update={"checkpoint": whole[0].checkpoint.model_copy(update={"resume": False})}

@@ -24,6 +24,9 @@ class CheckpointConfig(Section):
     """Write while training goes on; only the copy out of the device is waited for."""
     resume: bool = True
     """Continue from the newest verified checkpoint in the run's folder, if there is one."""
+    allow_other_data: bool = False
+    """Go on although the training text, or how it is packed, is not what the checkpoint was trained on. The other text
+    is taken from its first row on. Without this, other text is refused; moving or renaming the files is no change."""
 
     @field_validator("every", mode="before")
     @classmethod

@@ -57,21 +57,35 @@ def find(declared: str | Sequence[str], kind: str, key: str) -> list[Source]:
     return sources
 
 
-def digest(sources: Sequence[Source]) -> str:
-    """A digest of the kinds, the order and the bytes of all sources; where they lie does not enter it."""
-    total = hashlib.blake2b(digest_size=16)
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Two digests of the same sources; where they lie enters neither."""
+
+    reading: str
+    """Of what decides how they are read, too: one file as it is declared by its name, by its folder and by a glob has
+    three, since an empty file is an error in the first case only. What is made of them is kept by this one."""
+    content: str
+    """Of the kinds, the order and the bytes of their files: what a run is trained on."""
+
+
+def digests(sources: Sequence[Source]) -> Digests:
+    """Reads every byte of the sources, once. Raises DataError."""
+    reading, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     for source in sources:
-        total.update(json.dumps([source.kind, source.named, source.stdlib]).encode())
+        reading.update(json.dumps([source.kind, source.named, source.stdlib]).encode())
         for path in source.files():
-            content = hashlib.blake2b(digest_size=16)
-            try:
-                with open(path, "rb") as file:
-                    while block := file.read(1 << 20):
-                        content.update(block)
-            except OSError as error:
-                raise DataError(f"cannot read {path}: {error.strerror}") from error
-            total.update(content.digest())
-    return total.hexdigest()
+            found = _file_digest(path)
+            reading.update(found)
+            content.update(source.kind.encode() + found)
+    return Digests(reading.hexdigest(), content.hexdigest())
+
+
+def _file_digest(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _find(entry: str, kind: str, key: str) -> Iterator[Source]:

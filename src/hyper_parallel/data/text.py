@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hyper_parallel.config.data import DataConfig
 from hyper_parallel.data import tokenizer as tokenizers
@@ -13,7 +14,7 @@ from hyper_parallel.data.document import is_held_out
 from hyper_parallel.data.order import Order
 from hyper_parallel.data.packing import PackedText
 from hyper_parallel.data.read import documents
-from hyper_parallel.data.sources import Source, digest, find
+from hyper_parallel.data.sources import Source, digests, find
 from hyper_parallel.data.tokenizer import Tokenizer
 from hyper_parallel.errors import ConfigError, DataError
 
@@ -33,6 +34,8 @@ class TextData:
     """Held-out rows; of length 0 when nothing is held out."""
     order: Order
     """Which rows of `train` come when."""
+    identity: dict[str, Any]
+    """What decides the rows, besides the tokenizer: two runs in which it is equal have the same."""
 
     def __init__(self, config: DataConfig, *, seed: int = 0, positions: int | None = None) -> None:
         """`seed` decides the order of the rows. `positions`: how many the model has, if they are limited.
@@ -47,14 +50,16 @@ class TextData:
             )
         cache = Path(config.cache).expanduser()
         sources = find(config.train, config.format, "train")
-        key = digest(sources)
+        found = digests(sources)
+        key = found.reading
         holdout = config.holdout if config.eval is None else 0.0
         self.tokenizer = _tokenizer(config, sources, key, holdout, cache)
         train, held_out = corpora(cache, key, lambda: documents(sources, "train"), self.tokenizer, holdout)
         if config.eval is not None:
             others = find(config.eval, config.format, "eval")
             read = lambda: documents(others, "eval")  # noqa: E731
-            held_out, _ = corpora(cache, f"eval-{digest(others)}", read, self.tokenizer, 0.0)
+            of_eval = digests(others)
+            held_out, _ = corpora(cache, f"eval-{of_eval.reading}", read, self.tokenizer, 0.0)
             _check(held_out, config.eval, "eval")
         _check(train, config.train, "train")
         self.train = PackedText(train, config.sequence, pad=self.tokenizer.pad, pack=config.pack)
@@ -72,6 +77,15 @@ class TextData:
         if holdout and not self.eval.documents:
             log.info("none of %d documents is held out at data.holdout %g", self.train.documents, holdout)
         self.order = Order(seed, len(self.train))
+        self.identity = {
+            "the digest of the text of data.train": found.content,
+            "data.holdout": holdout,
+            "data.sequence": config.sequence,
+            "data.pack": config.pack,
+            "the number of training sequences": len(self.train),
+        }
+        if config.eval is not None:
+            self.identity["the digest of the text of data.eval"] = of_eval.content
 
 
 def _tokenizer(config: DataConfig, sources: list[Source], key: str, holdout: float, cache: Path) -> Tokenizer:

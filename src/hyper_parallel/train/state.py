@@ -4,8 +4,8 @@ Tensors: every parameter as ``model.<name>``, persistent buffers likewise, and w
 rest is JSON: steps done, rows consumed, seed, the optimizer's own state, the run file, the model's config and
 the run's identity, with the tokenizer's files beside it, so that a checkpoint can be exported by itself.
 
-The identity is what may not change on resume: seed, model and data. Strategy, workers, batch, steps, schedule and
-learning rate may.
+The identity is what may not change on resume: seed, model and data. The text counts by its content and not by where it
+lies; another one has to be allowed. Strategy, workers, batch, steps, schedule and learning rate may change.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 
 from hyper_parallel.checkpoint import Piece, Writer, newest, read
 from hyper_parallel.checkpoint.export import MODEL
+from hyper_parallel.checkpoint.names import ASSETS
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CheckpointError, ConfigError
 from hyper_parallel.layout import Layout
@@ -84,12 +85,18 @@ class RunCheckpoints:
         notes = [f"passed over {path.name}: {reason}" for path, reason in found.skipped]
         pieces = self._pieces()
         # Before the tensors, whose names and shapes would speak of a change less clearly.
-        self._check(read_state(found.path), found.path)
+        other_text = self._check(read_state(found.path), found.path)
         state = read(found.path, pieces, rank=self._handle.rank)
         self._optimizer.load_state(state["optimizer"])
         self._last = found.path
         notes.append(f"resumed from {found.path} at step {found.step}")
-        return RunState(**state["run"]), notes
+        resumed = RunState(**state["run"])
+        if other_text:
+            resumed.consumed = 0
+            notes.append(
+                "the text is not that of before (checkpoint.allow_other_data): from its first row on"
+            )
+        return resumed, notes
 
     def save(self, state: RunState) -> None:
         """Save the values as they are now; writing goes on in the background where the run file says so."""
@@ -122,8 +129,6 @@ class RunCheckpoints:
         return {**model_pieces(self._handle), **self._optimizer.pieces()}
 
     def _identity(self) -> dict[str, Any]:
-        data = self._config.data.model_dump(mode="json")
-        data.pop("cache")
         ours = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation"}
         model = {k: v for k, v in (self._built.model_config or {}).items() if k not in ours}
         text = self._built.text
@@ -131,20 +136,27 @@ class RunCheckpoints:
             "seed": self._config.seed,
             "train.optimizer.name": self._config.train.optimizer.name,
             **{f"model.config.{key}": value for key, value in model.items()},
-            **{f"data.{key}": value for key, value in data.items()},
             "the tokenizer's digest": text.tokenizer.digest,
-            "the number of training sequences": len(text.train),
+            **text.identity,
         }
 
-    def _check(self, state: dict[str, Any], path: Path) -> None:
-        then, now = state["identity"], self._identity()
+    def _check(self, state: dict[str, Any], path: Path) -> bool:
+        """Whether the text is another one, which the run file allows. Raises ConfigError for what may not change."""
+        then, now, text = state["identity"], self._identity(), self._built.text.identity
         differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-        if differ:
-            changes = "; ".join(f"{key} was {then.get(key)!r} and is {now.get(key)!r}" for key in differ[:4])
-            more = f"; and {len(differ) - 4} more" if len(differ) > 4 else ""
-            raise ConfigError(
-                f"{path} is of another run: {changes}{more}. Put them back to go on, or choose another 'out'"
-            )
+        of_text = [key for key in differ if key in text]
+        allowed = self._config.checkpoint.allow_other_data
+        refused = [key for key in differ if not (allowed and key in text)]
+        if not refused:
+            return bool(of_text)
+        changes = "; ".join(f"{key} was {then.get(key)!r} and is {now.get(key)!r}" for key in refused[:4])
+        more = f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
+        mend = "Put them back to go on, or choose another 'out'"
+        if "the tokenizer's digest" in refused and allowed:
+            mend = f"Give the tokenizer that the run began with: data.tokenizer.path={path / ASSETS}"
+        elif of_text and not allowed:
+            mend += "; checkpoint.allow_other_data=true goes on with the other text, from its first row"
+        raise ConfigError(f"{path} is of another run: {changes}{more}. {mend}")
 
 
 def model_pieces(handle: ShardedModel) -> dict[str, Piece]:
