@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from harness import run_ranks
 from hyper_parallel.checkpoint import export
+from hyper_parallel.checkpoint.sealed import seal
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration.checkpoints import committed, load, newest, refuse_damaged, save
+from hyper_parallel.integration.manifest import write_manifest
 from hyper_parallel.integration.optimizer import find_twins, on_local
 from hyper_parallel.shard import ShardedModel
 
@@ -156,6 +158,51 @@ def test_a_schedule_that_is_not_what_was_written_is_damage(tmp_path: Path) -> No
     (folder / "scheduler.pt").write_bytes(b"as it is")
     with pytest.raises(CheckpointError, match=r"scheduler\.pt: sha256 differs"):
         refuse_damaged(folder, handle)
+
+
+def test_every_file_beside_ours_is_verified(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-2"
+    handle, _ = alone(tmp_path, 2)
+    kept = {
+        "rng_state.pth": b"random",
+        "scheduler.pt": b"schedule",
+        "training_args.bin": b"",
+        "more/vocab.txt": b"a",
+    }
+    for name, content in kept.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    write_manifest(folder)
+    assert newest(tmp_path, handle).path == folder
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        for damaged in (
+            content[:-1] if content else b"x",
+            content + b"x",
+            bytes([*content[:-1], content[-1] ^ 1]) if content else b"y",
+            None,
+        ):
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            gone = damaged is None and path.name in ("verified.json", ".writer.lock")
+            if path.name == ".writer.lock" or gone:
+                assert newest(tmp_path, handle).path == folder
+            else:
+                with pytest.raises(CheckpointError, match="can be loaded"):
+                    newest(tmp_path, handle)
+        path.write_bytes(content)
+    assert newest(tmp_path, handle).path == folder
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../checkpoint-2/trainer_state.json"])
+def test_a_manifest_names_no_file_elsewhere(name: str, tmp_path: Path) -> None:
+    handle, _ = alone(tmp_path, 2)
+    forged = {"format": "hyper-parallel manifest", "files": {name: {"bytes": 0, "sha256": ""}}}
+    (tmp_path / "checkpoint-2" / "verified.json").write_bytes(seal(forged))
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        newest(tmp_path, handle)
 
 
 def test_another_optimizer_or_other_parameters_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -109,8 +110,15 @@ def test_a_checkpoint_has_the_trainers_files_and_ours(run: tuple[Path, dict[int,
         "step-00000003",
         "trainer_state.json",
         "training_args.bin",
+        "verified.json",
         "words.json",
     ]
+    known = json.loads((out / "checkpoint-3" / "verified.json").read_text())["files"]
+    assert set(known) == {
+        path.name
+        for path in (out / "checkpoint-3").iterdir()
+        if path.is_file() and path.name not in ("verified.json", ".writer.lock")
+    }
 
 
 def test_a_run_resumes_under_other_axes_from_the_newest_whole_checkpoint(
@@ -120,10 +128,13 @@ def test_a_run_resumes_under_other_axes_from_the_newest_whole_checkpoint(
     assert len(uninterrupted) == STEPS
     damaged = tmp_path / "damaged"
     shutil.copytree(out, damaged)
-    (damaged / "checkpoint-6" / "step-00000006" / "rank-00001.safetensors").unlink()
+    (damaged / "checkpoint-6" / "rng_state_1.pth").write_bytes(b"")
     found, said = run_ranks(newest, 2, damaged)[0]
     assert found == pytest.approx(uninterrupted, abs=1e-5)
-    assert said == [f"passed over {damaged / 'checkpoint-6'}: rank-00001.safetensors: missing"]
+    (passed,) = said
+    assert passed.startswith(f"passed over {damaged / 'checkpoint-6'}: rng_state_1.pth: truncated: 0 of ")
+    (damaged / "checkpoint-6" / "verified.json").unlink()
+    (damaged / "checkpoint-6" / "step-00000006" / "rank-00001.safetensors").unlink()
     alone, refused = run_ranks(by_path, 1, out, damaged / "checkpoint-6")[0]
     assert alone == pytest.approx(uninterrupted, abs=1e-5)
     assert "rank-00001.safetensors: cannot be read" in refused

@@ -84,7 +84,7 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
 
     def check(item: tuple[str, dict[str, Any]]) -> str | None:
         file, written = item
-        return _file_damage(path, file, written)
+        return file_damage(path, file, written)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return next(filter(None, pool.map(check, files)), None)
@@ -125,7 +125,8 @@ def read_file(path: Path, file: str, marker: dict[str, Any]) -> bytes:
     return data
 
 
-def _file_damage(path: Path, file: str, written: dict[str, Any]) -> str | None:
+def file_damage(path: Path, file: str, written: dict[str, Any]) -> str | None:
+    """What is wrong with one file of which `bytes` and `sha256` were written; `file`: its name in the folder `path`."""
     try:
         with open_within(path, file) as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -4,6 +4,7 @@
       step-0000000N/       ours (docs/checkpoints.md): ``model.*``, ``optimizer.*``, digests, committed last
       scheduler.pt …       the Trainer's small files; ours has the digest of this one
       trainer_state.json   written last, by the Trainer
+      verified.json        ours: size and digest of every file beside `step-…` (`manifest`)
 
 Of a model with adapters the trained parameters are saved, and the adapters' own; the others are the base model's.
 """
@@ -23,6 +24,7 @@ from hyper_parallel.checkpoint.export import MODEL
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.compat import fsdp
 from hyper_parallel.errors import CheckpointError
+from hyper_parallel.integration.manifest import manifest_damage
 from hyper_parallel.integration.optimizer_state import collect, restore
 from hyper_parallel.integration.ranks import ranks_of, together
 from hyper_parallel.shard import ShardedModel
@@ -190,6 +192,8 @@ def _look(folder: Path) -> tuple[str | None, str | None]:
     match = _NAME.fullmatch(folder.name)
     if match is not None and step != int(match[1]):
         return f"{TRAINER_STATE} is of step {step}", None
+    if (reason := manifest_damage(folder)) is not None:
+        return reason, None
     if not holds_ours(folder):
         if (folder / "optimizer.pt").is_file():
             return "another trainer wrote it; to begin from its weights, give the folder as the model's", None

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hyper_parallel.checkpoint.piece import dtype_name
+from hyper_parallel.checkpoint.ranks import agree
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration import checkpoints
 from hyper_parallel.integration.checkpoints import SCHEDULER
 from hyper_parallel.integration.folder import read_folder, write_folder
+from hyper_parallel.integration.manifest import MANIFEST, write_manifest
 from hyper_parallel.integration.ranks import ranks_of, together
 from hyper_parallel.integration.spread import Spread
 from hyper_parallel.shard import ShardedModel
@@ -48,6 +50,8 @@ class SpreadSaving(_Trainer):
     """The spread model; None until the Trainer is made."""
     _in_checkpoint = False
     """Whether a `checkpoint-N` with our checkpoint is being written, and no plain folder."""
+    _written: Path | None = None
+    """The `checkpoint-N` whose files are in a manifest, but for the last one."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own. ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, and logs which
@@ -85,10 +89,27 @@ class SpreadSaving(_Trainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._in_checkpoint = not self.args.save_only_model
+        self._written = None
         try:
             super()._save_checkpoint(*args, **kwargs)
+            if self._written is not None:
+                self._verify_beside(self._written)
         finally:
             self._in_checkpoint = False
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Every process its own; then all files are there but the Trainer's last one, after which it may delete older
+        checkpoints: from now on this one has to be good."""
+        folder = Path(output_dir)
+        with together(ranks_of(self._handle), folder):
+            super()._save_rng_state(output_dir)
+        self._verify_beside(folder)
+        self._written = folder
+
+    def _verify_beside(self, folder: Path) -> None:
+        with together(ranks_of(self._handle), folder):
+            if self._handle.rank == 0:
+                write_manifest(folder)
 
     def _save_beside(self, out: Path) -> None:
         """What belongs to a model besides its weights: config, tokenizer or processor, and the arguments."""
@@ -159,6 +180,21 @@ class SpreadSaving(_Trainer):
                     f"{groups}; resume with the same groups"
                 )
             self.lr_scheduler.load_state_dict(schedule)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        problem: CheckpointError | None = None
+        try:
+            super()._load_rng_state(checkpoint)
+        except Exception as error:  # as many kinds as there are ways to damage a pickle
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            problem = CheckpointError(
+                f"{folder}: the random state cannot be read: {why}; give another checkpoint, or remove its rng_state "
+                f"files and {MANIFEST} to go on with random states of the seed"
+            )
+        agree(ranks_of(self._handle), problem)
 
     def _read(self, folder: Path) -> None:
         if checkpoints.holds_ours(folder):
