@@ -132,7 +132,7 @@ def stepper_of(
     stepper.begin(batch)
 
     def step() -> float:
-        return stepper.run(load_next=lambda: batch, stop=False, memory=0.0).loss
+        return stepper.run(load_next=lambda: batch, memory=0.0).loss
 
     return step, seconds
 

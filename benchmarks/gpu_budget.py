@@ -69,7 +69,7 @@ def _ran(
         backend.reset_memory_peak()
     stepper = GraphStepper(recipe, graphs)
     stepper.begin(batch)
-    losses = [stepper.run(load_next=lambda: batch, stop=False, memory=0.0).loss for _ in range(STEPS)]
+    losses = [stepper.run(load_next=lambda: batch, memory=0.0).loss for _ in range(STEPS)]
     backend.synchronize()
     held = backend.memory_peak() - before
     values = []

@@ -70,7 +70,7 @@ def step_of(
             raise RuntimeError(f"{engine}: {graphs.refused or graphs.uncompiled}")
         stepper = GraphStepper(recipe, graphs)
     stepper.begin(batch)
-    return lambda: stepper.run(load_next=lambda: batch, stop=False, memory=0.0).loss
+    return lambda: stepper.run(load_next=lambda: batch, memory=0.0).loss
 
 
 def check_engines(

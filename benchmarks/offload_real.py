@@ -119,7 +119,7 @@ def contestant(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -
     stepper.begin(batch)
 
     def run() -> float:
-        return stepper.run(load_next=lambda: batch, stop=False, memory=0.0).loss
+        return stepper.run(load_next=lambda: batch, memory=0.0).loss
 
     there = [tensor for _, tensor in state(recipe.handle, recipe.optimizer).values()]
     if how.kind not in ("save_on_cpu", "ahead"):

@@ -77,7 +77,7 @@ def our_step(axes: dict[str, int]) -> Step:
     stepper.begin(batch)
 
     def step() -> float:
-        return stepper.run(load_next=lambda: batch, stop=False, memory=0.0).loss
+        return stepper.run(load_next=lambda: batch, memory=0.0).loss
 
     return step
 

@@ -45,7 +45,7 @@ def one_step(family: str, rate: float = 0.0, **overrides: Any) -> tuple[torch.nn
         )
     )
     stepper.begin(StepBatch(0, list(range(8)), micro, tokens))
-    return model, stepper.run(load_next=None, stop=False, memory=0.0)
+    return model, stepper.run(load_next=None, memory=0.0)
 
 
 def test_imbalance_is_a_metric_of_models_with_experts() -> None:

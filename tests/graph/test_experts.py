@@ -15,6 +15,7 @@ from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, executable, lifetimes
 from hyper_parallel.graph.sizes import balanced_sizes
+from hyper_parallel.launch.stop import Requests
 from hyper_parallel.shard.experts.spread import spread_evenly
 from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.train.batches import StepBatch
@@ -50,7 +51,6 @@ def graph_beside_eager(rank: int, world: int, family: str, degree: int, one_side
         following = batches[at + 1] if at + 1 < STEPS else None
         loss = stepper.run(
             load_next=None if following is None else functools.partial(batches.__getitem__, at + 1),
-            stop=False,
             memory=0.0,
         ).loss
 
@@ -58,7 +58,7 @@ def graph_beside_eager(rank: int, world: int, family: str, degree: int, one_side
             point: str, shown: Any, following: Any = following, seen: list[Any] = found
         ) -> Tensor | None:
             if point == "load":
-                return said_by(following, False, 0.0, torch.device("cpu"))
+                return said_by(following, Requests(), 0.0, torch.device("cpu"))
             seen.append(shown[0][0].item())
             return None
 

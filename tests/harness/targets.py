@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import DataError, FollowsError
-from hyper_parallel.launch import Worker, logs, stop_requested
+from hyper_parallel.launch import Worker, logs, request_stop, stop, stop_requested
 
 log = logging.getLogger("hyper_parallel.test")
 
@@ -117,15 +117,41 @@ def segfaults(config: RunConfig, worker: Worker) -> None:
 
 
 def loops(config: RunConfig, worker: Worker) -> None:
-    """Steps until asked to stop; notes that it was, and that it could still talk to the others."""
-    note(config, worker.rank, stopped=False)
+    """Steps until asked to stop; notes that it was, after which steps it was asked to save, and that it could still
+    talk to the others."""
+    saves: list[int] = []
+    note(config, worker.rank, stopped=False, saves=saves)
     for step in range(10_000):
-        stop = torch.tensor(int(stop_requested()))
-        dist.all_reduce(stop)
-        if stop.item():
-            note(config, worker.rank, stopped=True, step=step)
+        asked = torch.tensor(list(map(int, stop.requests())))
+        dist.all_reduce(asked)
+        if asked[1]:
+            stop.save_served()
+            saves.append(step)
+            note(config, worker.rank, stopped=False, saves=saves)
+        if asked[0]:
+            request_stop()
+            note(config, worker.rank, stopped=True, step=step, saves=saves)
             return
         time.sleep(0.02)
+
+
+def prepares(config: RunConfig, worker: Worker) -> None:
+    """Is at work on what nothing would be lost of."""
+    with stop.interruptible():
+        note(config, worker.rank)
+        time.sleep(600)
+
+
+def waits_natively(config: RunConfig, worker: Worker) -> None:
+    """Rank 0 waits in a collective, where no Python runs, for a rank that comes once rank 0 was asked to stop."""
+    note(config, worker.rank)
+    if worker.rank == 0:
+        dist.barrier()
+    else:
+        while not stop_requested():
+            time.sleep(0.02)
+        dist.barrier()
+    note(config, worker.rank, stopped=stop_requested())
 
 
 def draws(config: RunConfig, worker: Worker) -> None:

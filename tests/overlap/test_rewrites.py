@@ -15,6 +15,7 @@ from hyper_parallel.graph import StepGraph, executable
 from hyper_parallel.graph.groups import is_collective
 from hyper_parallel.graph.passes import Pass, run_passes
 from hyper_parallel.graph.sizes import balanced_sizes
+from hyper_parallel.launch.stop import Requests
 from hyper_parallel.overlap import Overlap
 from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.chunks import Chunks, Pieces
@@ -88,7 +89,7 @@ class _Step:
         run = executable(graph)
 
         def host(point: str, values: Any) -> torch.Tensor | None:
-            return said_by(batch, False, 0.0, tokens.device) if point == "load" else None
+            return said_by(batch, Requests(), 0.0, tokens.device) if point == "load" else None
 
         for step in range(steps):
             scale = torch.tensor(1.0, dtype=torch.float64)

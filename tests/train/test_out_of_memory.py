@@ -71,7 +71,7 @@ def _starved(rank: int, world: int) -> tuple[str, bool]:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_data() + 48 * 2**20, hard))
     with pytest.raises(OutOfMemoryError) as caught:
-        stepper.run(load_next=None, stop=False, memory=0.0)
+        stepper.run(load_next=None, memory=0.0)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return str(caught.value), same and is_out_of_memory(caught.value.__cause__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from harness.updates import Tensors, adamw_error, gradients_of
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.errors import DataError
+from hyper_parallel.launch.stop import Requests
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.batches import MicroBatch, StepBatch
@@ -96,7 +98,9 @@ def test_a_step_is_that_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None
         theirs.append(gradients_of(plain))
         optimizer.step()
         optimizer.zero_grad()
-        result = stepper.run(load_next=lambda: _batch(8), stop=step == 1, memory=5.0)
+        result = stepper.run(
+            load_next=lambda: _batch(8), memory=5.0, requests=functools.partial(Requests, stop=step == 1)
+        )
         assert result.loss == pytest.approx(loss.item(), abs=1e-6)
         assert result.grad_norm == pytest.approx(norm.item(), abs=1e-6)
         assert result.tokens == 8 * 16 - 12 - 16
@@ -119,7 +123,7 @@ def test_a_batch_without_loss_is_an_error_before_the_optimizer() -> None:
     with pytest.raises(
         DataError, match=r"step 1: no token of the batch bears loss \(rows 0, 1, 2, 3, 4, 5, 6, 7\)"
     ):
-        stepper.run(load_next=None, stop=False, memory=0.0)
+        stepper.run(load_next=None, memory=0.0)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
 

@@ -18,6 +18,7 @@ from hyper_parallel.compat.store import told_by_rank_0
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker
+from hyper_parallel.launch.stop import interruptible
 from hyper_parallel.train.entry import main as train
 from hyper_parallel.units import format_duration
 
@@ -35,7 +36,9 @@ _KEY = "hyper_parallel/strategy"
 
 def main(config: RunConfig, worker: Worker) -> None:
     """Train what `config` declares, with the strategy that rank 0 chooses."""
-    train(together(config, worker), worker)
+    with interruptible():
+        config = together(config, worker)
+    train(config, worker)
 
 
 def together(config: RunConfig, worker: Worker) -> RunConfig:

@@ -75,7 +75,7 @@ def stepped(config: RunConfig, worker: Worker) -> Callable[[], None]:
     stepper.begin(batch)
 
     def step() -> None:
-        stepper.run(load_next=lambda: batch, stop=False, memory=0.0)
+        stepper.run(load_next=lambda: batch, memory=0.0)
 
     return step
 

@@ -31,7 +31,8 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool) -> None:
       hyper-parallel train run.yaml strategy=auto launch.workers=4
       torchrun --nproc-per-node 4 -m hyper_parallel train run.yaml
 
-    Ctrl-C saves a checkpoint and ends the workers; a second one ends them at once.
+    Ctrl-C or SIGTERM saves a checkpoint and ends the workers; a second Ctrl-C ends them at once. SIGUSR1 saves a
+    checkpoint and goes on.
 
     \b
     Exit codes:
@@ -42,10 +43,12 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool) -> None:
     """
     from hyper_parallel import config, launch
     from hyper_parallel.cli.preflight import check
+    from hyper_parallel.launch.stop import before_start
 
-    run = config.load(file, overrides)
-    if profile and run.train.profile is None:
-        run = config.load(file, [*overrides, "train.profile={}"])
-    check(run)
+    with before_start():
+        run = config.load(file, overrides)
+        if profile and run.train.profile is None:
+            run = config.load(file, [*overrides, "train.profile={}"])
+        check(run)
     entry = "auto" if run.open else "train"
     sys.exit(launch.run(run, f"hyper_parallel.{entry}.entry:main"))

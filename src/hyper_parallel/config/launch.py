@@ -28,6 +28,9 @@ class LaunchConfig(Section):
     """Threads a worker computes with on the CPU. Left out: the cores divided by the workers."""
     timeout: Annotated[float, Field(gt=0)] = 600
     """Seconds after which a collective that does not complete ends the run."""
+    grace: Annotated[float, Field(gt=0)] = 30
+    """Seconds that the workers have to finish their step, save and end after a request to stop (Ctrl-C, SIGTERM,
+    SIGHUP); what is left of them is then killed. It must cover a step and a save."""
 
     @model_validator(mode="after")
     def _nodes_fit(self) -> LaunchConfig:

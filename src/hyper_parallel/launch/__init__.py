@@ -6,7 +6,7 @@ import.
 
 from hyper_parallel.launch import logs
 from hyper_parallel.launch.run import run
-from hyper_parallel.launch.stop import stop_requested
+from hyper_parallel.launch.stop import request_stop, stop_requested
 from hyper_parallel.launch.worker import Worker
 
-__all__ = ["Worker", "logs", "run", "stop_requested"]
+__all__ = ["Worker", "logs", "request_stop", "run", "stop_requested"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -55,15 +54,6 @@ class Failure:
         else:
             how = f"exited with code {status} without saying why"
         return cls(rank, "died", how, time.monotonic())
-
-    def to_json(self) -> bytes:
-        """For the pipe to the process that watches."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Failure:
-        """What `to_json` wrote."""
-        return cls(**json.loads(data))
 
     @property
     def exit_code(self) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch.place import Place
+from hyper_parallel.launch.stop import SAVE, STOPS
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -39,23 +40,28 @@ class ForkServer:
         # One thread: numpy's linear algebra would otherwise start its own on import, and forks lose threads.
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                _BOOT,
-                json.dumps(sys.path),
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env=environ,
-        )
+        # The server inherits the mask, so that a signal to every process of the run waits until it takes signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, SAVE))
+        try:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    _BOOT,
+                    json.dumps(sys.path),
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                env=environ,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         atexit.register(self.close)
 
@@ -72,7 +78,7 @@ class ForkServer:
         preload: Sequence[str],
         listener: socket | None,
     ) -> list[Connection]:
-        """Fork a worker for each place; the ends on which each reports its failure.
+        """Fork a worker for each place; the pipe to each one's control thread.
 
         `listener` is handed to rank 0. Raises LaunchError when the server has ended.
         """
@@ -89,7 +95,7 @@ class ForkServer:
         }
         sys.stdout.flush()
         sys.stderr.flush()
-        pipes = [Pipe(duplex=False) for _ in places]
+        pipes = [Pipe() for _ in places]
         try:
             self._channel.send_bytes(json.dumps(message).encode())
             for descriptor in (_descriptor(sys.stdout, 1), _descriptor(sys.stderr, 2)):

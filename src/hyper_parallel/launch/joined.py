@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -12,10 +11,12 @@ from typing import TYPE_CHECKING
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import PREFIX
 from hyper_parallel.launch import logs, stop
+from hyper_parallel.launch.control import ControlThread
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.place import Place
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.speaker import SETTLE_S, let_speak, speaks
+from hyper_parallel.launch.store_link import StoreLink
 from hyper_parallel.launch.worker import work
 
 if TYPE_CHECKING:
@@ -52,18 +53,20 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
                 return
         if failure.kind == "lost":
             time.sleep(SETTLE_S)
+            if stop.stop_requested():
+                return  # the others left because they were asked to
         with contextlib.suppress(RuntimeError):
             if store is not None and store.add(_SHOWN, 1) > 1:
                 return
         shown.append(failure)
 
     shown: list[Failure] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
     terminal = (1, 2) if place.rank == 0 else None
-    with stop.listening(signals):
+    link = StoreLink()
+    with ControlThread(link, grace=config.launch.grace, force=True):
         held = run_lock(config.out) if place.rank == 0 else contextlib.nullcontext()
         with held, logs.recording(logs.path_of(config.out, place.rank), terminal):
-            code = work(place, config, target, report)
+            code = work(place, config, target, report, connected=link.connect)
         for failure in shown:
             _say(failure.render(config.out))
         return 130 if stop.stop_requested() else code

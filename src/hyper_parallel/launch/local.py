@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,15 +21,17 @@ from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
 from hyper_parallel.launch.place import Place, split_address
 from hyper_parallel.launch.run_lock import run_lock
-from hyper_parallel.launch.stop import handling
+from hyper_parallel.launch.stop import SAVE, STOPS, handling
 from hyper_parallel.launch.world import workers_of
 
 SETTLE_S = 3.0
 """How long a lost connection may wait for the failure that explains it."""
 END_S = 5.0
-"""How long workers have to end after SIGTERM, before SIGKILL."""
-SAVE_S = 60.0
-"""How long workers have to save and end after the first Ctrl-C."""
+"""How long workers have to end when another one has failed, before SIGKILL."""
+INTERRUPTED = 130
+"""The exit code of a run that was asked to stop, and of a worker that left before it had anything to save."""
+REPEAT_S = 0.3
+"""A second SIGINT within this time is the first one by another way, such as `timeout` and `kill` of a group send it."""
 
 
 def run_local(config: RunConfig, target: str) -> int:
@@ -72,22 +75,30 @@ _BEGIN_LINE = "\r\x1b[2K"
 
 
 class _Watch:
-    """The state of one run: who is alive, who failed, and how often the user asked to stop."""
+    """The state of one run: who is alive, who failed, and what was asked of it."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.alive: dict[int, Connection] = {}
         self.failures: list[Failure] = []
-        self.asked = 0  # how often Ctrl-C, SIGTERM or SIGHUP came
-        self.told: signal.Signals | None = None  # the last signal that the workers were sent
+        self.asked: float | None = None  # when a signal first asked the run to stop
+        self.at_once = False  # Ctrl-C came again
+        self.saves = 0  # how often a signal asked for a checkpoint
+        self.suspended = False  # Ctrl-Z
+        self.told: str | None = None  # the last order to the workers that ends them
         self.kill_at = float("inf")
         self.started = False
         self.shown = False
+        self.left = False  # some worker ended because it was asked to before it had anything to save
 
     def run(self, places: Sequence[Place], target: str, listener: socket.socket | None) -> int:
-        server = fork_server()
-        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        with handling(dict.fromkeys(stops, lambda number, frame: self._ask())):
+        handlers = {
+            **dict.fromkeys(STOPS, lambda number, frame: self._ask(number)),
+            SAVE: lambda number, frame: self._ask(number),
+            signal.SIGTSTP: lambda number, frame: setattr(self, "suspended", True),
+        }
+        with handling(handlers):
+            server = fork_server()
             try:
                 reports = server.start(places, self.config, target, _preload(self.config, target), listener)
                 self.alive = {place.rank: end for place, end in zip(places, reports, strict=True)}
@@ -96,12 +107,18 @@ class _Watch:
                         self.started = self.started or event["event"] == "started"
                         if event["event"] == "ended":
                             self._ended(event["rank"], event["status"])
+                        elif event["event"] == "signal":
+                            self._pass_on(event["number"])
                     for rank in list(self.alive):
                         self._hear(rank)
-                    if self.asked and not self.started:
+                    if self.suspended:
+                        self._suspend(server)
+                    if self.asked is not None and not self.started:
                         break  # nothing is there yet that could be saved
                     self._act(server)
             except LaunchError as error:
+                if self.asked is not None and not self.started:
+                    return INTERRUPTED
                 if not self.started:
                     raise
                 _say(f"{PREFIX}{error}; {RESUME}")
@@ -109,56 +126,97 @@ class _Watch:
             finally:
                 if self.alive:
                     server.close()  # and every worker with it
-                if self.asked or self.failures:
+                if self.asked is not None or self.failures:
                     _give_back_terminal()
-        if self.asked and (self.failures == [] or not self.shown):
-            return 130
+        if self.asked is not None and not self.shown:
+            return INTERRUPTED
         return self._verdict()
 
-    def _ask(self) -> None:
-        self.asked += 1
+    def _ask(self, number: int) -> None:
+        """A signal to this process."""
+        again = self.asked is not None and time.monotonic() - self.asked > REPEAT_S
+        if number == signal.SIGINT and again:
+            self.at_once = True
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        """A signal to any process of the run: to several of them at once it is one request."""
+        if number == SAVE:
+            self.saves += 1
+        elif self.asked is None:
+            self.asked = time.monotonic()
+
+    def _suspend(self, server: ForkServer) -> None:
+        """Ctrl-Z: the workers, which are no part of the terminal's job, stop and go on with this process."""
+        self.suspended = False
+        server.signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        server.signal(signal.SIGCONT)
 
     def _hear(self, rank: int) -> None:
         end = self.alive[rank]
         with contextlib.suppress(EOFError, OSError):
-            if end.poll():
-                self.failures.append(Failure.from_json(end.recv_bytes()))
+            while end.poll():
+                message = json.loads(end.recv_bytes())
+                if message["event"] == "failed":
+                    self.failures.append(Failure(**message["failure"]))
+                elif message["event"] == "signal" and message["number"] != SAVE:
+                    # One rank's request to save reaches the others in the step's reduction.
+                    self._pass_on(message["number"])
 
     def _ended(self, rank: int, status: int) -> None:
         self._hear(rank)
         self.alive.pop(rank).close()
+        if status == INTERRUPTED and self.told not in ("end", "kill"):
+            self.left = True
+            self._pass_on(signal.SIGTERM)  # whichever it got, it may have ended before it could say so
+            return
         explained = any(failure.rank == rank for failure in self.failures)
-        if status != 0 and not explained and self.told not in (signal.SIGTERM, signal.SIGKILL):
+        if status != 0 and not explained and self.told not in ("end", "kill"):
             self.failures.append(Failure.of_exit(rank, status))
 
     def _act(self, server: ForkServer) -> None:
         now = time.monotonic()
+        saves, self.saves = self.saves, 0
         began = cause(self.failures)
         waited = began is not None and now - min(failure.time for failure in self.failures) > SETTLE_S
         if began is not None and not self.shown and (began.kind != "lost" or waited or not self.alive):
             self._show(began)
-            if self.alive:
-                self._tell(server, signal.SIGTERM, END_S)
-        elif self.asked == 1 and self.told is None and self.alive:
+            if self.alive and self.told not in ("end", "kill"):
+                self._order("end", END_S)
+        elif self.asked is not None and self.told is None and self.alive:
             _say("stopping: the workers finish their step and save; once more ends them at once")
-            self._tell(server, signal.SIGINT, SAVE_S)
-        elif self.alive and self.told != signal.SIGKILL and (self.asked > 1 or now > self.kill_at):
-            if self.asked == 1 and self.told == signal.SIGINT:
+            self._order("stop", self.config.launch.grace)
+        elif self.alive and self.told != "kill" and (self.at_once or now > self.kill_at):
+            if not self.at_once and self.told == "stop":
+                ranks = ", ".join(map(str, sorted(self.alive)))
                 _say(
-                    f"the workers did not end in {SAVE_S:g} s and are killed; committed checkpoints are safe"
+                    f"the workers {ranks} did not end in the {self.config.launch.grace:g} s of launch.grace and are "
+                    "killed; committed checkpoints are safe"
                 )
-            self._tell(server, signal.SIGKILL, END_S)
+            server.signal(signal.SIGKILL)
+            self.told, self.kill_at = "kill", now + END_S
+        elif saves and self.told is None:
+            self._send("save")
 
-    def _tell(self, server: ForkServer, number: signal.Signals, patience: float) -> None:
-        server.signal(number)
-        self.told = number
+    def _order(self, order: str, patience: float) -> None:
+        """Have the workers end."""
+        self._send(order)
+        self.told = order
         self.kill_at = time.monotonic() + patience
 
+    def _send(self, order: str) -> None:
+        for end in self.alive.values():
+            with contextlib.suppress(OSError):  # it has ended, and the server says so soon
+                end.send_bytes(json.dumps({"do": order}).encode())
+
     def _show(self, failure: Failure) -> None:
+        # After a request to stop, workers that have nothing to save leave one by one; a connection that is lost then
+        # is no news.
+        if self.asked is not None and failure.kind == "lost" and self.left:
+            return
         self.shown = True
-        # After Ctrl-C ranks leave one by one; a lost connection is then no news.
-        if not (self.asked and failure.kind == "lost"):
-            _say(failure.render(self.config.out))
+        _say(failure.render(self.config.out))
 
     def _verdict(self) -> int:
         began = cause(self.failures)

@@ -14,9 +14,9 @@ def run(config: RunConfig, target: str) -> int:
     """Call the target ``package.module:function`` with `(config, Worker)` on every rank; the exit code.
 
     0: done. 1: a worker died or raised what is no HyperParallelError. 2: a HyperParallelError of a worker,
-    or a launcher whose number of workers is not the strategy's. 130: Ctrl-C, SIGTERM, or SIGHUP; the
-    workers were asked to stop (`stop_requested`) and had a minute to save. Failures are shown on standard
-    error, once.
+    or a launcher whose number of workers is not the strategy's. 130: Ctrl-C, SIGTERM, or SIGHUP to any
+    process of the run; the workers were asked to stop (`stop_requested`) and had `launch.grace` seconds to
+    save. Failures are shown on standard error, once.
 
     Without a launcher the workers are processes of this machine and this process imports no torch; under
     torchrun, srun or mpirun this process is the worker. Raises LaunchError when workers cannot be started.

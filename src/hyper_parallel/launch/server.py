@@ -8,7 +8,10 @@ It is started by `forkserver.py` and speaks with it over one socket, in JSON:
 
 It never computes (a child forked after OpenMP has run hangs) and never touches a device. It and the workers
 are a session of their own, so that a Ctrl-C at the terminal reaches the command only; they die with the
-command.
+command. A signal that reaches it all the same (a service manager and Slurm send one to every process of a job) is
+passed on to the command, which decides:
+
+                                               → {"event": "signal", "number": n}
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ import signal
 import socket
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
+from hyper_parallel.launch import stop
 from hyper_parallel.launch.parent_death import die_with
 
 PRELOAD = (
@@ -38,6 +42,7 @@ PRELOAD = (
     "hyper_parallel.config",
     "hyper_parallel.launch.worker",
 )
+PASSED_ON = (*stop.STOPS, stop.SAVE)
 
 
 @dataclass(frozen=True)
@@ -60,17 +65,19 @@ class _Job:
 def main(channel_descriptor: int, parent: int) -> None:
     """Serve until the other end of the channel is closed, then end all workers."""
     die_with(parent)
-    # Workers install their own handlers; until then they too must not be ended by a stray Ctrl-C.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Connection(channel_descriptor)
-    for name in PRELOAD:
-        importlib.import_module(name)
-    gc.freeze()  # the collector would touch, and so copy, the pages that workers share
     woken, waker = socket.socketpair()
     for end in (woken, waker):
         end.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    for one in (signal.SIGCHLD, *PASSED_ON):
+        if one in (signal.SIGCHLD, signal.SIGINT) or signal.getsignal(one) is not signal.SIG_IGN:
+            signal.signal(one, lambda number, frame: None)
+    # The command has blocked them around the start of this process.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.freeze()  # the collector would touch, and so copy, the pages that workers share
 
     workers: dict[int, int] = {}  # process id to rank
     try:
@@ -78,7 +85,8 @@ def main(channel_descriptor: int, parent: int) -> None:
             ready = wait([channel, woken])
             if woken in ready:
                 with contextlib.suppress(BlockingIOError):
-                    woken.recv(4096)
+                    for number in set(woken.recv(4096)) & set(PASSED_ON):
+                        channel.send_bytes(json.dumps({"event": "signal", "number": number}).encode())
                 _reap(workers, channel)
             if channel in ready:
                 message = json.loads(channel.recv_bytes())
@@ -116,11 +124,14 @@ def _start(message: dict[str, Any], workers: dict[int, int], channel: Connection
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     server = os.getpid()
+    # A worker takes them once its control thread is there.
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     for index, place in enumerate(places):
         pid = os.fork()
         if pid == 0:
             _become_worker(job, index, server, channel)
         workers[pid] = place["rank"]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     job.close()
     channel.send_bytes(json.dumps({"event": "started", "pids": list(workers)}).encode())
 
@@ -149,13 +160,14 @@ def _work(job: _Job, index: int) -> int:
     import atexit
 
     from hyper_parallel.config import RunConfig
-    from hyper_parallel.launch import logs, stop
+    from hyper_parallel.launch import logs
+    from hyper_parallel.launch.control import CommandLink, ControlThread
     from hyper_parallel.launch.failure import Failure
     from hyper_parallel.launch.place import Place
     from hyper_parallel.launch.worker import work
 
     place = Place(**job.message["places"][index])
-    reports = Connection(os.dup(job.reports[index]), readable=False)
+    link = CommandLink(Connection(os.dup(job.reports[index])))
     terminal = (os.dup(job.terminal[0]), os.dup(job.terminal[1])) if place.rank == 0 else None
     listener = (
         socket.socket(fileno=os.dup(job.listener)) if job.listener is not None and place.rank == 0 else None
@@ -163,13 +175,11 @@ def _work(job: _Job, index: int) -> int:
     job.close()
 
     def report(failure: Failure, store: object) -> None:
-        with contextlib.suppress(OSError):
-            reports.send_bytes(failure.to_json())
+        link.tell({"event": "failed", "failure": asdict(failure)})
 
     config = RunConfig.model_validate_json(job.message["config"])
-    with stop.listening((signal.SIGINT,)), logs.recording(logs.path_of(config.out, place.rank), terminal):
-        with stop.ending(signal.SIGTERM):  # sent when another worker has failed
-            code = work(place, config, job.message["target"], report, listener)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with ControlThread(link), logs.recording(logs.path_of(config.out, place.rank), terminal):
+        code = work(place, config, job.message["target"], report, listener)
+        stop.disarm()
         atexit._run_exitfuncs()  # trackers flush what they hold
         return code

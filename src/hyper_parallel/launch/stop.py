@@ -1,4 +1,8 @@
-"""A request to stop, as a flag: Ctrl-C and SIGTERM let a worker finish its step and save."""
+"""Requests to a run: to stop, or to save a checkpoint and go on. Flags, and the signals that set them.
+
+A request reaches ranks at different moments. Ranks therefore agree before they act on one: the training step reduces
+the flags (`train.recipe`), so that all ranks stop or save after the same step.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +10,153 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-_requested = threading.Event()
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to save and end."""
+SAVE = signal.SIGUSR1
+"""The signal that asks a run to save and go on."""
+REPEAT_S = 1.0
+"""A signal that is repeated within this time is the same request: launchers, and kills of a whole group, reach a
+process by more than one way."""
+
+_stop = threading.Event()
+_save = threading.Event()
+_disarmed = threading.Event()
+_saved_at = float("-inf")
+_interruptible = False
+_ending = False
+_interrupted = False
+
+
+class Requests(NamedTuple):
+    """What this rank was asked to do, which the others may not know yet."""
+
+    stop: bool = False
+    save: bool = False
 
 
 def stop_requested() -> bool:
-    """Whether this worker was asked to stop (Ctrl-C, SIGTERM). Ranks hear it at different moments: agree
+    """Whether this worker was asked to stop (Ctrl-C, SIGTERM, SIGHUP). Ranks hear it at different moments: agree
     first.
     """
-    return _requested.is_set()
+    return _stop.is_set()
+
+
+def requests() -> Requests:
+    """What this worker was asked and has not done yet."""
+    return Requests(_stop.is_set(), _save.is_set())
+
+
+def request_stop() -> None:
+    """Ask this worker to stop, as a signal does; also to be called when another rank's request was agreed on."""
+    _stop.set()
+
+
+def request_save() -> None:
+    """Ask this worker to save after the step at hand. What comes right after a save is the request it served."""
+    if time.monotonic() - _saved_at > REPEAT_S:
+        _save.set()
+
+
+def save_served() -> None:
+    """All ranks have agreed to save now: the request is done, on whichever rank it came in."""
+    global _saved_at
+    _save.clear()
+    _saved_at = time.monotonic()
+
+
+def request_end() -> None:
+    """Have the main thread raise KeyboardInterrupt at the next `interrupt`: another worker has failed."""
+    global _ending
+    _ending = True
+
+
+def reset() -> None:
+    """No request is open: a run begins."""
+    global _ending, _interrupted, _interruptible, _saved_at
+    for event in (_stop, _save, _disarmed):
+        event.clear()
+    _ending = _interrupted = _interruptible = False
+    _saved_at = float("-inf")
 
 
 @contextlib.contextmanager
-def listening(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """While inside, the first of `signals` sets the flag, and a second one raises KeyboardInterrupt."""
-    _requested.clear()
+def interruptible() -> Iterator[None]:
+    """While inside, there is nothing to save: a request to stop raises KeyboardInterrupt at once, also one that came
+    before.
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if _requested.is_set():
-            raise KeyboardInterrupt
-        _requested.set()
+    Every rank must leave such a part before any rank finishes a step. Only the main thread is interrupted.
+    """
+    global _interruptible
+    _interruptible = threading.current_thread() is threading.main_thread()
+    try:
+        interrupt()
+        yield
+    finally:
+        _interruptible = False
 
-    with handling(dict.fromkeys(signals, handle)):
+
+def must_interrupt() -> bool:
+    """Whether the main thread is to leave what it does."""
+    return not _disarmed.is_set() and (_ending or (_interruptible and _stop.is_set()))
+
+
+def interrupt() -> None:
+    """Raise KeyboardInterrupt where the worker is to leave at once. On the main thread.
+
+    It is raised once, so that files and memory are given back on the way out, and not at all where an error is on its
+    way out already.
+    """
+    global _ending, _interrupted, _interruptible
+    if must_interrupt() and sys.exc_info()[1] is None:
+        _ending = _interruptible = False
+        _interrupted = True
+        raise KeyboardInterrupt
+
+
+def disarm() -> None:
+    """From now on nothing is interrupted: the worker has done what it was started for, and leaves."""
+    global _ending, _interruptible
+    _ending = _interruptible = False
+    _disarmed.set()
+
+
+def interrupted() -> bool:
+    """Whether `interrupt` has raised in this run: what fails from there on follows from it."""
+    return _interrupted
+
+
+@contextlib.contextmanager
+def before_start() -> Iterator[None]:
+    """While inside, a command has nothing to save yet: what asks a run to stop ends it as Ctrl-C does, and what asks it
+    to save does nothing.
+    """
+    ends = dict.fromkeys(STOPS, signal.default_int_handler)
+    with handling({**ends, SAVE: lambda number, frame: None}):
         yield
 
 
 @contextlib.contextmanager
-def ending(number: signal.Signals) -> Iterator[None]:
-    """While inside, `number` raises KeyboardInterrupt, so that files and memory are given back on the way out; where an
-    error is on its way out already, it does nothing."""
+def listening(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """While inside, the first of `signals` sets the flag, and a second one raises KeyboardInterrupt; `SAVE` asks for a
+    checkpoint. For a process of the user's own; workers have a control thread (`launch.control`).
+    """
+    reset()
 
-    def handle(_: int, frame: FrameType | None) -> None:
-        if sys.exc_info()[1] is None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == SAVE:
+            request_save()
+            return
+        if _stop.is_set():
             raise KeyboardInterrupt
+        _stop.set()
+        interrupt()
 
-    with handling({number: handle}):
+    with handling(dict.fromkeys(signals, handle)):
         yield
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch import rendezvous
+from hyper_parallel.launch import rendezvous, stop
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.place import Place
 
@@ -63,52 +63,61 @@ def work(
     target: str,
     report: Callable[[Failure, Store | None], None],
     listener: socket.socket | None = None,
+    connected: Callable[[Store], None] = lambda store: None,
 ) -> int:
-    """Run the target as this worker; the exit code. `report` is called once when it fails.
+    """Run the target as this worker; the exit code. `report` is called once when it fails, `connected` once the
+    store is reached.
 
     The process computes with `launch.threads` threads (left out: this machine's cores divided by its
     workers).
     """
     store: Store | None = None
     try:
-        threads = config.launch.threads or max(1, _cores() // place.local_world)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the target starts; torch is loaded already
-        os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world)  # as torchrun says it: what lies on a node
-        import torch
-        import torch.distributed as dist
+        with stop.interruptible():
+            threads = config.launch.threads or max(1, _cores() // place.local_world)
+            os.environ["OMP_NUM_THREADS"] = str(
+                threads
+            )  # for what the target starts; torch is loaded already
+            os.environ["LOCAL_WORLD_SIZE"] = str(
+                place.local_world
+            )  # as torchrun says it: what lies on a node
+            import torch
+            import torch.distributed as dist
 
-        from hyper_parallel import compat
+            from hyper_parallel import compat
 
-        if dist.is_initialized():
-            raise LaunchError(
-                "torch.distributed is initialised already; leave that to launch, or write your own loop "
-                "around parallelize"
+            if dist.is_initialized():
+                raise LaunchError(
+                    "torch.distributed is initialised already; leave that to launch, or write your own loop "
+                    "around parallelize"
+                )
+            torch.set_num_threads(threads)
+            backend = compat.backend(config.launch.device, workers=place.local_world)
+            device = backend.device(place.local_rank)
+            backend.set_device(device)
+            interface = rendezvous.interface(place)
+            for variable, value in backend.environment(interface).items() if interface else ():
+                os.environ.setdefault(variable, value)
+            log.info(
+                "rank %d of %d on %s, %d threads, %s at %s:%d",
+                place.rank,
+                place.world,
+                device,
+                threads,
+                place.launcher,
+                place.host,
+                place.port,
             )
-        torch.set_num_threads(threads)
-        backend = compat.backend(config.launch.device, workers=place.local_world)
-        device = backend.device(place.local_rank)
-        backend.set_device(device)
-        interface = rendezvous.interface(place)
-        for variable, value in backend.environment(interface).items() if interface else ():
-            os.environ.setdefault(variable, value)
-        log.info(
-            "rank %d of %d on %s, %d threads, %s at %s:%d",
-            place.rank,
-            place.world,
-            device,
-            threads,
-            place.launcher,
-            place.host,
-            place.port,
-        )
-        if backend.name == "cpu" and place.rank == 0 and config.launch.device == "auto":
-            _say_what_is_idle(place)
-        timeout = timedelta(seconds=config.launch.timeout)
-        store = rendezvous.open_store(place, timeout, listener)
-        dist.init_process_group(
-            backend.process_group, store=store, rank=place.rank, world_size=place.world, timeout=timeout
-        )
-        find_target(target)(
+            if backend.name == "cpu" and place.rank == 0 and config.launch.device == "auto":
+                _say_what_is_idle(place)
+            timeout = timedelta(seconds=config.launch.timeout)
+            store = rendezvous.open_store(place, timeout, listener)
+            connected(store)
+            dist.init_process_group(
+                backend.process_group, store=store, rank=place.rank, world_size=place.world, timeout=timeout
+            )
+            function = find_target(target)
+        function(
             config,
             Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend),
         )
@@ -118,6 +127,8 @@ def work(
         return 130
     except BaseException as error:
         log.exception("failed", extra={"terminal": False})  # whoever watches shows it there, once
+        if stop.interrupted():
+            return 130
         failure = Failure.of(place.rank, error)
         report(failure, store)
         return failure.exit_code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -49,12 +51,17 @@ class Evaluation:
         """Whether there is anything to evaluate on."""
         return bool(self._micro)
 
-    def loss(self, model: nn.Module) -> float:
-        """Mean loss of a valid token; NaN if none of the rows has one. A collective."""
+    def loss(self, model: nn.Module, ends: Callable[[], bool] = lambda: False) -> float | None:
+        """Mean loss of a valid token; NaN if none of the rows has one. A collective.
+
+        None where `ends` returned true, which is asked before each micro-batch and must be the same on every rank.
+        """
         handle = sharded(model)
         loss, tokens = torch.zeros(2, device=self._micro[0].labels.device)
         with inference(model):
             for micro in self._micro:
+                if ends():
+                    return None
                 loss += causal_lm_loss(
                     model, micro.input_ids, micro.labels, micro.position_ids, 1.0, self._options
                 )

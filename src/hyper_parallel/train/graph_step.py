@@ -15,6 +15,7 @@ from torch import Tensor
 from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.errors import BudgetError, HyperParallelError
 from hyper_parallel.launch import logs
+from hyper_parallel.launch.stop import Requests
 from hyper_parallel.train.batches import StepBatch
 from hyper_parallel.train.graphs import ELSEWHERE, Captured, Graphs, eagerly, over_budget
 from hyper_parallel.train.guard import non_finite
@@ -60,14 +61,18 @@ class GraphStepper:
         self._take(batch, recipe.tokens(batch), ends.item() > 0)
 
     def run(
-        self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float, save: bool = False
+        self,
+        *,
+        load_next: Callable[[], StepBatch] | None,
+        memory: float,
+        requests: Callable[[], Requests] = Requests,
     ) -> StepResult:
         """One step on the batch at hand. Arguments and errors are those of `Stepper.run`.
 
         Raises OutOfMemoryError, with what filled the memory, when the device's or the host's ran out.
         """
         if self._eager is not None:
-            return self._eager.run(load_next=load_next, stop=stop, memory=memory, save=save)
+            return self._eager.run(load_next=load_next, memory=memory, requests=requests)
         recipe, batch = self._recipe, self._batch
         device = self._tokens.device
         given = {
@@ -82,7 +87,7 @@ class GraphStepper:
         while True:
             graph = self._graphs[BatchShape.of(batch.micro)]
             host = _Host(
-                recipe, self._graphs, batch, load_next, stop, memory, save, graph.load, self._replanning
+                recipe, self._graphs, batch, load_next, requests, memory, graph.load, self._replanning
             )
             load = self._attempt(graph, given, host)
             if load is None:
@@ -182,16 +187,15 @@ class _Host:
         graphs: Graphs,
         batch: StepBatch,
         load_next: Callable[[], StepBatch] | None,
-        stop: bool,
+        requests: Callable[[], Requests],
         memory: float,
-        save: bool,
         load: float | None,
         replanning: Replanning | None,
     ) -> None:
         """`load`: how many times their even share of the rows a rank's experts may get."""
         self._planned, self._replanning = load, replanning
         self._recipe, self._graphs, self._batch = recipe, graphs, batch
-        self._load_next, self._stop, self._memory, self._save = load_next, stop, memory, save
+        self._load_next, self._requests, self._memory = load_next, requests, memory
         self.following: StepBatch | None = None
 
     def __call__(self, point: str, values: Sequence[Tensor]) -> Tensor | None:
@@ -213,4 +217,4 @@ class _Host:
         ends = self.following is not None and not self._graphs.ready(BatchShape.of(self.following.micro))
         goes_on = self.following is not None
         changed = goes_on and self._replanning is not None and self._replanning.wanted()
-        return said_by(self.following, self._stop, self._memory, device, ends, changed, self._save)
+        return said_by(self.following, self._requests(), self._memory, device, ends, changed)

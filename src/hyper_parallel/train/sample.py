@@ -7,6 +7,8 @@ rank draws the same numbers, on the host in fp64, so that rounding in the logits
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -27,8 +29,10 @@ def sample(
     device: torch.device,
     temperature: float = 0.0,
     seed: int = 0,
+    ends: Callable[[], bool] = lambda: False,
 ) -> str:
-    """`prompt` and up to `tokens` more tokens; it ends early at the end-of-text token.
+    """`prompt` and up to `tokens` more tokens; it ends early at the end-of-text token, and where `ends` returned true,
+    which is asked before each token and must be the same on every rank.
 
     `sequence` is the longest context in tokens; of a longer text the end is seen. Temperature 0 takes the most
     likely token; above it, token i is drawn with a number that is a function of (seed, i).
@@ -41,6 +45,8 @@ def sample(
     positions = torch.arange(length, device=device).unsqueeze(0)
     with inference(model):
         for draw in draws:
+            if ends():
+                break
             seen = ids[-length:]
             window = torch.tensor([seen + [tokenizer.pad] * (length - len(seen))], device=device)
             logits = logits_of(model, window, positions)

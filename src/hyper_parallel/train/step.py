@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.launch import logs
+from hyper_parallel.launch.stop import Requests
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.documents import documents_known
 from hyper_parallel.shard.experts.routing import update_biases
@@ -79,12 +80,16 @@ class Stepper:
         self._batch, self._tokens = batch, tokens
 
     def run(
-        self, *, load_next: Callable[[], StepBatch] | None, stop: bool, memory: float, save: bool = False
+        self,
+        *,
+        load_next: Callable[[], StepBatch] | None,
+        memory: float,
+        requests: Callable[[], Requests] = Requests,
     ) -> StepResult:
         """One step on the batch at hand.
 
-        `load_next` loads the batch of the step after it, None if there is none. `stop`, `memory` and `save` are what
-        this rank has to say: whether it was asked to stop, what it holds, and whether it wants a checkpoint.
+        `load_next` loads the batch of the step after it, None if there is none. `memory` and what `requests` returns
+        are what this rank has to say; it is called late in the step, so that a request waits for one step at most.
 
         Raises DataError when no token of the batch bears loss, and NonFiniteError when the loss or the gradient
         norm is not finite; parameters and optimizer are then as before the step. Every rank raises the same.
@@ -94,7 +99,7 @@ class Stepper:
         loss = accumulate(model, handle, batch, tokens, recipe.seed, recipe.loss)
         norm = handle.grad_norm()
         following = load_next() if load_next is not None else None
-        said = said_by(following, stop, memory, loss.device, save=save)
+        said = said_by(following, requests(), memory, loss.device)
         values, loads = recipe.summed(loss, norm, tokens, said)
         result = recipe.result(values, loads, batch)
         if not result.finite:
@@ -112,16 +117,15 @@ class Stepper:
 
 def said_by(
     following: StepBatch | None,
-    stop: bool,
+    requests: Requests,
     memory: float,
     device: torch.device,
     graph_ends: bool = False,
     links_changed: bool = False,
-    save: bool = False,
 ) -> Tensor:
     """What a rank says in a step, fp32 [6]: see `recipe.SAID`."""
-    flags = [float(flag) for flag in (graph_ends, links_changed, save)]
-    said = torch.tensor([0.0, float(stop), memory, *flags], device=device)
+    flags = [float(graph_ends), float(links_changed), float(requests.save)]
+    said = torch.tensor([0.0, float(requests.stop), memory, *flags], device=device)
     if following is not None:
         said[0] = following.tokens
     return said

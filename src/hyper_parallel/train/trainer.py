@@ -17,7 +17,7 @@ from hyper_parallel.checkpoint.durable import REFUSALS, explain, publish
 from hyper_parallel.config import RunConfig, dump
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import CheckpointError, ConfigError, HyperParallelError
-from hyper_parallel.launch import Worker, stop_requested
+from hyper_parallel.launch import Worker, stop, stop_requested
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.experts.routing import by_layer, has_biases
 from hyper_parallel.train.batches import Batches
@@ -72,7 +72,9 @@ class Trainer:
         try:
             if worker.rank == 0:
                 out.mkdir(parents=True, exist_ok=True)
-            return _Run(self.config, self._model, worker).run()
+            with stop.interruptible():
+                run = _Run(self.config, self._model, worker)
+            return run.run()
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise
@@ -131,6 +133,7 @@ class _Run:
             worker.backend.peak_flops(compute),
         )
         self.eval_after: float | None = None
+        self.stopping = False
         self.profiling: Profiling | None = None
         if train.profile is not None and self.leads:
             self.profiling = Profiling(
@@ -143,7 +146,8 @@ class _Run:
 
     def run(self) -> Summary:
         try:
-            self._resume()
+            with stop.interruptible():
+                self._resume()
             with contextlib.closing(self.trackers):
                 summary = self._train()
             if self.built.budget is not None and not self.built.fresh:
@@ -186,11 +190,12 @@ class _Run:
                 f"nothing left to train: step {self.start} of {steps} is done; raise train.steps to go on"
             )
         if self.state.eval_before is None and self.start == 0:
-            self.state.eval_before = self._evaluate()
+            with stop.interruptible():
+                self.state.eval_before = self._evaluate()
         stopped = self._steps()
         if not stopped and self.eval_after is None:
             self.eval_after = self._evaluate()
-        text = None if stopped else self._sample()
+        text = None if stopped or self.stopping else self._sample()
         checkpoint = self.checkpoints.finish()
         return self._summary(stopped, checkpoint, text)
 
@@ -203,7 +208,8 @@ class _Run:
         stepper = (
             Stepper(self.recipe) if graphs is None else GraphStepper(self.recipe, graphs, self.profiling)
         )
-        stepper.begin(self.batches.load(state.step, state.consumed))
+        with stop.interruptible():
+            stepper.begin(self.batches.load(state.step, state.consumed))
         interval = SaveInterval(self.config.checkpoint)
         for step in range(state.step, train.steps):
             done, last = step + 1, step + 1 == train.steps
@@ -212,9 +218,8 @@ class _Run:
             self.meter.begin()
             result = stepper.run(
                 load_next=None if last else functools.partial(self.batches.load, done, consumed),
-                stop=stop_requested(),
                 memory=float(self.worker.backend.memory_allocated()) if due else 0.0,
-                save=interval.elapsed(),
+                requests=functools.partial(_requests, interval),
             )
             self.meter.end()
             for note in graphs.told() if graphs is not None else ():
@@ -226,19 +231,39 @@ class _Run:
                 state.initial_loss = result.loss
             if due:
                 self._record(step, result)
-            stop = result.stop and not last
-            if last or stop or result.save or interval.reached(done):
+            stopped = result.stop and not last
+            saved = last or stopped or result.save or interval.reached(done)
+            if result.save and not interval.elapsed():
+                self._note(f"saved step {done}, as asked")
+            if saved:
                 self.checkpoints.save(state)
+                stop.save_served()
                 interval.saved()
-            if stop:
-                self._note(f"stopped after step {done}, as asked; the same command goes on from there")
-                return True
+            if stopped:
+                return self._stopped()
             if last or (train.eval.every and done % train.eval.every == 0):
                 self._record_experts(done, result)
             if train.eval.every and done % train.eval.every == 0:
                 loss = self._evaluate()
                 self.eval_after = loss if last else None
+                if self.stopping and not last:
+                    if not saved:
+                        self.checkpoints.save(state)
+                    return self._stopped()
         return False
+
+    def _stopped(self) -> bool:
+        stop.request_stop()  # also where it was another rank that was asked
+        self._note(f"stopped after step {self.state.step}, as asked; the same command goes on from there")
+        return True
+
+    def _agree_to_stop(self) -> bool:
+        """Whether some rank was asked to stop. A collective of the hosts, between steps."""
+        asked = torch.tensor(float(stop_requested()))
+        if self.worker.world > 1:
+            dist.all_reduce(asked)
+        self.stopping = asked.item() > 0
+        return self.stopping
 
     def _record(self, step: int, result: StepResult) -> None:
         """What the trackers and the terminal are given after `step`, counted from 0."""
@@ -271,10 +296,10 @@ class _Run:
                 file.write(json.dumps({"step": step, "loads": loads}) + "\n")
 
     def _evaluate(self) -> float | None:
-        """The held-out loss now, recorded; None when nothing is held out."""
-        if not self.evaluation:
+        """The held-out loss now, recorded; None when nothing is held out, and where the run is to stop first."""
+        loss = self.evaluation.loss(self.model, self._agree_to_stop) if self.evaluation else None
+        if loss is None:
             return None
-        loss = self.evaluation.loss(self.model)
         if self.progress is not None:
             self.trackers.log(self.state.step, {"eval_loss": loss})
             self.progress.evaluation(self.state.step, loss)
@@ -293,6 +318,7 @@ class _Run:
             device=self.worker.device,
             temperature=wanted.temperature,
             seed=self.config.seed,
+            ends=self._agree_to_stop,
         )
         if self.leads:
             self.trackers.text(self.state.step, "sample", text)
@@ -332,3 +358,9 @@ class _Run:
 
     def _vocabulary(self) -> int:
         return int((self.built.model_config or {}).get("vocab_size") or self.built.text.tokenizer.vocab_size)
+
+
+def _requests(interval: SaveInterval) -> stop.Requests:
+    """What this rank was asked, or wants: a checkpoint also when its time has come."""
+    asked = stop.requests()
+    return asked._replace(save=asked.save or interval.elapsed())

@@ -15,7 +15,7 @@ from hyper_parallel.errors import LaunchError, WorkersFailedError
 from hyper_parallel.launch import Worker, run
 from hyper_parallel.launch.place import detect
 from hyper_parallel.launch.run_lock import run_lock
-from hyper_parallel.launch.stop import listening
+from hyper_parallel.launch.stop import SAVE, listening
 from hyper_parallel.train.summary import Summary
 
 
@@ -26,7 +26,7 @@ def alone(config: RunConfig) -> Iterator[Worker]:
     backend = compat.backend(config.launch.device)
     device = backend.device(0)
     backend.set_device(device)
-    with run_lock(config.out), listening((signal.SIGINT, signal.SIGTERM)):
+    with run_lock(config.out), listening((signal.SIGINT, signal.SIGTERM, SAVE)):
         yield Worker(rank=0, local_rank=0, world=1, local_world=1, device=device, backend=backend)
 
 

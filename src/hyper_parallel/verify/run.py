@@ -16,6 +16,7 @@ from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import StrategyError, WorkersFailedError
 from hyper_parallel.launch import Worker
+from hyper_parallel.launch.stop import interruptible
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.strategy import Precision, Strategy
@@ -59,6 +60,15 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
 
 def worker_main(config: RunConfig, worker: Worker) -> None:
     """What each worker of the "gloo" driver runs; rank 0 leaves the report."""
+    with interruptible():
+        report = _by_workers(config, worker)
+    if worker.rank == 0:
+        out = Path(config.out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / RESULT).write_text(json.dumps(report.to_json(), indent=1))
+
+
+def _by_workers(config: RunConfig, worker: Worker) -> Report:
     one, batch, model = _one_device(config)
     again = copy.deepcopy(model)
     many = step_of(model, config, config.strategy, batch, "fsdp", one.gradients, worker.device)
@@ -67,10 +77,7 @@ def worker_main(config: RunConfig, worker: Worker) -> None:
     wrong = torch.tensor(0.0 if report.ok else 1.0, device=worker.device)
     if handle.all_reduce(wrong, handle.mesh.names, "max") > 0:
         report = _decided(report, config, again, batch, one, "fsdp", worker.device)
-    if worker.rank == 0:
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / RESULT).write_text(json.dumps(report.to_json(), indent=1))
+    return report
 
 
 def against_simulated(

@@ -1,0 +1,213 @@
+"""A worker's control thread: it takes signals and orders while the main thread computes, compiles or waits.
+
+A Python signal handler runs only once the main thread is back in Python, which a collective or a compiler may keep it
+from for minutes. The interpreter's wakeup descriptor tells this thread at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, wait
+from types import FrameType
+from typing import Any, Protocol
+
+from hyper_parallel.errors import PREFIX
+from hyper_parallel.launch import stop
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+"""How often the thread wakes without a cause."""
+LEAVE_S = 5.0
+"""How long the main thread has to leave after a second Ctrl-C."""
+
+Order = str
+"""``stop``, ``save``, or ``end`` (another worker has failed)."""
+
+
+class Link(Protocol):
+    """Where a worker hears orders and tells what reached it."""
+
+    def sources(self) -> list[Connection]:
+        """What becomes readable when there may be an order."""
+
+    def orders(self) -> list[Order]:
+        """The orders since the last call."""
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Pass a message on. Never raises; it may be lost where the other end has gone."""
+
+
+class CommandLink:
+    """The link of a local worker to the command that watches it: a pipe."""
+
+    def __init__(self, end: Connection) -> None:
+        self._end = end
+        self._lock = threading.Lock()
+        self._open = True
+
+    def sources(self) -> list[Connection]:
+        return [self._end] if self._open else []
+
+    def orders(self) -> list[Order]:
+        found: list[Order] = []
+        try:
+            while self._open and self._end.poll():
+                found.append(json.loads(self._end.recv_bytes())["do"])
+        except (EOFError, OSError):  # the command has gone, and the kernel ends this process
+            self._open = False
+        return found
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        # A command that was suspended reads nothing: what only describes the present is not waited with.
+        if message["event"] == "beat" and not select.select([], [self._end], [], 0)[1]:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            self._end.send_bytes(json.dumps(message).encode())
+
+
+class ControlThread:
+    """Takes the signals of `stop.STOPS` and `stop.SAVE` for this process while it is entered.
+
+    `grace`: seconds from a request to stop until the process ends whatever it does; None leaves that to whoever gives
+    the orders. `force`: a second Ctrl-C here ends the process at once; otherwise that too is left to them.
+    """
+
+    def __init__(self, link: Link, *, grace: float | None = None, force: bool = False) -> None:
+        self._link, self._grace, self._force = link, grace, force
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._main = threading.main_thread()
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._closed = False
+        self._asked_at: float | None = None
+        self._ended = False  # by an order: signals have nothing more to say
+        self._leave_at = float("inf")
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> ControlThread:
+        stop.reset()
+        signals = (*stop.STOPS, stop.SAVE)
+        if threading.current_thread() is self._main:
+            self._undo.enter_context(stop.handling(dict.fromkeys(signals, _in_main_thread)))
+            before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+            self._undo.callback(signal.set_wakeup_fd, before)
+            _in_children.append(self)
+            self._undo.callback(_in_children.remove, self)
+            # The fork server has them blocked, so that none is lost between the fork and here.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+        self._closed = True
+        self._waker.close()
+        self._thread.join(timeout=2 * BEAT_S)
+
+    def let_go(self) -> None:
+        """In a child that this process has forked: signals to it are none to this process."""
+        signal.set_wakeup_fd(-1)
+        for number in (*stop.STOPS, stop.SAVE):
+            if signal.getsignal(number) is _in_main_thread:
+                signal.signal(
+                    number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                )
+
+    def _run(self) -> None:
+        while not self._closed:
+            ready = wait([self._woken, *self._link.sources()], BEAT_S)
+            if self._woken in ready:
+                with contextlib.suppress(BlockingIOError):
+                    received = self._woken.recv(4096)
+                    if not received:
+                        return
+                    for number in received:
+                        self._signal(number)
+            for order in self._link.orders():
+                self._order(order)
+            self._end_in_time()
+
+    def _signal(self, number: int) -> None:
+        now = time.monotonic()
+        if number == stop.SAVE:
+            stop.request_save()
+        elif number in stop.STOPS and not self._ended:
+            first = self._asked_at is None
+            if self._force and number == signal.SIGINT and not first:
+                assert self._asked_at is not None
+                if now - self._asked_at > stop.REPEAT_S:
+                    self._leave()
+            self._stop()
+        else:
+            return
+        log.info("got %s", signal.Signals(number).name)
+        self._link.tell({"event": "signal", "number": number})
+
+    def _order(self, order: Order) -> None:
+        if order == "save":
+            stop.request_save()
+        elif order == "stop":
+            self._stop()
+        elif order == "end":
+            self._ended = True
+            stop.request_end()
+            self._wake_main()
+
+    def _stop(self) -> None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+        stop.request_stop()
+        if stop.must_interrupt():
+            self._wake_main()
+
+    def _leave(self) -> None:
+        stop.request_end()
+        self._wake_main()
+        self._leave_at = min(self._leave_at, time.monotonic() + LEAVE_S)
+
+    def _wake_main(self) -> None:
+        # A signal and not only a flag, so that it also returns from a system call; SIGINT is never ignored here.
+        with contextlib.suppress(ProcessLookupError):
+            if self._main.ident is not None:
+                signal.pthread_kill(self._main.ident, signal.SIGINT)
+
+    def _end_in_time(self) -> None:
+        now = time.monotonic()
+        if now > self._leave_at:
+            os._exit(130)
+        if self._grace is not None and self._asked_at is not None and now > self._asked_at + self._grace:
+            sys.__stderr__.write(  # type: ignore[union-attr]
+                f"{PREFIX}this worker did not end in the {self._grace:g} s of launch.grace and leaves; committed "
+                "checkpoints are safe\n"
+            )
+            os._exit(130)
+
+
+def _in_main_thread(number: int, frame: FrameType | None) -> None:
+    """The control thread does the rest."""
+    if number in stop.STOPS and not stop.must_interrupt():
+        stop.request_stop()
+    stop.interrupt()
+
+
+_in_children: list[ControlThread] = []
+
+
+def _after_fork() -> None:
+    for control in _in_children:
+        control.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)
