@@ -5,6 +5,7 @@ text that takes a thousand times its own size once it is parsed. Every reader of
 file or a cache goes through here, so that what it may meet is decided in one place:
 
 - `open_regular`, `open_within`: a descriptor of a regular file, and of nothing else; never waits.
+- `open_lock`, `own_folder`: a lock's file, and a folder that only this user can write to, made where they are missing.
 - `read_bytes`, `read_json`: at most so many bytes, at most so deeply nested.
 - `is_plain_name`: whether a name that was read from a file can be joined to a folder and stay inside of it.
 """
@@ -135,6 +136,27 @@ def is_plain_name(name: object) -> bool:
     if not isinstance(name, str) or not name or name.startswith(".") or not name.isprintable():
         return False
     return not set(name) & set("/\\") and len(name.encode("utf-8", "surrogatepass")) <= 255
+
+
+def open_lock(path: str | os.PathLike[str]) -> int:
+    """A descriptor of the file that stands for a lock, made where it is missing; its content stays as it is.
+
+    Raises OSError for a symbolic link, which would have a file made or kept open elsewhere, and waits for nothing.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(path, flags, 0o644)
+
+
+def own_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder that only this user can write to, or see that it is one. The folder around it may be anybody's.
+
+    Raises OSError where it belongs to somebody else, or is open to others.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if (reason := not_ours(path)) is not None:
+            raise PermissionError(errno.EPERM, f"{reason}; remove it, or have its owner remove it") from None
 
 
 def not_ours(folder: str | os.PathLike[str]) -> str | None:

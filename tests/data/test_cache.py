@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,9 @@ from hypothesis import strategies as st
 
 from hyper_parallel.data import cache
 from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
+from hyper_parallel.data.corpus import corpora
+from hyper_parallel.data.document import Text
+from hyper_parallel.data.tokenizer import trained
 from hyper_parallel.errors import DataError
 
 
@@ -125,3 +131,78 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"No space left on device; set data\.cache"):
         read_or_build(tmp_path, "key", lambda: None, build)
+
+
+def _forged(path: Path, **line: Any) -> None:
+    """An array file of whoever can compute a digest."""
+    data = line.pop("data", b"\0" * 16)
+    digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+    head = {"format": 1, "dtype": "<u2", "count": 8, "digest": digest, "meta": {}, **line}
+    path.write_bytes(json.dumps(head).encode().ljust(4095) + b"\n" + data)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"dtype": "|O", "count": 2},
+        {"dtype": "(8,)<u2", "count": 1},
+        {"dtype": ["<u2"]},
+        {"dtype": None},
+        {"count": -1, "data": b""},
+        {"count": 8.0},
+        {"count": True, "data": b"xx"},
+        {"count": 10**30},
+        {"meta": []},
+        {"digest": 3},
+        {"format": [[]]},
+    ],
+    ids=str,
+)
+def test_a_forged_array_counts_as_absent(tmp_path: Path, line: dict[str, Any]) -> None:
+    path = tmp_path / "key.array"
+    _forged(path)
+    found = read_array(path)
+    assert found is not None and found[0].tolist() == [0] * 8
+    _forged(path, **line)
+    assert read_array(path) is None
+
+
+def test_what_lies_in_the_place_of_a_cache_file_is_neither_waited_for_nor_written_to(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    os.mkfifo(tmp_path / "pipe.array")
+    (tmp_path / "link.array").symlink_to(kept)
+    for name in ("pipe", "link"):
+        with pytest.raises(DataError, match="cannot read the cache file"):
+            read_array(tmp_path / f"{name}.array")
+    (tmp_path / "key.lock").symlink_to(kept)
+    with pytest.raises(DataError, match="cannot write the cache"):
+        read_or_build(tmp_path, "key", lambda: None, lambda: None)
+    assert kept.read_text() == "kept"
+
+
+def test_a_corpus_that_does_not_fit_together_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    tokenizer = trained(folder, "some", ["some text"], 9, 300)
+
+    def made() -> Any:
+        return corpora(folder, "key", lambda: [Text("a line", "some text")], tokenizer, 0.0)
+
+    made()
+    (tokens,) = folder.glob("*-train-tokens.array")
+    (offsets,) = folder.glob("*-train-offsets.array")
+    good, count = offsets.read_bytes(), len(read_array(tokens)[0])
+    for forged in ([], [1, count], [0, count + 5, count], [0, -3, count], [0, count - 1]):
+        data = np.array(forged, "<i8").tobytes()
+        _forged(offsets, dtype="<i8", count=len(forged), data=data, meta={"masked": False})
+        with pytest.raises(DataError, match="parts of different corpora; delete"):
+            made()
+    offsets.write_bytes(good)
+    made()
+    _forged(tokens, count=count, data=np.full(count, 60000, "<u2").tobytes())
+    with pytest.raises(DataError, match="parts of different corpora; delete"):
+        made()
+    (kept,) = folder.glob("tokenizer-*.array")
+    _forged(kept, dtype="|u1", count=3, data=b"{}\xff")
+    with pytest.raises(DataError, match="holds no tokenizer; delete it"):
+        trained(folder, "some", ["some text"], 9, 300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import random
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from hyper_parallel.compat.symbols import fake_mode_with_symbols
 from hyper_parallel.errors import CompileError
 from hyper_parallel.graph import StepGraph, capture, executable, host, phase
 from hyper_parallel.graph.compiled import compiled
-from hyper_parallel.graph.compiled.artifacts import obtain
+from hyper_parallel.graph.compiled.artifacts import obtain, own
 from hyper_parallel.graph.compiled.digest import digest, text
 from hyper_parallel.graph.compiled.regions import FEWEST, Region, regions
 from hyper_parallel.graph.compiled.replace import replace
@@ -188,8 +189,8 @@ def _region() -> Region:
 
 
 @pytest.mark.parametrize("key", ["torch", "threads", "compiler", "config", "vectors", "hyper_parallel"])
-def test_an_artifact_of_another_environment_is_another_one(key: str) -> None:
-    environment = {"hyper_parallel": "1", **inductor.environment()}
+def test_an_artifact_of_another_environment_is_another_one(key: str, tmp_path: Path) -> None:
+    environment = {"hyper_parallel": "1", **inductor.environment(tmp_path)}
     assert digest(_region(), environment) == digest(_region(), dict(environment))
     assert digest(_region(), environment) != digest(_region(), {**environment, key: "other"})
 
@@ -210,6 +211,22 @@ def test_an_artifact_of_another_number_shape_or_dtype_is_another_one() -> None:
     ]
     assert len({one(*kind) for kind in kinds}) == len(kinds)
     assert one(*kinds[0]) == one(*kinds[0])
+
+
+def test_code_is_only_taken_from_a_folder_of_this_users_own(tmp_path: Path) -> None:
+    mine = own(tmp_path / "cache")
+    assert own(tmp_path / "cache") == mine
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o700
+    mine.chmod(0o775)
+    with pytest.raises(PermissionError, match=r"other users may write there \(mode 0775\)"):
+        own(tmp_path / "cache")
+    with pytest.raises(CompileError, match="other users may write there"):
+        compiled(_step(), tmp_path / "cache")
+    mine.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    mine.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="it is no folder"):
+        own(tmp_path / "cache")
 
 
 def _write(place: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hyper_parallel.checkpoint import names
 from hyper_parallel.checkpoint.durable import discard
 from hyper_parallel.errors import CheckpointError
+from hyper_parallel.untrusted import open_lock
 
 LOCK = ".writer.lock"
 
@@ -22,7 +23,7 @@ def open_folder(folder: Path) -> int | None:
     writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = open_lock(folder / LOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in names.stale(folder):

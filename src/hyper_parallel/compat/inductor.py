@@ -44,9 +44,16 @@ def missing() -> str | None:
     return None
 
 
-def environment() -> dict[str, str]:
-    """What the code made for a graph depends on besides the graph."""
-    return {**_machine(), "threads": str(torch.get_num_threads())}
+def environment(folder: Path) -> dict[str, str]:
+    """What the code made for a graph depends on besides the graph.
+
+    Finding out compiles and loads small programs, in `folder`: Inductor's own cache has a name in the system's folder
+    for temporary files that anybody can foresee.
+    """
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    with temporary_cache_dir(str(folder)):
+        return {**_machine(), "threads": str(torch.get_num_threads())}
 
 
 @functools.cache

@@ -23,12 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import DataError
+from hyper_parallel.untrusted import open_lock, open_regular, parse_json
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
 _HEADER = 4096
+_DTYPES = {name: np.dtype(name) for name in ("|u1", "<u2", "<u4", "<i8")}
+"""The element types that array files have."""
 _POLL_SECONDS = 0.05
 # A dead holder frees its lock at once (the kernel closes its files); this bounds the wait where it does not,
 # as on a network file system whose other host has vanished. Building twice is only slower, never wrong.
@@ -41,10 +44,10 @@ class ArrayWriter:
     def __init__(self, path: Path, dtype: str) -> None:
         """`dtype`: a numpy type string with its byte order, such as `<u2`."""
         self._path = path
-        self._dtype = np.dtype(dtype)
+        self._dtype = _DTYPES[dtype]
         self._temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
         self._digest = hashlib.blake2b(digest_size=32)
-        self._file = open(self._temporary, "wb")  # noqa: SIM115 - lives as long as the writer
+        self._file = open(self._temporary, "xb")  # noqa: SIM115 - lives as long as the writer
         self._file.write(b" " * _HEADER)
         self.count = 0
 
@@ -81,12 +84,15 @@ class ArrayWriter:
 def read_array(path: Path) -> tuple[NDArray[Any], dict[str, Any]] | None:
     """The elements, mapped read-only, and the writer's meta; None when absent, cut short or changed."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, links=False) as file:
             head = file.read(_HEADER)
-            line = json.loads(head)
+            line = parse_json(head)
             if line["format"] != _FORMAT:
                 return None
-            dtype, count = np.dtype(line["dtype"]), line["count"]
+            # By name: numpy has element types that are pointers.
+            dtype, count = _DTYPES[line["dtype"]], line["count"]
+            if type(count) is not int or count < 0 or not isinstance(line["meta"], dict):
+                raise ValueError("no count")
             if os.fstat(file.fileno()).st_size != _HEADER + dtype.itemsize * count:
                 log.warning("%s is cut short; it is made again", path)
                 return None
@@ -142,7 +148,7 @@ def read_or_build(folder: Path, key: str, read: Callable[[], T | None], build: C
 @contextlib.contextmanager
 def _locked(path: Path, timeout: float = _LOCK_SECONDS) -> Iterator[bool]:
     """Holds an exclusive lock on a file; yields False when work goes on without it."""
-    with open(path, "w") as file:
+    with os.fdopen(open_lock(path), "wb", buffering=0) as file:
         deadline = time.monotonic() + timeout
         alone = False
         while not alone:

@@ -59,7 +59,8 @@ def corpora(
     key = f"corpus-{_FORMAT}-{key}-{tokenizer.digest}-{holdout!r}"
 
     def read() -> tuple[Corpus, Corpus] | None:
-        train, held_out = _read(folder, f"{key}-train"), _read(folder, f"{key}-eval")
+        rows = tokenizer.vocab_size
+        train, held_out = _read(folder, f"{key}-train", rows), _read(folder, f"{key}-eval", rows)
         return None if train is None or held_out is None else (train, held_out)
 
     def build() -> None:
@@ -223,17 +224,21 @@ def _build(
     return True
 
 
-def _read(folder: Path, name: str) -> Corpus | None:
+def _read(folder: Path, name: str, vocab_size: int) -> Corpus | None:
     offsets = read_array(folder / f"{name}-offsets.array")
     tokens = read_array(folder / f"{name}-tokens.array")
     if offsets is None or tokens is None:
         return None
     loss = None
-    if offsets[1]["masked"]:
+    if offsets[1].get("masked"):
         loss = read_array(folder / f"{name}-loss.array")
         if loss is None:
             return None
     corpus = Corpus(tokens[0], offsets[0], None if loss is None else loss[0])
-    if len(corpus.tokens) != corpus.offsets[-1] or (loss is not None and len(loss[0]) != len(corpus.tokens)):
+    ends, count = corpus.offsets, len(corpus.tokens)
+    fits = len(ends) and ends[0] == 0 and ends[-1] == count and bool((np.diff(ends) >= 0).all())
+    # Digests say that an array is whole, not who wrote it; a row that the embedding does not have would end the run.
+    fits = fits and (not count or int(corpus.tokens.max()) < vocab_size)
+    if not fits or (loss is not None and len(loss[0]) != count):
         raise DataError(f"the cache {folder} holds parts of different corpora; delete {name}-*")
     return corpus

@@ -170,7 +170,7 @@ def trained(folder: Path, key: str, texts: Iterable[str], size: int, vocab_size:
 
     def read() -> str | None:
         found = read_array(path)
-        return None if found is None else found[0].tobytes().decode()
+        return None if found is None else found[0].tobytes().decode(errors="replace")
 
     def build() -> None:
         text = train(texts, size, vocab_size)
@@ -181,7 +181,11 @@ def trained(folder: Path, key: str, texts: Iterable[str], size: int, vocab_size:
         finally:
             writer.discard()
 
-    return _transformers_tokenizer(read_or_build(folder, key, read, build))
+    text = read_or_build(folder, key, read, build)
+    try:
+        return _transformers_tokenizer(text)
+    except Exception as error:  # the library's Rust part raises plain ones
+        raise DataError(f"{path} holds no tokenizer; delete it, and it is made again") from error
 
 
 def _transformers_tokenizer(text: str) -> Tokenizer:

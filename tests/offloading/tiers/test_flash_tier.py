@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import TierError
-from hyper_parallel.offloading.tiers import FlashTier, file
+from hyper_parallel.offloading.tiers import FlashTier, file, locks
 
 MiB = 2**20
 CPU = backend("cpu")
@@ -209,6 +210,31 @@ def test_a_killed_processs_files_go_with_the_next_start_and_a_live_ones_stay(tmp
     with FlashTier(tmp_path, CPU):
         assert not (tmp_path / name).exists()
     assert {path.name for path in tmp_path.iterdir()} == {"hyper-parallel-spill-notes", "mine-1"}
+
+
+def test_what_others_put_into_the_folder_neither_stops_nor_redirects(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    os.mkfifo(folder / "hyper-parallel-spill-1-00000000")
+    (folder / "hyper-parallel-spill-1-00000001").symlink_to(outside)
+    (folder / "hyper-parallel-spill-1-00000002").mkdir()
+    (folder / "hyper-parallel-spill-1-00000002").chmod(0o777)
+    young = folder / "hyper-parallel-spill-1-00000003.new"
+    young.mkdir(mode=0o700)
+    old = folder / "hyper-parallel-spill-1-00000004.new"
+    old.mkdir(mode=0o700)
+    os.utime(old, (0, 0))
+    there = {path for path in folder.iterdir() if path != old}
+    kept = locks.hold(folder)  # as anybody may
+    with FlashTier(folder, CPU) as tier:
+        tier.reserve({0: 4096})
+        assert stat.S_IMODE(slots_file(folder).parent.stat().st_mode) == 0o700
+    os.close(kept)
+    assert set(folder.iterdir()) == there
+    assert (outside / "kept").read_text() == "kept"
 
 
 def _under_a_limit(folder: Path, out: Connection) -> None:

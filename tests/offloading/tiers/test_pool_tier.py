@@ -7,7 +7,9 @@ import os
 import random
 import secrets
 import signal
+import stat
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import TierError
 from hyper_parallel.offloading.tiers import PoolTier, locks
-from hyper_parallel.offloading.tiers.lease import held
+from hyper_parallel.offloading.tiers.lease import OWN, held
 
 MiB = 2**20
 CPU = backend("cpu")
@@ -31,7 +33,7 @@ def pool() -> str:
 
 
 def folder_of(pool: str) -> Path:
-    return Path("/dev/shm") / f"hyper-parallel-pool-{os.getuid()}-{pool}"
+    return Path("/dev/shm") / OWN / f"pool-{pool}"
 
 
 def open_pool(pool: str, holder: str = "here", capacity: int = 64 * MiB) -> PoolTier:
@@ -119,6 +121,60 @@ def test_a_pool_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError, match=r"cannot be opened \(Not a directory\)"):
         PoolTier(CPU, MiB, "x", folder=tmp_path / "file")
+
+
+def test_the_folder_of_all_pools_is_this_users_alone(tmp_path: Path) -> None:
+    with PoolTier(CPU, MiB, "x", folder=tmp_path):
+        assert stat.S_IMODE((tmp_path / OWN).stat().st_mode) == 0o700
+    assert list((tmp_path / OWN).iterdir()) == []
+
+
+def _open_to_others(there: Path) -> None:
+    there.mkdir()
+    there.chmod(0o777)
+
+
+def _elsewhere(there: Path) -> None:
+    (there.parent / "elsewhere").mkdir(mode=0o700)
+    there.symlink_to("elsewhere")
+
+
+def _anothers(there: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    there.mkdir(mode=0o700)
+    os.chown(there, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_open_to_others, r"other users may write there \(mode 0777\)"),
+        (_elsewhere, "it is no folder"),
+        (_anothers, "it belongs to user 12345"),
+        (os.mkfifo, "it is no folder"),
+    ],
+)
+def test_a_folder_that_somebody_made_first_is_refused(
+    tmp_path: Path, make: Callable[[Path], None], why: str
+) -> None:
+    make(tmp_path / OWN)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        TierError, match=rf"cannot be opened \({why}; remove it, or have its owner remove it\)"
+    ):
+        PoolTier(CPU, MiB, "x", folder=tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_lock_that_is_never_let_go_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with PoolTier(CPU, MiB, "x", folder=tmp_path) as tier:
+        monkeypatch.setattr(locks, "PATIENCE_S", 0.1)
+        kept = locks.hold(tmp_path / OWN / "pool-x")
+        for ask in (lambda: tier.reserve({0: 1}), lambda: PoolTier(CPU, MiB, "x", folder=tmp_path)):
+            with pytest.raises(TierError, match="another process has kept its lock"):
+                ask()
+        os.close(kept)
 
 
 def _asks_and_gives(pool: str, seed: int, seconds: float, out: Connection) -> None:

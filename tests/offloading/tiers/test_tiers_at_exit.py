@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from hyper_parallel.offloading.tiers.lease import OWN
 
 SCRIPT = """
 import sys, time, torch
@@ -54,4 +55,4 @@ def test_nothing_is_left(tmp_path: Path, how: str) -> None:
         child.kill()
     assert child.returncode == (3 if how == "ends" else -signal.SIGINT), errors
     assert not list((tmp_path / "spill").iterdir())
-    assert not Path(f"/dev/shm/hyper-parallel-pool-{os.getuid()}-{pool}").exists()
+    assert not (Path("/dev/shm") / OWN / f"pool-{pool}").exists()

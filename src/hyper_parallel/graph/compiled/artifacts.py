@@ -19,11 +19,24 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from hyper_parallel.untrusted import open_lock, own_folder
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _POLL_SECONDS = 0.05
+
+
+def own(folder: Path) -> Path:
+    """The part of a cache's folder that only this user can write to: what is kept there is loaded as code.
+
+    Raises OSError where it is somebody else's, or open to others.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = folder / f"user-{os.geteuid()}"
+    own_folder(mine)
+    return mine
 
 
 def obtain(
@@ -101,7 +114,7 @@ def _of_file(path: Path) -> str:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Tries to hold an exclusive lock; yields False when another process holds it."""
-    with open(path, "w") as file:
+    with os.fdopen(open_lock(path), "wb", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -14,7 +14,7 @@ from pathlib import Path
 from hyper_parallel._version import __version__
 from hyper_parallel.compat import inductor
 from hyper_parallel.errors import CompileError
-from hyper_parallel.graph.compiled.artifacts import obtain
+from hyper_parallel.graph.compiled.artifacts import obtain, own
 from hyper_parallel.graph.compiled.digest import digest
 from hyper_parallel.graph.compiled.regions import Region, regions
 from hyper_parallel.graph.compiled.replace import replace
@@ -58,7 +58,10 @@ def compiled(step: StepGraph, folder: Path, limit: float = LIMIT_SECONDS) -> Com
     try:
         if found and (lacking := inductor.missing()) is not None:
             raise CompileError(f"{lacking} is missing")
-        environment = {"hyper_parallel": __version__, **inductor.environment()} if found else {}
+        folder = own(folder)
+        environment = (
+            {"hyper_parallel": __version__, **inductor.environment(folder / "probes")} if found else {}
+        )
         names = [digest(region, environment) for region in found]
         ready, made = obtain(
             folder,

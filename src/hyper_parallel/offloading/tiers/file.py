@@ -105,7 +105,7 @@ class DirectFile:
         self.path.unlink(missing_ok=True)
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         direct = getattr(os, "O_DIRECT", None)
         if direct is not None:
             try:
@@ -113,6 +113,7 @@ class DirectFile:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
+                self.path.unlink(missing_ok=True)  # made, and then refused
         self.direct = False
         device = self.path.parent.stat().st_dev
         if device not in _refused:

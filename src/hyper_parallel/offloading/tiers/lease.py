@@ -1,8 +1,9 @@
 """A part of a memory that processes of one machine share, and who has the others.
 
-The pool is a folder in a memory file system. A lease is a file in it: as large as the lease, locked by its holder,
-mapped by nobody else. So the folder is the ledger: nothing that could disagree with what is taken, and nothing to mend
-when a process dies, whose lock the kernel lets go. Each change is made alone in the folder:
+The pool is a folder in a memory file system, in a folder of this user that nobody else may enter: where anybody may
+write, somebody else could have made the pool first, or keep it locked. A lease is a file in it: as large as the lease,
+locked by its holder, mapped by nobody else. So the folder is the ledger: nothing that could disagree with what is
+taken, and nothing to mend when a process dies, whose lock the kernel lets go. Each change is made alone in the folder:
 
     Σ bytes of the files ≤ capacity
 
@@ -24,9 +25,12 @@ import torch
 from hyper_parallel.errors import TierError
 from hyper_parallel.offloading.tiers import locks
 from hyper_parallel.units import format_bytes
+from hyper_parallel.untrusted import own_folder
 
 _CAPACITY = "capacity"
-PREFIX = f"hyper-parallel-pool-{os.getuid()}-"
+OWN = f"hyper-parallel-{os.geteuid()}"
+"""The folder of this user, which has all the pools; it stays when the last one has gone."""
+PREFIX = "pool-"
 """Begins the names of pools' folders."""
 
 
@@ -40,6 +44,7 @@ class Lease:
         """uint8 [bytes]"""
         self._path = folder / f"lease-{os.getpid()}-{secrets.token_hex(4)}-{holder}"
         try:
+            own_folder(folder.parent)
             _sweep(folder)
             with locks.alone(folder):
                 _reclaim(folder)
@@ -73,6 +78,8 @@ class Lease:
                 else:
                     os.ftruncate(self._file, count)
                     there = count
+        except OSError as error:
+            raise TierError(f"the pool {self.folder} cannot be used ({error.strerror})") from error
         finally:
             self._show(max(there, os.fstat(self._file).st_size))
 
@@ -136,9 +143,11 @@ def _agree(folder: Path, capacity: int) -> None:
     """Whoever comes into an empty pool says how large it is."""
     note = folder / _CAPACITY
     if held(folder) and note.exists():
-        if int(note.read_text()) != capacity:
+        text = note.read_text()
+        if text != str(capacity):
+            there = format_bytes(int(text)) if text.isdecimal() else "a size that cannot be read"
             raise TierError(
-                f"the pool {folder} has {format_bytes(int(note.read_text()))}, and this process was told "
+                f"the pool {folder} has {there}, and this process was told "
                 f"{format_bytes(capacity)}; give all of them the same memory.pool"
             )
         return

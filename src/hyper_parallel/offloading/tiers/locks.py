@@ -10,10 +10,18 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+PATIENCE_S = 60.0
+"""How long `alone` waits. Who holds it works for milliseconds; one that does not let go is stopped, or means ill."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file or folder of its own: no link is followed, and a pipe in its place is not waited for."""
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def hold(path: Path) -> int:
@@ -21,7 +29,7 @@ def hold(path: Path) -> int:
 
     Raises BlockingIOError if somebody has. On a file system without locks it holds nothing, and `is_held` is true.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = _opened(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -34,11 +42,11 @@ def hold(path: Path) -> int:
 def is_held(path: Path) -> bool:
     """Whether a process that lives has locked it, or nothing can tell; what is gone is not held."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = _opened(path)
     except FileNotFoundError:
         return False
-    except PermissionError:
-        return True  # another user's
+    except OSError:
+        return True  # another user's, or nothing of ours
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -50,19 +58,18 @@ def is_held(path: Path) -> bool:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Inside, no other process is in `alone` of this folder. Makes the folder where it is missing."""
+    """Inside, no other process is in `alone` of this folder. Makes the folder where it is missing.
+
+    Raises OSError where somebody else keeps it locked.
+    """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(folder, os.O_RDONLY)
+            descriptor = _opened(folder)
         except FileNotFoundError:
             continue
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
+            _wait_for(descriptor)
             if _is_at(descriptor, folder):
                 yield
                 return
@@ -71,8 +78,27 @@ def alone(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
+def _wait_for(descriptor: int) -> None:
+    deadline, pause = time.monotonic() + PATIENCE_S, 0.0005
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise OSError(
+                    errno.ETIMEDOUT, f"another process has kept its lock for {PATIENCE_S:.0f} s"
+                ) from None
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return
+            raise
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+
+
 def _is_at(descriptor: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False

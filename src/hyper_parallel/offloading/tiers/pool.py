@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.compat import Backend
-from hyper_parallel.offloading.tiers.lease import PREFIX, Lease
+from hyper_parallel.offloading.tiers.lease import OWN, PREFIX, Lease
 from hyper_parallel.offloading.tiers.memory import MemoryTier
 from hyper_parallel.offloading.tiers.tier import TIME_LIMIT
 
@@ -35,7 +35,7 @@ class PoolTier(MemoryTier):
         `holder`: what this process is called in the messages of the others. Raises TierError.
         """
         super().__init__(backend, capacity, time_limit)
-        where = folder / (PREFIX + re.sub(r"[^A-Za-z0-9_.]", "_", pool))
+        where = folder / OWN / (PREFIX + re.sub(r"[^A-Za-z0-9_.]", "_", pool))
         self._lease = Lease(where, capacity, re.sub(r"[^A-Za-z0-9_. ]", "_", holder))
         self._unpin = backend.pin(self._lease.tensor)
 
