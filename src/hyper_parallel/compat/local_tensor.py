@@ -145,3 +145,11 @@ def each_rank(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
     if isinstance(tensor, LocalTensor):
         return dict(tensor._local_tensors)
     return {dist.get_rank() if dist.is_initialized() else 0: tensor}
+
+
+def agreed(tensor: torch.Tensor) -> torch.Tensor:
+    """One rank's copy, on the CPU, of a tensor that all ranks should hold alike; NaN where they do not."""
+    with one_device():
+        first, *others = each_rank(tensor).values()
+        same = all(torch.equal(first, other) for other in others)
+        return first.detach().cpu().clone() if same else torch.full_like(first, torch.nan, device="cpu")

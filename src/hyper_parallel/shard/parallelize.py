@@ -18,6 +18,7 @@ from hyper_parallel.layout.layout import Layout
 from hyper_parallel.shard.access import Access, Accesses, Dtypes, apply_access
 from hyper_parallel.shard.axis import MeshAxes
 from hyper_parallel.shard.boundary import apply_boundaries
+from hyper_parallel.shard.check import check_before_training, check_on_first_call
 from hyper_parallel.shard.context import apply_context, apply_context_to_root
 from hyper_parallel.shard.dropout import apply_dropout, refuse_other_draws
 from hyper_parallel.shard.experts.boundary import apply_experts_plan
@@ -29,7 +30,7 @@ from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
 from hyper_parallel.shard.recompute import apply_recompute
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.structure import layers_or_refuse
+from hyper_parallel.shard.structure import layers_or_refuse, without_values
 from hyper_parallel.shard.tensor2d.apply import apply_tensor_2d, split_between
 from hyper_parallel.shard.towers import apply_towers
 from hyper_parallel.shard.zero import frees_after_forward, gathered_apart
@@ -58,7 +59,10 @@ def parallelize(
 
     `like`: a model that was parallelized by the same strategy in this process; its process groups serve this one too.
 
-    Raises StrategyError when the strategy does not fit the model or the process group.
+    Unless `strategy.check` is false, what the strategy splits is first run whole and split on random numbers: a
+    Transformers causal language model here, another module in its first call with gradients.
+
+    Raises StrategyError when the strategy does not fit the model or the process group, or computes other gradients.
     """
     if hasattr(model, "_hyper_parallel"):
         raise StrategyError(f"this {type(model).__name__} is parallelized already")
@@ -89,6 +93,9 @@ def parallelize(
         else None
     )
 
+    unseen = like is None and not check_before_training(model, strategy, plan, _on_simulated_ranks)
+    original = skeleton if skeleton is not None or not unseen else without_values(model)
+
     routing = apply_experts_plan(model, plan, axes)
     stretches = apply_boundaries(model, plan, axes[mesh.tensor])
     stretches |= apply_tensor_2d(model, plan, axes)
@@ -112,7 +119,23 @@ def parallelize(
     for name in mesh.names:
         _ = axes[name]
     attach(ShardedModel(model, strategy, plan, axes, skeleton, routing))
+    if unseen and original is not None:
+        check_on_first_call(model, original, strategy, plan, _on_simulated_ranks)
     return model
+
+
+def check_tokens(model: nn.Module, strategy: Strategy, vocabulary: int) -> None:
+    """Check a strategy on a model of `vocabulary` token ids as `parallelize` does, before it is parallelized; a module
+    that is not Transformers' is otherwise checked in its first call. A collective.
+
+    Raises StrategyError when the strategy computes other gradients than one device.
+    """
+    check_before_training(model, strategy, make_plan(model, strategy), _on_simulated_ranks, vocabulary)
+
+
+def _on_simulated_ranks(model: nn.Module, strategy: Strategy) -> nn.Module:
+    """How a check spreads its copies; a strategy of one rank has no part in the process group that there may be."""
+    return parallelize(model, strategy, lowering="traceable", alone=strategy.axes.world == 1)
 
 
 def _apply_accesses(

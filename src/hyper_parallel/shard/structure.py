@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
@@ -103,3 +105,15 @@ def is_conv1d(module: nn.Module) -> bool:
 def dim_of_features(module: nn.Module, output: bool) -> int:
     """The dim of a projection's weight that its output (or input) features lie on."""
     return int(output == is_conv1d(module))
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model without its values: every parameter and buffer is on the meta device."""
+    known: dict[int, object] = {}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            empty = torch.empty_like(parameter, device="meta")
+            known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+        for buffer in model.buffers():
+            known[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, known)

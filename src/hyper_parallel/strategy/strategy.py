@@ -87,6 +87,9 @@ class Strategy(Section):
     """What is recomputed rather than kept."""
     overlap: Overlap = Overlap()
     """Which collectives run beside which kernels."""
+    check: bool = True
+    """Run what the strategy splits once whole and once split before training, on random numbers and small sizes, and
+    refuse the strategy where gradients differ. Takes seconds the first time; what passed is remembered."""
     cluster: str | None = None
     """The machine by which open axes are planned: a preset such as `h100`, or a file that `hyper-parallel calibrate`
     wrote. Left out: the device's preset; on a CPU this machine, which is measured once."""

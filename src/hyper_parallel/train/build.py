@@ -18,7 +18,7 @@ from hyper_parallel.data import TextData, Tokenizer
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.lend import lend
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
-from hyper_parallel.shard.parallelize import Lowering
+from hyper_parallel.shard.parallelize import Lowering, check_tokens
 from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.compiling import artifacts_of
 from hyper_parallel.train.engine import check_length, try_graph
@@ -67,6 +67,7 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     flops = flops_of_model(plain)
     hf: Any = getattr(plain, "config", None)
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
+    check_tokens(plain, config.effective_strategy, text.tokenizer.vocab_size)
     captured, handle = None, None
     if config.train.engine == "graph":
         captured, handle = try_graph(config, plain, text, device, artifacts_of(config, flops, device))

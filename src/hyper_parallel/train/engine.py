@@ -12,6 +12,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TextData
 from hyper_parallel.errors import BudgetError, StrategyError
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
+from hyper_parallel.shard.structure import without_values
 from hyper_parallel.train.batches import Batches
 from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.graphs import (
@@ -20,7 +21,6 @@ from hyper_parallel.train.graphs import (
     Graphs,
     eagerly,
     over_budget,
-    shadow_of,
     uncompiled_because,
 )
 from hyper_parallel.train.overlapping import APART, DIGEST, order_digest, schedule_for
@@ -45,7 +45,7 @@ def try_graph(
     BudgetError where no plan keeps a step within the memory that it was given.
     """
     try:
-        shadow = shadow_of(model)
+        shadow = without_values(model)
     # A module of the user's may hold what cannot be copied.
     except Exception as error:
         why = f"the step cannot be captured: the model cannot be copied: {error}"

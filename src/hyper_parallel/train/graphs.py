@@ -6,14 +6,12 @@ is known to be capturable before the real model is parallelized for it, and capt
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from hyper_parallel.errors import BudgetError, CaptureError, CompileError, GraphError, HyperParallelError
 from hyper_parallel.graph import Executable, Pass, StepGraph, executable
@@ -241,15 +239,3 @@ def _described(shape: BatchShape) -> str:
         for (rows, length), packed in zip(shape.micro_batches, shape.documents, strict=True)
     )
     return f"rows × positions: {sizes}"
-
-
-def shadow_of(model: nn.Module) -> nn.Module:
-    """A copy of a model without its values: every parameter and buffer is on the meta device."""
-    known: dict[int, object] = {}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            empty = torch.empty_like(parameter, device="meta")
-            known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-        for buffer in model.buffers():
-            known[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, known)

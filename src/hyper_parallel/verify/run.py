@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from hyper_parallel import launch
+from hyper_parallel.compat.float64 import float64, widen
 from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import StrategyError, WorkersFailedError
@@ -22,7 +23,6 @@ from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.strategy import Precision, Strategy
 from hyper_parallel.train.build import fill_model, transformers_config, unsharded
 from hyper_parallel.verify.families import EXPERT_COUNTS
-from hyper_parallel.verify.float64 import float64, widen
 from hyper_parallel.verify.report import Report, compare, settled
 from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
 
@@ -189,7 +189,9 @@ def step_of(
 ) -> StepOutcome:
     """One step of a model under a strategy; on the meta device it gets the values of the run's seed or folder."""
     without_values = any(parameter.is_meta for parameter in model.parameters())
-    parallelize(model, strategy, lowering=lowering, alone=strategy.axes.world == 1)
+    # What is wrong is shown here, parameter by parameter, instead of refused.
+    unchecked = strategy.model_copy(update={"check": False})
+    parallelize(model, unchecked, lowering=lowering, alone=strategy.axes.world == 1)
     if without_values:
         fill_model(model, config, device)
     return run_step(model.train(), config, batch, update_from)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank
+from hyper_parallel.compat.local_tensor import agreed, each_rank, on_rank, one_device, per_rank
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TextData
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
@@ -62,7 +62,7 @@ def run_step(
     loss = handle.all_reduce(loss, LOSS_AXES)
     norm = handle.grad_norm()
     parameters = handle.parameters()
-    gradients = {p.name: whole_of(handle.gather(p.grad, p.layout)) for p in parameters if p.grad is not None}
+    gradients = {p.name: agreed(handle.gather(p.grad, p.layout)) for p in parameters if p.grad is not None}
     if update_from is not None:
         for parameter in parameters:
             _replace_gradient(parameter, update_from)
@@ -70,7 +70,7 @@ def run_step(
     if config.train.clip is not None:
         handle.clip(handle.grad_norm(), config.train.clip)
     optimizer.step(1.0)
-    values = {p.name: whole_of(handle.gather(p.local, p.layout)) for p in parameters}
+    values = {p.name: agreed(handle.gather(p.local, p.layout)) for p in parameters}
     layouts = {p.name: str(p.layout) for p in parameters}
     return StepOutcome(float(on_rank(loss, 0)), float(on_rank(norm, 0)), gradients, values, layouts)
 
@@ -126,11 +126,3 @@ def _replace_gradient(parameter: ShardedParameter, whole: Tensors) -> None:
     gradient = parameter.grad
     if gradient is not None and parameter.name in whole:
         gradient.copy_(per_rank(lambda rank: cut(whole[parameter.name], parameter.layout, rank)))
-
-
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """One rank's copy of a tensor that all ranks should hold alike; NaN where they do not."""
-    with one_device():
-        first, *others = each_rank(tensor).values()
-        same = all(torch.equal(first, other) for other in others)
-        return first.detach().cpu().clone() if same else torch.full_like(first, torch.nan)
