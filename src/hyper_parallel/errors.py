@@ -12,8 +12,8 @@ PREFIX = "hyper-parallel: error: "
 class HyperParallelError(Exception):
     """The one base class: whatever a user's input, machine or file can cause derives from it.
 
-    The command line prints its text on one line and exits with 2; anything else that escapes is a
-    defect of ours and is shown with its traceback.
+    The command line prints its text on one line and exits with 2 (with 1 for a FaultError); anything else that
+    escapes is a defect of ours and is shown with its traceback.
     """
 
 
@@ -85,6 +85,11 @@ class BudgetError(ConfigError):
 
 class TierError(HyperParallelError):
     """A memory beside the device's own could not keep or give back what it was given."""
+
+
+class FaultError(TierError):
+    """A memory or a disk failed while it was in use, or was damaged. Nothing that the user wrote is wrong: exit code 1,
+    as for a worker that is lost."""
 
 
 class NonFiniteError(HyperParallelError):

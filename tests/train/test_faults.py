@@ -24,7 +24,8 @@ from tiny_run import metrics, run, run_config
 
 from harness.commands import descendants, running, wait_until
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import TierError
+from hyper_parallel.errors import FaultError, TierError
+from hyper_parallel.launch.failure import Failure
 from hyper_parallel.offloading import choose, rewrite
 from hyper_parallel.offloading.tiers import host
 from hyper_parallel.offloading.tiers.lease import PREFIX
@@ -211,7 +212,7 @@ def test_a_file_that_is_damaged_ends_both_workers(
         with contextlib.suppress(FileNotFoundError), second.open("r+b") as file:
             file.write(os.urandom(second.stat().st_size))
     code, said = started.end()
-    assert code == 2, said
+    assert code == 1, said  # not the user's mistake
     assert said.startswith("hyper-parallel: error: reading ") and said.count("\n") == 1
     assert f"{second} is damaged" in said and "memory.flash" in said
     assert not list((tmp_path / "spill").iterdir())
@@ -253,3 +254,11 @@ def test_after_a_kill_the_next_start_cleans_up_and_goes_on(
     code, said = again.end()
     assert code == 130, said
     assert not list((tmp_path / "spill").iterdir()) and not _pool(two).exists()
+
+
+def test_a_fault_of_a_disk_is_not_the_users_mistake() -> None:
+    assert Failure.of(0, FaultError("slots-1 is damaged")).exit_code == 1
+    assert Failure.of(0, TierError("the disk ran full; make room")).exit_code == 2
+    assert Failure.of(0, FaultError("slots-1 is damaged")).render("runs") == (
+        "hyper-parallel: error: slots-1 is damaged"
+    )

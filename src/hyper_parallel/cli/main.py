@@ -18,7 +18,7 @@ from hyper_parallel.cli.schema import schema
 from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
 from hyper_parallel.cli.verify import verify
-from hyper_parallel.errors import PREFIX, HyperParallelError, WorkersFailedError
+from hyper_parallel.errors import PREFIX, FaultError, HyperParallelError, WorkersFailedError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
@@ -60,7 +60,8 @@ for _subcommand in (train, verify, inspect, simulate, plan, export, schema, cali
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code.
 
-    A HyperParallelError is the user's to mend: its text on standard error, no traceback, exit code 2; of several
+    A HyperParallelError is the user's to mend: its text on standard error, no traceback, exit code 2, or 1 where a
+    memory or a disk failed (FaultError); of several
     workers that a launcher started on this machine the first one says it. Any other exception is a defect and
     shows its traceback; Python then exits with 1.
     """
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _speaks():
             for line in str(error).splitlines():
                 click.echo(f"{PREFIX}{line}", err=True)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, FaultError) else 2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("hyper-parallel: interrupted", err=True)
         sys.exit(INTERRUPTED)

@@ -83,3 +83,24 @@ def _arguments_written(operator: Any) -> tuple[tuple[int, str], ...]:
         for at, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
+    """The numbers of a module's hooks; PyTorch gives each number once."""
+    return (
+        *module._forward_pre_hooks,
+        *module._forward_hooks,
+        *module._backward_pre_hooks,
+        *module._backward_hooks,
+    )
+
+
+def hooks_of_all() -> tuple[int, ...]:
+    """The numbers of the hooks that run for every module."""
+    of = torch.nn.modules.module
+    return (
+        *of._global_forward_pre_hooks,
+        *of._global_forward_hooks,
+        *of._global_backward_pre_hooks,
+        *of._global_backward_hooks,
+    )

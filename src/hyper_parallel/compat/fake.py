@@ -78,10 +78,24 @@ def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Iterator[None]:
     """Inside, the model's parameters and buffers are fake, each with the layout and the device of the real one
     (`device` for one on the meta device); afterwards the real ones are there again, untouched."""
+    with _as_before(model):
+        _exchange(model, lambda tensor: _empty(tensor, mode, device))
+        yield
+
+
+@contextlib.contextmanager
+def aliased(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's parameters are others in the same memory, without hooks and gradients of the real ones."""
+    with _as_before(model):
+        fsdp.replace_parameters(model, lambda old: nn.Parameter(old.detach(), old.requires_grad))
+        yield
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
     parameters = [(module, dict(module._parameters)) for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:
-        _exchange(model, lambda tensor: _empty(tensor, mode, device))
         yield
     finally:
         for module, own in parameters:

@@ -96,18 +96,20 @@ def _all_gather_coalesced(xs: list[torch.Tensor], size: int, group: str) -> list
         if len(bucket) == 1:
             results[bucket[0]] = _all_gather(xs[bucket[0]], size, group)
             continue
-        gathered = _all_gather(torch.cat([xs[index].reshape(-1) for index in bucket]), size, group)
+        packed = torch.cat([xs[index].reshape(-1) for index in bucket])
+        gathered = _all_gather(packed, size, group)
         made = [xs[index].new_empty((size * xs[index].shape[0], *xs[index].shape[1:])) for index in bucket]
         results.update(zip(bucket, made, strict=True))
-        _begun(made, partial(_unpack, gathered, made, size))
+        _begun(made, partial(_unpack, packed, gathered, made, size))
     return [results[index] for index in range(len(xs))]
 
 
-def _unpack(gathered: torch.Tensor, results: Sequence[torch.Tensor], size: int) -> None:
+def _unpack(packed: torch.Tensor, gathered: torch.Tensor, results: Sequence[torch.Tensor], size: int) -> None:
     ranks = _ops.wait_tensor(gathered).view(size, -1)
     parts = ranks.split([result.numel() // size for result in results], dim=1)
     for result, part in zip(results, parts, strict=True):
         result.view(size, -1).copy_(part)
+    _give_up(packed, gathered)
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
@@ -124,14 +126,23 @@ def _reduce_scatter_coalesced(xs: list[torch.Tensor], op: str, size: int, group:
     for bucket in buckets([(x.dtype, x.nbytes) for x in xs]):
         for_ranks = [xs[index].reshape(size, -1) for index in bucket]
         packed = (for_ranks[0] if len(bucket) == 1 else torch.cat(for_ranks, dim=1)).view(-1)
+        given = {xs[index].untyped_storage().data_ptr() for index in bucket}
+        own = [packed] if packed.untyped_storage().data_ptr() not in given else []
         even = [packed.numel() // size] * size
         sent = _ops.all_to_all_single(packed, even, even, group)
         made = [results[index] for index in bucket]
-        _begun(made, partial(_add_up, sent, made, size, mean=op == "avg"))
+        _begun(made, partial(_add_up, own, sent, made, size, mean=op == "avg"))
     return results
 
 
-def _add_up(sent: torch.Tensor, results: Sequence[torch.Tensor], size: int, *, mean: bool) -> None:
+def _add_up(
+    own: Sequence[torch.Tensor],
+    sent: torch.Tensor,
+    results: Sequence[torch.Tensor],
+    size: int,
+    *,
+    mean: bool,
+) -> None:
     first, *others = _ops.wait_tensor(sent).view(size, -1)
     total = first.float() if first.dtype in NARROW else first
     for other in others:
@@ -140,6 +151,13 @@ def _add_up(sent: torch.Tensor, results: Sequence[torch.Tensor], size: int, *, m
         total.div_(size)
     for result, part in zip(results, total.split([result.numel() for result in results]), strict=True):
         result.view(-1).copy_(part)
+    _give_up(*own, sent)
+
+
+def _give_up(*tensors: torch.Tensor) -> None:
+    """Give their memory back now: gloo's threads may hold the tensors for a moment after the collective is over."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 _library.impl("all_gather_into_tensor", _all_gather, "CPU")

@@ -69,8 +69,9 @@ class Call:
         args, kwargs = unflatten(leaves, self.shape)
         return function(*args, **kwargs)
 
-    def key(self, model: nn.Module) -> Hashable:
-        """Equal for calls of which one graph serves both, as far as can be told without looking at values."""
+    def key(self, model: nn.Module, settings: Hashable) -> Hashable:
+        """Equal for calls of which one graph serves both, as far as can be told without looking at values. `settings`:
+        what decides beside tensors what the model's modules compute (`settings.Settings`)."""
         state = (*model.parameters(), *model.buffers())
         device = state[0].device.type
         return (
@@ -78,7 +79,7 @@ class Call:
             self.shape,
             tuple(_kind(tensor) for tensor in self.tensors),
             tuple(_kind(tensor) for tensor in state),
-            tuple((m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()),
+            settings,
             autocast_state(device),
         )
 

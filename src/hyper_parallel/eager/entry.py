@@ -33,6 +33,7 @@ def offload(
     through: Sequence[str] | None = None,
     keep_results: bool = True,
     cluster: Cluster | None = None,
+    check: bool = True,
 ) -> Model:
     """Keep the forward and the backward pass of `model` within `budget` bytes of its device (``"10GiB"``).
 
@@ -82,6 +83,7 @@ def offload(
             None if through is None else tuple(through),
             keep_results,
             around,
+            check,
         ),
     )
     # Not by the module's own __setattr__, which is for parameters, buffers and modules.

@@ -1,10 +1,14 @@
 """What else is on the device while a model's passes run, and counts: gradients, an optimizer's state, earlier results.
 
-Optimizers are found by their first step (`torch.optim` tells of each), so that nobody has to name them.
+Nobody has to name an optimizer. Those that step tell of it (`torch.optim`); one that has state before its first step
+here, since it was loaded or has stepped before, is looked for among all of Python's objects when a call begins and the
+parameters are referred to from more places than before. It must be a `torch.optim.Optimizer`.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,11 +21,12 @@ from hyper_parallel.compat.trees import leaves_of
 from hyper_parallel.graph import Input, Kind, StepGraph, Storage
 from hyper_parallel.graph.nouns import Value
 
+WHOLES = "what the inputs are parts of"
 KINDS: Mapping[str, Kind] = {
     "the optimizer's state": "optimizer",
     "gradients of before": "gradient",
     "results of the call before": "input",
-    "what the inputs are parts of": "input",
+    WHOLES: "input",
 }
 
 
@@ -31,6 +36,8 @@ class Held:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._references = self._alive = 0
+        """To the parameters, and optimizers that were known, when optimizers were last looked for."""
         self._results: list[Any] = []
         """Weak references to the storages of the last call's results."""
         watching = weakref.WeakMethod(self._stepped)
@@ -51,6 +58,7 @@ class Held:
         """Of each of `KINDS`, as a call with these inputs begins; no byte twice, nor any of the model's own state."""
         model = self._model()
         assert model is not None, "it is being called"
+        self._look(model)
         counted = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         seen = {_address(tensor) for tensor in inputs}
@@ -62,10 +70,20 @@ class Held:
             "results of the call before": sum(
                 storage.nbytes() for storage in results if storage.data_ptr() not in counted | seen
             ),
-            "what the inputs are parts of": max(0, whole - sum(_extent(tensor) for tensor in inputs)),
+            WHOLES: max(0, whole - sum(_extent(tensor) for tensor in inputs)),
         }
         assert found.keys() == KINDS.keys()
         return found
+
+    def _look(self, model: nn.Module) -> None:
+        """Find the model's optimizers that have not stepped yet."""
+        references = sum(sys.getrefcount(parameter) for parameter in model.parameters())
+        if references > self._references or len(self._optimizers) < self._alive:
+            for found in gc.get_objects():
+                # Not isinstance, for which some objects import things, and others are no longer there.
+                if issubclass(type(found), torch.optim.Optimizer) and hasattr(found, "param_groups"):
+                    self._stepped(found)
+        self._references, self._alive = references, len(self._optimizers)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._model()

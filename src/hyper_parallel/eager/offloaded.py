@@ -51,6 +51,8 @@ class Offloaded:
         """What each plan comes to, in a line."""
         return tuple(self._plans.notes)
 
+    # A graph of its own: torch.compile of a model around it compiles what is around it.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own forward returns.
 
@@ -61,10 +63,6 @@ class Offloaded:
         """
         model = self._model()
         assert model is not None, "it is being called"
-        if torch.compiler.is_compiling():
-            raise HyperParallelError(
-                "a model under hp.offload is a graph of its own, which torch.compile cannot take in; leave either out"
-            )
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
             return self._forward(*args, **kwargs)
         self._give_way()

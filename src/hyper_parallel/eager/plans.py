@@ -18,9 +18,11 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
 from hyper_parallel.eager.around import Around
 from hyper_parallel.eager.call import Call
+from hyper_parallel.eager.check import Check
 from hyper_parallel.eager.held import beside
 from hyper_parallel.eager.passes import Passes, capture_passes, late
 from hyper_parallel.eager.run import Ready
+from hyper_parallel.eager.settings import Settings
 from hyper_parallel.eager.swap import Swap
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, balanced_sizes, executable
@@ -56,9 +58,11 @@ class Plans:
         through: Sequence[str] | None,
         keep: bool,
         around: Around | None = None,
+        check: bool = True,
     ) -> None:
         """Takes the tiers, and measures how fast they are. `through`, `keep`, `around`: as `capture_passes` has them.
-        Raises TierError."""
+        `check`: each capture is held against the model's own passes. Raises TierError."""
+        self._check = check and around is None
         self._around = around
         strategy = around.handle.strategy if around is not None else None
         self._choices = Choices.of(strategy.memory) if strategy is not None else ANY
@@ -79,6 +83,7 @@ class Plans:
         except BaseException:
             self.close()
             raise
+        self._settings = Settings()
         self._known: dict[Hashable, list[Ready]] = defaultdict(list)
         self._shelves = Shelves.of(self._tiers)
         self._numbers = itertools.count()
@@ -99,7 +104,7 @@ class Plans:
         Raises CaptureError, BudgetError, TierError.
         """
         self._most = {name: max(count, self._most.get(name, 0)) for name, count in held.items()}
-        known = self._known[call.key(model)]
+        known = self._known[call.key(model, self._settings.of(model))]
         inputs = call.named
         for at, ready in enumerate(known):
             if all(question.holds(inputs) for question in ready.passes.questions):
@@ -108,21 +113,44 @@ class Plans:
                     known[at] = self._again(ready, call, held)
                 return known[at]
         begun = time.perf_counter()
-        passes = capture_passes(model, forward, call, self._through, self._keep, self._around)
+        with self._settings.followed(model):
+            passes = capture_passes(model, forward, call, self._through, self._keep, self._around)
         log.info(
             "hp.offload: both passes as a graph: %d nodes, captured in %.1f s (inputs: %s)",
             len(list(passes.step.nodes)),
             time.perf_counter() - begun,
             call,
         )
-        known.append(self._fitting(passes, call, held))
+        ready = self._fitting(passes, call, held)
+        if self._check:
+            self._checked(model, forward, call, ready)
+        # Not `known`: the forward pass may have shown which settings it changes by itself.
+        self._known[call.key(model, self._settings.of(model))].append(ready)
         if sum(map(len, self._known.values())) == MANY:
             log.warning(
                 "hp.offload has made %d plans, one for each shape of input: inputs of few shapes (padded, packed) and "
                 "numbers given as tensors save the time that plans take",
                 MANY,
             )
-        return known[-1]
+        return ready
+
+    def _checked(self, model: nn.Module, forward: Callable[..., Any], call: Call, ready: Ready) -> None:
+        """Raises CaptureError where a plan does not give what the model's own passes give."""
+        begun = time.perf_counter()
+        try:
+            Check(model, forward, call, ready, self._backend).run(self._tiers, ready.budget, self._reserve)
+        except BaseException:
+            self._shelves = self._shelves.without(ready.number)
+            self._reserve()
+            raise
+        log.info("hp.offload: checked against the model's own passes in %.1f s", time.perf_counter() - begun)
+
+    def _reserve(self) -> None:
+        """Have the plans' slots in the tiers; nothing in them is needed between calls."""
+        for name, tier in self._tiers.items():
+            places = self._shelves.tiers[name].places
+            tier.reserve({})
+            tier.reserve(places.sizes, places.offsets)
 
     def _again(self, ready: Ready, call: Call, held: Mapping[str, int]) -> Ready:
         """In the place of a plan for which too much is held."""
@@ -165,18 +193,16 @@ class Plans:
                 error.why,
                 error.floor,
             ) from error
-        for name, tier in self._tiers.items():
-            places = found.shelves.tiers[name].places
-            tier.reserve({})
-            tier.reserve(places.sizes, places.offsets)
         self._shelves = found.shelves
+        self._reserve()
         beyond = sum(held.values())
         note = f"{found} (inputs: {call}; beside them {format_bytes(beyond)} are held)"
         log.info("hp.offload: %s, planned in %.1f s", note, time.perf_counter() - begun)
         self.notes.append(note)
         runtime = Runtime(found.step, self._tiers)
         run = executable(found.step, cache=runtime)
-        return Ready(passes, run, runtime, dict(held), late(found.step), number, found.load)
+        budget = found.problem.budget
+        return Ready(passes, run, runtime, dict(held), late(found.step), number, found.load, budget)
 
     def _bytes(self, step: StepGraph) -> int:
         """What a step may hold."""

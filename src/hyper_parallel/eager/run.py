@@ -34,6 +34,8 @@ class Ready:
     """By which the plans know it."""
     load: float | None
     """How many times their even share of the rows a rank's experts may get; None where no size depends on it."""
+    budget: int
+    """Bytes of the device that they keep within."""
 
 
 class Run:

@@ -29,6 +29,7 @@ from hyper_parallel.graph.blame import explained
 from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value
 from hyper_parallel.graph.phase import current_phase
 from hyper_parallel.graph.questions import Questions
+from hyper_parallel.graph.random_state import followed
 from hyper_parallel.graph.sizes import Sizes
 from hyper_parallel.graph.trim import trim
 
@@ -74,8 +75,9 @@ def capture(
     recorder = _Recorder(modules, questions)
     for name, (kind, tensor) in tensors.items():
         recorder.give(name, kind, tensor)
+    device = next((tensor.device for _, tensor in tensors.values()), torch.device("cpu"))
     try:
-        with recorder.following(), recorder.sizes.told(), recorder, _NothingShown():
+        with recorder.following(), recorder.sizes.told(), followed(device), recorder, _NothingShown():
             returned = dict(step())
     except CaptureError as error:
         raise recorder.explained(error) from error

@@ -1,5 +1,9 @@
 """Running a step's graph: Python written from it once, a line a node, each value let go after its last use.
 
+A collective's runtime may hold its tensors for a moment after it was waited for (gloo's threads do), and with them
+their memory, which under a budget is somebody else's by then. So where memory is planned, what only the graph and
+collectives of the host know of is emptied when it dies, whoever still holds a tensor in it.
+
 A function that a graph makes is a generator: at a host point it yields `(point, values)` and is sent the answer. All
 its operators go straight to the kernels, under autograd, whose bookkeeping the graph has made needless.
 """
@@ -7,7 +11,7 @@ its operators go straight to the kernels, under autograd, whose bookkeeping the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,8 +22,10 @@ from hyper_parallel.compat.dispatch import below_autograd, kernel
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph.apart import Call, update
 from hyper_parallel.graph.cache import OPERATORS
+from hyper_parallel.graph.effects import begun, touched
+from hyper_parallel.graph.groups import is_collective, is_wait
 from hyper_parallel.graph.host import HOST
-from hyper_parallel.graph.nouns import StepGraph
+from hyper_parallel.graph.nouns import StepGraph, Value, values_of
 
 Host = Callable[[str, Sequence[torch.Tensor]], torch.Tensor | None]
 """(point, values) to the answer, None where the graph wants none."""
@@ -115,12 +121,21 @@ class _Writer:
         self._variables: dict[fx.Node, str] = {}
         self._functions: dict[Any, str] = {}
         self.lines: dict[int, fx.Node] = {}
+        self._emptied: dict[fx.Node, list[fx.Node]] = {}
+        """Node to those whose storages are given up behind it."""
         seen: set[fx.Node] = set()
         for node in reversed(step.graph.nodes):
             for source in (*node.all_input_nodes, node):
                 if source not in seen:
                     seen.add(source)
                     self.last.setdefault(node, []).append(source)
+        if cache is not None:
+            self.names["empty"] = _empty
+            for node, behind in _let_go_late(step):
+                before = next(at for at, sources in self.last.items() if node in sources)
+                self.last[before].remove(node)
+                self.last.setdefault(behind, []).append(node)
+                self._emptied.setdefault(behind, []).append(node)
 
     def source(self) -> str:
         """The whole function."""
@@ -140,6 +155,7 @@ class _Writer:
             elif node.op == "output":
                 body.append(f"return {self._rendered(node.args[0])}")
                 break
+            body += [f"empty({self._variable(source)})" for source in self._emptied.get(node, [])]
             dead = [self._variable(source) for source in self.last.get(node, [])]
             if dead:
                 body.append(f"del {', '.join(dead)}")
@@ -184,3 +200,39 @@ class _Writer:
         name = f"c{len(self.names)}"
         self.names[name] = value
         return name
+
+
+def _empty(x: torch.Tensor) -> None:
+    x.untyped_storage().resize_(0)
+
+
+def _let_go_late(step: StepGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Of storages that a collective of the host is given or gives, and that the graph alone has: a node with a value
+    there, and the last node that uses it."""
+    nodes = list(step.nodes)
+    kept = set(step.outside)
+    handed: set[int] = set()
+    died: dict[int, fx.Node] = {}
+    value_in: dict[int, fx.Node] = {}
+    waited: set[fx.Node] = set()
+    for node in (*nodes, step.output):
+        used = touched(node)
+        if node.op in ("output", "get_attr") or node.target is HOST:
+            kept |= used | {value.storage for value in values_of(node)}
+        if is_wait(node):
+            waited.add(begun(node))
+            used |= touched(begun(node))
+        used |= {value.storage for value in values_of(node)}
+        alone = node.meta.get("value")
+        if isinstance(alone, Value):
+            value_in.setdefault(alone.storage, node)
+        if is_collective(node):
+            handed |= used
+        for storage in used:
+            died[storage] = node
+    for node in nodes:
+        if is_collective(node) and node not in waited:
+            kept |= touched(node) | {value.storage for value in values_of(node)}
+    for storage in sorted(handed - kept):
+        if step.storages[storage].device.type == "cpu" and storage in value_in:
+            yield value_in[storage], died[storage]

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hyper_parallel.errors import PREFIX, FollowsError, HyperParallelError
+from hyper_parallel.errors import PREFIX, FaultError, FollowsError, HyperParallelError
 from hyper_parallel.launch.logs import path_of
 
 RESUME = "run the same command again: it continues from the last committed checkpoint"
 
-Kind = Literal["error", "crash", "lost", "died"]
+Kind = Literal["error", "fault", "crash", "lost", "died"]
 
 
 @dataclass(frozen=True)
 class Failure:
     """One worker's end.
 
-    `error` is a HyperParallelError (text: its line), `crash` any other exception (text: the traceback),
-    `lost` what follows from another rank's end (text: the exception), `died` an end without a word (text:
-    how). `time` is on the machine's monotonic clock, comparable between processes.
+    `error` is a HyperParallelError (text: its line), `fault` a FaultError (the same), `crash` any other exception
+    (text: the traceback), `lost` what follows from another rank's end (text: the exception), `died` an end without a
+    word (text: how). `time` is on the machine's monotonic clock, comparable between processes.
     """
 
     rank: int
@@ -38,7 +38,8 @@ class Failure:
         from hyper_parallel.compat import is_lost_peer
 
         if isinstance(error, HyperParallelError) and not isinstance(error, FollowsError):
-            return cls(rank, "error", one_line(str(error)), time.monotonic())
+            kind: Kind = "fault" if isinstance(error, FaultError) else "error"
+            return cls(rank, kind, one_line(str(error)), time.monotonic())
         if isinstance(error, FollowsError) or is_lost_peer(error):
             return cls(rank, "lost", one_line(f"{type(error).__name__}: {error}"), time.monotonic())
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -63,7 +64,7 @@ class Failure:
     def render(self, out: str | Path) -> str:
         """What the terminal shows, without a newline at the end: one line, but for a crash's traceback."""
         log = path_of(out, self.rank)
-        if self.kind == "error":
+        if self.kind in ("error", "fault"):
             return f"{PREFIX}{self.text}"
         if self.kind == "crash":
             return f"worker {self.rank} failed (its log: {log}):\n{self.text}"

@@ -21,7 +21,8 @@ from hyper_parallel.offloading.uncollected import uncollected
 from hyper_parallel.offloading.update_apart import on_host
 from hyper_parallel.units import format_bytes, format_duration
 
-_TRIES = 4
+_TRIES = 5
+"""Plans whose slots may turn out not to fit where they are to lie."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def planned(
     before = shelves or Shelves.of(space.name for space in spaces)
     captured: Problem | None = None
     left = spaces
-    for _ in range(_TRIES):
+    for attempt in range(_TRIES):
         found = _chosen(step, cluster, budget, left, load, choices)
         captured = captured or found.captured
         graph, problem, plan = found.graph, found.problem, found.plan
@@ -93,8 +94,14 @@ def planned(
             changed = changes(step, graph, problem)
             return Planned(moved, plan, problem, after, most, graph, captured, changed)
         # Slots of different sizes leave holes between them, and state of other plans stays: so much less may lie there
-        # at once.
-        left = tuple(replace(space, bytes=space.bytes - max(0, over[space.name])) for space in left)
+        # at once. What is taken off grows, and at last nothing goes there as long as other memory has room.
+        elsewhere = attempt == _TRIES - 2 and any(more <= 0 for more in over.values())
+        left = tuple(
+            replace(space, bytes=0 if elsewhere else max(0, space.bytes - (over[space.name] << attempt)))
+            if over[space.name] > 0
+            else space
+            for space in left
+        )
     told = ", ".join(f"{name} {format_bytes(more)}" for name, more in over.items() if more > 0)
     raise BudgetError(
         f"what must leave the device fits into the memory beside it only in pieces (too large by: {told}); give it a "

@@ -69,7 +69,7 @@ class Runtime:
             try:
                 self.blocked += pending.wait()
             except TierError as error:
-                raise TierError(f"{error} (slot {slot}: {self._what(slot)})") from error
+                raise type(error)(f"{error} (slot {slot}: {self._what(slot)})") from error
             self._filling.discard(slot)
 
     def detach(self, x: torch.Tensor, slot: int, tier: str) -> None:

@@ -34,6 +34,8 @@ class Replanning:
     def __init__(self, graphs: Graphs, budget: Budget) -> None:
         self._graphs, self._budget = graphs, budget
         self._rest, self._pause = 0, QUIET
+        self._why = ""
+        """For which new plans this rank asked."""
 
     def wanted(self) -> bool:
         """Whether this rank asks for new plans."""
@@ -41,6 +43,7 @@ class Replanning:
             return False
         measured = self._budget.watch.measured()
         if any(_waits(found, measured) for found in self._budget.found.values()):
+            self._why = ", ".join(self._budget.watch.told())
             return True
         # Slower or faster than thought, and nothing waits for it.
         self._rest = self._pause
@@ -55,7 +58,13 @@ class Replanning:
     def plan_anew(self) -> None:
         """Plan each step by the links as they were measured; what would hardly be quicker stays as it is."""
         begun, watch = time.perf_counter(), self._budget.watch
-        why = ", ".join(watch.told()) or "those of another worker are not what its plan takes them to be"
+        # By now the links may be as they were when this rank asked, or nearly.
+        why = (
+            ", ".join(watch.told())
+            or self._why
+            or "those of another worker are not what its plan takes them to be"
+        )
+        self._why = ""
         self._budget.plan_by(watch.measured())
         changes = [change for graph in self._graphs.captured if (change := self._replaced(graph)) is not None]
         self._pause = QUIET if changes else 2 * self._pause

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from hyper_parallel.compat import Backend, Event
-from hyper_parallel.errors import TierError
+from hyper_parallel.errors import FaultError, TierError
 
 
 class Copy:
@@ -82,7 +82,7 @@ class Copy:
         """Let the current stream find the copy over, as one copy does that comes after another."""
         held = self._given()
         if self._failure is not None:
-            raise TierError(f"{self.what} failed: {self._failure}") from self._failure
+            raise self._error() from self._failure
         self._over.wait()
         return held
 
@@ -90,7 +90,7 @@ class Copy:
         """Block the thread until it is over. Raises TierError if it failed."""
         self._given()
         if self._failure is not None:
-            raise TierError(f"{self.what} failed: {self._failure}") from self._failure
+            raise self._error() from self._failure
         self._over.synchronize()
 
     def done(self) -> bool:
@@ -116,10 +116,15 @@ class Copy:
             self._over.synchronize()
         self._x = None
 
+    def _error(self) -> TierError:
+        """A full disk is the user's to mend; what else fails in the middle of a copy is not."""
+        mendable = isinstance(self._failure, TierError) and not isinstance(self._failure, FaultError)
+        return (TierError if mendable else FaultError)(f"{self.what} failed: {self._failure}")
+
     def _given(self) -> float:
         started = time.perf_counter()
         if not self._issued.wait(self._limit):
-            raise TierError(
+            raise FaultError(
                 f"{self.what} has not ended within {self._limit:g} s: the memory or the disk behind it does not "
                 "answer; see the system's log"
             )

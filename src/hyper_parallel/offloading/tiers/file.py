@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hyper_parallel.errors import TierError
+from hyper_parallel.errors import FaultError, TierError
 from hyper_parallel.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class DirectFile:
                 done += os.pwritev(self._file, [view[done:]], at + done)
             except OSError as error:
                 if error.errno not in _FULL:
-                    raise TierError(
+                    raise FaultError(
                         f"{self.path} could not be written at {at + done}: {error.strerror}"
                     ) from error
                 free = shutil.disk_usage(self.path.parent).free
@@ -88,9 +88,9 @@ class DirectFile:
             try:
                 count = os.preadv(self._file, [view[done:]], at + done)
             except OSError as error:
-                raise TierError(f"{self.path} could not be read at {at + done}: {error.strerror}") from error
+                raise FaultError(f"{self.path} could not be read at {at + done}: {error.strerror}") from error
             if not count:
-                raise TierError(
+                raise FaultError(
                     f"{self.path} ends at {at + done}: somebody made it shorter while it was in use"
                 )
             done += count

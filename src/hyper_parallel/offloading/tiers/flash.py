@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.compat import Backend, Stream
-from hyper_parallel.errors import TierError
+from hyper_parallel.errors import FaultError, TierError
 from hyper_parallel.offloading.tiers.checksum import checksum
 from hyper_parallel.offloading.tiers.closing import Closing
 from hyper_parallel.offloading.tiers.copies import Copy, UnderWay
@@ -187,10 +187,10 @@ class FlashTier(Closing):
 
 
 def _checked(file: DirectFile, padded: torch.Tensor, at: int, slot: int, expected: int) -> None:
-    """Read a part, and raise TierError if it is not what was written."""
+    """Read a part, and raise FaultError if it is not what was written."""
     file.read(padded, at)
     if checksum(padded) != expected:
-        raise TierError(
+        raise FaultError(
             f"{file.path} is damaged: what slot {slot} has at {at} … {at + padded.numel()} is not what was written "
             "there; nothing of it was used. Look at the disk's health and set memory.flash to another one"
         )

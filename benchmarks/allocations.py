@@ -1,0 +1,75 @@
+"""What the C library's allocator has given out to tensors: for processes that are started with `environment`.
+
+`allocations.c` is compiled by `cc` and loaded before the C library. `Allocations` reads its count after each operator,
+when whatever the operator's kernel took for itself is given back; `most` is the allocator's own high-water mark, with
+the memory of kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SOURCE = Path(__file__).with_suffix(".c")
+
+
+def compiled(folder: str | Path) -> Path:
+    """The library, compiled into a folder. Raises where there is no C compiler, or no glibc."""
+    made = Path(folder) / "allocations.so"
+    subprocess.run(
+        ["cc", "-O2", "-shared", "-fPIC", "-pthread", "-o", str(made), str(SOURCE)],
+        check=True,
+        capture_output=True,
+    )
+    return made
+
+
+def environment(library: Path) -> dict[str, str]:
+    """Of a process whose allocations are counted."""
+    return {**os.environ, "LD_PRELOAD": str(library)}
+
+
+def _library() -> Any:
+    found = ctypes.CDLL(None)
+    for name in ("allocations_live", "allocations_most"):
+        getattr(found, name).restype = ctypes.c_longlong
+    return found
+
+
+class Allocations(TorchDispatchMode):
+    """Inside, the most bytes beside what was allocated before, and what of that was `there` for the step."""
+
+    def __init__(self, there: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._library = _library()
+        counted = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in there}
+        self._base = self._library.allocations_live() - sum(counted.values())
+        self._library.allocations_begin()
+        self.peak = 0
+        """Right after operators."""
+        self.where = ""
+        self._look("the beginning")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._look(func)
+        return result
+
+    def _look(self, where: Any) -> None:
+        found = self._library.allocations_live() - self._base
+        if found > self.peak:
+            self.peak, self.where = found, str(where)
+
+    @property
+    def most(self) -> int:
+        """At any moment, within kernels too."""
+        return int(self._library.allocations_most()) - self._base
