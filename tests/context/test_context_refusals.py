@@ -29,30 +29,8 @@ def model_of(model_type: str, **fields: Any) -> nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
-LINEAR_ATTENTION = {**SHAPE, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
-
 UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own module": (lambda: nn.Linear(2, 2), "Transformers models only"),
-    "bloom": (
-        lambda: model_of("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=131),
-        "BloomForCausalLM",
-    ),
-    "mamba": (
-        lambda: model_of("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=131),
-        "'linear_attention'",
-    ),
-    "linear attention": (
-        lambda: model_of("qwen3_next", num_experts=4, num_experts_per_tok=2, **LINEAR_ATTENTION),
-        "'linear_attention'",
-    ),
-    "recurrent": (
-        lambda: model_of("rwkv", hidden_size=32, num_hidden_layers=2, vocab_size=131),
-        "the decoder is a RwkvModel",
-    ),
-    "positions past padding": (
-        lambda: model_of("roberta", is_decoder=True, attention_probs_dropout_prob=0.0, **SHAPE),
-        "counts positions past padding",
-    ),
     "attention dropout": (
         lambda: model_of("llama", attention_dropout=0.1, **SHAPE),
         "attention_dropout is 0.1",

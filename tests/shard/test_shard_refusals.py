@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import FAMILIES, build
 from torch import nn
-from transformers import MambaConfig, MambaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import OPTConfig, OPTForCausalLM
 
 from hyper_parallel import shard
 from hyper_parallel.errors import StrategyError
@@ -79,14 +79,6 @@ def test_random_numbers_that_would_differ_between_strategies() -> None:
         shard.parallelize(model, Strategy())
     with pytest.raises(StrategyError, match="'0' is a Dropout2d"):
         shard.parallelize(nn.Sequential(nn.Dropout2d(0.5)), Strategy())
-
-
-def test_sequence_is_refused_where_a_layer_may_mix_positions() -> None:
-    config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=99)
-    with torch.device("meta"):
-        model = MambaForCausalLM(config)
-    with pytest.raises(StrategyError, match="may mix positions"):
-        make_plan(model, Strategy(axes={"tensor": 2}, sequence=True))
 
 
 def test_a_plain_module_needs_rules_for_the_tensor_axis() -> None:

@@ -23,7 +23,7 @@ from hyper_parallel.shard.loss.head import leaves_split
 from hyper_parallel.shard.plan.nouns import ModulePlan, Plan, Region
 from hyper_parallel.shard.structure import Heads, is_conv1d
 from hyper_parallel.shard.tensor2d.gathered import GatheredInput
-from hyper_parallel.shard.wrap import Forward, Wrapper, change_input, change_output, wrap
+from hyper_parallel.shard.wrap import Forward, Wrapper, all_positions, change_input, change_output, wrap
 
 SEQUENCE_DIM = 1
 POSITIONS = -2
@@ -58,13 +58,26 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
             wrap(module, change_input(enter))
         if region.heads is not None:
             _localise_heads(module, region.heads, tensor.size)
+    if plan.tensor2d is None:
+        for name in plan.whole:
+            wrap(
+                model.get_submodule(name),
+                all_positions(
+                    lambda x: tensor.gather(x, SEQUENCE_DIM), lambda x: tensor.split(x, SEQUENCE_DIM)
+                ),
+            )
+    return dict(stretches)
+
+
+def apply_edges(model: nn.Module, plan: Plan, tensor: Axis) -> None:
+    """Split the sequence on the way into the first layer, and gather it on the way out of the last; after all else that
+    is put around layers."""
     if plan.sequence and plan.tensor2d is None:
         assert plan.layers is not None
         layers = model.get_submodule(plan.layers)
         assert isinstance(layers, nn.ModuleList)
         wrap(layers[0], change_input(lambda x: _split_sequence(x, tensor)))
         wrap(layers[-1], change_output(lambda x: tensor.gather(x, SEQUENCE_DIM)))
-    return dict(stretches)
 
 
 def _gather_sequence(name: str, region: Region, tensor: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -133,6 +146,8 @@ def _module(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
         )
     if plan.enters == "copy":
         wrap(module, change_input(tensor.copy))
+    elif plan.enters == "gather":
+        wrap(module, change_input(lambda x: tensor.gather_sum(x, POSITIONS)))
     if plan.leaves == "gather":
         wrap(
             module,

@@ -17,10 +17,11 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.shard.access import Access, Accesses, Dtypes, apply_access
 from hyper_parallel.shard.axis import MeshAxes
-from hyper_parallel.shard.boundary import apply_boundaries
+from hyper_parallel.shard.boundary import apply_boundaries, apply_edges
 from hyper_parallel.shard.check import check_before_training, check_on_first_call
-from hyper_parallel.shard.context import apply_context, apply_context_to_root
-from hyper_parallel.shard.dropout import apply_dropout, refuse_other_draws
+from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
+from hyper_parallel.shard.context.gathered import apply_gathered
+from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws
 from hyper_parallel.shard.experts.boundary import apply_experts_plan
 from hyper_parallel.shard.groups import Groups
 from hyper_parallel.shard.handle import ShardedModel, attach, cut
@@ -31,7 +32,7 @@ from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
 from hyper_parallel.shard.recompute import apply_recompute
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.structure import layers_or_refuse, without_values
-from hyper_parallel.shard.tensor2d.apply import apply_tensor_2d, split_between
+from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
 from hyper_parallel.shard.towers import apply_towers
 from hyper_parallel.shard.zero import frees_after_forward, gathered_apart
 from hyper_parallel.strategy import Strategy
@@ -99,9 +100,16 @@ def parallelize(
     routing = apply_experts_plan(model, plan, axes)
     stretches = apply_boundaries(model, plan, axes[mesh.tensor])
     stretches |= apply_tensor_2d(model, plan, axes)
-    context = apply_context(model, plan.context, axes)
-    positions = context.positions_at if context is not None else lambda _: None
     between = functools.partial(split_between, plan, axes)
+    if plan.context is not None and plan.context.method == "gathered":
+        context: ContextRoot | None = apply_gathered(
+            model, plan.context, axes, lambda name: between(name)[POSITIONS].size if between(name) else 1
+        )
+    else:
+        context = apply_context(model, plan.context, axes)
+    apply_edges(model, plan, axes[mesh.tensor])
+    apply_edges_2d(model, plan, axes)
+    positions = context.positions_at if context is not None else lambda _: None
     apply_dropout(model, axes[mesh.tensor], stretches, between, positions)
     apply_loss(model, plan, axes, dtypes, cut=context.cut if context is not None else None)
     apply_context_to_root(model, context)

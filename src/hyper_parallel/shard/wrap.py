@@ -10,7 +10,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from hyper_parallel.errors import StrategyError
 
 Forward = Callable[..., Any]
 Wrapper = Callable[..., Any]
@@ -68,3 +70,33 @@ def change_output(change: Callable[[Any], Any]) -> Wrapper:
         return change(output)
 
     return wrapper
+
+
+def all_positions(gather: Callable[[Tensor], Tensor], split: Callable[[Tensor], Tensor]) -> Wrapper:
+    """A wrapper of a module that sees whole sequences where those around it see some of the positions: `gather` is done
+    to what it is given, the first activations and all that are shaped like them, and `split` to what it returns."""
+
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        first: Any = kwargs.get("hidden_states", args[0] if args else None)
+        if not _is_activations(first):
+            raise StrategyError(
+                "a module that needs all positions is given no activations [batch, positions, features] first, so that "
+                "they cannot be gathered for it; leave sequence, tensor_y and context out for this model"
+            )
+        shape = first.shape[:2]
+
+        def enter(x: Any) -> Any:
+            return gather(x) if _is_activations(x) and x.shape[:2] == shape else x
+
+        output = forward(*(enter(x) for x in args), **{key: enter(x) for key, x in kwargs.items()})
+        if isinstance(output, tuple):
+            whole = output[0].shape[:2]
+            return tuple(split(x) if _is_activations(x) and x.shape[:2] == whole else x for x in output)
+        return split(output)
+
+    return wrapper
+
+
+def _is_activations(x: Any) -> bool:
+    """Whether it is [batch, positions, features]."""
+    return isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Fold, Mesh
 from hyper_parallel.shard.adapters import without_adapters
 from hyper_parallel.shard.rules import decoder_of, is_transformers
-from hyper_parallel.shard.structure import Heads, heads_of, text_config
+from hyper_parallel.shard.structure import Heads, heads_of, layers_or_refuse, text_config
 from hyper_parallel.strategy import Strategy
 
 RING, ULYSSES = "context_ring", "context_ulysses"
@@ -39,13 +39,18 @@ _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 class ContextPlan:
     """How the context axis is used: rings of `ring` ranks, each of `ulysses` ranks that exchange heads."""
 
-    method: Literal["ring", "ulysses", "hybrid"]
+    method: Literal["ring", "ulysses", "hybrid", "gathered"]
     ring: int
     ulysses: int
     decoder: str
     """The name of the language model's decoder, whose positions are split."""
     attentions: tuple[str, ...]
     """The names of its attention modules."""
+    why: str = ""
+    """With `gathered`: why the model's positions cannot be split everywhere."""
+    layers: str = ""
+    gathered: tuple[str, ...] = ()
+    """With `gathered`: the modules inside of `layers`, or layers, that compute with all positions."""
 
 
 def with_context_folds(mesh: Mesh, plan: ContextPlan | None) -> Mesh:
@@ -71,42 +76,21 @@ def plan_context(model: nn.Module, strategy: Strategy) -> ContextPlan | None:
     core: Any = without_adapters(model)
     config: Any = text_config(model)
     decoder = decoder_of(model)
-    _check_layers(core, config, model.get_submodule(decoder))
     _check(core, config)
-    _check_positions(core, model.get_submodule(decoder))
     found = {
         name: heads
         for name, module in model.get_submodule(decoder).named_modules(prefix=decoder)
         if (heads := heads_of(module, config)) is not None
     }
-    if not found:
-        raise StrategyError(
-            f"axes.context: no attention was found in the decoder of {type(core).__name__}; set axes.context to 1"
-        )
+    why = _why_gathered(core, config, model.get_submodule(decoder), found)
+    if why is not None:
+        layers, _ = layers_or_refuse(model, f"axes.context: {why}, so that it")
+        return ContextPlan("gathered", 1, size, decoder, (), why, layers)
     method, ulysses = _method(strategy, [_here(heads, strategy.axes.tensor) for heads in found.values()])
     return ContextPlan(method, size // ulysses, ulysses, decoder, tuple(found))
 
 
-def _check_layers(model: Any, config: Any, decoder: nn.Module) -> None:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS)
-    if others:
-        raise StrategyError(
-            f"axes.context: {type(model).__name__} has layers of kind {', '.join(map(repr, others))}; positions are "
-            f"split for {' and '.join(sorted(_LAYER_KINDS))} only; set axes.context to 1 for this model"
-        )
-    for name, what in _mixing(decoder):
-        raise StrategyError(
-            f"axes.context: {name or 'the decoder'} is {what}, which mixes positions in other ways than attention; "
-            "set axes.context to 1 for this model"
-        )
-
-
 def _check(model: Any, config: Any) -> None:
-    if not getattr(model, "_supports_attention_backend", False):
-        raise StrategyError(
-            f"axes.context: {type(model).__name__} computes attention in code of its own, without Transformers' "
-            "attention interface; set axes.context to 1 for this model"
-        )
     if getattr(model.config, "is_encoder_decoder", False):
         raise StrategyError(
             f"axes.context: {type(model).__name__} has an encoder; only decoders are split; set axes.context to 1"
@@ -119,19 +103,35 @@ def _check(model: Any, config: Any) -> None:
             )
 
 
-def _check_positions(model: Any, decoder: nn.Module) -> None:
-    """Positions that are not given are counted from 0 along whole rows; families that count otherwise are told by the
-    padding index of their table of positions."""
+def _why_gathered(model: Any, config: Any, decoder: nn.Module, attentions: Mapping[str, Heads]) -> str | None:
+    """Why not everything in the decoder can compute with a part of the positions; None where it can."""
+    name = type(model).__name__
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS)
+    if others:
+        return f"{name} has layers of kind {', '.join(map(repr, others))}"
+    for module, what in mixing(decoder):
+        return f"{module or 'the decoder'} is {what}, which mixes positions in other ways than attention"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} computes attention in code of its own, without Transformers' attention interface"
+    # Positions that are not given are counted from 0 along whole rows; families that count otherwise are told by the
+    # padding index of their table of positions.
     table = model.get_input_embeddings()
-    for name, module in decoder.named_modules():
-        if isinstance(module, nn.Embedding) and module is not table and module.padding_idx is not None:
-            raise StrategyError(
-                f"axes.context: {name} of {type(model).__name__} counts positions past padding, which cannot be done "
-                "after positions are split; set axes.context to 1 for this model"
-            )
+    for module, embedding in decoder.named_modules():
+        if (
+            isinstance(embedding, nn.Embedding)
+            and embedding is not table
+            and embedding.padding_idx is not None
+        ):
+            return f"{module} of {name} counts positions past padding"
+    if not attentions:
+        return (
+            f"the attention of {name} is not recognised (known by a number head_dim on the module and "
+            "num_attention_heads in the config)"
+        )
+    return None
 
 
-def _mixing(decoder: nn.Module) -> Iterator[tuple[str, str]]:
+def mixing(decoder: nn.Module) -> Iterator[tuple[str, str]]:
     """Modules whose output at a position depends on others, and that are no attention."""
     for name, module in decoder.named_modules():
         kind = type(module).__name__

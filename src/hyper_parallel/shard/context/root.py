@@ -59,8 +59,8 @@ class ContextRoot:
 
     def around_decoder(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """The wrapper of the decoder: whole rows in, this rank's positions out."""
-        kwargs = _by_name(args, kwargs)
-        _refuse_caches(kwargs)
+        kwargs = by_name(args, kwargs)
+        refuse_caches(kwargs)
         unknown = sorted(key for key, value in kwargs.items() if key not in _READ and _holds_tensors(value))
         if unknown:
             raise StrategyError(
@@ -109,8 +109,8 @@ class ContextRoot:
 
         The loss of a request (`shard.loss`) is left as it is, this rank's part.
         """
-        kwargs = _by_name(args, kwargs)
-        _refuse_caches(kwargs)
+        kwargs = by_name(args, kwargs)
+        refuse_caches(kwargs)
         if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
             kwargs = self._with_labels(kwargs)
         output = forward(**kwargs)
@@ -184,13 +184,15 @@ def apply_context_to_root(model: nn.Module, root: ContextRoot | None) -> None:
         wrap(model, root.around_model)
 
 
-def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, all by name."""
     if len(args) > 1 or (args and "input_ids" in kwargs):
         raise StrategyError("with axes.context give the model its arguments by name, all but input_ids")
     return {**kwargs, "input_ids": args[0]} if args else dict(kwargs)
 
 
-def _refuse_caches(kwargs: Mapping[str, Any]) -> None:
+def refuse_caches(kwargs: Mapping[str, Any]) -> None:
+    """Raise StrategyError for a call that keeps a cache, or asks for outputs that parts of positions do not have."""
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise StrategyError(
             "with axes.context the model computes whole sequences and keeps no cache; call it with use_cache=False "

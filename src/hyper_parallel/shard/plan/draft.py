@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -41,6 +42,10 @@ class Draft:
         self.pointwise: set[str] = set()
         """Modules without a rule that are known to see one position at a time."""
         self.sequence = False
+        self.by_position: set[tuple[str, str]] = set()
+        """(module, own name) of weights whose gradients are summed because ranks compute with other positions."""
+        self.whole: list[str] = []
+        """Modules inside of layers that are given all positions where the sequence is split."""
         self.tensor2d: Tensor2D | None = None
         self.context: ContextPlan | None = None
         self._set_by: dict[str, str] = {}
@@ -82,6 +87,23 @@ class Draft:
             self._set_by.pop(self.known[id(parameter)], None)
             self.set(module_name, own, **decision)
 
+    def give_all_positions(self, name: str) -> None:
+        """A module inside of the layers, or a layer, sees whole sequences, on every rank the same: inside, all is as if
+        the sequence was not split."""
+        self.whole.append(name)
+        for module, own in sorted(self.by_position):
+            if _is_in(module, name):
+                self.set_again(module, own)
+                self.by_position.discard((module, own))
+        for region in self.regions:
+            if _is_in(region, name):
+                self.regions[region] = replace(self.regions[region], enters="copy", keeps=True)
+        for child, plan in self.modules.items():
+            if _is_in(child, name):
+                enters = "copy" if plan.enters == "gather" else plan.enters
+                leaves = "reduce" if plan.leaves == "reduce_split" else plan.leaves
+                self.modules[child] = replace(plan, enters=enters, leaves=leaves)
+
     def is_tied(self, module_name: str) -> bool:
         """Whether another module has a weight of this one too."""
         mine = {id(p) for p in self.names[module_name]._parameters.values() if p is not None}
@@ -114,6 +136,11 @@ class Draft:
             self.layers,
             self.experts,
             self.sequence,
+            tuple(self.whole),
             self.tensor2d,
             self.context,
         )
+
+
+def _is_in(name: str, parent: str) -> bool:
+    return name == parent or name.startswith(f"{parent}.")

@@ -6,11 +6,14 @@ meta device. What cannot be right is refused here, with the reason, before anyth
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.adapters import refuse_other_adapters
+from hyper_parallel.shard.context.gathered import plan_gathered
 from hyper_parallel.shard.context.plan import plan_context, with_context_folds
 from hyper_parallel.shard.experts.plan import plan_experts
 from hyper_parallel.shard.plan.draft import Draft
@@ -41,6 +44,8 @@ def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
             "sequence: true splits activations over the tensor axis, which has degree 1; "
             "set axes.tensor or leave sequence out"
         )
+    if context is not None and context.method == "gathered":
+        draft.context = replace(context, gathered=plan_gathered(draft, context))
     if strategy.memory.gathered != "keep" and not draft.sequence:
         raise StrategyError(
             f"memory.gathered: {strategy.memory.gathered} is for inputs gathered from a split sequence; "

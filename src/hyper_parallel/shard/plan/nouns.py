@@ -94,6 +94,9 @@ class Plan:
     experts: Mapping[str, ExpertsPlan] = field(default_factory=dict)
     sequence: bool = False
     """Activations between the layers' regions are split along the sequence."""
+    whole: tuple[str, ...] = ()
+    """Modules inside of layers, or layers, that may mix positions in a way of their own: where the sequence is split
+    they are given all positions, and compute alike on every rank of the tensor axes."""
     tensor2d: Tensor2D | None = None
     """Where tensor_y is above 1: the regions that compute in two dims, and what lies between them."""
     context: ContextPlan | None = None

@@ -123,6 +123,10 @@ class _TensorPlanner:
             parent = name.rpartition(".")[0]
             module = self.names[parent]
             heads = heads_of(module, self.config)
+            if heads is None and parent.rpartition(".")[0] == self.draft.layers:
+                # Projections that lie in a layer itself, beside its residual: each is entered by itself.
+                self._check_between(parent, name)
+                continue
             by_head = [own for own, p in module._parameters.items() if heads and _is_by_head(p, heads)]
             for own in by_head:
                 self._set(parent, own, split=[(0, self.axis, None)])
@@ -138,6 +142,22 @@ class _TensorPlanner:
             gathered = self.draft.strategy.memory.gathered
             keeps = gathered == "keep" or (gathered == "mlp" and heads is None)
             self.draft.regions[parent] = Region(heads, "gather" if self.sequence else "copy", keeps)
+
+    def _check_between(self, layer: str, rowwise: str) -> None:
+        """Refuse weights of a layer that lie between its own projections: those of as many features as are there."""
+        base = base_of(self.names[rowwise])
+        features, hidden = (
+            int(_parameter(base, "weight").shape[dim_of_features(base, output=output)])
+            for output in (False, True)
+        )
+        for child, leaf in self.names[layer].named_children():
+            widths = {int(p.shape[-1]) for p in leaf._parameters.values() if p is not None and p.dim() == 1}
+            if features != hidden and features in widths and self._rule_of(f"{layer}.{child}") is None:
+                raise StrategyError(
+                    f"the weights of '{layer}.{child}' have one element for each of the {features} features between "
+                    f"split projections, and no rule says what they see; in strategy.rules give {rowwise!r}, and "
+                    "the projections that feed it, replicate"
+                )
 
     # One module.
 
@@ -169,6 +189,7 @@ class _TensorPlanner:
         features = int(_parameter(base, "weight").shape[dim])
         inside = region is not None and rule == "colwise"
         heads = region.heads if region is not None and inside else None
+        loose = self.sequence and rule == "colwise" and parent.rpartition(".")[0] == self.draft.layers
         parts = fused_parts(name, features, self.names[parent], heads) if inside else (features,)
         intervals = self._by_head(name, parts, heads) if heads is not None else None
         split = [(self._base_name(name), "weight", dim), (self._base_name(name), "bias", 0)]
@@ -184,7 +205,7 @@ class _TensorPlanner:
                 self._set(owner, own, split=[(d, self.axis, parts)])
         self.draft.modules[name] = ModulePlan(
             rule,
-            enters="as it is" if inside else "copy",
+            enters="as it is" if inside else "gather" if loose else "copy",
             leaves="gather" if rule == "colwise_gather" else "as it is",
             features=features,
         )
@@ -266,27 +287,58 @@ class _TensorPlanner:
     # Activations split along the sequence between regions.
 
     def _sequence(self, layers: str) -> None:
-        inside = f"{layers}."
-        for name, module in self.names.items():
-            if not name.startswith(inside):
+        """Every child of a layer sees one position at a time or is a region that gathers them; one that is neither, and
+        may mix positions in a way of its own, is given all of them."""
+        for index, layer in self.names[layers].named_children():
+            name = f"{layers}.{index}"
+            leaves = [child for child, module in layer.named_children() if not list(module.children())]
+            if not self._decided(name) or any(not self._by_position(f"{name}.{leaf}") for leaf in leaves):
+                self._give_all_positions(name)
                 continue
-            if heads_of(module, self.config) is not None and name not in self.draft.regions:
-                raise StrategyError(
-                    f"sequence: true needs every attention split over the tensor axis, and {name!r} is not"
-                )
-            if name in self.draft.experts:
-                continue
-            rule, norm = self._rule_of(name), "norm" in type(module).__name__.lower()
-            known = norm or name in self.draft.pointwise
-            unknown = [own for own, p in module._parameters.items() if p is not None]
-            if rule is None and not known and any((name, own) not in self.decided for own in unknown):
-                raise StrategyError(
-                    f"sequence: true needs every module of a layer to be a split projection or a norm, which see one "
-                    f"position at a time; {name!r} ({type(module).__name__}) may mix positions"
-                )
-            for own in module._parameters:
-                if (name, own) not in self.decided:
-                    self._set(name, own, summed=(self.axis,))
+            for child, module in layer.named_children():
+                full = f"{name}.{child}"
+                if self._by_position(full):
+                    self._sum(full, module)
+                else:
+                    self._give_all_positions(full)
+
+    def _by_position(self, name: str) -> bool:
+        """Whether a module sees one position at a time, apart from regions, which see to it themselves."""
+        module = self.names[name]
+        if name in self.draft.regions or name in self.draft.experts or name in self.draft.pointwise:
+            return True
+        if self._rule_of(name) is not None or not any(True for _ in module.parameters()):
+            return True
+        children = [f"{name}.{child}" for child, _ in module.named_children()]
+        if not children:
+            return "norm" in type(module).__name__.lower()
+        if heads_of(module, self.config) is not None or not self._decided(name):
+            return False
+        return all(self._by_position(child) for child in children)
+
+    def _decided(self, name: str) -> bool:
+        """Whether something is known of every weight of a module's own."""
+        return all(
+            parameter is None or (name, own) in self.decided
+            for own, parameter in self.names[name]._parameters.items()
+        )
+
+    def _sum(self, name: str, module: nn.Module) -> None:
+        """Ranks compute with other positions: of weights that are whole, each has a term of the gradient."""
+        for child, leaf in module.named_modules(prefix=name):
+            if child not in self.draft.experts:
+                for own in leaf._parameters:
+                    if (child, own) not in self.decided:
+                        self._set(child, own, summed=(self.axis,))
+                        self.draft.by_position.add((child, own))
+
+    def _give_all_positions(self, name: str) -> None:
+        if any(experts == name or experts.startswith(f"{name}.") for experts in self.draft.experts):
+            raise StrategyError(
+                f"sequence: true gives {name!r} ({type(self.names[name]).__name__}) all positions, since it may mix "
+                "them in a way of its own, and the experts in it take tokens of their own; leave sequence out"
+            )
+        self.draft.give_all_positions(name)
 
 
 def _is_by_head(parameter: nn.Parameter | None, heads: Heads) -> bool:

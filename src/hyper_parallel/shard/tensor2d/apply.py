@@ -23,7 +23,7 @@ from hyper_parallel.shard.tensor2d.gathered import GatheredInput
 from hyper_parallel.shard.tensor2d.heads import ScatterHeads
 from hyper_parallel.shard.tensor2d.norm import distributed_norm
 from hyper_parallel.shard.tensor2d.nouns import FEATURES, SEQUENCE, Attention, Mlp, digit, part_of_x
-from hyper_parallel.shard.wrap import Forward, change_input, change_output, wrap
+from hyper_parallel.shard.wrap import Forward, all_positions, change_input, change_output, wrap
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,19 +44,38 @@ def apply_tensor_2d(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, S
         stretches[name] = _attention(model.get_submodule(name), model, name, attention, plan, axes)
     for name, mlp in found.mlps.items():
         stretches[name] = _mlp(model.get_submodule(name), model, mlp, plan, axes)
+    tensor = axes[plan.mesh.tensor]
+    for name in plan.whole:
+        # Inside of what is swapped, positions are split over all ranks and features are whole.
+        swapped = name in found.swapped
+        wrap(
+            model.get_submodule(name),
+            all_positions(lambda x: tensor.gather(x, SEQUENCE), lambda x: tensor.split(x, SEQUENCE))
+            if swapped
+            else all_positions(lambda x: _whole(x, axes), lambda x: _split(x, axes)),
+        )
     for name in found.swapped:
         _swapped(model.get_submodule(name), axes)
+    return stretches
+
+
+def apply_edges_2d(model: nn.Module, plan: Plan, axes: MeshAxes) -> None:
+    """Split activations on the way into the first layer, and gather them on the way out of the last; after all else
+    that is put around layers."""
+    if plan.tensor2d is None:
+        return
     assert plan.layers is not None
     layers = model.get_submodule(plan.layers)
     assert isinstance(layers, nn.ModuleList)
     wrap(layers[0], change_input(lambda x: _split(x, axes)))
     wrap(layers[-1], change_output(lambda x: _whole(x, axes)))
-    return stretches
 
 
 def split_between(plan: Plan, axes: MeshAxes, name: str) -> dict[int, Axis]:
     """The dims of activations that are split outside of regions' stretches where the module `name` stands."""
     if not plan.sequence or not name.startswith(f"{plan.layers}."):
+        return {}
+    if any(name.startswith(f"{whole}.") for whole in plan.whole):
         return {}
     found = plan.tensor2d
     if found is None or any(name.startswith(f"{swapped}.") for swapped in found.swapped):
@@ -86,8 +105,8 @@ def _whole(x: torch.Tensor, axes: MeshAxes) -> torch.Tensor:
 def _swapped(module: nn.Module, axes: MeshAxes) -> None:
     """[T/y, h/x] to [T/(y·x), h] and back: what is inside sees what 1D with the sequence split sees."""
     x = axes["tensor_x"]
-    wrap(module, change_input(lambda hidden: x.swap(hidden, SEQUENCE, FEATURES % 3)))
-    wrap(module, change_output(lambda hidden: x.swap(hidden, FEATURES % 3, SEQUENCE)))
+    last = FEATURES % 3
+    wrap(module, all_positions(lambda h: x.swap(h, SEQUENCE, last), lambda h: x.swap(h, last, SEQUENCE)))
 
 
 def _attention(

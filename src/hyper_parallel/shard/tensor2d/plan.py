@@ -47,7 +47,10 @@ class _Planner:
         norms: dict[str, Formula] = {}
         swapped: list[str] = []
         for name, layer in self.names[layers].named_children():
-            self._refuse_own_weights(f"{layers}.{name}", layer)
+            if self._lies_in(f"{layers}.{name}", layer):
+                if f"{layers}.{name}" not in self.draft.whole:
+                    self.draft.give_all_positions(f"{layers}.{name}")
+                continue
             for child, module in layer.named_children():
                 full = f"{layers}.{name}.{child}"
                 attention, mlp = self._attention(full, module), self._mlp(full, module)
@@ -63,15 +66,14 @@ class _Planner:
                     swapped.append(full)
         self.draft.tensor2d = Tensor2D(attentions, mlps, norms, tuple(swapped), self.hidden)
 
-    def _refuse_own_weights(self, name: str, layer: nn.Module) -> None:
-        own = [own for own, parameter in layer._parameters.items() if parameter is not None]
-        region = name in self.draft.regions
-        if own or region:
-            what = f"the weights {own} of its own" if own else "projections that lie in it directly"
-            raise StrategyError(
-                f"axes.tensor_y splits activations between the modules of a layer, and {name!r} has {what}; "
-                "use tensor_y: 1"
-            )
+    def _lies_in(self, name: str, layer: nn.Module) -> bool:
+        """Whether something but norms lies in a layer itself: the layer is then given whole activations."""
+        own = any(parameter is not None for parameter in layer._parameters.values())
+        direct = any(
+            rule is not None
+            for rule in (self.draft.rules.get(f"{name}.{c}") for c, _ in layer.named_children())
+        )
+        return own or direct or name in self.draft.whole
 
     # Norms of the residual.
 
