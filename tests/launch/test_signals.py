@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -155,9 +156,12 @@ def test_workers_that_do_not_end_in_the_grace_time_are_named_and_killed(start: t
     run = start("ignores_stop", grace=1.0)
     _send(run.reached_by("every process"), signal.SIGTERM)
     assert run.command.end(timeout=100) == 130
-    assert run.command.errors == STOPPING + (
-        "the workers 0, 1 did not end in the 1 s of launch.grace and are killed; committed checkpoints are safe\n"
-    )
+    at = r"\(before the first step, running(, in ignores_stop at harness/targets\.py:\d+)?\)"
+    assert re.fullmatch(
+        f"{STOPPING}did not end in the 1 s of launch.grace and is killed: worker 0 {at}, 1 {at}; committed "
+        "checkpoints are safe\n",
+        run.command.errors,
+    ), run.command.errors
     wait_until(lambda: not any(map(running, run.family)), "no process is left")
 
 
@@ -168,6 +172,34 @@ def test_ctrl_z_suspends_the_workers_too_and_the_run_goes_on(start: type[_Run], 
     wait_until(lambda: all(_state(pid) == "T" for pid in suspended), "the workers are suspended")
     _send(run.reached_by("command"), signal.SIGCONT)
     wait_until(lambda: all(_state(pid) != "T" for pid in suspended), "they go on")
+    _send(run.reached_by("command"), signal.SIGTERM)
+    assert run.command.end(timeout=100) == 130
+    assert [noted(tmp_path, rank)["stopped"] for rank in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_named_and_nothing_is_left(
+    start: type[_Run], tmp_path: Path, rank: int
+) -> None:
+    run = start(timeout=4.0)
+    _send([run.workers[rank]], signal.SIGSTOP)
+    assert run.command.end(timeout=100) == 1
+    assert run.command.errors.startswith(
+        f"hyper-parallel: error: worker {rank} has given no sign of life for "
+    )
+    assert "its process is stopped (SIGSTOP, a debugger)" in run.command.errors
+    assert "continues from the last committed checkpoint" in run.command.errors
+    assert run.command.errors.count("\n") == 1
+    wait_until(lambda: not any(map(running, run.family)), "no process is left")
+
+
+def test_workers_that_are_suspended_together_go_on(start: type[_Run], tmp_path: Path) -> None:
+    run = start(timeout=2.0)
+    _send(run.workers, signal.SIGSTOP)
+    time.sleep(6)
+    _send(run.workers, signal.SIGCONT)
+    time.sleep(1)
+    assert run.command.process.poll() is None, run.command.errors
     _send(run.reached_by("command"), signal.SIGTERM)
     assert run.command.end(timeout=100) == 130
     assert [noted(tmp_path, rank)["stopped"] for rank in range(2)] == [True, True]
@@ -254,3 +286,17 @@ def test_a_task_that_does_not_end_in_the_grace_time_leaves(tmp_path: Path) -> No
     with _tasks(make_config(tmp_path, {"shard": 2}, grace=1.0), "ignores_stop") as tasks:
         tasks[0].send_signal(signal.SIGTERM)
         assert [task.wait(timeout=100) for task in tasks] == [130, 130]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_task_that_is_stopped_is_named_and_ended(tmp_path: Path, rank: int) -> None:
+    with _tasks(make_config(tmp_path, {"shard": 2}, timeout=8.0), "loops") as tasks:
+        time.sleep(3)
+        tasks[rank].send_signal(signal.SIGSTOP)
+        said = [task.communicate(timeout=100)[1] for task in tasks]
+        assert tasks[1 - rank].returncode == 1 and tasks[rank].returncode == -signal.SIGKILL, said
+    assert said[rank] == ""
+    assert said[1 - rank].startswith(
+        f"hyper-parallel: error: worker {rank} has given no sign of life for "
+    ), said
+    assert said[1 - rank].count("\n") == 1

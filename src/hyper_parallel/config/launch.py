@@ -26,8 +26,9 @@ class LaunchConfig(Section):
     """The kind of device; `auto` takes the accelerator that is there, else the CPU."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """Threads a worker computes with on the CPU. Left out: the cores divided by the workers."""
-    timeout: Annotated[float, Field(gt=0)] = 600
-    """Seconds after which a collective that does not complete ends the run."""
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds without progress after which a run ends, with the rank named that stopped first. Left out: a minute, or
+    20 steps if that is longer. Compiling, saving and the like have an hour, and as long as a worker computes."""
     grace: Annotated[float, Field(gt=0)] = 30
     """Seconds that the workers have to finish their step, save and end after a request to stop (Ctrl-C, SIGTERM,
     SIGHUP); what is left of them is then killed. It must cover a step and a save."""

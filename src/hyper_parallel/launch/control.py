@@ -1,4 +1,4 @@
-"""A worker's control thread: it takes signals and orders while the main thread computes, compiles or waits.
+"""A worker's control thread: it takes signals and orders, and tells where the main thread is, whatever that does.
 
 A Python signal handler runs only once the main thread is back in Python, which a collective or a compiler may keep it
 from for minutes. The interpreter's wakeup descriptor tells this thread at once.
@@ -17,22 +17,22 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, Protocol
 
 from hyper_parallel.errors import PREFIX
 from hyper_parallel.launch import stop
+from hyper_parallel.launch.heartbeat import BEAT_S, pulse
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
-"""How often the thread wakes without a cause."""
 LEAVE_S = 5.0
 """How long the main thread has to leave after a second Ctrl-C."""
 
 Order = str
-"""``stop``, ``save``, or ``end`` (another worker has failed)."""
+"""``stop``, ``save``, ``end`` (another worker has failed), or ``fail`` (the same, with nobody to end this process)."""
 
 
 class Link(Protocol):
@@ -93,11 +93,12 @@ class ControlThread:
         self._closed = False
         self._asked_at: float | None = None
         self._ended = False  # by an order: signals have nothing more to say
-        self._leave_at = float("inf")
+        self._leave_at, self._code = float("inf"), 130
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> ControlThread:
         stop.reset()
+        pulse.reset()
         signals = (*stop.STOPS, stop.SAVE)
         if threading.current_thread() is self._main:
             self._undo.enter_context(stop.handling(dict.fromkeys(signals, _in_main_thread)))
@@ -126,8 +127,12 @@ class ControlThread:
                 )
 
     def _run(self) -> None:
+        beat_at = time.monotonic()
         while not self._closed:
-            ready = wait([self._woken, *self._link.sources()], BEAT_S)
+            ready = wait([self._woken, *self._link.sources()], max(0.0, beat_at - time.monotonic()))
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + BEAT_S
+                self._link.tell({"event": "beat", "beat": asdict(pulse.beat())})
             if self._woken in ready:
                 with contextlib.suppress(BlockingIOError):
                     received = self._woken.recv(4096)
@@ -160,10 +165,13 @@ class ControlThread:
             stop.request_save()
         elif order == "stop":
             self._stop()
-        elif order == "end":
+        elif order in ("end", "fail"):
             self._ended = True
             stop.request_end()
             self._wake_main()
+            if order == "fail":
+                self._code = 1
+                self._leave_at = min(self._leave_at, time.monotonic() + LEAVE_S)
 
     def _stop(self) -> None:
         if self._asked_at is None:
@@ -186,7 +194,7 @@ class ControlThread:
     def _end_in_time(self) -> None:
         now = time.monotonic()
         if now > self._leave_at:
-            os._exit(130)
+            os._exit(self._code)
         if self._grace is not None and self._asked_at is not None and now > self._asked_at + self._grace:
             sys.__stderr__.write(  # type: ignore[union-attr]
                 f"{PREFIX}this worker did not end in the {self._grace:g} s of launch.grace and leaves; committed "

@@ -17,6 +17,7 @@ from hyper_parallel.launch.place import Place
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.speaker import SETTLE_S, let_speak, speaks
 from hyper_parallel.launch.store_link import StoreLink
+from hyper_parallel.launch.watchdog import Suspect
 from hyper_parallel.launch.worker import work
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
                 return
         if failure.kind == "lost":
             time.sleep(SETTLE_S)
-            if stop.stop_requested():
-                return  # the others left because they were asked to
+            if stop.stop_requested() or link.has_failed:
+                return  # the others left because they were asked to, or one is frozen, which is said elsewhere
         with contextlib.suppress(RuntimeError):
             if store is not None and store.add(_SHOWN, 1) > 1:
                 return
@@ -62,13 +63,21 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
 
     shown: list[Failure] = []
     terminal = (1, 2) if place.rank == 0 else None
-    link = StoreLink()
+    screen = os.dup(2)  # where the log has it not
+
+    def frozen(suspect: Suspect) -> None:
+        failure = Failure(suspect.rank, "died", suspect.how, time.monotonic())
+        os.write(screen, f"{failure.render(config.out)}\n".encode())
+
+    link = StoreLink(place, config.launch.timeout, frozen)
     with ControlThread(link, grace=config.launch.grace, force=True):
         held = run_lock(config.out) if place.rank == 0 else contextlib.nullcontext()
         with held, logs.recording(logs.path_of(config.out, place.rank), terminal):
             code = work(place, config, target, report, connected=link.connect)
         for failure in shown:
             _say(failure.render(config.out))
+        if link.has_failed:
+            return 1
         return 130 if stop.stop_requested() else code
 
 

@@ -19,9 +19,11 @@ from hyper_parallel.launch import rendezvous
 from hyper_parallel.launch.failure import RESUME, Failure, cause
 from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
+from hyper_parallel.launch.heartbeat import Beat
 from hyper_parallel.launch.place import Place, split_address
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.stop import SAVE, STOPS, handling
+from hyper_parallel.launch.watchdog import Activities, Watchdog
 from hyper_parallel.launch.world import workers_of
 
 SETTLE_S = 3.0
@@ -89,6 +91,8 @@ class _Watch:
         self.kill_at = float("inf")
         self.started = False
         self.shown = False
+        self.watchdog: Watchdog | None = None
+        self.activities = Activities({})
         self.left = False  # some worker ended because it was asked to before it had anything to save
 
     def run(self, places: Sequence[Place], target: str, listener: socket.socket | None) -> int:
@@ -102,10 +106,15 @@ class _Watch:
             try:
                 reports = server.start(places, self.config, target, _preload(self.config, target), listener)
                 self.alive = {place.rank: end for place, end in zip(places, reports, strict=True)}
+                if places[0].world > 1:
+                    others = len(places) < places[0].world
+                    self.watchdog = Watchdog(self.alive, self.config.launch.timeout, others=others)
                 while self.alive:
                     for event in server.events(timeout=0.1):
-                        self.started = self.started or event["event"] == "started"
-                        if event["event"] == "ended":
+                        if event["event"] == "started":
+                            self.started = True
+                            self.activities = Activities(dict(zip(self.alive, event["pids"], strict=True)))
+                        elif event["event"] == "ended":
                             self._ended(event["rank"], event["status"])
                         elif event["event"] == "signal":
                             self._pass_on(event["number"])
@@ -160,6 +169,8 @@ class _Watch:
                 message = json.loads(end.recv_bytes())
                 if message["event"] == "failed":
                     self.failures.append(Failure(**message["failure"]))
+                elif message["event"] == "beat" and self.watchdog is not None:
+                    self.watchdog.hear(rank, Beat(**message["beat"]))
                 elif message["event"] == "signal" and message["number"] != SAVE:
                     # One rank's request to save reaches the others in the step's reduction.
                     self._pass_on(message["number"])
@@ -167,6 +178,8 @@ class _Watch:
     def _ended(self, rank: int, status: int) -> None:
         self._hear(rank)
         self.alive.pop(rank).close()
+        if self.watchdog is not None:
+            self.watchdog.forget(rank)
         if status == INTERRUPTED and self.told not in ("end", "kill"):
             self.left = True
             self._pass_on(signal.SIGTERM)  # whichever it got, it may have ended before it could say so
@@ -178,6 +191,10 @@ class _Watch:
     def _act(self, server: ForkServer) -> None:
         now = time.monotonic()
         saves, self.saves = self.saves, 0
+        if self.watchdog is not None and not self.failures and self.told is None:
+            suspect = self.watchdog.look(now, self.activities)
+            if suspect is not None:
+                self.failures.append(Failure(suspect.rank, "died", suspect.how, now))
         began = cause(self.failures)
         waited = began is not None and now - min(failure.time for failure in self.failures) > SETTLE_S
         if began is not None and not self.shown and (began.kind != "lost" or waited or not self.alive):
@@ -189,15 +206,21 @@ class _Watch:
             self._order("stop", self.config.launch.grace)
         elif self.alive and self.told != "kill" and (self.at_once or now > self.kill_at):
             if not self.at_once and self.told == "stop":
-                ranks = ", ".join(map(str, sorted(self.alive)))
-                _say(
-                    f"the workers {ranks} did not end in the {self.config.launch.grace:g} s of launch.grace and are "
-                    "killed; committed checkpoints are safe"
-                )
+                _say(self._did_not_end())
             server.signal(signal.SIGKILL)
             self.told, self.kill_at = "kill", now + END_S
         elif saves and self.told is None:
             self._send("save")
+
+    def _did_not_end(self) -> str:
+        where = {
+            rank: self.watchdog.position(rank) if self.watchdog is not None else "" for rank in self.alive
+        }
+        ranks = ", ".join(f"{rank} ({at})" if at else str(rank) for rank, at in sorted(where.items()))
+        return (
+            f"did not end in the {self.config.launch.grace:g} s of launch.grace and is killed: worker {ranks}; "
+            "committed checkpoints are safe"
+        )
 
     def _order(self, order: str, patience: float) -> None:
         """Have the workers end."""

@@ -1,38 +1,73 @@
-"""The link between the workers of a launcher, which have no common parent of ours: the store that they meet at."""
+"""The link between the workers of a launcher, which have no common parent of ours: the store that they meet at.
+
+A request to stop that reaches one of them is left there for all. So are heartbeats: rank 0 watches those of all ranks,
+and rank 1 that of rank 0. Rank 0's process may hold the store; where it is frozen the store does not answer, which is
+silence as well.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import queue
+import signal
+import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.launch.heartbeat import Beat
+from hyper_parallel.launch.place import Place
 from hyper_parallel.launch.stop import STOPS
+from hyper_parallel.launch.watchdog import Activities, Suspect, Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _STOP = "hyper_parallel/stop"
+_FROZEN = "hyper_parallel/frozen"
+_BEAT = "hyper_parallel/beat/"
 POLL_S = 1.0
-"""How often a worker looks for another one's request."""
+"""How often a worker looks for what others left."""
+READ_PER_S = 1000
+"""Heartbeats that rank 0 reads in a second at most."""
+LOOK_S = 0.25
+"""How often the watchdog looks."""
 
 
 class StoreLink:
-    """The link of a launcher's worker: a request to stop that reaches one of them reaches all.
+    """The link of a launcher's worker. `failed` is called with the rank that stopped first, where that was found out.
 
     The store is asked on a thread of its own, since an answer never comes while the process that holds it is stopped,
     and over a connection of its own, since one that waits is not shared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place, timeout: float | None, failed: Callable[[Suspect], None]) -> None:
+        self._place, self._failed = place, failed
+        self._watched = list(range(place.world)) if place.rank == 0 else [0] if place.rank == 1 else []
+        self._pause = max(POLL_S, len(self._watched) / READ_PER_S)
+        self._watchdog = Watchdog(
+            self._watched, timeout, others=place.rank == 1, hangs=place.rank == 0, interval=2 * self._pause
+        )
         self._asked = threading.Event()
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._beat = Beat()
+        self._read: dict[int, dict[str, Any]] = {}
+        self.has_failed = False
+        """A rank was found frozen, and whoever found it says so."""
 
     def connect(self, store: Store) -> None:
-        """Begin to exchange requests through the store."""
-        own = store.clone()  # type: ignore[attr-defined]
+        """Begin to exchange requests and heartbeats through the store."""
+        if self._place.world == 1:
+            return
+        own, other = store.clone(), store.clone()  # type: ignore[attr-defined]
         threading.Thread(target=self._exchange, args=(own,), name="store-link", daemon=True).start()
+        if self._watched:
+            threading.Thread(target=self._watch, args=(other,), name="watchdog", daemon=True).start()
 
     def sources(self) -> list[Connection]:
         return []
@@ -45,15 +80,76 @@ class StoreLink:
 
     def tell(self, message: Mapping[str, Any]) -> None:
         # A request to save needs no link: the step's reduction carries it.
-        if message["event"] == "signal" and message["number"] in STOPS:
+        if message["event"] == "beat":
+            self._beat = Beat(**message["beat"])
+        elif message["event"] == "signal" and message["number"] in STOPS:
             self._asked.set()
 
     def _exchange(self, store: Store) -> None:
-        try:
-            while not self._asked.wait(POLL_S):
-                if store.check([_STOP]):
+        stopped, count = False, 0
+        with contextlib.suppress(RuntimeError):  # who holds the store has gone
+            while not self.has_failed:
+                count += 1
+                told = {"count": count, "host": _host(), "pid": os.getpid(), "beat": asdict(self._beat)}
+                store.set(f"{_BEAT}{self._place.rank}", json.dumps(told))
+                if self._asked.is_set() and not stopped:
+                    store.set(_STOP, "1")
+                    stopped = True
+                elif not stopped and store.check([_STOP]):
                     self._orders.put("stop")
-                    return
-            store.set(_STOP, "1")
-        except RuntimeError:  # who holds the store has gone
-            return
+                    stopped = True
+                if store.check([_FROZEN]):
+                    self._leave(json.loads(store.get(_FROZEN)))
+                keys = [f"{_BEAT}{rank}" for rank in self._watched]
+                if keys and store.check(keys):
+                    found = store.multi_get(keys)  # type: ignore[attr-defined]
+                    self._read = {
+                        rank: json.loads(text) for rank, text in zip(self._watched, found, strict=True)
+                    }
+                if stopped:
+                    time.sleep(self._pause)
+                else:
+                    self._asked.wait(self._pause)
+
+    def _watch(self, store: Store) -> None:
+        heard: dict[int, int] = {}
+        activities: Activities | None = None
+        while not self.has_failed:
+            time.sleep(LOOK_S)
+            if not self._read:
+                continue  # not all have come; the store's own limit says when that takes too long
+            if activities is None:
+                here = {rank: told["pid"] for rank, told in self._read.items() if told["host"] == _host()}
+                activities = Activities(here)
+            for rank, told in self._read.items():
+                if heard.get(rank) != told["count"]:
+                    heard[rank] = told["count"]
+                    self._watchdog.hear(rank, Beat(**told["beat"]))
+            suspect = self._watchdog.look(time.monotonic(), activities)
+            if suspect is not None:
+                self._failed(suspect)
+                # Never answered where it is the frozen process that holds the store.
+                frozen = self._read[suspect.rank]
+                threading.Thread(target=_leave_word, args=(store, frozen), daemon=True).start()
+                time.sleep(3 * self._pause)
+                self._leave(frozen)
+
+    def _leave(self, frozen: Mapping[str, Any]) -> None:
+        """End this worker, and the frozen process where it is on this machine: no launcher's SIGTERM would."""
+        self.has_failed = True
+        if frozen["host"] == _host() and frozen["pid"] != os.getpid():
+            with contextlib.suppress(OSError):
+                os.kill(frozen["pid"], signal.SIGKILL)
+        self._orders.put("fail")
+
+
+def _leave_word(store: Store, frozen: Mapping[str, Any]) -> None:
+    with contextlib.suppress(RuntimeError):
+        store.set(_FROZEN, json.dumps(frozen))
+
+
+def _host() -> str:
+    """The machine, and what its process ids mean here."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()

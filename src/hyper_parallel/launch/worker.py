@@ -17,6 +17,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch import rendezvous, stop
 from hyper_parallel.launch.failure import Failure
+from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.place import Place
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from hyper_parallel.compat import Backend
 
 log = logging.getLogger(__name__)
+
+MEET_S = 600.0
+"""How long workers wait for one another at the store, where no `launch.timeout` is stated."""
+LIMIT = timedelta(days=20)
+"""For a collective: the watchdog ends a run that hangs, and knows one that was suspended."""
 
 Target = Callable[[RunConfig, "Worker"], Any]
 
@@ -72,6 +78,7 @@ def work(
     workers).
     """
     store: Store | None = None
+    timeout = timedelta(seconds=config.launch.timeout or MEET_S)
     try:
         with stop.interruptible():
             threads = config.launch.threads or max(1, _cores() // place.local_world)
@@ -85,6 +92,7 @@ def work(
             import torch.distributed as dist
 
             from hyper_parallel import compat
+            from hyper_parallel.compat.groups import collectives_begun
 
             if dist.is_initialized():
                 raise LaunchError(
@@ -110,17 +118,22 @@ def work(
             )
             if backend.name == "cpu" and place.rank == 0 and config.launch.device == "auto":
                 _say_what_is_idle(place)
-            timeout = timedelta(seconds=config.launch.timeout)
             store = rendezvous.open_store(place, timeout, listener)
             connected(store)
             dist.init_process_group(
-                backend.process_group, store=store, rank=place.rank, world_size=place.world, timeout=timeout
+                backend.process_group,
+                store=store,
+                rank=place.rank,
+                world_size=place.world,
+                timeout=LIMIT,
             )
+            pulse.count_collectives(collectives_begun)
             function = find_target(target)
-        function(
-            config,
-            Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend),
-        )
+        with pulse.operation("running", patient=False):
+            function(
+                config,
+                Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend),
+            )
         _leave_together(store, place, timeout)
         return 0
     except KeyboardInterrupt:

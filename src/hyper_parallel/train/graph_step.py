@@ -15,6 +15,7 @@ from torch import Tensor
 from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.errors import BudgetError, HyperParallelError
 from hyper_parallel.launch import logs
+from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.stop import Requests
 from hyper_parallel.train.batches import StepBatch
 from hyper_parallel.train.graphs import ELSEWHERE, Captured, Graphs, eagerly, over_budget
@@ -92,7 +93,8 @@ class GraphStepper:
             load = self._attempt(graph, given, host)
             if load is None:
                 break
-            self._plan_anew(graph, load)
+            with pulse.operation("planning anew"):
+                self._plan_anew(graph, load)
         result = host.result
         if not result.finite:
             self._raise_non_finite(batch, given, result)
@@ -100,7 +102,8 @@ class GraphStepper:
             self._profiling.ended(len(batch.micro))
         recipe.optimizer.advance()
         if self._replanning is not None and self._replanning.due(result.links_changed):
-            self._replanning.plan_anew()
+            with pulse.operation("planning anew"):
+                self._replanning.plan_anew()
         if host.following is not None:
             self._take(host.following, host.tokens, result.graph_ends)
         return result

@@ -18,6 +18,7 @@ from hyper_parallel.graph import Executable, Pass, StepGraph, executable
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.passes import rewritten
 from hyper_parallel.graph.sizes import uncertain
+from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.passes import passes_for
@@ -100,7 +101,8 @@ class Graphs:
         if shape not in self._captured:
             begun = time.perf_counter()
             try:
-                self._captured[shape] = self._capture(shape)
+                with pulse.operation("capturing a step"):
+                    self._captured[shape] = self._capture(shape)
                 self._note_shape(shape, time.perf_counter() - begun)
             except (CaptureError, GraphError) as error:
                 log.debug("the step could not be captured", exc_info=True)

@@ -18,6 +18,7 @@ from hyper_parallel.config import RunConfig, dump
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import CheckpointError, ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker, stop, stop_requested
+from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.experts.routing import by_layer, has_biases
 from hyper_parallel.train.batches import Batches
@@ -72,7 +73,7 @@ class Trainer:
         try:
             if worker.rank == 0:
                 out.mkdir(parents=True, exist_ok=True)
-            with stop.interruptible():
+            with stop.interruptible(), pulse.operation("preparing"):
                 run = _Run(self.config, self._model, worker)
             return run.run()
         except OSError as error:
@@ -146,7 +147,7 @@ class _Run:
 
     def run(self) -> Summary:
         try:
-            with stop.interruptible():
+            with stop.interruptible(), pulse.operation("resuming"):
                 self._resume()
             with contextlib.closing(self.trackers):
                 summary = self._train()
@@ -195,8 +196,10 @@ class _Run:
         stopped = self._steps()
         if not stopped and self.eval_after is None:
             self.eval_after = self._evaluate()
-        text = None if stopped or self.stopping else self._sample()
-        checkpoint = self.checkpoints.finish()
+        with pulse.operation("sampling"):
+            text = None if stopped or self.stopping else self._sample()
+        with pulse.operation("saving"):
+            checkpoint = self.checkpoints.finish()
         return self._summary(stopped, checkpoint, text)
 
     def _steps(self) -> bool:
@@ -208,7 +211,7 @@ class _Run:
         stepper = (
             Stepper(self.recipe) if graphs is None else GraphStepper(self.recipe, graphs, self.profiling)
         )
-        with stop.interruptible():
+        with stop.interruptible(), pulse.operation("preparing"):
             stepper.begin(self.batches.load(state.step, state.consumed))
         interval = SaveInterval(self.config.checkpoint)
         for step in range(state.step, train.steps):
@@ -216,11 +219,12 @@ class _Run:
             due = last or done % train.log_every == 0
             consumed = state.consumed + train.batch
             self.meter.begin()
-            result = stepper.run(
-                load_next=None if last else functools.partial(self.batches.load, done, consumed),
-                memory=float(self.worker.backend.memory_allocated()) if due else 0.0,
-                requests=functools.partial(_requests, interval),
-            )
+            with pulse.step(done):
+                result = stepper.run(
+                    load_next=None if last else functools.partial(self.batches.load, done, consumed),
+                    memory=float(self.worker.backend.memory_allocated()) if due else 0.0,
+                    requests=functools.partial(_requests, interval),
+                )
             self.meter.end()
             for note in graphs.told() if graphs is not None else ():
                 self._note(note)
@@ -230,13 +234,14 @@ class _Run:
             if state.initial_loss is None:
                 state.initial_loss = result.loss
             if due:
-                self._record(step, result)
+                with pulse.operation("recording"):
+                    self._record(step, result)
             stopped = result.stop and not last
             saved = last or stopped or result.save or interval.reached(done)
             if result.save and not interval.elapsed():
                 self._note(f"saved step {done}, as asked")
             if saved:
-                self.checkpoints.save(state)
+                self._save()
                 stop.save_served()
                 interval.saved()
             if stopped:
@@ -248,9 +253,13 @@ class _Run:
                 self.eval_after = loss if last else None
                 if self.stopping and not last:
                     if not saved:
-                        self.checkpoints.save(state)
+                        self._save()
                     return self._stopped()
         return False
+
+    def _save(self) -> None:
+        with pulse.operation("saving"):
+            self.checkpoints.save(self.state)
 
     def _stopped(self) -> bool:
         stop.request_stop()  # also where it was another rank that was asked
@@ -297,7 +306,8 @@ class _Run:
 
     def _evaluate(self) -> float | None:
         """The held-out loss now, recorded; None when nothing is held out, and where the run is to stop first."""
-        loss = self.evaluation.loss(self.model, self._agree_to_stop) if self.evaluation else None
+        with pulse.operation("evaluating"):
+            loss = self.evaluation.loss(self.model, self._agree_to_stop) if self.evaluation else None
         if loss is None:
             return None
         if self.progress is not None:

@@ -1,0 +1,182 @@
+"""Which rank stopped first, from the heartbeats of all: one that is silent, or one that the others wait for.
+
+Time is counted while the watcher runs and other ranks are heard, so that a run that is suspended as a whole, with its
+machine or by Ctrl-Z, is not taken for one that hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hyper_parallel.launch.heartbeat import BEAT_S, Beat
+from hyper_parallel.units import format_seconds
+
+LEAST_S = 60.0
+"""The shortest limit, where none is stated."""
+STEPS = 20
+"""The limit in steps."""
+UNMEASURED_S = 600.0
+"""The limit before there is a step time."""
+PATIENT_S = 3600.0
+"""How long all ranks may stand still in an operation that takes as long as it takes, with idle processors."""
+HEARD_S = 5.0
+"""A rank whose last heartbeat is older is silent."""
+LATE = 3
+"""Heartbeats that may be missing at least."""
+_TICK_S = 1.0
+"""The most that one look counts: more means that the watcher itself was suspended."""
+_BUSY = 0.25
+"""Processor time over time from which on a process computes."""
+
+Activity = Literal["stopped", "idle", "busy"]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """The rank that stopped first, and how."""
+
+    rank: int
+    how: str
+
+
+class Watchdog:
+    """Watches `ranks`, whose heartbeats come every `interval` seconds, with `launch.timeout` for `timeout`.
+
+    `others`: there are ranks that this watcher does not hear. `hangs`: one that is heard and does not get on is its
+    concern too.
+    """
+
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        timeout: float | None,
+        *,
+        others: bool = False,
+        hangs: bool = True,
+        interval: float = BEAT_S,
+    ) -> None:
+        self._timeout, self._others, self._hangs, self._interval = timeout, others, hangs, interval
+        self._beats: dict[int, Beat] = {rank: Beat() for rank in ranks}
+        self._age = dict.fromkeys(self._beats, 0.0)  # since the last heartbeat, in time that was watched
+        self._silence = dict.fromkeys(
+            self._beats, 0.0
+        )  # the part of it in which the process was seen to do nothing
+        self._still = 0.0  # since any rank got on
+        self._last: float | None = None
+
+    def forget(self, rank: int) -> None:
+        """A rank has ended."""
+        for known in (self._beats, self._age, self._silence):
+            known.pop(rank, None)
+        self._still = 0.0
+
+    def hear(self, rank: int, beat: Beat) -> None:
+        """A heartbeat came."""
+        if rank not in self._beats:
+            return
+        before = self._beats[rank]
+        computes = beat.patient and beat.cpu - before.cpu > _BUSY * max(self._age[rank], _TICK_S)
+        if beat.progress != before.progress or computes:
+            self._still = 0.0
+        self._beats[rank] = beat
+        self._age[rank] = self._silence[rank] = 0.0
+
+    def position(self, rank: int) -> str:
+        """Where a rank was when it was last heard."""
+        beat = self._beats[rank]
+        step = f"in step {beat.step}" if beat.step else "before the first step"
+        operation = "" if beat.operation == "step" else f", {beat.operation}"
+        return f"{step}{operation}{f', in {beat.where}' if beat.where else ''}"
+
+    def look(self, now: float, activity: Callable[[int], Activity] = lambda rank: "idle") -> Suspect | None:
+        """The rank that stopped first, once it has for longer than it may. `activity` says what a silent rank's process
+        does. Called several times a second.
+        """
+        passed = min(now - self._last, _TICK_S) if self._last is not None else 0.0
+        self._last = now
+        for rank in self._age:
+            self._age[rank] += passed
+        heard = max(min(HEARD_S, self._limit() / 2), LATE * self._interval)
+        silent = [rank for rank, age in self._age.items() if age > heard]
+        if not silent:
+            self._still += passed
+            return self._hanging() if self._hangs else None
+        if len(silent) == len(self._age) and not self._others:
+            return None
+        for rank in silent:
+            does = activity(rank)
+            if does != "busy":
+                self._silence[rank] += passed
+            if self._silence[rank] > self._silence_limit(rank, does):
+                first = max(silent, key=lambda one: self._age[one])
+                how = (
+                    "its process is stopped (SIGSTOP, a debugger)"
+                    if activity(first) == "stopped"
+                    else "it is frozen"
+                )
+                return Suspect(
+                    first,
+                    f"has given no sign of life for {format_seconds(self._age[first])}: {how}; it was last heard "
+                    f"{self.position(first)}",
+                )
+        return None
+
+    def _hanging(self) -> Suspect | None:
+        patient = any(beat.patient for beat in self._beats.values())
+        limit = max(PATIENT_S, self._timeout or 0.0) if patient else self._limit()
+        if self._still <= limit or not self._beats:
+            return None
+        first = min(self._beats, key=lambda rank: (self._behind(rank), rank))
+        alike = len({self._behind(rank) for rank in self._beats}) == 1
+        waited = format_seconds(self._still)
+        if alike and (len(self._beats) > 1 or self._others):
+            return Suspect(
+                first,
+                f"and every other one here have stood still for {waited}: a device, a link or a worker on another "
+                f"machine is stuck; they are {self.position(first)}",
+            )
+        return Suspect(
+            first,
+            f"has stood still for {waited} while the others wait for it; it is {self.position(first)}",
+        )
+
+    def _behind(self, rank: int) -> tuple[int, int, bool]:
+        """Sorts the rank that the others wait for first."""
+        beat = self._beats[rank]
+        return beat.step, beat.collectives, beat.waits
+
+    def _limit(self) -> float:
+        if self._timeout is not None:
+            return self._timeout
+        times = [beat.step_time for beat in self._beats.values() if beat.step_time is not None]
+        return max(LEAST_S, STEPS * max(times)) if times else UNMEASURED_S
+
+    def _silence_limit(self, rank: int, does: Activity) -> float:
+        # A process sends heartbeats whatever it computes, unless a library holds the interpreter; a stopped one cannot.
+        if self._timeout is not None:
+            return self._timeout
+        return LEAST_S if does == "stopped" or not self._beats[rank].patient else UNMEASURED_S
+
+
+class Activities:
+    """What processes of this machine do, from /proc; `idle` where there is none."""
+
+    def __init__(self, pids: dict[int, int]) -> None:
+        """`pids`: by rank."""
+        self._pids = pids
+        self._used: dict[int, int] = {}
+
+    def __call__(self, rank: int) -> Activity:
+        try:
+            fields = Path(f"/proc/{self._pids[rank]}/stat").read_text().rpartition(")")[2].split()
+        except (OSError, KeyError):
+            return "idle"
+        used = int(fields[11]) + int(fields[12])  # proc(5): utime, stime
+        before = self._used.get(rank)
+        self._used[rank] = used
+        if fields[0] in "Tt":
+            return "stopped"
+        return "busy" if fields[0] == "R" or before is None or used != before else "idle"
