@@ -31,13 +31,15 @@ from hyper_parallel.checkpoint import newest
 
 WINDOW_S = 1.5
 STEPS = 400
-RUN = f"""\
+HEAD = """\
 version: 1
 out: OUT
 model:
-  config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}}
-data: {{train: text.txt, sequence: 32, tokenizer: {{vocab_size: 300}}}}
+  config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}
+"""
+RUN = f"""\
+{HEAD}data: {{train: text.txt, sequence: 32, tokenizer: {{vocab_size: 300}}}}
 train: {{steps: {STEPS}, batch: 4, sample: {{tokens: 0}}}}
 strategy: {{axes: {{shard: 2}}}}
 launch: {{device: cpu, threads: 1}}

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import measure
-from kill_saves import family, records, tensors
+from kill_saves import HEAD, family, records, tensors
 
 from hyper_parallel import config, launch
 from hyper_parallel.checkpoint import newest
@@ -50,12 +50,7 @@ FROZEN_S = 10.0
 """`launch.timeout` where a rank is frozen; the default is a minute for a run of short steps."""
 STOPPING = "stopping: the workers finish their step and save; once more ends them at once"
 RUN = f"""\
-version: 1
-out: OUT
-model:
-  config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}}
-data: {{train: text.txt, eval: eval.txt, sequence: 32, tokenizer: {{vocab_size: 300}}, cache: cache}}
+{HEAD}data: {{train: text.txt, eval: eval.txt, sequence: 32, tokenizer: {{vocab_size: 300}}, cache: cache}}
 train: {{steps: {STEPS}, batch: 4, eval: {{every: 10, batches: 2}}, sample: {{tokens: 2}}}}
 strategy: {{axes: {{shard: 2}}}}
 launch: {{device: cpu, threads: 1, grace: {GRACE_S:g}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -140,6 +141,16 @@ def prepares(config: RunConfig, worker: Worker) -> None:
     with stop.interruptible():
         note(config, worker.rank)
         time.sleep(600)
+
+
+def prepares_deafly(config: RunConfig, worker: Worker) -> None:
+    """As `prepares`, but no rank leaves when it is interrupted: one waits in a collective, one goes on."""
+    with stop.interruptible():
+        note(config, worker.rank)
+        while worker.rank == 1:
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(600)
+        dist.barrier()
 
 
 def waits_natively(config: RunConfig, worker: Worker) -> None:

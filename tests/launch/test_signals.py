@@ -131,6 +131,15 @@ def test_where_there_is_nothing_to_save_one_workers_signal_ends_the_run(start: t
     wait_until(lambda: not any(map(running, run.family)), "no process is left")
 
 
+def test_where_there_is_nothing_to_save_a_worker_that_cannot_leave_is_not_waited_for(
+    start: type[_Run],
+) -> None:
+    run = start("prepares_deafly", grace=300.0)
+    _send(run.reached_by("command"), signal.SIGTERM)
+    assert run.command.end(timeout=100) == 130
+    assert run.command.errors == STOPPING
+
+
 def test_a_worker_that_waits_in_a_collective_hears_a_signal_and_passes_it_on(
     start: type[_Run], tmp_path: Path
 ) -> None:

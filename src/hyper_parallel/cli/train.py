@@ -50,5 +50,6 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool) -> None:
         if profile and run.train.profile is None:
             run = config.load(file, [*overrides, "train.profile={}"])
         check(run)
-    entry = "auto" if run.open else "train"
-    sys.exit(launch.run(run, f"hyper_parallel.{entry}.entry:main"))
+        entry = "auto" if run.open else "train"
+        code = launch.run(run, f"hyper_parallel.{entry}.entry:main")
+    sys.exit(code)

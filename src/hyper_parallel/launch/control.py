@@ -29,7 +29,7 @@ from hyper_parallel.launch.heartbeat import BEAT_S, pulse
 log = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
-"""How long the main thread has to leave after a second Ctrl-C."""
+"""How long the main thread has to leave where there is nothing to save, and after a second Ctrl-C."""
 
 Order = str
 """``stop``, ``save``, ``end`` (another worker has failed), or ``fail`` (the same, with nobody to end this process)."""
@@ -153,6 +153,7 @@ class ControlThread:
             if self._force and number == signal.SIGINT and not first:
                 assert self._asked_at is not None
                 if now - self._asked_at > stop.REPEAT_S:
+                    stop.request_end()
                     self._leave()
             self._stop()
         else:
@@ -168,20 +169,21 @@ class ControlThread:
         elif order in ("end", "fail"):
             self._ended = True
             stop.request_end()
-            self._wake_main()
             if order == "fail":
                 self._code = 1
-                self._leave_at = min(self._leave_at, time.monotonic() + LEAVE_S)
+                self._leave()
+            else:
+                self._wake_main()
 
     def _stop(self) -> None:
         if self._asked_at is None:
             self._asked_at = time.monotonic()
         stop.request_stop()
         if stop.must_interrupt():
-            self._wake_main()
+            self._leave()
 
     def _leave(self) -> None:
-        stop.request_end()
+        """Have the main thread leave, and end the process where it cannot: a peer that has gone, a native call."""
         self._wake_main()
         self._leave_at = min(self._leave_at, time.monotonic() + LEAVE_S)
 
@@ -193,7 +195,7 @@ class ControlThread:
 
     def _end_in_time(self) -> None:
         now = time.monotonic()
-        if now > self._leave_at:
+        if now > self._leave_at and (stop.must_interrupt() or stop.interrupted()):
             os._exit(self._code)
         if self._grace is not None and self._asked_at is not None and now > self._asked_at + self._grace:
             sys.__stderr__.write(  # type: ignore[union-attr]
