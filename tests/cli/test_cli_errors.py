@@ -87,7 +87,8 @@ def test_a_wrong_command_line_is_2(arguments: tuple[str, ...], capsys: pytest.Ca
         (["data.sequence=65"], "data.sequence: 65 tokens are more than the 64 positions of the model (model.config); "
          "shorten the sequence or give the model more positions"),
         (["out=text.txt/run"], "out: {here}/text.txt is a file, not a folder; name another folder"),
-        (["data.tokenizer.path=."], "data.tokenizer.path: . holds no tokenizer.json; give a folder that does"),
+        (["data.tokenizer.path=."], "data.tokenizer.path: . holds no tokenizer.json; name a folder that does, or "
+         "leave the path out"),
         (["model.config=null", "model.path=."], "model.path: config.json does not exist; give a folder as "
          "save_pretrained writes it"),
         (["model.config=null", "model.path=hub"], "data.sequence: 32 tokens are more than the 16 positions of the "

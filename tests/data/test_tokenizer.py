@@ -107,7 +107,7 @@ def test_a_beginning_token_and_a_truncation_of_the_folder_are_minded(tmp_path: P
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(None, "does not exist"), ("{", "cannot be loaded"), ("{}", "cannot be loaded")],
+    [(None, "holds no tokenizer.json"), ("{", "cannot be loaded"), ("{}", "cannot be loaded")],
 )
 def test_a_folder_that_is_none_is_named(tmp_path: Path, content: str | None, expected: str) -> None:
     if content is not None:

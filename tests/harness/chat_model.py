@@ -76,11 +76,11 @@ def write_model(
     return folder
 
 
-def write_chats(file: Path) -> Path:
+def write_chats(file: Path, chats: list[tuple[str, str]] = CHATS) -> Path:
     """The conversations as JSON lines."""
     lines = [
         {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-        for asked, said in CHATS
+        for asked, said in chats
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file

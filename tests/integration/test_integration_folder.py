@@ -71,6 +71,8 @@ def test_from_pretrained_loads_what_a_spread_model_wrote(tmp_path: Path) -> None
         assert sum(file.endswith(".safetensors") for file in files) > 1
         tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
         assert tied == kind.get("tied", False)
+        assert plain.dtype == torch.float32
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} bfloat16").dtype == torch.bfloat16
         half = load_file(tmp_path / f"{name} bfloat16" / "model.safetensors")
         assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 

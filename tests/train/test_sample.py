@@ -16,9 +16,6 @@ class Letters:
 
     eos, pad = 9, 0
 
-    def encode(self, text: str) -> list[int]:
-        return [int(letter) for letter in text]
-
     def decode(self, ids: list[int]) -> str:
         return "".join(map(str, ids))
 
@@ -39,7 +36,12 @@ class Successor(nn.Module):
 
 def _sample(model: nn.Module, prompt: str, tokens: int, **options: Any) -> str:
     return sample(
-        model, Letters(), prompt, tokens, device=torch.device("cpu"), **{"sequence": 128, **options}
+        model,
+        Letters(),
+        [int(letter) for letter in prompt],
+        tokens,
+        device=torch.device("cpu"),
+        **{"sequence": 128, "stops": {9}, **options},
     )
 
 

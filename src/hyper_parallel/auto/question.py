@@ -47,7 +47,7 @@ def workload_of(config: RunConfig) -> Workload:
         # As training fills it in, but for a tokenizer that is yet to be trained: that may come out smaller.
         path = config.data.tokenizer.path
         fields["vocab_size"] = (
-            config.data.tokenizer.vocab_size if path is None else load_tokenizer(path).vocab_size
+            config.data.tokenizer.trained_size if path is None else load_tokenizer(path).vocab_size
         )
     return Workload(
         Shape.of_config(fields, str(fields.get("model_type", "the model"))),

@@ -10,6 +10,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MODEL = "model."
 """What the names of the model's tensors begin with in a checkpoint, before the parameter's own name."""
+_ORIGINS = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file")
+_CONFIGS = ("_config.json", "special_tokens_map.json")
 _WHOLE = Mesh(("replicate", 1))
 
 
@@ -38,7 +41,8 @@ def export(
     """Write the model of the checkpoint at `checkpoint` to the new folder `out`; its path.
 
     `out` gets ``config.json`` (``state["model_config"]``, with the dtype that was written), the checkpoint's
-    assets (tokenizer files, ``generation_config.json``) and ``model.safetensors``, in several files with an
+    assets (tokenizer files, ``generation_config.json``), of which no JSON file says from which folder of this machine
+    it was read, and ``model.safetensors``, in several files with an
     index above `shard_bytes`. ``AutoModelForCausalLM.from_pretrained(out)`` loads it. Floating-point tensors
     are written as they were saved, or as `dtype`. One tensor at a time is in memory; every byte is verified.
 
@@ -68,7 +72,8 @@ def export(
         raise CheckpointError(f"{source.path} holds no tensor whose name begins with {MODEL!r}")
     kinds = {name: _kind(source, name, dtype) for name in model}
     floating = {kind for kind in kinds.values() if kind.is_floating_point}
-    files = {name: source.asset(name) for name in source.assets}
+    config = without_origin(config)
+    files = {name: _without_origin(name, source.asset(name)) for name in source.assets}
     if "config.json" in files or any(name.startswith("model") and "safetensors" in name for name in files):
         raise CheckpointError(
             f"{source.path} has assets that the exported model would overwrite: {sorted(files)}"
@@ -98,6 +103,23 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def without_origin(config: Any) -> Any:
+    """A config, at any depth, without the keys under which Transformers notes what it was read from."""
+    if isinstance(config, dict):
+        return {key: without_origin(value) for key, value in config.items() if key not in _ORIGINS}
+    return [without_origin(one) for one in config] if isinstance(config, list) else config
+
+
+def _without_origin(name: str, data: bytes) -> bytes:
+    """The same of a file; one that has no such key keeps its bytes."""
+    if not name.endswith(_CONFIGS) or not any(key.encode() in data for key in _ORIGINS):
+        return data
+    try:
+        return (json.dumps(without_origin(json.loads(data)), indent=2, ensure_ascii=False) + "\n").encode()
+    except ValueError:  # it is the user's file as it was
+        return data
 
 
 def _kind(source: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.dtype:

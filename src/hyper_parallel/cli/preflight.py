@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config import RunConfig
+from hyper_parallel.config.data import BUILTIN
 from hyper_parallel.data.sources import find
+from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import ConfigError, DataError
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -69,9 +71,16 @@ def _model(config: RunConfig) -> None:
 
 
 def _tokenizer(config: RunConfig) -> None:
-    path = config.data.tokenizer.path
-    if path is not None and not (Path(path).expanduser() / "tokenizer.json").is_file():
-        raise ConfigError(f"data.tokenizer.path: {path} holds no tokenizer.json; give a folder that does")
+    named = config.data.tokenizer
+    own = config.model.path if named.path is None and not named.replace else None
+    for key, path in (("data.tokenizer.path", named.path), ("model.path", own)):
+        if path is not None and not (Path(path).expanduser() / "tokenizer.json").is_file():
+            raise ConfigError(absent(Path(path).expanduser(), key))
+    template = named.chat_template
+    if template not in (None, BUILTIN) and not Path(str(template)).expanduser().is_file():
+        raise ConfigError(
+            f"data.tokenizer.chat_template: {template} is no file; name a Jinja file, or {BUILTIN!r}"
+        )
 
 
 def _nodes(config: RunConfig) -> None:

@@ -11,13 +11,29 @@ from hyper_parallel.strategy.section import Section
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
+BUILTIN = "builtin"
+"""The chat template that `hyper_parallel.data` brings."""
+
+
 class TokenizerConfig(Section):
-    """A tokenizer that is read from a folder, or trained on the training text and cached."""
+    """Which tokenizer. Left out with `model.path`: that folder's own, with which its weights were trained; with
+    `model.config`: one that is trained on the training text and cached."""
 
     path: str | None = None
-    """A folder with `tokenizer.json` (and `tokenizer_config.json`, which brings the chat template)."""
-    vocab_size: PositiveInt = 8192
-    """Size of the byte-level BPE vocabulary that is trained when no path is given."""
+    """A folder with `tokenizer.json` (and `tokenizer_config.json`)."""
+    vocab_size: PositiveInt | None = None
+    """Size of the byte-level BPE vocabulary that is trained when no path is given; left out: 8192."""
+    chat_template: str | None = None
+    """A Jinja file with the chat template for `messages`, used and exported in place of the tokenizer's own; `builtin`
+    is a simple one (docs/data.md). Left out: the tokenizer's own, and `builtin` for one that is trained here."""
+    replace: bool = False
+    """With `model.path`: take the tokenizer that is named here although the loaded weights were trained with another.
+    The rows of their embedding then stand for other tokens, and have to be learned anew."""
+
+    @property
+    def trained_size(self) -> int:
+        """Size of the vocabulary that is trained when no path is given."""
+        return self.vocab_size or 8192
 
 
 class DataConfig(Section):
@@ -34,7 +50,7 @@ class DataConfig(Section):
     `messages` (only answers bear loss). `datasets`: a folder that `datasets.save_to_disk` wrote. `auto` goes by
     the name and the content."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """Where the tokenizer comes from."""
+    """Which tokenizer, and with which chat template."""
     sequence: PositiveInt = 512
     """Tokens a sequence."""
     pack: bool = True

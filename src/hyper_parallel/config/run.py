@@ -75,6 +75,22 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _tokenizer_fits_the_weights(self) -> RunConfig:
+        tokenizer = self.data.tokenizer
+        named = tokenizer.path is not None or tokenizer.vocab_size is not None
+        if tokenizer.replace and (self.model.path is None or not named):
+            raise ValueError(
+                "'data.tokenizer.replace' lets another tokenizer stand in for that of 'model.path'; name both (the "
+                "other one by 'data.tokenizer.path' or 'vocab_size'), or leave it out"
+            )
+        if self.model.path is not None and named and tokenizer.path is None and not tokenizer.replace:
+            raise ValueError(
+                "'data.tokenizer.vocab_size' trains a new tokenizer, whose ids mean nothing to the weights of "
+                "'model.path'; leave it out (or null) to use the folder's own, or set 'data.tokenizer.replace' to true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _budget_needs_the_graph(self) -> RunConfig:
         if self.strategy.memory.device is None:
             return self

@@ -83,10 +83,11 @@ class EvalConfig(Section):
 class SampleConfig(Section):
     """Text that the trained model writes at the end."""
 
-    prompt: str = "def "
-    """What it continues."""
+    prompt: str | None = None
+    """What it continues; for conversations, what the user says. Left out: the first held-out (or training) document up
+    to its first answer, or `def ` where the text has no answers."""
     tokens: Annotated[int, Field(ge=0)] = 48
-    """How many tokens it adds; 0 writes none."""
+    """How many tokens it adds at most; it stops where the model ends the text or its answer. 0 writes none."""
     temperature: NonNegative = 0.7
     """0 takes the most likely token each time; above, tokens are drawn, the same ones for the same seed."""
 
@@ -130,8 +131,8 @@ class TrainConfig(Section):
     """Largest global gradient norm; null does not clip."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out text."""
-    sample: SampleConfig = SampleConfig()
-    """A sample of text at the end."""
+    sample: SampleConfig | Literal[False] = SampleConfig()
+    """A sample of text at the end; false writes none."""
     log_every: PositiveInt = 1
     """Steps between records of metrics."""
     profile: ProfileConfig | None = None

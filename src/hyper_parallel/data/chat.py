@@ -91,6 +91,11 @@ def render(tokenizer: Any, chat: Chat) -> Rendered:
     return Rendered(whole, tuple(answers), is_open)
 
 
+def prompt(tokenizer: Any, chat: Chat) -> str:
+    """A conversation as text, up to where the assistant is to speak."""
+    return _text(tokenizer, chat, chat.messages, add_generation_prompt=True)
+
+
 def _start(tokenizer: Any, chat: Chat, index: int, whole: str, header: str) -> int:
     """Where the answer begins: behind the generation prompt, or behind the header without one."""
     start = header

@@ -25,10 +25,12 @@ from hyper_parallel.errors import DataError
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 # A batch for the tokenizer's own threads, and the longest text that one of them takes in one piece.
 _BATCH_CHARACTERS = 4 * 2**20
 _PIECE_CHARACTERS = 2**20
+# As many as fit the first line of an array file; templates have one to three.
+_ENDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,10 @@ class Corpus:
     """[D + 1], from 0 to T."""
     loss: NDArray[np.uint8] | None = None
     """[T], 1 where a token bears loss as the one to predict; None when every token does."""
+    conversations: bool = False
+    """Whether any document is a conversation in the chat template."""
+    ends: tuple[int, ...] = ()
+    """The tokens added to the vocabulary as they are with which answers end: what a model learns to stop with."""
 
     @property
     def documents(self) -> int:
@@ -90,7 +96,8 @@ def _encode(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[
         pieces += _plain_pieces(document)
     plain = iter(tokenizer.encode_raw(pieces))
 
-    own_marks = chat.marks_answers(tokenizer.transformers.chat_template)
+    template = _template_for(batch, tokenizer)
+    own_marks = template is not None and chat.marks_answers(template)
     rendered = [
         chat.render(tokenizer.transformers, document)
         for document in batch
@@ -112,6 +119,21 @@ def _encode(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[
                 yield chat.tokens(tokenizer.transformers, document)
             case Chat():
                 yield _conversation(*next(conversations), end=end)
+
+
+def _template_for(batch: list[Document], tokenizer: Tokenizer) -> str | None:
+    """The chat template, which a batch with a conversation needs."""
+    template = tokenizer.chat_template
+    if template is None:
+        for document in batch:
+            if isinstance(document, Chat):
+                whose = f"the tokenizer in {tokenizer.folder}" if tokenizer.folder else "the tokenizer"
+                raise DataError(
+                    f"{document.where}: 'messages' need a chat template, and {whose} has none; set "
+                    "data.tokenizer.chat_template to a Jinja file with the template that the model is to answer in, or "
+                    "to 'builtin' for a simple one"
+                )
+    return template
 
 
 def _plain_pieces(document: Document) -> list[str]:
@@ -173,14 +195,19 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 class _CorpusWriter:
     """Writes one corpus; the offsets come last and complete it."""
 
-    def __init__(self, folder: Path, name: str, wide: bool) -> None:
+    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer) -> None:
+        wide = tokenizer.vocab_size > 2**16
         self._tokens = ArrayWriter(folder / f"{name}-tokens.array", "<u4" if wide else "<u2")
         self._loss = ArrayWriter(folder / f"{name}-loss.array", "|u1")
         self._offsets = ArrayWriter(folder / f"{name}-offsets.array", "<i8")
         self._lengths: list[int] = []
-        self._masked = False
+        self._masked = self._conversations = False
+        self._marks, self._ends = tokenizer.marks, set[int]()
 
-    def append(self, ids: list[int], mask: list[int] | None) -> None:
+    def append(self, document: Document, ids: list[int], mask: list[int] | None) -> None:
+        self._conversations |= isinstance(document, Chat)
+        last = zip(ids, mask or (), [*(mask or ())[1:], 0], strict=bool(mask))
+        self._ends |= self._marks & {token for token, bears, more in last if bears and not more}
         self._lengths.append(len(ids))
         self._tokens.append(np.array(ids, np.uint32))
         self._masked |= mask is not None
@@ -195,7 +222,9 @@ class _CorpusWriter:
         if self._masked:
             self._loss.commit()
         self._offsets.append(np.array([0, *itertools.accumulate(self._lengths)], np.int64))
-        self._offsets.commit(masked=self._masked)
+        self._offsets.commit(
+            masked=self._masked, conversations=self._conversations, ends=sorted(self._ends)[:_ENDS]
+        )
 
     def discard(self) -> None:
         for writer in (self._tokens, self._loss, self._offsets):
@@ -206,14 +235,14 @@ def _build(
     folder: Path, key: str, documents: Iterable[Document], tokenizer: Tokenizer, holdout: float
 ) -> bool:
     """Writes both parts; False, and nothing written, when the holdout left no document to train on."""
-    wide = tokenizer.vocab_size > 2**16
-    train = _CorpusWriter(folder, f"{key}-train", wide)
-    held_out = _CorpusWriter(folder, f"{key}-eval", wide)
+    train = _CorpusWriter(folder, f"{key}-train", tokenizer)
+    held_out = _CorpusWriter(folder, f"{key}-eval", tokenizer)
     try:
         for batch in _batches(documents):
             sides = [is_held_out(document, holdout) for document in batch]
-            for side, (ids, mask) in zip(sides, _encode(batch, tokenizer), strict=True):
-                (held_out if side else train).append(ids, mask)
+            encoded = _encode(batch, tokenizer)
+            for document, side, (ids, mask) in zip(batch, sides, encoded, strict=True):
+                (held_out if side else train).append(document, ids, mask)
         if held_out.documents and not train.documents:
             return False
         train.commit()
@@ -234,11 +263,19 @@ def _read(folder: Path, name: str, vocab_size: int) -> Corpus | None:
         loss = read_array(folder / f"{name}-loss.array")
         if loss is None:
             return None
-    corpus = Corpus(tokens[0], offsets[0], None if loss is None else loss[0])
+    meta = offsets[1]
+    corpus = Corpus(
+        tokens[0],
+        offsets[0],
+        None if loss is None else loss[0],
+        conversations=bool(meta.get("conversations")),
+        ends=tuple(meta.get("ends", ())),
+    )
     ends, count = corpus.offsets, len(corpus.tokens)
     fits = len(ends) and ends[0] == 0 and ends[-1] == count and bool((np.diff(ends) >= 0).all())
     # Digests say that an array is whole, not who wrote it; a row that the embedding does not have would end the run.
     fits = fits and (not count or int(corpus.tokens.max()) < vocab_size)
+    fits = fits and all(isinstance(end, int) and 0 <= end < vocab_size for end in corpus.ends)
     if not fits or (loss is not None and len(loss[0]) != count):
         raise DataError(f"the cache {folder} holds parts of different corpora; delete {name}-*")
     return corpus

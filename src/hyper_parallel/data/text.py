@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config.data import DataConfig
+from hyper_parallel.data import chat
 from hyper_parallel.data import tokenizer as tokenizers
 from hyper_parallel.data.corpus import Corpus, corpora
-from hyper_parallel.data.document import is_held_out
+from hyper_parallel.data.document import Chat, is_held_out
 from hyper_parallel.data.order import Order
 from hyper_parallel.data.packing import PackedText
 from hyper_parallel.data.read import documents
 from hyper_parallel.data.sources import Source, digests, find
 from hyper_parallel.data.tokenizer import Tokenizer
+from hyper_parallel.data.tokenizer_choice import choose
 from hyper_parallel.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -34,11 +36,18 @@ class TextData:
     """Held-out rows; of length 0 when nothing is held out."""
     order: Order
     """Which rows of `train` come when."""
+    stops: tuple[int, ...]
+    """The ids with which texts and answers end, the end-of-text token first."""
+    conversations: bool
+    """Whether any document to train on is a conversation."""
     identity: dict[str, Any]
     """What decides the rows, besides the tokenizer: two runs in which it is equal have the same."""
 
-    def __init__(self, config: DataConfig, *, seed: int = 0, positions: int | None = None) -> None:
-        """`seed` decides the order of the rows. `positions`: how many the model has, if they are limited.
+    def __init__(
+        self, config: DataConfig, *, seed: int = 0, positions: int | None = None, model: str | None = None
+    ) -> None:
+        """`seed` decides the order of the rows. `positions`: how many the model has, if they are limited. `model`: the
+        folder whose weights are trained on, which has their tokenizer.
 
         Raises ConfigError for a sequence longer than `positions`, and DataError for text that is missing,
         cannot be read as what it was declared to be, or is too little.
@@ -53,7 +62,9 @@ class TextData:
         found = digests(sources)
         key = found.reading
         holdout = config.holdout if config.eval is None else 0.0
-        self.tokenizer = _tokenizer(config, sources, key, holdout, cache)
+        self.tokenizer = choose(
+            config.tokenizer, model, lambda: _trained(config, sources, key, holdout, cache)
+        )
         train, held_out = corpora(cache, key, lambda: documents(sources, "train"), self.tokenizer, holdout)
         if config.eval is not None:
             others = find(config.eval, config.format, "eval")
@@ -62,6 +73,9 @@ class TextData:
             held_out, _ = corpora(cache, f"eval-{of_eval.reading}", read, self.tokenizer, 0.0)
             _check(held_out, config.eval, "eval")
         _check(train, config.train, "train")
+        self.stops = tuple(dict.fromkeys((self.tokenizer.eos, *train.ends)))
+        self.conversations = train.conversations
+        self._shown = held_out if held_out.documents else train
         self.train = PackedText(train, config.sequence, pad=self.tokenizer.pad, pack=config.pack)
         self.eval = PackedText(held_out, config.sequence, pad=self.tokenizer.pad, pack=config.pack)
         if config.pack and self.train.tokens < config.sequence:
@@ -87,11 +101,21 @@ class TextData:
         if config.eval is not None:
             self.identity["the digest of the text of data.eval"] = of_eval.content
 
+    def prompt(self, given: str | None = None) -> list[int]:
+        """The ids that a sample continues: of `given`, as a conversation's question where the text has conversations;
+        left out, of the first held-out (or training) document up to its first answer.
+        """
+        if given is None and self._shown.loss is not None:
+            end = int(self._shown.offsets[1])
+            answers = self._shown.loss[:end].nonzero()[0]
+            return [int(token) for token in self._shown.tokens[: int(answers[0]) if len(answers) else end]]
+        if given is not None and self.conversations:
+            question = Chat("train.sample.prompt", [{"role": "user", "content": given}])
+            return self.tokenizer.encode_template([chat.prompt(self.tokenizer.transformers, question)])[0][0]
+        return self.tokenizer.encode("def " if given is None else given)
 
-def _tokenizer(config: DataConfig, sources: list[Source], key: str, holdout: float, cache: Path) -> Tokenizer:
-    if config.tokenizer.path is not None:
-        return tokenizers.load(config.tokenizer.path)
 
+def _trained(config: DataConfig, sources: list[Source], key: str, holdout: float, cache: Path) -> Tokenizer:
     def texts() -> Iterator[str]:
         # Held-out text is unseen by the tokenizer too, unless the share takes all that there is (see
         # `corpora`).
@@ -104,7 +128,7 @@ def _tokenizer(config: DataConfig, sources: list[Source], key: str, holdout: flo
             yield from (document.content() for document in documents(sources, "train"))
 
     size = sum(source.size() for source in sources)
-    return tokenizers.trained(cache, f"{key}-{holdout!r}", texts(), size, config.tokenizer.vocab_size)
+    return tokenizers.trained(cache, f"{key}-{holdout!r}", texts(), size, config.tokenizer.trained_size)
 
 
 def _check(corpus: Corpus, declared: str | list[str], key: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
 from hyper_parallel.data.chat import DEFAULT_TEMPLATE
 from hyper_parallel.data.document import fraction
+from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -34,17 +35,20 @@ _CHUNK = 2**14
 class Tokenizer:
     """A Transformers tokenizer, and what the data needs of it."""
 
-    def __init__(self, transformers_tokenizer: Any) -> None:
-        """Takes a fast (Rust) Transformers tokenizer. Raises DataError when it has no end-of-text token."""
+    def __init__(self, transformers_tokenizer: Any, folder: Path | None = None) -> None:
+        """Takes a fast (Rust) Transformers tokenizer, and the folder that it was read from.
+
+        Raises DataError when it has no end-of-text token.
+        """
         self.transformers = transformers_tokenizer
         """The PreTrainedTokenizerFast itself."""
+        self.folder = folder
+        """The folder whose files are this tokenizer's; None where it is of no folder, or was changed since."""
         if self.transformers.eos_token_id is None:
             raise DataError(
                 "the tokenizer has no end-of-text token, which ends every document; set 'eos_token' in its "
                 "tokenizer_config.json"
             )
-        if self.transformers.chat_template is None:
-            self.transformers.chat_template = DEFAULT_TEMPLATE
 
     @property
     def eos(self) -> int:
@@ -57,15 +61,32 @@ class Tokenizer:
         pad = self.transformers.pad_token_id
         return self.eos if pad is None else int(pad)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja text that renders conversations; None where there is none, or several and no default."""
+        own = self.transformers.chat_template
+        return own.get("default") if isinstance(own, Mapping) else own
+
+    @cached_property
+    def marks(self) -> frozenset[int]:
+        """The ids of the tokens that were added to the vocabulary as they are, such as those that end a turn."""
+        return frozenset(map(int, self.transformers.added_tokens_decoder))
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id: the rows that a model's embedding needs."""
         return 1 + max(map(int, self.transformers.get_vocab().values()))
 
+    @property
+    def ids_of_texts(self) -> list[Any]:
+        """Everything that decides which ids a plain text becomes."""
+        return [self._backend.to_str(), self.eos, self.beginning]
+
     @cached_property
     def digest(self) -> str:
         """A digest of everything that decides which tokens a document becomes."""
-        parts = [self._backend.to_str(), self.transformers.chat_template, self.eos, self.beginning]
+        backend, *ends = self.ids_of_texts
+        parts = [backend, self.transformers.chat_template, *ends]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -115,15 +136,14 @@ class Tokenizer:
         return raw
 
 
-def load(folder: str) -> Tokenizer:
-    """The tokenizer in a folder with `tokenizer.json`. Raises DataError for none or a broken one."""
+def load(folder: str, key: str = "data.tokenizer.path") -> Tokenizer:
+    """The tokenizer in a folder with `tokenizer.json`, which the run file names under `key`.
+
+    Raises DataError for none or a broken one.
+    """
     path = Path(folder).expanduser()
-    for needed in (path, path / "tokenizer.json"):
-        if not needed.exists():
-            raise DataError(
-                f"data.tokenizer.path: {needed} does not exist; name a folder with tokenizer.json, or "
-                "leave the path out and one is trained"
-            )
+    if not (path / "tokenizer.json").is_file():
+        raise DataError(absent(path, key))
     from transformers import AutoTokenizer
 
     try:
@@ -132,10 +152,10 @@ def load(folder: str) -> Tokenizer:
         Exception
     ) as error:  # the library's errors are of many kinds, those of its Rust part plain Exceptions
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"data.tokenizer.path: {path} cannot be loaded: {reason}") from error
+        raise DataError(f"{key}: the tokenizer of {path} cannot be loaded: {reason}") from error
     if not found.is_fast:
-        raise DataError(f"data.tokenizer.path: {path} is not a fast tokenizer; convert it to tokenizer.json")
-    return Tokenizer(found)
+        raise DataError(f"{key}: {path} is not a fast tokenizer; convert it to tokenizer.json")
+    return Tokenizer(found, path)
 
 
 def train(texts: Iterable[str], size: int, vocab_size: int) -> str:
@@ -191,15 +211,15 @@ def trained(folder: Path, key: str, texts: Iterable[str], size: int, vocab_size:
 def _transformers_tokenizer(text: str) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
-    return Tokenizer(
-        PreTrainedTokenizerFast(
-            tokenizer_object=_rust().Tokenizer.from_str(text),
-            bos_token=END_OF_TEXT,
-            eos_token=END_OF_TEXT,
-            pad_token=PAD,
-            clean_up_tokenization_spaces=False,
-        )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=_rust().Tokenizer.from_str(text),
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
     )
+    made.chat_template = DEFAULT_TEMPLATE
+    return Tokenizer(made)
 
 
 def _sample(texts: Iterable[str], size: int) -> Iterator[str]:

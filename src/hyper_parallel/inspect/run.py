@@ -95,7 +95,7 @@ def model_of(config: RunConfig, notes: list[str]) -> nn.Module:
             raise ConfigError(
                 "model.config.vocab_size: is left out, and inspect reads no tokenizer; write the vocabulary's size"
             )
-        hf.vocab_size = config.data.tokenizer.vocab_size
+        hf.vocab_size = config.data.tokenizer.trained_size
         notes.append(f"the vocabulary is taken to have data.tokenizer.vocab_size = {hf.vocab_size} tokens")
     if given is not None and "pad_token_id" not in given:
         hf.pad_token_id = None

@@ -7,6 +7,7 @@ and custom code are as it has them; of a model with adapters PEFT's writes the a
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.checkpoint.export import MODEL
+from hyper_parallel.checkpoint.piece import dtype_name
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.absent import present
 from hyper_parallel.errors import CheckpointError
@@ -111,10 +113,23 @@ def _save(model: Any, out: Path, held: dict[str, Tensor], max_shard_size: int | 
     limit = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(out, state_dict=held, **limit)
+        _name_dtype(out / "config.json", held)
         return
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in held.items()}, out / "model.safetensors")
+
+
+def _name_dtype(config: Path, held: dict[str, Tensor]) -> None:
+    """Transformers loads in the type that the config names, and notes that of the model, not of what was written."""
+    floating = {tensor.dtype for tensor in held.values() if tensor.is_floating_point()}
+    if len(floating) != 1 or not config.is_file():  # adapters have no config.json
+        return
+    content = json.loads(config.read_text(encoding="utf-8"))
+    if content.get("dtype") != (dtype := dtype_name(floating.pop())):
+        config.write_text(
+            json.dumps({**content, "dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def _read(handle: ShardedModel, folder: Path) -> None:

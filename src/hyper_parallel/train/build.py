@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.lend import lend
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
+from hyper_parallel.train.assets import generation_config
 from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.compiling import artifacts_of
 from hyper_parallel.train.engine import check_length, try_graph
@@ -43,6 +43,8 @@ class Built:
     flops: Flops
     fresh: bool
     """The values are still to be drawn or loaded: the model is on the meta device."""
+    generation: dict[str, Any] | None = None
+    """How the model generates once it is exported; None for a module that is not Transformers'."""
     graphs: Graphs | None = None
     """What the engine `graph` runs; None for `eager`, also where the step cannot be captured."""
 
@@ -68,6 +70,7 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     hf: Any = getattr(plain, "config", None)
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
     check_tokens(plain, config.effective_strategy, text.tokenizer.vocab_size)
+    generation = generation_config(config, hf, text)
     captured, handle = None, None
     if config.train.engine == "graph":
         captured, handle = try_graph(config, plain, text, device, artifacts_of(config, flops, device))
@@ -77,16 +80,18 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     if captured is not None and captured.budget is not None:
         lend(plain)
     fresh = any(parameter.is_meta for parameter in plain.parameters())
-    return Built(plain, as_dict, text, flops, fresh, captured)
+    return Built(plain, as_dict, text, flops, fresh, generation, captured)
 
 
 def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Module, TextData]:
     """The model as it is before any strategy, on the meta device unless it is the user's, and the text."""
     if model is not None:
-        return model, _text(config, getattr(model, "config", None))
+        text = _text(config, getattr(model, "config", None))
+        _fit_embedding(model, text.tokenizer)
+        return model, text
     hf = transformers_config(config.model)
     text = _text(config, hf)
-    _fit_vocabulary(hf, config.model, text.tokenizer)
+    _fit_vocabulary(hf, config, text.tokenizer)
     return on_meta(hf, config), text
 
 
@@ -135,26 +140,19 @@ def transformers_config(declared: ModelConfig) -> Any:
         raise ConfigError(f"model.config: {_line(error.__cause__ or error)}") from error
 
 
-def tokenizer_assets(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The tokenizer's files by name, for a checkpoint that can be exported."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-
-
 def _text(config: RunConfig, hf: Any) -> TextData:
     positions = getattr(hf, "max_position_embeddings", None)
-    return TextData(config.data, seed=config.seed, positions=positions)
+    return TextData(config.data, seed=config.seed, positions=positions, model=config.model.path)
 
 
-def _fit_vocabulary(hf: Any, declared: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Fill in the vocabulary and the special tokens that the file leaves out; refuse a vocabulary that is too small."""
-    given = declared.config or {}
-    if declared.config is not None:
-        if "vocab_size" not in given:
-            hf.vocab_size = tokenizer.vocab_size
-        # The families' defaults are ids of their own tokenizers. Without a padding id no row of the embedding
-        # is kept from training: padding bears no loss and is not attended to.
+def _fit_vocabulary(hf: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Fill in the vocabulary and the special tokens that are left out; refuse a vocabulary that is too small."""
+    given, source = config.model.config or {}, config.model.path
+    if source is None and "vocab_size" not in given:
+        hf.vocab_size = tokenizer.vocab_size
+    if source is None or config.data.tokenizer.replace:
+        # The families' defaults, and what a folder says, are ids of other tokenizers. Without a padding id no row of
+        # the embedding is kept from training: padding bears no loss and is not attended to.
         bos = tokenizer.transformers.bos_token_id
         own = {
             "bos_token_id": tokenizer.eos if bos is None else int(bos),
@@ -164,11 +162,31 @@ def _fit_vocabulary(hf: Any, declared: ModelConfig, tokenizer: Tokenizer) -> Non
         for key, value in own.items():
             if key not in given:
                 setattr(hf, key, value)
+    elif getattr(hf, "eos_token_id", None) is None:
+        hf.eos_token_id = tokenizer.eos
     if hf.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"the model's vocab_size is {hf.vocab_size}, but the tokenizer has ids up to {tokenizer.vocab_size - 1}; "
+        mend = (
             f"leave model.config.vocab_size out or make it at least {tokenizer.vocab_size}"
+            if source is None
+            else f"put the tokenizer that belongs to the weights into {source}, or enlarge their embedding "
+            f"(resize_token_embeddings({tokenizer.vocab_size}))"
         )
+        raise ConfigError(_too_small(hf.vocab_size, tokenizer, mend))
+
+
+def _fit_embedding(model: nn.Module, tokenizer: Tokenizer) -> None:
+    """Refuse a model of the user's whose embedding has no row for some id."""
+    find: Any = getattr(model, "get_input_embeddings", None)
+    embedding = find() if callable(find) else None
+    rows = getattr(embedding, "num_embeddings", tokenizer.vocab_size)
+    if rows < tokenizer.vocab_size:
+        raise ConfigError(
+            _too_small(rows, tokenizer, "give the tokenizer of this model with data.tokenizer.path")
+        )
+
+
+def _too_small(rows: int, tokenizer: Tokenizer, mend: str) -> str:
+    return f"the model's vocab_size is {rows}, but the tokenizer has ids up to {tokenizer.vocab_size - 1}; {mend}"
 
 
 def on_meta(hf: Any, config: RunConfig) -> nn.Module:

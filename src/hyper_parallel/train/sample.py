@@ -7,7 +7,8 @@ rank draws the same numbers, on the host in fp64, so that rounding in the logits
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +23,24 @@ _STEP = 64
 def sample(
     model: nn.Module,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: Sequence[int],
     tokens: int,
     *,
+    stops: Collection[int],
     sequence: int,
     device: torch.device,
     temperature: float = 0.0,
     seed: int = 0,
     ends: Callable[[], bool] = lambda: False,
 ) -> str:
-    """`prompt` and up to `tokens` more tokens; it ends early at the end-of-text token, and where `ends` returned true,
-    which is asked before each token and must be the same on every rank.
+    """The text of the ids `prompt` and of up to `tokens` more; it ends early before any of the ids `stops`, and where
+    `ends` returned true, which is asked before each token and must be the same on every rank.
 
     `sequence` is the longest context in tokens; of a longer text the end is seen. Temperature 0 takes the most
     likely token; above it, token i is drawn with a number that is a function of (seed, i).
     """
     draws = torch.rand(tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    ids = tokenizer.encode(prompt) or [tokenizer.eos]
+    ids = list(prompt) or [tokenizer.eos]
     start = len(ids)
     # A causal model's logits do not depend on what stands after a position, so the window is filled up.
     length = min(sequence, -(-(start + tokens) // _STEP) * _STEP)
@@ -52,8 +54,7 @@ def sample(
             logits = logits_of(model, window, positions)
             ids.append(_choose(logits[0, len(seen) - 1], temperature, draw))
     added = ids[start:]
-    if tokenizer.eos in added:
-        added = added[: added.index(tokenizer.eos)]
+    added = list(itertools.takewhile(lambda token: token not in stops, added))
     return tokenizer.decode(ids[:start] + added)
 
 

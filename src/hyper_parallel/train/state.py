@@ -23,7 +23,8 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CheckpointError, ConfigError
 from hyper_parallel.layout import Layout
 from hyper_parallel.shard import ShardedModel, sharded
-from hyper_parallel.train.build import Built, tokenizer_assets
+from hyper_parallel.train.assets import assets_of
+from hyper_parallel.train.build import Built
 from hyper_parallel.train.optimizer import Optimizer
 
 FOLDER = "checkpoints"
@@ -52,7 +53,7 @@ class RunCheckpoints:
         self._config, self._built, self._optimizer = config, built, optimizer
         self._handle: ShardedModel = sharded(built.model)
         self._folder = Path(config.out) / FOLDER
-        self._assets = tokenizer_assets(built.text.tokenizer) if self._handle.rank == 0 else {}
+        self._assets = assets_of(config, built.text, built.generation) if self._handle.rank == 0 else {}
         self._writer: Writer | None = None
         self._last: Path | None = None
 

@@ -21,6 +21,7 @@ from hyper_parallel.launch import Worker, stop, stop_requested
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.experts.routing import by_layer, has_biases
+from hyper_parallel.train.assets import ends_of
 from hyper_parallel.train.batches import Batches
 from hyper_parallel.train.build import Built, build, fill
 from hyper_parallel.train.evaluate import Evaluation
@@ -91,6 +92,9 @@ class _Run:
         self.built: Built = build(config, model, worker.device)
         self.model = self.built.model
         self.handle = sharded(self.model)
+        wanted = config.train.sample
+        # Now, so that a prompt that the chat template does not take costs no run.
+        self.prompt = self.built.text.prompt(wanted.prompt) if wanted else []
         if config.train.router_bias_rate and not has_biases(self.model):
             raise ConfigError(
                 f"train.router_bias_rate is {config.train.router_bias_rate}, but no router of "
@@ -317,13 +321,14 @@ class _Run:
 
     def _sample(self) -> str | None:
         wanted = self.config.train.sample
-        if not wanted.tokens:
+        if not wanted or not wanted.tokens:
             return None
         text = sample(
             self.model,
             self.built.text.tokenizer,
-            wanted.prompt,
+            self.prompt,
             wanted.tokens,
+            stops=ends_of(self.built.generation, self.built.text),
             sequence=self.config.data.sequence,
             device=self.worker.device,
             temperature=wanted.temperature,
