@@ -82,13 +82,14 @@ def save_world(
     mesh: Mesh,
     step: int = 1,
     state: dict[str, Any] | None = None,
+    largest: dict[str, float] | None = None,
     **options: Any,
 ) -> list[Path]:
     """Every rank of `mesh` saves; the committed path, as each rank gives it."""
 
     def one(ranks: ThreadRanks) -> Path | None:
         with Writer(folder, mesh, ranks.rank, group=ranks, **options) as writer:
-            writer.save(step, pieces_of(tensors, layouts, ranks.rank), state or {})
+            writer.save(step, pieces_of(tensors, layouts, ranks.rank), state or {}, largest=largest)
             return writer.wait()
 
     return raised(each_rank(mesh.world, one))

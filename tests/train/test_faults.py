@@ -213,7 +213,11 @@ def test_a_file_that_is_damaged_ends_both_workers(
             file.write(os.urandom(second.stat().st_size))
     code, said = started.end()
     assert code == 1, said  # not the user's mistake
-    assert said.startswith("hyper-parallel: error: reading ") and said.count("\n") == 1
+    error, lost = said.splitlines()
+    assert error.startswith("hyper-parallel: error: reading ")
+    assert re.fullmatch(
+        r"hyper-parallel: lost: the (step|\d+ steps) since .*/step-\d{8}, the newest .*", lost
+    )
     assert f"{second} is damaged" in said and "memory.flash" in said
     assert not list((tmp_path / "spill").iterdir())
 

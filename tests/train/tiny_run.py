@@ -7,6 +7,7 @@ import bisect
 import cmd
 import heapq
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +75,24 @@ def metrics(config: RunConfig, name: str = "loss") -> dict[int, float]:
 
 
 class Bigram(nn.Module):
-    """Logits from the token alone. From the training forward `broken_at` on (from 1) they are infinite."""
+    """Logits from the token alone. From the training forward `broken_at` on (from 1) they are `factor` times as large,
+    until that of `mended_at`."""
 
     calls: torch.Tensor
 
-    def __init__(self, vocabulary: int = 300, broken_at: int | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: int = 300,
+        broken_at: int | None = None,
+        mended_at: float = math.inf,
+        factor: float = math.inf,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(vocabulary, 16)
         self.up = nn.Linear(16, 32)
         self.head = nn.Linear(32, vocabulary, bias=False)
-        self.broken_at = broken_at
+        self.broken_at, self.mended_at, self.factor = broken_at, mended_at, factor
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -92,4 +100,5 @@ class Bigram(nn.Module):
         if self.broken_at is None or not self.training:
             return logits
         self.calls += 1
-        return logits * torch.where(self.calls >= self.broken_at, float("inf"), 1.0)
+        broken = (self.calls >= self.broken_at) & (self.calls < self.mended_at)
+        return logits * torch.where(broken, self.factor, 1.0)

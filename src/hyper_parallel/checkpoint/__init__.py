@@ -9,7 +9,7 @@ from hyper_parallel.checkpoint.export import export
 from hyper_parallel.checkpoint.piece import Piece
 from hyper_parallel.checkpoint.ranks import Ranks
 from hyper_parallel.checkpoint.reader import read
-from hyper_parallel.checkpoint.verify import Found, newest
+from hyper_parallel.checkpoint.verify import Found, newest, of_step
 from hyper_parallel.checkpoint.writer import Writer
 
-__all__ = ["Found", "Piece", "Ranks", "Writer", "export", "newest", "read"]
+__all__ = ["Found", "Piece", "Ranks", "Writer", "export", "newest", "of_step", "read"]

@@ -19,7 +19,7 @@ from hyper_parallel.checkpoint import names
 from hyper_parallel.checkpoint.durable import Written, discard, explain, fsync_folder, publish, write_file
 from hyper_parallel.checkpoint.part import POLL_SECONDS
 from hyper_parallel.checkpoint.sealed import seal, unseal
-from hyper_parallel.checkpoint.verify import damage
+from hyper_parallel.checkpoint.verify import damage, reason_to_pass_over
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Mesh
 
@@ -84,6 +84,7 @@ def commit(partial: Path, final: Path, what: Commit, time_limit: float) -> None:
             for rank in range(what.mesh.world)
         ],
         "files": {name: asdict(written) for name, written in files.items()},
+        "unusable": sorted({name for index in indexes for name in index["unusable"]}),
         "state": what.state,
     }
     publish(partial / names.COMMIT, seal(marker))
@@ -96,16 +97,20 @@ def prune(newest: Path, keep: int, known: set[Path]) -> None:
     first.
 
     Those in `known` were written by this run; others are read before they count, so that a damaged one never
-    takes the place of a good one. Newer names than `newest` are not touched. What cannot be deleted is
-    logged: the new checkpoint is durable all the same.
+    takes the place of a good one. Nor does one that is to be passed over (`health`): of these, too, the `keep` newest
+    stay, for whoever wants them. Newer names than `newest` are not touched. What cannot be deleted is logged: the new
+    checkpoint is durable all the same.
     """
     folder = newest.parent
-    good = 0
+    good = passed_over = 0
     for name in names.committed(folder):
         path = folder / str(name)
         if name > _name_of(newest, folder):
             continue
-        if good < keep:
+        ruined = good < keep and reason_to_pass_over(path) is not None
+        if ruined and passed_over < keep:
+            passed_over += 1
+        elif good < keep and not ruined:
             good += path in known or damage(path) is None
         else:
             try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.checkpoint import names, plan, stream
 from hyper_parallel.checkpoint.durable import Written, fsync_folder, publish, write_file
+from hyper_parallel.checkpoint.health import usable
 from hyper_parallel.checkpoint.sealed import seal
 from hyper_parallel.errors import CheckpointError, FollowsError
 from hyper_parallel.layout import Mesh
@@ -36,6 +37,8 @@ class Part:
     tensors: dict[str, dict[str, Any]]
     blocks: list[plan.Block]
     read: Callable[[plan.Block], memoryview]
+    largest: Mapping[str, float] = field(default_factory=dict)
+    """Of some tensors, what no element of a usable one exceeds in magnitude."""
 
     def write(self) -> None:
         """Write the tensors, then the index, whose presence says that both are on the disk.
@@ -43,6 +46,7 @@ class Part:
         Raises GivenUpError if rank 0 has removed the folder, OSError from the file system.
         """
         digests: list[str] = []
+        unusable: set[str] = set()
         tensors = {block.key: (block.dtype, block.box.size) for block in self.blocks}
         head = stream.header(tensors, {"format": "pt"})
 
@@ -51,17 +55,22 @@ class Part:
             for block in self.blocks:
                 chunk = self.read(block)
                 digests.append(hashlib.sha256(chunk).hexdigest())
+                if block.name in self.largest and not usable(
+                    stream.values(chunk, block.dtype), self.largest[block.name]
+                ):
+                    unusable.add(block.name)
                 yield chunk
 
         try:
             written = write_file(self.partial / names.data_file(self.rank), chunks())
-            publish(self.partial / names.index_file(self.rank), self._index(digests, len(head), written))
+            index = self._index(digests, len(head), written, sorted(unusable))
+            publish(self.partial / names.index_file(self.rank), index)
         except FileNotFoundError as error:
             if self.rank == 0:
                 raise
             raise self._given_up() from error
 
-    def _index(self, digests: list[str], start: int, written: Written) -> bytes:
+    def _index(self, digests: list[str], start: int, written: Written, unusable: list[str]) -> bytes:
         tensors: dict[str, dict[str, Any]] = {
             name: {**tensor, "pieces": []} for name, tensor in self.tensors.items()
         }
@@ -83,6 +92,7 @@ class Part:
                 "mesh": [list(axis) for axis in self.mesh.axes],
                 "data": {"file": file, "bytes": written.bytes, "sha256": written.sha256},
                 "tensors": tensors,
+                "unusable": unusable,
             }
         )
 

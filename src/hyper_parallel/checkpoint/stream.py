@@ -41,3 +41,8 @@ def header(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def values(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """What `raw` gave the bytes of, as one dim, without a copy."""
+    return torch.frombuffer(data, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Finding the newest checkpoint whose every byte is what was written."""
+"""Finding the newest checkpoint whose every byte is what was written, and which is worth going on from."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hyper_parallel.checkpoint import names, validate
 from hyper_parallel.checkpoint.durable import explain
+from hyper_parallel.checkpoint.health import unhealthy
 from hyper_parallel.checkpoint.ranks import Alone, Ranks, agree, ranks_of
 from hyper_parallel.checkpoint.sealed import LARGEST, unseal
 from hyper_parallel.errors import CheckpointError
@@ -33,7 +34,8 @@ class Found:
 
 
 def newest(folder: str | os.PathLike[str], group: dist.ProcessGroup | Ranks | None = None) -> Found | None:
-    """The newest checkpoint in `folder` of which every byte verifies; None if there is none at all.
+    """The newest checkpoint in `folder` of which every byte verifies and nothing says that it is ruined; None if there
+    is none at all.
 
     Reads every byte of the candidates, newest first, until one is good. With `group` all its ranks call this
     together: they share the files out, and all get the same answer. Without, this process reads them alone.
@@ -43,29 +45,78 @@ def newest(folder: str | os.PathLike[str], group: dist.ProcessGroup | Ranks | No
     """
     ranks = Alone() if group is None else ranks_of(group, *_size_of(group))
     root = Path(folder).absolute()
+    candidates = _listed(root, ranks)
+    skipped: list[tuple[Path, str]] = []
+    for name in candidates:
+        path = root / name
+        reason = _reason(path, ranks, reason_to_pass_over(path) if ranks.rank == 0 else None)
+        if reason is None:
+            return Found(_step_of(name), path, tuple(skipped))
+        skipped.append((path, reason))
+    if skipped:
+        listed = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
+        raise CheckpointError(
+            f"no checkpoint in {root} can be loaded ({listed}); restore one from a copy, move them away to start from "
+            "the beginning, or take one that is whole all the same with checkpoint.resume_from"
+        )
+    return None
+
+
+def of_step(
+    folder: str | os.PathLike[str], step: int, group: dist.ProcessGroup | Ranks | None = None
+) -> Found:
+    """The newest checkpoint of this very step of which every byte verifies, whatever its health. A call like `newest`.
+
+    Raises CheckpointError if there is none, with the steps that there are, or if the folder cannot be read.
+    """
+    ranks = Alone() if group is None else ranks_of(group, *_size_of(group))
+    root = Path(folder).absolute()
+    there = _listed(root, ranks)
+    skipped: list[tuple[Path, str]] = []
+    for path in (root / name for name in there if _step_of(name) == step):
+        reason = _reason(path, ranks, None)
+        if reason is None:
+            return Found(step, path, tuple(skipped))
+        skipped.append((path, reason))
+    if skipped:
+        raise CheckpointError(
+            f"no checkpoint of step {step} in {root} can be loaded: {skipped[0][1]}; choose another step"
+        )
+    steps = ", ".join(str(_step_of(name)) for name in there) or "none"
+    raise CheckpointError(f"{root} has no checkpoint of step {step}; there are those of {steps}")
+
+
+def reason_to_pass_over(path: Path) -> str | None:
+    """Why a checkpoint is not worth going on from although it may be whole (`health`), in words; None if nothing
+    says so, or if its marker is damaged, of which `damage` speaks."""
+    try:
+        return unhealthy(path, read_marker(path))
+    except CheckpointError:
+        return None
+
+
+def _listed(root: Path, ranks: Ranks) -> list[str]:
+    """The committed checkpoints in a folder by their names, newest first, as rank 0 sees them."""
     error, listing = None, "[]"
     if ranks.rank == 0:
         try:
             listing = json.dumps([str(name) for name in names.committed(root)])
         except OSError as problem:
             error = explain(problem, root, "read")
-    candidates: list[str] = json.loads(agree(ranks, error, listing))
-    skipped: list[tuple[Path, str]] = []
-    for name in candidates:
-        path = root / name
+    found: list[str] = json.loads(agree(ranks, error, listing))
+    return found
+
+
+def _step_of(name: str) -> int:
+    return int(name.split("-")[1])
+
+
+def _reason(path: Path, ranks: Ranks, known: str | None) -> str | None:
+    """Why not this checkpoint, `known` or found in one rank's share of the bytes, the same on every rank."""
+    reasons = ranks.gather(known or "")
+    if not any(reasons):
         reasons = ranks.gather(damage(path, ranks.rank, ranks.world) or "")
-        reason = next(filter(None, reasons), None)
-        if reason is None:
-            return Found(int(name.split("-")[1]), path, tuple(skipped))
-        skipped.append((path, reason))
-    if skipped:
-        listed = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
-        raise CheckpointError(
-            f"no checkpoint in {root} can be loaded ({listed}); restore one from a copy, or move them away "
-            "to "
-            "start from the beginning"
-        )
-    return None
+    return next(filter(None, reasons), None)
 
 
 def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
@@ -77,7 +128,7 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
         marker = read_marker(path)
     except CheckpointError as error:
         return str(error)
-    if marker["step"] != int(path.name.split("-")[1]):
+    if marker["step"] != _step_of(path.name):
         return f"{names.COMMIT}: is of step {marker['step']}"
     # Large files first, so that the shares come out even.
     files = sorted(marker["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))[share::shares]

@@ -91,13 +91,16 @@ class Writer:
         state: Mapping[str, Any],
         *,
         assets: Mapping[str, bytes] | None = None,
+        largest: Mapping[str, float] | None = None,
     ) -> None:
         """Save the values that `pieces` have now as the checkpoint of `step`.
 
         Tensors of the model are named ``model.<parameter>``, which is what `export` looks for; weights that
         are tied are given once. `state` is JSON (no NaN; tuples come back as lists and integer keys as
         strings); rank 0's is stored. `assets` are small files, by name, to be kept beside the tensors (a
-        tokenizer's, for instance); rank 0's are stored.
+        tokenizer's, for instance); rank 0's are stored. `largest`: of floating-point tensors, by name, what no
+        element exceeds in magnitude; a checkpoint in which one does, or is not finite, is written, and passed over
+        by `newest`.
 
         Waits for the previous save first, and raises what went wrong in it. Raises CheckpointError on all
         ranks if a piece does not fit its layout, the state is not JSON, or the folder cannot be written.
@@ -132,7 +135,7 @@ class Writer:
             for name, piece in pieces.items()
         }
         read = functools.partial(_block_of, pieces) if self._streamed else self._copied
-        part = Part(step, self._rank, self._mesh, partial, final, tensors, blocks, read)
+        part = Part(step, self._rank, self._mesh, partial, final, tensors, blocks, read, dict(largest or {}))
         if self._background:
             # Not a daemon: a save that was begun is finished before the interpreter goes.
             self._thread = threading.Thread(target=self._run, args=(part, what), name=f"checkpoint-{step}")

@@ -13,13 +13,20 @@ from hyper_parallel.cli.arguments import run_file
 @click.command(short_help="Train what a run file describes.")
 @run_file
 @click.option("--profile", is_flag=True, help="Measure a few steps, operator by operator (train.profile).")
-def train(file: Path, overrides: tuple[str, ...], profile: bool) -> None:
+@click.option(
+    "--resume-from",
+    type=click.IntRange(min=1),
+    metavar="STEP",
+    help="Go on from the checkpoint of this step (checkpoint.resume_from).",
+)
+def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: int | None) -> None:
     """Train what FILE describes.
 
     The workers are started on this machine, as many as the strategy's axes multiply to. Under torchrun, Slurm or
     MPI the command joins the workers that these have started. With 'strategy: auto' the planner chooses the
     strategy for the workers that there are, and tells what it chose. Metrics, logs and checkpoints go to the file's
-    'out' folder; a run that finds checkpoints there continues from the newest one that is whole.
+    'out' folder; a run that finds checkpoints there continues from the newest one that is whole and healthy, or from
+    that of --resume-from.
 
     OVERRIDES set single keys for this run; values are YAML, and {...} replaces a whole section.
 
@@ -45,6 +52,8 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool) -> None:
     from hyper_parallel.cli.preflight import check
     from hyper_parallel.launch.stop import before_start
 
+    if resume_from is not None:
+        overrides = (*overrides, f"checkpoint.resume_from={resume_from}")
     with before_start():
         run = config.load(file, overrides)
         if profile and run.train.profile is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from hyper_parallel.strategy.section import Section
 from hyper_parallel.units import parse_seconds
@@ -19,11 +19,15 @@ class CheckpointConfig(Section):
     """How often one is written: a length of time (`90s`, `15min`, `2h`), or a number of steps. 0 writes one at the end
     only. What a crash costs is at most what was trained in between."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """How many of the newest are kept; older ones go only after a newer one is durable."""
+    """How many of the newest are kept; older ones go only after a newer one is durable. With 1 the one before stays as
+    well: only the step after a checkpoint shows that its weights are worth going on from."""
     background: bool = True
     """Write while training goes on; only the copy out of the device is waited for."""
     resume: bool = True
-    """Continue from the newest verified checkpoint in the run's folder, if there is one."""
+    """Continue from the newest verified checkpoint in the run's folder whose weights are healthy, if there is one."""
+    resume_from: Annotated[int, Field(ge=1)] | None = None
+    """Continue from the checkpoint of this step instead, whatever its health. Newer ones are passed over from then on.
+    The same command again goes on from the newest of its own. `train --resume-from` asks for it too."""
     allow_other_data: bool = False
     """Go on although the training text, or how it is packed, is not what the checkpoint was trained on. The other text
     is taken from its first row on. Without this, other text is refused; moving or renaming the files is no change."""
@@ -44,6 +48,14 @@ class CheckpointConfig(Section):
         elif isinstance(given, bool) or not isinstance(given, int) or given < 0:
             raise ValueError(told)
         return given
+
+    @model_validator(mode="after")
+    def _resumes_or_not(self) -> CheckpointConfig:
+        if self.resume_from is not None and not self.resume:
+            raise ValueError(
+                "'resume_from' names a step to go on from, and 'resume' is false; leave one of them out"
+            )
+        return self
 
     @property
     def every_steps(self) -> int | None:

@@ -129,6 +129,10 @@ class TrainConfig(Section):
     mean and down where it was above (arXiv 2408.15664; DeepSeek-V3 used 0.001). 0 leaves the biases as they are."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm; null does not clip."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What a step does whose loss or gradient norm is not finite. It updates nothing in any case. `stop` ends the run;
+    `skip` leaves the batch out and goes on, as long as the weights are healthy; `rollback` goes back to the newest
+    healthy checkpoint, also where weights are ruined but finite, and leaves the batch out on the way."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out text."""
     sample: SampleConfig | Literal[False] = SampleConfig()

@@ -13,6 +13,7 @@ from hyper_parallel.errors import PREFIX
 from hyper_parallel.launch import logs, stop
 from hyper_parallel.launch.control import ControlThread
 from hyper_parallel.launch.failure import Failure
+from hyper_parallel.launch.lost_steps import watch_steps
 from hyper_parallel.launch.place import Place
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.speaker import SETTLE_S, let_speak, speaks
@@ -70,12 +71,15 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
         os.write(screen, f"{failure.render(config.out)}\n".encode())
 
     link = StoreLink(place, config.launch.timeout, frozen)
+    lost = watch_steps(config.out)
     with ControlThread(link, grace=config.launch.grace, force=True):
         held = run_lock(config.out) if place.rank == 0 else contextlib.nullcontext()
         with held, logs.recording(logs.path_of(config.out, place.rank), terminal):
             code = work(place, config, target, report, connected=link.connect)
         for failure in shown:
             _say(failure.render(config.out))
+        if (shown or link.has_failed) and (line := lost()) is not None:
+            _say(line)
         if link.has_failed:
             return 1
         return 130 if stop.stop_requested() else code

@@ -20,6 +20,7 @@ from hyper_parallel.launch.failure import RESUME, Failure, cause
 from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
 from hyper_parallel.launch.heartbeat import Beat
+from hyper_parallel.launch.lost_steps import watch_steps
 from hyper_parallel.launch.place import Place, split_address
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.stop import SAVE, STOPS, handling
@@ -63,12 +64,15 @@ def run_local(config: RunConfig, target: str) -> int:
         # The first machine holds the folder for all.
         with run_lock(config.out) if first else contextlib.nullcontext():
             folder.make()
+            lost = watch_steps(config.out)
             code = 2
             try:
                 code = _Watch(config).run(places, target, listener)
             finally:
                 if code == 2:
                     folder.forget()
+            if first and code != 0 and (line := lost()) is not None:
+                _say(line)
         return code
 
 

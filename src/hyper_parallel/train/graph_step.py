@@ -75,16 +75,7 @@ class GraphStepper:
         if self._eager is not None:
             return self._eager.run(load_next=load_next, memory=memory, requests=requests)
         recipe, batch = self._recipe, self._batch
-        device = self._tokens.device
-        given = {
-            **self._state,
-            **batch_inputs(
-                batch.micro,
-                torch.tensor(batch.step, device=device),
-                self._tokens,
-                torch.tensor(recipe.schedule(batch.step), dtype=torch.float64),
-            ),
-        }
+        given = self._given(batch, self._tokens, recipe.schedule(batch.step))
         while True:
             graph = self._graphs[BatchShape.of(batch.micro)]
             host = _Host(
@@ -108,6 +99,38 @@ class GraphStepper:
             self._take(host.following, host.tokens, result.graph_ends)
         return result
 
+    def probe(self, batch: StepBatch) -> StepResult | None:
+        """What a step on `batch` would come to, as `Stepper.probe`; None where some rank has no graph for it, or no
+        memory for its experts' rows."""
+        if self._eager is not None:
+            return self._eager.probe(batch)
+        recipe, shape = self._recipe, BatchShape.of(batch.micro)
+        tokens = recipe.tokens(batch)
+        missing = tokens.new_tensor(float(not self._graphs.ready(shape)))
+        if recipe.handle.all_reduce(missing, recipe.handle.mesh.names, "max").item() > 0:
+            return None
+        graph = self._graphs[shape]
+        host = _Host(recipe, self._graphs, batch, None, Requests, 0.0, graph.load, None, update=False)
+        if graph.runtime is not None:
+            assert self._graphs.budget is not None
+            self._graphs.budget.use(graph.runtime, self._state)
+        try:
+            graph.executable.run(self._given(batch, tokens, 0.0), host)
+        except _NoUpdate:
+            return host.result
+        except TooUneven:
+            return None
+        finally:
+            if graph.runtime is not None:
+                graph.runtime.stopped(self._state)
+        raise AssertionError("the host ends the step before its update")
+
+    def _given(self, batch: StepBatch, tokens: Tensor, lr_scale: float) -> dict[str, Tensor]:
+        """The inputs of a step's graph."""
+        step = torch.tensor(batch.step, device=tokens.device)
+        scale = torch.tensor(lr_scale, dtype=torch.float64)
+        return {**self._state, **batch_inputs(batch.micro, step, tokens, scale)}
+
     def _attempt(self, graph: Captured, given: Mapping[str, Tensor], host: _Host) -> float | None:
         """Run the step; how uneven the experts' rows were where that stopped it, else None."""
         if graph.runtime is not None:
@@ -117,7 +140,7 @@ class GraphStepper:
             with logs.at(self._batch.step + 1):
                 runner = self._profiling.runner(graph) if self._profiling else graph.executable
                 runner.run(given, host)
-        except _NotFinite:
+        except _NoUpdate:
             pass
         except TooUneven as stopped:
             return stopped.load
@@ -173,7 +196,7 @@ class GraphStepper:
         raise non_finite(recipe.handle, batch.step, batch.rows, result.loss, result.grad_norm, counts)
 
 
-class _NotFinite(Exception):
+class _NoUpdate(Exception):
     """Ends the run of a graph before its update."""
 
 
@@ -194,9 +217,11 @@ class _Host:
         memory: float,
         load: float | None,
         replanning: Replanning | None,
+        update: bool = True,
     ) -> None:
-        """`load`: how many times their even share of the rows a rank's experts may get."""
-        self._planned, self._replanning = load, replanning
+        """`load`: how many times their even share of the rows a rank's experts may get. `update`: whether the step is
+        to update anything."""
+        self._planned, self._replanning, self._update = load, replanning, update
         self._recipe, self._graphs, self._batch = recipe, graphs, batch
         self._load_next, self._requests, self._memory = load_next, requests, memory
         self.following: StepBatch | None = None
@@ -211,8 +236,8 @@ class _Host:
         summed, loads = values
         self.result = self._recipe.result(summed, loads, self._batch)
         self.tokens = summed[1]
-        if not self.result.finite:
-            raise _NotFinite
+        if not (self.result.finite and self._update):
+            raise _NoUpdate
         return None
 
     def _load(self, device: torch.device) -> Tensor:

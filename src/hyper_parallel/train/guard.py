@@ -29,8 +29,7 @@ def non_finite(
         counts = {p.name: counted(p.grad) for p in handle.parameters() if p.grad is not None}
     return NonFiniteError(
         f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; {_worst(handle, counts)}; the batch is "
-        f"rows {shorten(rows)}. Nothing was updated: resume from the last checkpoint, for example with a smaller "
-        "train.optimizer.lr, a longer train.schedule.warmup or a smaller train.clip"
+        f"rows {shorten(rows)}. Nothing was updated"
     )
 
 

@@ -114,6 +114,20 @@ class Stepper:
             self.take(following, values[1])
         return result
 
+    def probe(self, batch: StepBatch) -> StepResult | None:
+        """What a step on `batch`, which is not taken, would come to: gradients are computed, and nothing is updated.
+
+        A collective. None where that cannot be told, on every rank.
+        """
+        recipe = self._recipe
+        model, handle = recipe.model.train(), recipe.handle
+        tokens = recipe.tokens(batch)
+        loss = accumulate(model, handle, batch, tokens, recipe.seed, recipe.loss)
+        said = said_by(None, Requests(), 0.0, loss.device)
+        values, loads = recipe.summed(loss, handle.grad_norm(), tokens, said)
+        model.zero_grad(set_to_none=True)
+        return recipe.result(values, loads, batch)
+
 
 def said_by(
     following: StepBatch | None,

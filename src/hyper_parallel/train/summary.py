@@ -42,6 +42,8 @@ class Summary:
     """Model FLOPs utilisation of this run's steps, None where the device's peak is not known."""
     checkpoint: str | None
     sample: str | None
+    skipped: int = 0
+    """Steps whose loss or gradient norm was not finite and that were left out (`train.on_nonfinite`)."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON-able values; what is not finite is None."""
@@ -61,6 +63,8 @@ class Summary:
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line that is shown."""
         rows = [("steps", f"{self.steps}{' (stopped early)' if self.stopped else ''}")]
+        if self.skipped:
+            rows.append(("skipped", f"{self.skipped} (loss or gradient norm not finite)"))
         if self.resumed_from is not None:
             rows.append(("resumed from", f"step {self.resumed_from}"))
         rows.append(("parameters", format_count(self.parameters)))

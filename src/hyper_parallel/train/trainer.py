@@ -16,7 +16,7 @@ from torch import nn
 from hyper_parallel.checkpoint.durable import REFUSALS, explain, publish
 from hyper_parallel.config import RunConfig, dump
 from hyper_parallel.config.train import LossConfig
-from hyper_parallel.errors import CheckpointError, ConfigError, HyperParallelError
+from hyper_parallel.errors import CheckpointError, ConfigError, HyperParallelError, NonFiniteError
 from hyper_parallel.launch import Worker, stop, stop_requested
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.shard import sharded
@@ -26,10 +26,12 @@ from hyper_parallel.train.batches import Batches
 from hyper_parallel.train.build import Built, build, fill
 from hyper_parallel.train.evaluate import Evaluation
 from hyper_parallel.train.graph_step import GraphStepper
+from hyper_parallel.train.health import Health
 from hyper_parallel.train.meter import Meter
 from hyper_parallel.train.profiling import Profiling
 from hyper_parallel.train.progress import Progress, shown
 from hyper_parallel.train.recipe import Recipe, StepResult
+from hyper_parallel.train.recovery import Recovery
 from hyper_parallel.train.sample import sample
 from hyper_parallel.train.save_interval import SaveInterval
 from hyper_parallel.train.state import RunCheckpoints, RunState
@@ -137,6 +139,10 @@ class _Run:
             worker.world,
             worker.backend.peak_flops(compute),
         )
+        self.stepper: Stepper | GraphStepper = Stepper(self.recipe)
+        self.health = Health(self.model, self.batches, lambda batch: self.stepper.probe(batch))
+        self.recovery = Recovery(train.on_nonfinite, self.health, self.checkpoints, train.batch)
+        self.interval = SaveInterval(config.checkpoint)
         self.eval_after: float | None = None
         self.stopping = False
         self.profiling: Profiling | None = None
@@ -153,8 +159,10 @@ class _Run:
         try:
             with stop.interruptible(), pulse.operation("resuming"):
                 self._resume()
-            with contextlib.closing(self.trackers):
+            try:
                 summary = self._train()
+            finally:
+                self.trackers.close()
             if self.built.budget is not None and not self.built.fresh:
                 self.built.budget.bring_back()
         except BaseException as error:
@@ -183,7 +191,7 @@ class _Run:
         self.start = self.state.step
         if self.leads:
             self.progress = Progress(self.start, self.config.train.steps)
-            self.trackers = self._open_files()
+            self.trackers = self._open_files(self.start)
         plans = self.built.budget.plans if self.built.budget is not None else []
         for note in (*plans, *notes):
             self._note(note)
@@ -197,7 +205,7 @@ class _Run:
         if self.state.eval_before is None and self.start == 0:
             with stop.interruptible():
                 self.state.eval_before = self._evaluate()
-        stopped = self._steps()
+        stopped = self._steps_and_recoveries()
         if not stopped and self.eval_after is None:
             self.eval_after = self._evaluate()
         with pulse.operation("sampling"):
@@ -205,6 +213,53 @@ class _Run:
         with pulse.operation("saving"):
             checkpoint = self.checkpoints.finish()
         return self._summary(stopped, checkpoint, text)
+
+    def _steps_and_recoveries(self) -> bool:
+        """`_steps`, and again after each step that is not finite and does not end the run."""
+        while True:
+            try:
+                return self._steps()
+            except NonFiniteError as error:
+                with pulse.operation("recovering"):
+                    self.model.zero_grad(set_to_none=True)
+                    self._recover(error)
+
+    def _recover(self, error: NonFiniteError) -> None:
+        step = self.state.step
+        self.state, notes = self.recovery.after(error, self.state)
+        state = self.state
+        if state.step < step and self.leads:
+            # Steps that are done again stand in the files of the run once.
+            self.trackers.close()
+            self.trackers = self._open_files(state.step)
+        for note in notes:
+            self._note(note)
+        if self.leads:
+            self.trackers.log(state.step, {"skipped": float(state.skipped)})
+        if state.step > step and (state.step == self.config.train.steps or self.interval.reached(state.step)):
+            self._save()
+            self.interval.saved()
+
+    def _judge(self, result: StepResult, consumed: int) -> None:
+        """What the step says of the weights before it, and of the checkpoint that has these.
+
+        Raises NonFiniteError where they are ruined and the run is to go back.
+        """
+        state, before = self.state, self.state.ruined
+        self.health.judge(state, result, consumed)
+        if state.step == self.config.train.steps and state.ruined is None:
+            state.ruined = self.health.ruined(state)  # no step comes after it that would tell
+        if before is not None and state.ruined is None:
+            self._note(
+                f"step {state.step}: the loss is as before its weights were ruined; checkpoints count again"
+            )
+        elif before is None and state.ruined is not None:
+            note = self.checkpoints.ruined(state.step - 1, state.ruined)
+            self._note(
+                note or f"the weights are ruined ({state.ruined}); checkpoints are passed over from here on"
+            )
+            if self.config.train.on_nonfinite == "rollback":
+                raise NonFiniteError(f"step {state.step}: {state.ruined}")
 
     def _steps(self) -> bool:
         """All the steps that are left; whether the run was asked to stop before the last."""
@@ -215,39 +270,42 @@ class _Run:
         stepper = (
             Stepper(self.recipe) if graphs is None else GraphStepper(self.recipe, graphs, self.profiling)
         )
+        self.stepper = stepper
+        state.consumed = state.leave_out(state.consumed, train.batch)
         with stop.interruptible(), pulse.operation("preparing"):
             stepper.begin(self.batches.load(state.step, state.consumed))
-        interval = SaveInterval(self.config.checkpoint)
         for step in range(state.step, train.steps):
             done, last = step + 1, step + 1 == train.steps
             due = last or done % train.log_every == 0
-            consumed = state.consumed + train.batch
+            began, consumed = state.consumed, state.leave_out(state.consumed + train.batch, train.batch)
             self.meter.begin()
             with pulse.step(done):
                 result = stepper.run(
                     load_next=None if last else functools.partial(self.batches.load, done, consumed),
                     memory=float(self.worker.backend.memory_allocated()) if due else 0.0,
-                    requests=functools.partial(_requests, interval),
+                    requests=functools.partial(_requests, self.interval),
                 )
             self.meter.end()
             for note in graphs.told() if graphs is not None else ():
                 self._note(note)
             state.step, state.consumed = done, consumed
             state.tokens += self.tokens_per_step
-            state.final_loss = result.loss
+            state.final_loss, state.grad_norm = result.loss, result.grad_norm
             if state.initial_loss is None:
                 state.initial_loss = result.loss
             if due:
                 with pulse.operation("recording"):
                     self._record(step, result)
+            with pulse.operation("judging the weights"):
+                self._judge(result, began)
             stopped = result.stop and not last
-            saved = last or stopped or result.save or interval.reached(done)
-            if result.save and not interval.elapsed():
+            saved = last or stopped or result.save or self.interval.reached(done)
+            if result.save and not self.interval.elapsed():
                 self._note(f"saved step {done}, as asked")
             if saved:
                 self._save()
                 stop.save_served()
-                interval.saved()
+                self.interval.saved()
             if stopped:
                 return self._stopped()
             if last or (train.eval.every and done % train.eval.every == 0):
@@ -339,10 +397,13 @@ class _Run:
             self.trackers.text(self.state.step, "sample", text)
         return text
 
-    def _open_files(self) -> Trackers:
+    def _open_files(self, start: int) -> Trackers:
+        """The run file and the trackers, of a run that goes on from the step `start`."""
         out = Path(self.config.out)
-        publish(out / RUN_FILE, dump(self.config).encode())
-        info = RunInfo(out, self.config.model_dump(mode="json"), self.start)
+        # Whoever runs what is left goes on from there, and not once more from the step that was asked for.
+        once = self.config.checkpoint.model_copy(update={"resume_from": None})
+        publish(out / RUN_FILE, dump(self.config.model_copy(update={"checkpoint": once})).encode())
+        info = RunInfo(out, self.config.model_dump(mode="json"), start)
         return build_trackers(self.config.trackers, info)
 
     def _note(self, text: str) -> None:
@@ -369,6 +430,7 @@ class _Run:
             mfu=rates.get("mfu"),
             checkpoint=str(shown(checkpoint)) if checkpoint is not None else None,
             sample=text,
+            skipped=state.skipped,
         )
 
     def _vocabulary(self) -> int:

@@ -1,0 +1,93 @@
+"""What a run does after a step whose loss or gradient norm is not finite, as `train.on_nonfinite` says.
+
+The step has updated nothing, on any rank, and every rank has raised the same error: so each decides alike.
+
+    stop       the error, with whether the batch or the weights are to blame
+    skip       the step counts and its batch is consumed, without an update; refused where the weights are ruined
+    rollback   the newest healthy checkpoint is loaded, and the batch is passed over from then on: that of the step, or,
+               where the weights are ruined, the one before, whose update has ruined them
+
+Neither goes on for ever: so many steps are skipped one after the other, or so many times a run goes back without
+getting further, as IN_A_ROW says.
+"""
+
+from __future__ import annotations
+
+from hyper_parallel.errors import CheckpointError, NonFiniteError
+from hyper_parallel.train.health import Health
+from hyper_parallel.train.state import RunCheckpoints, RunState
+
+IN_A_ROW = {"skip": 8, "rollback": 3}
+_ADVICE = (
+    "Resume from the last healthy checkpoint with, for example, a smaller train.optimizer.lr, a longer "
+    "train.schedule.warmup or a smaller train.clip; or see train.on_nonfinite"
+)
+
+
+class Recovery:
+    """Of one run."""
+
+    def __init__(self, how: str, health: Health, checkpoints: RunCheckpoints, batch: int) -> None:
+        """`how`: `train.on_nonfinite`. `batch`: rows of a step."""
+        self._how, self._health, self._checkpoints, self._batch = how, health, checkpoints, batch
+        self._times, self._reached = 0, -1
+
+    def after(self, error: NonFiniteError, state: RunState) -> tuple[RunState, list[str]]:
+        """The state to go on from, and what to say. A collective.
+
+        `state` is that before the step. Raises NonFiniteError where the run ends.
+        """
+        why = state.ruined or self._health.ruined(state)
+        state.ruined = why
+        notes = []
+        if why is not None and (note := self._checkpoints.ruined(state.step, why)) is not None:
+            notes.append(note)
+        if self._how == "stop":
+            raise NonFiniteError(f"{error}. {self._blame(state, why)}. {_ADVICE}") from error
+        if self._how == "skip" and why is not None:
+            raise NonFiniteError(
+                f"{error}. {self._blame(state, why)}, so that skipping the batch does not help: "
+                "train.on_nonfinite=rollback goes back to a healthy checkpoint"
+            ) from error
+        self._count(error, state)
+        if self._how == "skip":
+            state.skipped += 1
+            state.step += 1
+            state.consumed = state.leave_out(state.consumed + self._batch, self._batch)
+            return state, [
+                *notes,
+                f"{error}. Skipped, as train.on_nonfinite says; {state.skipped} skipped so far",
+            ]
+        return self._back(error, state, notes)
+
+    def _back(self, error: NonFiniteError, state: RunState, notes: list[str]) -> tuple[RunState, list[str]]:
+        at = state.consumed if state.ruined is None or state.healthy_batch is None else state.healthy_batch
+        left_out = [*state.left_out, [at, at + self._batch]]
+        try:
+            back, more = self._checkpoints.go_back()
+        except CheckpointError as problem:
+            raise NonFiniteError(f"{error}. No rollback: {problem}") from error
+        back.left_out = left_out
+        back.skipped = state.skipped + 1
+        back.consumed = back.leave_out(back.consumed, self._batch)
+        said = f"as train.on_nonfinite says; rows {at} to {at + self._batch} of the data's order are left out"
+        return back, [*notes, *more, f"{error}. Back at step {back.step}, {said}"]
+
+    def _count(self, error: NonFiniteError, state: RunState) -> None:
+        """Raises NonFiniteError where the run does not get further."""
+        further = state.step > self._reached + (1 if self._how == "skip" else 0)
+        self._times = 1 if further else self._times + 1
+        self._reached = state.step if self._how == "skip" else max(self._reached, state.step)
+        if self._times > IN_A_ROW[self._how]:
+            raise NonFiniteError(
+                f"{error}. It is the {self._times}th time in a row, and the run ends although train.on_nonfinite is "
+                f"{self._how}"
+            ) from error
+
+    @staticmethod
+    def _blame(state: RunState, why: str | None) -> str:
+        if why is not None:
+            return f"The weights are ruined ({why})"
+        if state.healthy_batch is None:
+            return "No healthy step came before, so that nothing tells whether the batch or the weights are to blame"
+        return "The weights are healthy, as the batch before shows"
