@@ -23,6 +23,7 @@ from hyper_parallel.shard.loss.head import leaves_split
 from hyper_parallel.shard.plan.nouns import ModulePlan, Plan, Region
 from hyper_parallel.shard.structure import Heads, is_conv1d
 from hyper_parallel.shard.tensor2d.gathered import GatheredInput
+from hyper_parallel.shard.tensor2d.norm import distributed_norm
 from hyper_parallel.shard.wrap import Forward, Wrapper, all_positions, change_input, change_output, wrap
 
 SEQUENCE_DIM = 1
@@ -138,6 +139,9 @@ def _module(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
     if plan.rule == "rowwise":
         _rowwise(module, plan, tensor)
         return
+    if plan.formula is not None:
+        wrap(module, distributed_norm(plan.formula, module, plan.features, tensor))
+        return
     if is_conv1d(base_of(module)):
         conv: Any = base_of(module)
         features = int(conv.weight.shape[1])
@@ -236,6 +240,10 @@ class _LocalConfig:
         return _LocalConfig(copy.deepcopy(self._config, memo), **local)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
 def _localise_heads(module: Any, heads: Heads, size: int) -> None:
     """Tell an attention module how many heads it has here."""
     query, kv = heads.query // size, max(heads.kv // size, 1)
@@ -246,6 +254,21 @@ def _localise_heads(module: Any, heads: Heads, size: int) -> None:
         "num_key_value_groups": query // kv,
         "split_size": query * heads.size,
     }
+    if getattr(module, "kv_heads", None) == heads.kv:
+        local["kv_heads"] = kv
+    if any(
+        sum(heads.fused) in child._parameters["weight"].shape
+        for child in module.children()
+        if _is_linear(child)
+    ):
+        # A fused projection's output is taken apart by lengths that the attention keeps.
+        lengths = {heads.query * heads.size: query * heads.size, heads.kv * heads.size: kv * heads.size}
+        kept = {
+            name: value
+            for name, value in vars(module).items()
+            if name.endswith("_dim") and name != "head_dim"
+        }
+        local |= {name: lengths[value] for name, value in kept.items() if value in lengths}
     for name, value in local.items():
         if isinstance(getattr(module, name, None), int):
             setattr(module, name, value)

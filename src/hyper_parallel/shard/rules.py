@@ -27,6 +27,11 @@ _FROM_TRANSFORMERS: Mapping[str, RuleName] = {
     "moe_tp_experts": "expert_tensor",
 }
 
+_OF_THEIR_OWN = frozenset(
+    {"local_params", "moe_identity_expert", "all_reduce", "replicate", "embedding_rowwise", "vocab"}
+)
+"""What their plans say of modules around projections, and of the ends, which are known here from the structure."""
+
 # fmt: off
 _COLWISE = frozenset((
     "q_proj", "k_proj", "v_proj", "qkv_proj", "query", "key", "value", "c_attn",
@@ -88,7 +93,12 @@ def resolve(
     modules = dict(model.named_modules())
     rules: dict[str, RuleName] = {}
     if is_transformers(model):
-        rules.update(_plan_of_transformers(model, modules, tensor) or _plan_from_names(model, modules))
+        theirs = _plan_of_transformers(model, modules, tensor)
+        # A plan that names experts alone, say, leaves attention to the names.
+        planned = {name.rpartition(".")[0] for name in theirs}
+        by_name = _plan_from_names(model, modules)
+        rules.update({name: rule for name, rule in by_name.items() if name.rpartition(".")[0] not in planned})
+        rules.update(theirs)
         rules.update(_plan_of_latent_attention(modules))
         rules.update(_ends(model, modules))
     # Patterns are written for the model without adapters; an adapted layer goes by the name of what it wraps.
@@ -125,7 +135,7 @@ def _plan_of_transformers(
     for pattern, theirs in plan.items():
         rule = _FROM_TRANSFORMERS.get(theirs)
         found = matching(prefix + pattern, modules)
-        if rule is None and found and tensor > 1:
+        if rule is None and theirs not in _OF_THEIR_OWN and found and tensor > 1:
             raise StrategyError(
                 f"this family's tensor plan asks for {theirs!r} on {pattern!r}, which the tensor axis cannot do yet; "
                 "use tensor: 1, or give strategy.rules for these modules"

@@ -65,7 +65,7 @@ def change_output(change: Callable[[Any], Any]) -> Wrapper:
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        if isinstance(output, tuple):
+        if isinstance(output, tuple | list):
             return (change(output[0]), *output[1:])
         return change(output)
 
@@ -89,7 +89,7 @@ def all_positions(gather: Callable[[Tensor], Tensor], split: Callable[[Tensor], 
             return gather(x) if _is_activations(x) and x.shape[:2] == shape else x
 
         output = forward(*(enter(x) for x in args), **{key: enter(x) for key, x in kwargs.items()})
-        if isinstance(output, tuple):
+        if isinstance(output, tuple | list):
             whole = output[0].shape[:2]
             return tuple(split(x) if _is_activations(x) and x.shape[:2] == whole else x for x in output)
         return split(output)

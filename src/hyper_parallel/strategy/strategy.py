@@ -22,7 +22,7 @@ from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.section import Section
 
 RuleName = Literal[
-    "colwise", "colwise_gather", "rowwise", "vocab", "shared", "replicate", "expert", "expert_tensor"
+    "colwise", "colwise_gather", "rowwise", "vocab", "shared", "norm", "replicate", "expert", "expert_tensor"
 ]
 """What a rule may say of a module's weights under the `tensor` axis:
 
@@ -31,6 +31,7 @@ RuleName = Literal[
 - `rowwise`: input features are split; the output is summed over the axis.
 - `vocab`: an embedding's rows are split; the output is summed over the axis.
 - `shared`: kept whole, and applied to what `colwise` modules split (a norm of each head): gradients are summed.
+- `norm`: a norm over the features that `colwise` modules split: so are its weights, and its statistics are summed.
 - `replicate`: kept whole on each rank of the axis, and applied to what is whole.
 
 and, of the experts of a mixture-of-experts layer:

@@ -18,6 +18,7 @@ from hyper_parallel.shard.context.plan import plan_context, with_context_folds
 from hyper_parallel.shard.experts.plan import plan_experts
 from hyper_parallel.shard.plan.draft import Draft
 from hyper_parallel.shard.plan.nouns import Plan
+from hyper_parallel.shard.plan.settle import settle_rules
 from hyper_parallel.shard.plan.tensor import plan_tensor
 from hyper_parallel.shard.structure import layers_of
 from hyper_parallel.shard.tensor2d.nouns import with_digits
@@ -36,6 +37,7 @@ def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
     draft.context = context
     plan_experts(draft)
     if mesh.size(mesh.tensor) > 1:
+        settle_rules(draft)
         plan_tensor(draft)
         if mesh.size("tensor_y") > 1:
             plan_tensor_2d(draft)

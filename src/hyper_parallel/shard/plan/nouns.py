@@ -9,6 +9,7 @@ from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.context.plan import ContextPlan
 from hyper_parallel.shard.structure import Heads
+from hyper_parallel.shard.tensor2d.norm import Formula
 from hyper_parallel.shard.tensor2d.nouns import Tensor2D
 from hyper_parallel.strategy.strategy import RuleName
 
@@ -51,7 +52,9 @@ class ModulePlan:
     leaves: str = "as it is"
     """`reduce`, `reduce_split` (to a split sequence), `gather` or `as it is`."""
     features: int = 0
-    """Length of the dim that `leaves: gather` gathers."""
+    """Length of the dim that `leaves: gather` gathers, or that a `norm` normalises."""
+    formula: Formula | None = None
+    """How a `norm` is computed."""
 
 
 @dataclass(frozen=True)

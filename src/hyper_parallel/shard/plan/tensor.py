@@ -24,6 +24,7 @@ from hyper_parallel.shard.structure import (
     is_conv1d,
     layers_or_refuse,
 )
+from hyper_parallel.shard.tensor2d.norm import formula_of, width_of
 from hyper_parallel.strategy.strategy import RuleName
 
 
@@ -172,6 +173,9 @@ class _TensorPlanner:
         if rule == "vocab":
             self._vocabulary(name, module)
             return
+        if rule == "norm":
+            self._norm(name, module)
+            return
         if not (isinstance(base_of(module), nn.Linear) or is_conv1d(base_of(module))):
             raise StrategyError(
                 f"{name!r} is a {type(module).__name__}; the rule {rule!r} splits nn.Linear and Conv1D only"
@@ -180,6 +184,18 @@ class _TensorPlanner:
             self._rowwise(name, module)
         else:
             self._colwise(name, module, rule)
+
+    def _norm(self, name: str, module: nn.Module) -> None:
+        """A norm over features that are split: so are its weights, and its statistics are summed."""
+        width = width_of(module)
+        if width is None:
+            raise StrategyError(
+                f"{name!r} is a {type(module).__name__}; the rule 'norm' is for norms with one weight for each "
+                f"feature; in strategy.rules give {{{name!r}: replicate}}"
+            )
+        for own in module._parameters:
+            self._set(name, own, split=[(0, self.axis, None)])
+        self.draft.modules[name] = ModulePlan("norm", features=width, formula=formula_of(name, module, width))
 
     def _colwise(self, name: str, module: nn.Module, rule: RuleName) -> None:
         parent = name.rpartition(".")[0]
