@@ -16,7 +16,7 @@ import copy
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ def reduce(model: nn.Module, plan: Plan, strategy: Strategy) -> Iterator[Reduced
     prefix = distinct_prefix(model)
     for factor in _factors(model, prefix):
         template = _copy(model, prefix, factor)
-        if template is None or sum(p.numel() for p in template.parameters()) > LARGEST:
+        if template is None:
             continue
         for small in reduced_strategies(strategy):
             small = _with_rules_of(template, small)
@@ -216,8 +216,10 @@ def _from_config(model: nn.Module, prefix: int, factor: int) -> nn.Module | None
     _reduce_config(config, len(found[1]) if found else 0, prefix, factor)
     built: Any = type(core)
     options = {"attn_implementation": core.config._attn_implementation, "experts_implementation": "eager"}
-    made: nn.Module = built._from_config(config, **options)
-    made = made.to(torch.float32)
+    # Counted before it takes memory.
+    with torch.device("meta"):
+        _refuse_large(built._from_config(copy.deepcopy(config), **options).parameters())
+    made: nn.Module = built._from_config(config, **options).to(torch.float32)
     trained = {name: parameter.requires_grad for name, parameter in core.named_parameters()}
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(trained.get(name, True))
@@ -275,9 +277,7 @@ def _from_module(model: nn.Module, prefix: int) -> nn.Module:
     """The module with its buffers' values and fewer layers; its parameters are still to be filled."""
     found = layers_of(model)
     left_out = {id(p) for layer in (found[1][prefix:] if found else ()) for p in layer.parameters()}
-    size = sum(p.numel() for p in model.parameters() if id(p) not in left_out)
-    if size > LARGEST:
-        raise StrategyError(f"{size} parameters")
+    _refuse_large(p for p in model.parameters() if id(p) not in left_out)
     known: dict[int, Any] = {}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -295,6 +295,12 @@ def _from_module(model: nn.Module, prefix: int) -> nn.Module:
         assert isinstance(layers, nn.ModuleList)
         del layers[prefix:]
     return made
+
+
+def _refuse_large(parameters: Iterable[nn.Parameter]) -> None:
+    size = sum(p.numel() for p in parameters)
+    if size > LARGEST:
+        raise StrategyError(f"a copy of {size} parameters is too large to be run")
 
 
 def fill(model: nn.Module) -> None:
