@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +64,20 @@ def test_ctrl_c_is_130(failing: Callable, capsys: pytest.CaptureFixture[str]) ->
     failing(KeyboardInterrupt())
     assert end("fail") == 130
     assert capsys.readouterr().err.strip() == "hyper-parallel: interrupted"
+
+
+def test_a_signal_before_the_run_is_there_ends_it_as_ctrl_c_does(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(run: object) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)  # nothing to save yet
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("hyper_parallel.cli.preflight.check", check)
+    before = signal.getsignal(signal.SIGTERM)
+    assert end("train", str(run_file)) == 130
+    assert capsys.readouterr().err.strip() == "hyper-parallel: interrupted"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_defect_keeps_its_traceback(failing: Callable) -> None:

@@ -100,6 +100,23 @@ def test_sigterm_under_torchrun_lets_the_workers_finish(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(running, family)), "no process is left", timeout=10)
 
 
+def test_a_rank_that_is_stopped_under_torchrun_is_named_and_ended(tmp_path: Path) -> None:
+    process = _torchrun(make_config(tmp_path, {"shard": 2}, timeout=8.0), "loops", 2)
+    wait_until(
+        lambda: all((tmp_path / f"run/rank-{rank}.json").exists() for rank in range(2)),
+        "both workers are at work",
+        timeout=200,
+    )
+    family = descendants(process.pid)
+    os.kill(noted(tmp_path, 0)["pid"], signal.SIGSTOP)
+    _, errors = process.communicate(timeout=200)
+    said = [line for line in errors.splitlines() if line.startswith("hyper-parallel: ")]
+    assert len(said) == 1 and said[0].startswith(
+        "hyper-parallel: error: worker 0 has given no sign of life"
+    ), errors
+    wait_until(lambda: not any(map(running, family)), "no process is left")
+
+
 def test_under_slurm_a_users_error_is_said_once_and_every_task_ends_with_2(tmp_path: Path) -> None:
     ends = _by_hand(make_config(tmp_path, {"shard": 2}), "wrong_data", _slurm(2))
     assert [code for code, _, _ in ends] == [2, 2]

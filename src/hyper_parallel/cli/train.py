@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from hyper_parallel.cli.arguments import run_file
+from hyper_parallel.cli.interrupts import interruptible
 
 
 @click.command(short_help="Train what a run file describes.")
@@ -48,13 +49,13 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
       2    a mistake in the file, the data or the machine's set-up, told in one line
       130  interrupted
     """
-    from hyper_parallel import config, launch
-    from hyper_parallel.cli.preflight import check
-    from hyper_parallel.launch.stop import before_start
+    with interruptible():
+        # Within, since loading them takes most of the time before a run is there.
+        from hyper_parallel import config, launch
+        from hyper_parallel.cli.preflight import check
 
-    if resume_from is not None:
-        overrides = (*overrides, f"checkpoint.resume_from={resume_from}")
-    with before_start():
+        if resume_from is not None:
+            overrides = (*overrides, f"checkpoint.resume_from={resume_from}")
         run = config.load(file, overrides)
         if profile and run.train.profile is None:
             run = config.load(file, [*overrides, "train.profile={}"])

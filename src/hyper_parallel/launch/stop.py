@@ -131,16 +131,6 @@ def interrupted() -> bool:
 
 
 @contextlib.contextmanager
-def before_start() -> Iterator[None]:
-    """While inside, a command has nothing to save yet: what asks a run to stop ends it as Ctrl-C does, and what asks it
-    to save does nothing.
-    """
-    ends = dict.fromkeys(STOPS, signal.default_int_handler)
-    with handling({**ends, SAVE: lambda number, frame: None}):
-        yield
-
-
-@contextlib.contextmanager
 def listening(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
     """While inside, the first of `signals` sets the flag, and a second one raises KeyboardInterrupt; `SAVE` asks for a
     checkpoint. For a process of the user's own; workers have a control thread (`launch.control`).

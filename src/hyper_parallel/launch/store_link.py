@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import signal
@@ -23,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.launch.heartbeat import Beat
 from hyper_parallel.launch.place import Place
 from hyper_parallel.launch.stop import STOPS
-from hyper_parallel.launch.watchdog import Activities, Suspect, Watchdog
+from hyper_parallel.launch.watchdog import LEAST_S, Activities, Suspect, Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+log = logging.getLogger(__name__)
 
 _STOP = "hyper_parallel/stop"
 _FROZEN = "hyper_parallel/frozen"
@@ -53,6 +56,7 @@ class StoreLink:
         self._watchdog = Watchdog(
             self._watched, timeout, others=place.rank == 1, hangs=place.rank == 0, interval=2 * self._pause
         )
+        self._gone_s = timeout or LEAST_S
         self._asked = threading.Event()
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._beat = Beat()
@@ -86,30 +90,38 @@ class StoreLink:
             self._asked.set()
 
     def _exchange(self, store: Store) -> None:
+        try:
+            self._until_failed(store)
+        except RuntimeError:
+            # Who holds the store has gone, and so does this worker soon: a collective of some libraries would wait for
+            # ever.
+            time.sleep(self._gone_s)
+            log.exception("the worker that holds the store has gone")
+            self.has_failed = True
+            self._orders.put("fail")
+
+    def _until_failed(self, store: Store) -> None:
         stopped, count = False, 0
-        with contextlib.suppress(RuntimeError):  # who holds the store has gone
-            while not self.has_failed:
-                count += 1
-                told = {"count": count, "host": _host(), "pid": os.getpid(), "beat": asdict(self._beat)}
-                store.set(f"{_BEAT}{self._place.rank}", json.dumps(told))
-                if self._asked.is_set() and not stopped:
-                    store.set(_STOP, "1")
-                    stopped = True
-                elif not stopped and store.check([_STOP]):
-                    self._orders.put("stop")
-                    stopped = True
-                if store.check([_FROZEN]):
-                    self._leave(json.loads(store.get(_FROZEN)))
-                keys = [f"{_BEAT}{rank}" for rank in self._watched]
-                if keys and store.check(keys):
-                    found = store.multi_get(keys)  # type: ignore[attr-defined]
-                    self._read = {
-                        rank: json.loads(text) for rank, text in zip(self._watched, found, strict=True)
-                    }
-                if stopped:
-                    time.sleep(self._pause)
-                else:
-                    self._asked.wait(self._pause)
+        while not self.has_failed:
+            count += 1
+            told = {"count": count, "host": _host(), "pid": os.getpid(), "beat": asdict(self._beat)}
+            store.set(f"{_BEAT}{self._place.rank}", json.dumps(told))
+            if self._asked.is_set() and not stopped:
+                store.set(_STOP, "1")
+                stopped = True
+            elif not stopped and store.check([_STOP]):
+                self._orders.put("stop")
+                stopped = True
+            if store.check([_FROZEN]):
+                self._leave(json.loads(store.get(_FROZEN)))
+            keys = [f"{_BEAT}{rank}" for rank in self._watched]
+            if keys and store.check(keys):
+                found = store.multi_get(keys)  # type: ignore[attr-defined]
+                self._read = {rank: json.loads(text) for rank, text in zip(self._watched, found, strict=True)}
+            if stopped:
+                time.sleep(self._pause)
+            else:
+                self._asked.wait(self._pause)
 
     def _watch(self, store: Store) -> None:
         heard: dict[int, int] = {}
