@@ -38,17 +38,17 @@ def whole(folder: Path) -> tuple[RunConfig, Summary]:
 
 
 class Interrupt:
-    """A tracker that asks this process to stop once it has seen a step, as Ctrl-C would."""
+    """A tracker that sends this process a signal once it has seen a step, as Ctrl-C would."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, number: int = signal.SIGINT) -> None:
+        self.step, self.number = step, number
 
     def __call__(self, run: RunInfo) -> Interrupt:
         return self
 
     def log(self, step: int, record: dict[str, float]) -> None:
         if step == self.step and "loss" in record:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.number)
 
     def text(self, step: int, name: str, text: str) -> None:
         pass
@@ -57,9 +57,21 @@ class Interrupt:
         pass
 
 
-def _interrupted(config: RunConfig, step: int) -> Summary:
-    register_tracker("interrupt", Interrupt(step))
+def _interrupted(config: RunConfig, step: int, number: int = signal.SIGINT) -> Summary:
+    register_tracker("interrupt", Interrupt(step, number))
     return run(config.model_copy(update={"trackers": ["interrupt"]}))
+
+
+def test_a_save_that_is_asked_for_comes_after_the_next_step_also_right_after_another(
+    folder: Path, whole: tuple[RunConfig, Summary], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(folder, "asked", checkpoint={"every": 3, "keep": 9})
+    # Seen when the ranks have agreed on what step 3 saves.
+    summary = _interrupted(config, 3, signal.SIGUSR1)
+    assert not summary.stopped and summary.final_loss == whole[1].final_loss
+    saved = sorted(path.name for path in (Path(config.out) / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000003", "step-00000004", "step-00000006"]
+    assert "saved step 4, as asked" in capsys.readouterr().out
 
 
 def _tensors(checkpoint: str | Path) -> dict[str, bytes]:

@@ -76,6 +76,7 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
         held = run_lock(config.out) if place.rank == 0 else contextlib.nullcontext()
         with held, logs.recording(logs.path_of(config.out, place.rank), terminal):
             code = work(place, config, target, report, connected=link.connect)
+        link.settle()
         for failure in shown:
             _say(failure.render(config.out))
         if (shown or link.has_failed) and (line := lost()) is not None:

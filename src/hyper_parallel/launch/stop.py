@@ -57,13 +57,14 @@ def request_stop() -> None:
 
 
 def request_save() -> None:
-    """Ask this worker to save after the step at hand. What comes right after a save is the request it served."""
+    """Ask this worker to save after the step at hand. What comes right after a save that was asked for is that request,
+    by another way."""
     if time.monotonic() - _saved_at > REPEAT_S:
         _save.set()
 
 
 def save_served() -> None:
-    """All ranks have agreed to save now: the request is done, on whichever rank it came in."""
+    """All ranks have agreed to save because one was asked: the request is done, on whichever rank it came in."""
     global _saved_at
     _save.clear()
     _saved_at = time.monotonic()

@@ -38,6 +38,8 @@ POLL_S = 1.0
 """How often a worker looks for what others left."""
 READ_PER_S = 1000
 """Heartbeats that rank 0 reads in a second at most."""
+SETTLE_S = 3.0
+"""How long a worker that leaves waits for the store to take its request."""
 LOOK_S = 0.25
 """How often the watchdog looks."""
 
@@ -56,8 +58,11 @@ class StoreLink:
         self._watchdog = Watchdog(
             self._watched, timeout, others=place.rank == 1, hangs=place.rank == 0, interval=2 * self._pause
         )
+        self._connected = False
         self._gone_s = timeout or LEAST_S
         self._asked = threading.Event()
+        self._passed_on = threading.Event()  # the request is in the store, or never will be
+        self._passed_on.set()
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._beat = Beat()
         self._read: dict[int, dict[str, Any]] = {}
@@ -68,6 +73,7 @@ class StoreLink:
         """Begin to exchange requests and heartbeats through the store."""
         if self._place.world == 1:
             return
+        self._connected = True
         own, other = store.clone(), store.clone()  # type: ignore[attr-defined]
         threading.Thread(target=self._exchange, args=(own,), name="store-link", daemon=True).start()
         if self._watched:
@@ -86,13 +92,20 @@ class StoreLink:
         # A request to save needs no link: the step's reduction carries it.
         if message["event"] == "beat":
             self._beat = Beat(**message["beat"])
-        elif message["event"] == "signal" and message["number"] in STOPS:
+        elif message["event"] == "signal" and message["number"] in STOPS and not self._asked.is_set():
+            self._passed_on.clear()
             self._asked.set()
+
+    def settle(self) -> None:
+        """Wait until the others can hear of a request that came here; this process ends then."""
+        if self._connected:
+            self._passed_on.wait(SETTLE_S)
 
     def _exchange(self, store: Store) -> None:
         try:
             self._until_failed(store)
         except RuntimeError:
+            self._connected = False
             # Who holds the store has gone, and so does this worker soon: a collective of some libraries would wait for
             # ever.
             time.sleep(self._gone_s)
@@ -108,9 +121,11 @@ class StoreLink:
             store.set(f"{_BEAT}{self._place.rank}", json.dumps(told))
             if self._asked.is_set() and not stopped:
                 store.set(_STOP, "1")
+                self._passed_on.set()
                 stopped = True
             elif not stopped and store.check([_STOP]):
                 self._orders.put("stop")
+                self._asked.set()
                 stopped = True
             if store.check([_FROZEN]):
                 self._leave(json.loads(store.get(_FROZEN)))

@@ -301,10 +301,10 @@ class _Run:
             stopped = result.stop and not last
             saved = last or stopped or result.save or self.interval.reached(done)
             if result.save and not self.interval.elapsed():
+                stop.save_served()
                 self._note(f"saved step {done}, as asked")
             if saved:
                 self._save()
-                stop.save_served()
                 self.interval.saved()
             if stopped:
                 return self._stopped()
