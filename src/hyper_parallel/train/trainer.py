@@ -272,7 +272,9 @@ class _Run:
         )
         self.stepper = stepper
         state.consumed = state.leave_out(state.consumed, train.batch)
-        with stop.interruptible(), pulse.operation("preparing"):
+        # After a recovery there may be steps that are not saved.
+        lossless = stop.interruptible() if state.step == self.start else contextlib.nullcontext()
+        with lossless, pulse.operation("preparing"):
             stepper.begin(self.batches.load(state.step, state.consumed))
         for step in range(state.step, train.steps):
             done, last = step + 1, step + 1 == train.steps
