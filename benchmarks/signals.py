@@ -155,11 +155,13 @@ def send(command: Command, number: int, whom: str, rank: int) -> bool:
 def interrupt(
     command: Command, out: str, number: int, whom: str, rank: int, moment: float, within: bool, span: float
 ) -> dict[str, Any]:
-    """Start a run, send it a signal at a moment, and tell how it ended. Where the run has ended before it, the moment
-    is moved forward.
+    """Start a run, send it a signal, and tell how it ended.
+
+    The moment is a share of `span` seconds from the start, or from the first step (`within`); where the run has ended
+    before it, it is moved forward.
     """
     folder, row = command.folder, {}
-    for _ in range(9):
+    while True:
         shutil.rmtree(folder / out, ignore_errors=True)
         command.start(out)
         code = None
@@ -181,7 +183,7 @@ def interrupt(
                 "sent_step": step,
             }
             break
-        moment *= 0.8
+        moment *= 0.5
     row["said"] = (folder / f"{out}.err").read_text()
     return row
 
@@ -316,14 +318,18 @@ def main() -> None:
             command = Command(folder)
             stack.callback(command.close)
             assert command.finish("whole") == 0, (folder / "whole.err").read_text()
-            whole, span = results(folder, "whole"), time.monotonic() - command.begun
+            whole = results(folder, "whole")
             shutil.rmtree(folder / "whole")
-            assert command.finish("whole") == 0
-            span = time.monotonic() - command.begun  # the first one has made the tokenizer
+            command.start("whole")  # the first one has made the tokenizer
+            while not records(folder, "whole"):
+                assert command.ended(0.005) is None, (folder / "whole.err").read_text()
+            first = time.monotonic()
+            assert command.ended(600) == 0
+            spans = (time.monotonic() - command.begun, time.monotonic() - first)
             for case in todo:
                 out = f"run-{case['case']}"
                 kind = {"SIGUSR1": saved, "SIGSTOP": frozen}.get(case["signal"], stopped)
-                row = {**case, **kind(command, out, case, span, whole)}
+                row = {**case, **kind(command, out, case, spans[case.get("within", False)], whole)}
                 with log.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(json.dumps(row), flush=True)
