@@ -151,3 +151,14 @@ def test_an_export_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_doctor_needs_a_bundle_for_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("doctor", "--run", "runs/x") == 2
     assert capsys.readouterr().err.startswith("hyper-parallel: error: --run goes with --bundle FILE")
+
+
+def test_a_step_to_resume_from_is_a_key_of_the_run(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hyper_parallel import launch
+
+    found = []
+    monkeypatch.setattr(launch, "run", lambda config, target: found.append(config) or 0)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(run_file), "train.steps=7", "--resume-from", "30"])
+    assert ended.value.code == 0
+    assert (found[0].checkpoint.resume_from, found[0].train.steps) == (30, 7)

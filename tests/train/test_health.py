@@ -152,6 +152,10 @@ def test_the_last_update_is_judged_too(folder: Path, ruin: Callable[..., None]) 
     config = config_of(folder, "last", checkpoint={"every": 2})
     run(config)
     assert passed_over(config) == ["step-00000006"]
+    ruin(6, 3e3)
+    config = config_of(folder, "last-back", train={"on_nonfinite": "rollback"})
+    assert (run(config).steps, saved(config)[-2:]) == (6, ["step-00000006", "step-00000006-r1"])
+    assert passed_over(config) == ["step-00000006"]
 
 
 def test_one_strange_batch_ruins_nothing(folder: Path) -> None:

@@ -87,7 +87,7 @@ class RunCheckpoints:
         self._last: Path | None = None
         """What was loaded, until something is saved."""
         self._at: int | None = None
-        """The step that was saved or loaded last."""
+        """The step that was saved or loaded last, unless it was found ruined."""
 
     def resume(self) -> tuple[RunState | None, list[str]]:
         """Load the newest verified checkpoint that is healthy, or the one of `checkpoint.resume_from`; the state it
@@ -202,6 +202,7 @@ class RunCheckpoints:
         path = self._last or written
         assert path is not None, "something was saved, or resumed from"
         self._mark([path], f"ruined: {why}")
+        self._at = None
         return f"the weights are ruined ({why}); {path.name} is passed over from now on"
 
     def go_back(self) -> tuple[RunState, list[str]]:

@@ -247,19 +247,26 @@ class _Run:
         """
         state, before = self.state, self.state.ruined
         self.health.judge(state, result, consumed)
-        if state.step == self.config.train.steps and state.ruined is None:
-            state.ruined = self.health.ruined(state)  # no step comes after it that would tell
         if before is not None and state.ruined is None:
             self._note(
                 f"step {state.step}: the loss is as before its weights were ruined; checkpoints count again"
             )
         elif before is None and state.ruined is not None:
-            note = self.checkpoints.ruined(state.step - 1, state.ruined)
-            self._note(
-                note or f"the weights are ruined ({state.ruined}); checkpoints are passed over from here on"
-            )
-            if self.config.train.on_nonfinite == "rollback":
-                raise NonFiniteError(f"step {state.step}: {state.ruined}")
+            self._say_ruined(state.step - 1, state.ruined)
+
+    def _judge_last(self) -> None:
+        """What the last checkpoint is worth, after which no step comes that would tell. Raises as `_judge` does."""
+        state = self.state
+        if state.ruined is None and (why := self.health.ruined(state)) is not None:
+            state.ruined = why
+            self._say_ruined(state.step, why)
+
+    def _say_ruined(self, step: int, why: str) -> None:
+        """The weights after `step` updates are ruined."""
+        note = self.checkpoints.ruined(step, why)
+        self._note(note or f"the weights are ruined ({why}); checkpoints are passed over from here on")
+        if self.config.train.on_nonfinite == "rollback":
+            raise NonFiniteError(f"step {self.state.step}: the weights are ruined")
 
     def _steps(self) -> bool:
         """All the steps that are left; whether the run was asked to stop before the last."""
@@ -308,6 +315,10 @@ class _Run:
             if saved:
                 self._save()
                 self.interval.saved()
+            if last:
+                # Behind the save: a forward pass may count something in a buffer.
+                with pulse.operation("judging the weights"):
+                    self._judge_last()
             if stopped:
                 return self._stopped()
             if last or (train.eval.every and done % train.eval.every == 0):
