@@ -115,9 +115,22 @@ def test_an_operation_that_takes_its_time_has_it(timeout: float | None) -> None:
     assert found is not None and "have stood still" in found.how and "step 7, saving" in found.how
 
 
-def test_who_computes_in_such_an_operation_is_not_limited() -> None:
-    ranks = _Ranks(beat=replace(RUNNING, operation="planning", patient=True))
+@pytest.mark.parametrize(
+    "beat",
+    [
+        replace(RUNNING, operation="planning", patient=True),
+        Beat(operation="running", patient=False),  # a target of the user's own, which declares no steps
+    ],
+)
+def test_who_computes_where_no_step_limits_it_is_left_alone(beat: Beat) -> None:
+    ranks = _Ranks(beat=beat)
     assert ranks.go_on(9000, moves=lambda rank, beat: replace(beat, cpu=beat.cpu + (rank == 0))) is None
+    assert ranks.go_on(4000, moves=_stands) is not None
+
+
+def test_who_waits_with_a_busy_processor_in_a_step_is_limited() -> None:
+    ranks = _Ranks()
+    assert ranks.go_on(70, moves=lambda rank, beat: replace(beat, cpu=beat.cpu + 1)) is not None
 
 
 def test_a_rank_that_has_ended_is_not_missed() -> None:

@@ -78,7 +78,9 @@ class Watchdog:
         if rank not in self._beats:
             return
         before = self._beats[rank]
-        computes = beat.patient and beat.cpu - before.cpu > _BUSY * max(self._age[rank], _TICK_S)
+        # Outside of steps nobody knows how long a computation takes; in one, a rank may wait with a busy processor.
+        unlimited = beat.patient or beat.step == 0
+        computes = unlimited and beat.cpu - before.cpu > _BUSY * max(self._age[rank], _TICK_S)
         if beat.progress != before.progress or computes:
             self._still = 0.0
         self._beats[rank] = beat
