@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, FieldSerializationInfo, field_serializer, model_validator
 
 from hyper_parallel.strategy.section import Section
 
@@ -32,6 +32,15 @@ class LaunchConfig(Section):
     grace: Annotated[float, Field(gt=0)] = 30
     """Seconds that the workers have to finish their step, save and end after a request to stop (Ctrl-C, SIGTERM,
     SIGHUP); what is left of them is then killed. It must cover a step and a save."""
+    token: Annotated[str, Field(min_length=16)] | None = Field(default=None, repr=False)
+    """A secret that all workers are given, so that each can prove that it belongs to the run, for rendezvous beyond
+    loopback. The variable HYPER_PARALLEL_TOKEN does the same without a file. It is never written to logs or
+    checkpoints."""
+
+    @field_serializer("token")
+    def _keep_secret(self, token: str | None, info: FieldSerializationInfo) -> str | None:
+        """A config goes into logs and checkpoints; only what hands it to a worker asks for the token."""
+        return token if isinstance(info.context, dict) and info.context.get("secrets") else None
 
     @model_validator(mode="after")
     def _nodes_fit(self) -> LaunchConfig:

@@ -85,7 +85,7 @@ class ForkServer:
         message = {
             "do": "start",
             "places": [asdict(place) for place in places],
-            "config": config.model_dump_json(),
+            "config": config.model_dump_json(context={"secrets": True}),
             "target": target,
             "preload": list(preload),
             "listens": listener is not None,

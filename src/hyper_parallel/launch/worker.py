@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch import rendezvous, stop
+from hyper_parallel.launch import membership, rendezvous, stop
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.place import Place
@@ -118,7 +118,12 @@ def work(
             )
             if backend.name == "cpu" and place.rank == 0 and config.launch.device == "auto":
                 _say_what_is_idle(place)
+            token = membership.token_of(config.launch)
             store = rendezvous.open_store(place, timeout, listener)
+            if place.rank == 0:
+                _say_who_can_reach(place, token is not None)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = membership.admitted(store, place.rank, place.world, token, timeout, attempt)
             connected(store)
             dist.init_process_group(
                 backend.process_group,
@@ -151,6 +156,18 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _say_who_can_reach(place: Place, has_token: bool) -> None:
+    if place.world == 1 or rendezvous.is_loopback(place.host):
+        return
+    log.warning(
+        "workers meet at %s:%d, which other machines can reach: their traffic is neither encrypted nor "
+        "authenticated, so keep the network closed%s (SECURITY.md)",
+        place.host,
+        place.port,
+        "" if has_token else ", and set launch.token so that no process of others takes a worker's place",
+    )
 
 
 def _say_what_is_idle(place: Place) -> None:

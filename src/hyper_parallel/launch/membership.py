@@ -1,0 +1,130 @@
+"""Mutual challenge and response: workers that were given the same token prove it to each other before they compute.
+
+The store in which workers meet takes everybody's connections. With `launch.token` K (or the variable
+`HYPER_PARALLEL_TOKEN`), H = HMAC-SHA256 and random 256-bit numbers n₀ of rank 0 and nᵣ of each other rank:
+
+    rank 0 → all     n₀
+    rank r → rank 0  nᵣ, H(K, "worker" r world n₀ nᵣ)
+    rank 0 → rank r  H(K, "accepted" r world n₀ nᵣ)
+
+Rank 0 begins only when every rank has proved that it knows K, every rank only when rank 0 has. After that all keys of
+the store begin with H(K, "keys" n₀). So a process that was not given K, of another job or of somebody who can reach the
+port, takes no place among the workers, and cannot guess the names of their keys. It is no encryption: who reads the
+traffic sees those names, and PyTorch's store and the connections between workers prove nothing by themselves
+(SECURITY.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from hyper_parallel.config import LaunchConfig
+from hyper_parallel.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+VARIABLE = "HYPER_PARALLEL_TOKEN"
+"""The environment variable that holds the token where no file should."""
+LEAST = 16
+"""Characters of a token."""
+_OPEN = "no token"
+
+
+def token_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> bytes | None:
+    """The token that this process was given, if it was. Raises LaunchError for one that is short."""
+    token = launch.token or environ.get(VARIABLE) or None
+    if token is not None and len(token) < LEAST:
+        raise LaunchError(
+            f"{VARIABLE} has {len(token)} characters and needs {LEAST}; make one with "
+            "python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+    return None if token is None else token.encode()
+
+
+def admitted(
+    store: Store, rank: int, world: int, token: bytes | None, timeout: timedelta, attempt: str = "0"
+) -> Store:
+    """The store that only workers with the token find each other in, after all of them have proved that they have it.
+
+    Without a token it is `store` itself, after it is clear that rank 0 has none either. `attempt` names one of several
+    starts that share a store. Raises LaunchError, on the rank that is refused and on rank 0, with the rank.
+    """
+    if world == 1:
+        return store
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    place = f"hyper_parallel/admission/{attempt}"
+    if rank == 0:
+        challenge = _OPEN if token is None else secrets.token_hex(32)
+        store.set(f"{place}/challenge", challenge)
+        if token is not None:
+            _examine(store, place, world, token, challenge, timeout)
+    else:
+        challenge = _wait(store, f"{place}/challenge", timeout, "rank 0 did not say whether it has a token")
+        if (challenge == _OPEN) != (token is None):
+            has, has_not = ("this one", "rank 0") if token is not None else ("rank 0", "this one")
+            raise LaunchError(
+                f"rank {rank}: {has} was given a launch.token and {has_not} was not; give all machines the same"
+            )
+        if token is not None:
+            _prove(store, place, rank, world, token, challenge, timeout)
+    if token is None:
+        return store
+    return PrefixStore(_mac(token, "keys", challenge)[:32], store)
+
+
+def _examine(store: Store, place: str, world: int, token: bytes, challenge: str, timeout: timedelta) -> None:
+    for rank in range(1, world):
+        said = _wait(
+            store, f"{place}/proof/{rank}", timeout, f"rank {rank} did not prove that it has the token"
+        )
+        nonce, _, proof = said.partition(" ")
+        who = f"{rank} {world}"
+        if not _same(proof, _mac(token, "worker", who, challenge, nonce)):
+            store.set(f"{place}/verdict/{rank}", "refused")
+            raise LaunchError(
+                f"rank {rank} does not have the launch.token of rank 0, or is no worker of this run; give all "
+                "machines the same token"
+            )
+        store.set(f"{place}/verdict/{rank}", _mac(token, "accepted", who, challenge, nonce))
+
+
+def _prove(
+    store: Store, place: str, rank: int, world: int, token: bytes, challenge: str, timeout: timedelta
+) -> None:
+    nonce, who = secrets.token_hex(32), f"{rank} {world}"
+    store.set(f"{place}/proof/{rank}", nonce + " " + _mac(token, "worker", who, challenge, nonce))
+    verdict = _wait(store, f"{place}/verdict/{rank}", timeout, "rank 0 did not prove that it has the token")
+    if not _same(verdict, _mac(token, "accepted", who, challenge, nonce)):
+        raise LaunchError(
+            f"rank {rank} and rank 0 do not have the same launch.token; give all machines the same token"
+        )
+
+
+def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> str:
+    from torch.distributed import DistError
+
+    try:
+        store.wait([key], timeout)
+        return bytes(store.get(key)).decode(errors="replace")
+    except (DistError, RuntimeError) as error:
+        raise LaunchError(f"{otherwise} within {timeout.total_seconds():.0f} s") from error
+
+
+def _same(one: str, other: str) -> bool:
+    """In a time that says nothing of where they differ."""
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def _mac(token: bytes, *parts: str) -> str:
+    """HMAC of parts, each with its length, so that no two lists of parts are one text."""
+    encoded = [part.encode() for part in parts]
+    text = b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
+    return hmac.new(token, text, hashlib.sha256).hexdigest()
