@@ -33,8 +33,11 @@ from types import FrameType
 from typing import Any
 
 import hostile_checkpoints
+import hostile_models
+import hostile_runs
 
 from hyper_parallel.cli.main import main as command
+from hyper_parallel.errors import PREFIX, HyperParallelError
 
 CPU_S = 2.0
 """Of computing, at most; a time by the clock says little on a machine that others use."""
@@ -42,6 +45,8 @@ WALL_S = 60
 """After which a case that waits for something is ended."""
 RESULT = Path(__file__).parent / "results" / "hostile_files.json"
 GOOD = ("refused", "harmless")
+CONTROL = "nothing changed"
+"""The first case of each kind, which has to go through: what is refused is refused for what was changed."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,13 @@ def _limited() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def attempt(kind: str, name: str, folder: Path, run: Callable[[], Any], made: Sequence[str] = ()) -> Outcome:
-    """Run one case in `folder`, in which nothing may change but what begins with a name in `made`."""
+def attempt(
+    kind: str, name: str, folder: Path, run: Callable[[], Any], made: Sequence[str] = (), lines: int = 1
+) -> Outcome:
+    """Run one case in `folder`, in which nothing may change but what begins with a name in `made`.
+
+    `lines`: how many may be said, where a file can have several mistakes.
+    """
     there, said = _listing(folder, made), io.StringIO()
     code: Any = 0
     began = time.process_time()
@@ -92,20 +102,23 @@ def attempt(kind: str, name: str, folder: Path, run: Callable[[], Any], made: Se
             traceback.print_exc()
     spent = time.process_time() - began
     text = said.getvalue().replace(str(folder), "…")
-    lines = text.splitlines()
-    if _listing(folder, made) != there:
+    told = text.splitlines()
+    errors = [line for line in told if line.startswith(PREFIX)]
+    if name == CONTROL and code:
+        verdict = "a good file is refused"
+    elif _listing(folder, made) != there:
         verdict = "wrote elsewhere"
     elif code in ("waited", "traceback"):
         verdict = code
     elif spent > CPU_S:
         verdict = "took long"
-    elif code == 2 and len(lines) == 1:
+    elif code == 2 and 1 <= len(errors) <= lines and "Traceback" not in text and "hunter2" not in text:
         verdict = "refused"
     elif not code:
         verdict = "harmless"
     else:
-        verdict = f"ended with {code} and {len(lines)} lines"
-    return Outcome(kind, name, verdict, (lines or [""])[-1][:300], round(spent, 3))
+        verdict = f"ended with {code} and {len(errors)} lines of errors"
+    return Outcome(kind, name, verdict, (told or [""])[-1][:300], round(spent, 3))
 
 
 def _listing(folder: Path, made: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -125,8 +138,8 @@ def checkpoints(seed: int, count: int, root: Path) -> Iterator[Outcome]:
     """The named forgeries, and drawn ones until there are `count`; each is exported."""
     pristine = hostile_checkpoints.pristine(root / "pristine")
     draw = random.Random(seed)
-    cases = list(hostile_checkpoints.CASES.items())[:count]
-    cases += [hostile_checkpoints.mutated(draw) for _ in range(count - len(cases))]
+    cases = [(CONTROL, _unchanged), *list(hostile_checkpoints.CASES.items())[:count]]
+    cases += [hostile_checkpoints.mutated(draw) for _ in range(count + 1 - len(cases))]
     for name, case in cases:
         with _folder(root) as folder:
             canary = folder / "canary"
@@ -136,6 +149,90 @@ def checkpoints(seed: int, count: int, root: Path) -> Iterator[Outcome]:
             case(path, canary)
             arguments = ["export", str(path), str(folder / "exported")]
             yield attempt("checkpoint", name, folder, lambda a=arguments: command(a), ["exported"])
+
+
+def models(seed: int, count: int, root: Path) -> Iterator[Outcome]:
+    """The named folders, and drawn ones until there are `count`; each is built and filled as a run does it."""
+    import torch.distributed as dist
+
+    pristine = hostile_models.pristine(root / "model")
+    draw = random.Random(seed)
+    cases = [(CONTROL, _unchanged), *list(hostile_models.CASES.items())[:count]]
+    cases += [hostile_models.mutated(draw) for _ in range(count + 1 - len(cases))]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name, case in cases:
+            with _folder(root) as folder:
+                (folder / "canary").mkdir()
+                (folder / "text.txt").write_text("some text, and more of it\n" * 50)
+                shutil.copytree(pristine, folder / "model")
+                case(folder / "model")
+                file = folder / "run.yaml"
+                file.write_text(_MODEL.format(folder=folder))
+                yield attempt(
+                    "model folder", name, folder, lambda file=file: _told(lambda: _fill(file)), ["cache"]
+                )
+    finally:
+        dist.destroy_process_group()
+
+
+_MODEL = """\
+version: 1
+out: {folder}/out
+model: {{path: {folder}/model}}
+data: {{train: {folder}/text.txt, sequence: 32, cache: {folder}/cache}}
+trackers: []
+"""
+
+
+def _fill(file: Path) -> None:
+    """Read the file, look at what it names, build the model and read its weights, as a worker does before it trains."""
+    from hyper_parallel import config, parallelize
+    from hyper_parallel.cli.preflight import check
+    from hyper_parallel.train.build import fill_model, unsharded
+
+    run = config.load(file)
+    check(run)
+    model, _ = unsharded(run)
+    parallelize(model, run.strategy)
+    fill_model(model, run, "cpu")
+
+
+def _told(work: Callable[[], None]) -> None:
+    """End as the command does."""
+    try:
+        work()
+    except HyperParallelError as error:
+        print("\n".join(f"{PREFIX}{line}" for line in str(error).split("\n")), file=sys.stderr)
+        sys.exit(2)
+
+
+def runs(seed: int, count: int, root: Path) -> Iterator[Outcome]:
+    """The named run files, and drawn ones until there are `count`. What would be started is not."""
+    from hyper_parallel import launch
+
+    draw = random.Random(seed)
+    cases = [(CONTROL, hostile_runs.also("")), *list(hostile_runs.CASES.items())[:count]]
+    cases += [hostile_runs.mutated(draw) for _ in range(count + 1 - len(cases))]
+    start, here = launch.run, os.getcwd()
+    launch.run = lambda config, target: 0
+    try:
+        for name, case in cases:
+            with _folder(root) as folder:
+                (folder / "canary").mkdir()
+                (folder / "text.txt").write_text("some text\n")
+                (folder / "good.yaml").write_text(hostile_runs.GOOD)
+                case(folder)
+                os.chdir(folder)
+                yield attempt("run file", name, folder, lambda: command(["train", "run.yaml"]), lines=22)
+                os.chdir(here)
+    finally:
+        launch.run = start
+        os.chdir(here)
+
+
+def _unchanged(*folders: Path) -> None:
+    """Leave all as it is."""
 
 
 @contextlib.contextmanager
@@ -148,7 +245,9 @@ def _folder(root: Path) -> Iterator[Path]:
 
 
 KINDS: dict[str, tuple[Callable[[int, int, Path], Iterator[Outcome]], int]] = {
-    "checkpoints": (checkpoints, 180),
+    "checkpoints": (checkpoints, 150),
+    "models": (models, 200),
+    "runs": (runs, 100),
 }
 """Kind to its cases and how many there are."""
 
@@ -172,6 +271,8 @@ def main() -> None:
     for kind, verdicts in counts.items():
         slowest = max(o.cpu_s for o in found if o.kind == kind)
         print(f"{kind}: {verdicts}, at most {slowest:.2f} s of computing")
+    harmless = sorted({o.name for o in found if o.verdict == "harmless"})
+    print(f"harmless: {', '.join(harmless)}")
     for outcome in bad:
         print(f"  {outcome.kind} {outcome.name!r}: {outcome.verdict}: {outcome.said}")
     if options.kind is None:

@@ -138,6 +138,27 @@ def is_plain_name(name: object) -> bool:
     return not set(name) & set("/\\") and len(name.encode("utf-8", "surrogatepass")) <= 255
 
 
+def refuse_irregular_entries(folder: str | os.PathLike[str]) -> None:
+    """Raise OSError, with its name, if anything in a folder is neither a file nor a folder.
+
+    For folders that another library reads, which would wait for a pipe. Links are followed, as caches of models have
+    them; those that lead nowhere are left to the reader.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                found = entry.stat()
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise OSError(errno.ELOOP, "it is a symbolic link to itself", entry.path) from None
+                continue
+            if not stat.S_ISDIR(found.st_mode):
+                try:
+                    _refuse_irregular(found)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, entry.path) from None
+
+
 def open_lock(path: str | os.PathLike[str]) -> int:
     """A descriptor of the file that stands for a lock, made where it is missing; its content stays as it is.
 

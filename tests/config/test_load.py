@@ -270,7 +270,7 @@ class TestMistakes:
             "bytes.yaml: not UTF-8 text (byte 9); is this a YAML file?"
         ]
         (line,) = problems(tmp_path)
-        assert "cannot be read: Is a directory" in line
+        assert "cannot be read: it is a folder, and a file is needed" in line
 
 
 def test_plain_data_is_read_as_a_file_is() -> None:

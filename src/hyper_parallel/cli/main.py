@@ -19,6 +19,7 @@ from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
 from hyper_parallel.cli.verify import verify
 from hyper_parallel.errors import PREFIX, FaultError, HyperParallelError, WorkersFailedError
+from hyper_parallel.untrusted import printable
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
@@ -75,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.code)
     except HyperParallelError as error:
         if _speaks():
-            for line in str(error).splitlines():
-                click.echo(f"{PREFIX}{line}", err=True)
+            for line in str(error).split("\n"):
+                click.echo(f"{PREFIX}{printable(line)}", err=True)
         sys.exit(1 if isinstance(error, FaultError) else 2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("hyper-parallel: interrupted", err=True)

@@ -161,6 +161,8 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
 
 def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
     """The shape of a published model, or of a Transformers config, and of this the run file's section `model`."""
+    from hyper_parallel import untrusted
+    from hyper_parallel.config.model import LARGEST, implausible
     from hyper_parallel.workload.published import shape
     from hyper_parallel.workload.shape import Shape
 
@@ -169,17 +171,21 @@ def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
         return shape(given), None
     file = path / "config.json" if path.is_dir() else path
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = untrusted.read_json(file, LARGEST)
     except FileNotFoundError:
         raise ConfigError(
             f"--model {given}: {file} does not exist; give a Transformers config or its folder"
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"--model {given}: {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise ConfigError(f"--model {given}: {file} cannot be read as JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ConfigError(
             f"--model {given}: {file} is no Transformers config; it has to be an object of fields"
         )
+    if problem := implausible(fields):
+        raise ConfigError(f"--model {given}: {file}: {problem}")
     return Shape.of_config(fields, path.resolve().stem if path.is_file() else path.resolve().name), {
         "config": fields
     }

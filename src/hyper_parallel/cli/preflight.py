@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.config.data import BUILTIN
+from hyper_parallel.config.model import read_config
 from hyper_parallel.data.sources import find
 from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import ConfigError, DataError
@@ -52,16 +52,8 @@ def _model(config: RunConfig) -> None:
     fields: dict[str, Any] = model.config or {}
     named = "model.config"
     if model.path is not None:
-        file = Path(model.path).expanduser() / "config.json"
-        named = str(file)
-        try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"model.path: {file} does not exist; give a folder as save_pretrained writes it"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from None
+        named = str(Path(model.path).expanduser() / "config.json")
+        fields = read_config(model.path)
     positions = next((fields[key] for key in _POSITIONS if isinstance(fields.get(key), int)), None)
     if positions is not None and config.data.sequence > positions:
         raise ConfigError(

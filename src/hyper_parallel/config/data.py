@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from hyper_parallel.strategy.section import Section
+from hyper_parallel.strategy.section import PathText, Section
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
@@ -19,11 +19,11 @@ class TokenizerConfig(Section):
     """Which tokenizer. Left out with `model.path`: that folder's own, with which its weights were trained; with
     `model.config`: one that is trained on the training text and cached."""
 
-    path: str | None = None
+    path: PathText | None = None
     """A folder with `tokenizer.json` (and `tokenizer_config.json`)."""
     vocab_size: PositiveInt | None = None
     """Size of the byte-level BPE vocabulary that is trained when no path is given; left out: 8192."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """A Jinja file with the chat template for `messages`, used and exported in place of the tokenizer's own; `builtin`
     is a simple one (docs/data.md). Left out: the tokenizer's own, and `builtin` for one that is trained here."""
     replace: bool = False
@@ -39,9 +39,9 @@ class TokenizerConfig(Section):
 class DataConfig(Section):
     """Text, packed into sequences whose documents do not see each other."""
 
-    train: str | list[str]
+    train: PathText | list[PathText]
     """Files, folders or globs to train on; `python-stdlib` is the standard library's own source text."""
-    eval: str | list[str] | None = None
+    eval: PathText | list[PathText] | None = None
     """Held-out files. When it is left out, `holdout` of the training documents are held out."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the training documents, chosen by their content's digest, that is held out for evaluation."""
@@ -55,7 +55,7 @@ class DataConfig(Section):
     """Tokens a sequence."""
     pack: bool = True
     """Put several documents into one sequence. False gives each document its own, padded."""
-    cache: str = ".cache/hyper-parallel"
+    cache: PathText = ".cache/hyper-parallel"
     """Where the trained tokenizer and the tokenized text are kept."""
 
     @model_validator(mode="after")

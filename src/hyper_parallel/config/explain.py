@@ -11,6 +11,10 @@ from pydantic import BaseModel, ValidationError
 from hyper_parallel.config.merge import Kinds, present, value_at
 from hyper_parallel.config.schema import field_at
 from hyper_parallel.errors import nearest
+from hyper_parallel.untrusted import printable
+
+MOST_LINES = 20
+"""Of mistakes that are told; of more, how many."""
 
 Where = tuple[str | int, ...]
 
@@ -50,8 +54,12 @@ def explain(
         where, choice = _where(detail, data, kinds)
         told = _told(detail, model, where)
         groups.setdefault(number if choice is None else choice, []).append((where, *told))
-    lines = []
+    lines: list[str] = []
+    more = 0
     for problems in groups.values():
+        if len(lines) >= MOST_LINES:
+            more += 1
+            continue
         # A value that may be of several types is refused once by each: the type that got furthest is meant.
         depth = max(len(where) for where, _, _ in problems)
         meant = [problem for problem in problems if len(problem[0]) == depth]
@@ -59,7 +67,10 @@ def explain(
             texts = dict.fromkeys(text for where, text, _ in meant if where == place)
             text = " or ".join(texts).replace(" or must be ", " or ")
             dotted = ".".join(map(str, place))
+            dotted = printable(dotted if len(dotted) <= 200 else dotted[:197] + "...")
             lines.append(f"{source(place)}: {dotted + ': ' if dotted else ''}{text}{got}")
+    if more:
+        lines.append(f"{source(())}: and {more} more mistakes")
     return lines
 
 

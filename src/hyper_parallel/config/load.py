@@ -23,7 +23,14 @@ from hyper_parallel.config.opened import one_tensor, spelled_out
 from hyper_parallel.config.run import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Strategy
+from hyper_parallel.units import format_bytes
+from hyper_parallel.untrusted import open_regular, read_bytes
 
+LARGEST = 256 * 2**10
+"""Bytes of a run file with all that it builds on, at most."""
+_MOST_FILES = 16
+_PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+"""What a shell hands over instead of a file: read as it comes."""
 VERSION = 1
 """The version of the files' format that this release reads."""
 
@@ -62,7 +69,7 @@ def dump(config: RunConfig | Strategy) -> str:
 
 
 def _load(model: type[Model], path: str | Path, overrides: Sequence[str]) -> Model:
-    return _build(model, _files(Path(path), ()), overrides)
+    return _build(model, _files(model, Path(path), (), LARGEST), overrides)
 
 
 def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> Model:
@@ -104,28 +111,49 @@ def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> 
         raise ConfigError("\n".join(explain(error, model, data, kinds, source))) from None
 
 
-def _files(path: Path, within: tuple[Path, ...]) -> list[Layer]:
-    """A file's content and those of all that it builds on, base first."""
+def _files(model: type[Model], path: Path, within: tuple[Path, ...], limit: int) -> list[Layer]:
+    """A file's content and those of all that it builds on, base first; `limit`: bytes of all of them together."""
     try:
         here = path.resolve()
-        text = path.read_text(encoding="utf-8")
+        if not within and str(path).startswith(_PIPES):
+            with open(path, "rb") as file:
+                raw = file.read(limit + 1)
+        else:
+            raw = read_bytes(open_regular(path), LARGEST)
+        text = raw.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_named_by(within)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); is this a YAML file?") from None
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: cannot be read: {reason}{_named_by(within)}") from None
     if here in within:
         chain = " -> ".join(f.name for f in (*within[within.index(here) :], here))
         raise ConfigError(f"{path}: 'extends' goes round in a circle: {chain}; remove one of them")
-    content = yaml12.parse(text, str(path))
+    if len(raw) > limit or len(within) > _MOST_FILES:
+        raise ConfigError(
+            f"{path}: run files that build on each other are {_MOST_FILES} at most, and have "
+            f"{format_bytes(LARGEST)} at most{_named_by(within)}"
+        )
+    try:
+        content = yaml12.parse(text, str(path))
+    except ConfigError as error:
+        if not within:
+            raise
+        # A file that somebody else's run file names may be any, and what it holds is not for the log.
+        where = str(error).partition(": not valid YAML")[0]
+        raise ConfigError(
+            f"{where}: not valid YAML{_named_by(within)}; load it by itself to see why"
+        ) from None
     if content is None:
         raise ConfigError(f"{path}: the file is empty; start from examples/quickstart.yaml")
     if not isinstance(content, dict):
         raise ConfigError(
             f"{path}: must be keys with values, as in 'version: 1'; got a {type(content).__name__}"
         )
+    if within and content and not content.keys() & {"extends", *model.model_fields}:
+        raise ConfigError(f"{path}: is no run file, it has none of its keys{_named_by(within)}")
     base = content.pop("extends", None)
     if base is None:
         return [(str(path), content)]
@@ -133,7 +161,7 @@ def _files(path: Path, within: tuple[Path, ...]) -> list[Layer]:
         raise ConfigError(
             f"{path}: extends: must be the name of one file, relative to this one (got {base!r})"
         )
-    return [*_files(path.parent / base, (*within, here)), (str(path), content)]
+    return [*_files(model, path.parent / base, (*within, here), limit - len(raw)), (str(path), content)]
 
 
 def _named_by(within: tuple[Path, ...]) -> str:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
 
-from hyper_parallel.strategy.section import Section
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.strategy.section import PathText, Section
+from hyper_parallel.untrusted import read_json, refuse_irregular_entries
+
+LARGEST = 16 * 2**20
+"""Bytes of a ``config.json``, at most."""
+_MOST_OF_ANY = 2**31
+_MOST = (("layer", 10_000), ("expert", 100_000))
+"""A part of a field's name, and the largest number that such a field may have."""
 
 
 class ModelConfig(Section):
@@ -15,7 +25,7 @@ class ModelConfig(Section):
     config: dict[str, Any] | None = None
     """A Transformers config: `model_type` and the fields that differ from its defaults. Weights are new.
     `vocab_size` is filled in from the tokenizer when it is left out."""
-    path: str | None = None
+    path: PathText | None = None
     """A folder with `config.json` and safetensors weights, as `save_pretrained` writes it."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """The attention implementation that Transformers is asked for; `auto` is its own choice for the family."""
@@ -27,6 +37,52 @@ class ModelConfig(Section):
                 "give either 'config' (a Transformers config, new weights) or 'path' (a folder), and leave the other "
                 "out or null"
             )
-        if self.config is not None and "model_type" not in self.config:
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("'config' needs a 'model_type', for example llama")
+        if self.config is not None and (problem := implausible(self.config)):
+            raise ValueError(f"'config': {problem}")
         return self
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The ``config.json`` of a model's folder, which may be anybody's. Raises ConfigError, also where other things than
+    files lie in the folder, and where it names more than a model can have.
+    """
+    there = Path(folder).expanduser()
+    file = there / "config.json"
+    try:
+        refuse_irregular_entries(there)
+        fields = read_json(file, LARGEST)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"model.path: {file} does not exist; give a folder as save_pretrained writes it"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"model.path: {error.filename or file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from None
+    if not isinstance(fields, dict):
+        kind = type(fields).__name__
+        raise ConfigError(f"model.path: {file} must be a JSON object of a config's fields; it is a {kind}")
+    if not isinstance(fields.get("model_type"), str):
+        raise ConfigError(f"model.path: {file} names no model_type, for example llama")
+    if problem := implausible(fields):
+        raise ConfigError(f"model.path: {file}: {problem}")
+    return fields
+
+
+def implausible(fields: Mapping[str, Any]) -> str | None:
+    """What no model has, in words: building it would take all memory, or all day, before anything could say so."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            if (found := implausible(value)) is not None:
+                return found
+        elif type(value) is int:
+            if value < 0 and str(key).startswith(("num_", "n_")):
+                return f"{key} is {max(value, -_MOST_OF_ANY)}, and a number of things is not below zero"
+            most = next((most for part, most in _MOST if part in str(key)), _MOST_OF_ANY)
+            if abs(value) > most:
+                return f"{key} is {value if abs(value) < 10**30 else 'a number of dozens of digits'}, more than {most}"
+        elif isinstance(value, list) and len(value) > _MOST_OF_ANY // 2**15:
+            return f"{key} has {len(value)} elements, more than {_MOST_OF_ANY // 2**15}"
+    return None

@@ -13,7 +13,7 @@ from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.config.train import TrainConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Axes, Strategy
-from hyper_parallel.strategy.section import Section
+from hyper_parallel.strategy.section import PathText, Section
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -23,7 +23,7 @@ class RunConfig(Section):
 
     version: Literal[1]
     """The version of the file's format."""
-    out: str
+    out: PathText
     """The run's folder: metrics, logs, checkpoints. Relative to where the command is run."""
     seed: int = 0
     """Everything random is a function of this seed, the step and the global element."""

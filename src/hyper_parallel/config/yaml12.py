@@ -3,10 +3,15 @@
 PyYAML resolves scalars by YAML 1.1, in which `1e-3` is a string, `no` a boolean and `2026-01-01` a date. Here
 they are by the core schema of YAML 1.2.2, section 10.3: `1e-3` is a float, and the other two are text. Underscores
 between digits (`1_000_000`) are read as digits, as in YAML 1.1.
+
+A document of a few lines can stand for more than a machine has: aliases of aliases, merges of merges, a number of
+thousands of digits, a list that contains itself. So what a node stands for is counted while it is composed, before
+anything is built from it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -32,11 +37,67 @@ _RESOLVERS = (
     ("tag:yaml.org,2002:merge", _MERGE, "<"),
 )
 
+MOST_VALUES = 20_000
+"""Keys and values of a document, with aliases written out, at most."""
+MOST_LEVELS = 50
+"""Of sections and lists in each other, at most."""
+_MOST_DIGITS = 400
+_FORMS = {
+    f"tag:yaml.org,2002:{name}": form
+    for name, form in (
+        ("str", None),
+        ("seq", None),
+        ("map", None),
+        ("bool", _BOOL),
+        ("int", _INT),
+        ("float", _FLOAT),
+        ("null", _NULL),
+        ("merge", _MERGE),
+    )
+}
+"""The tags that are plain data, and what a scalar of each looks like."""
+
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the core schema's scalars and no duplicate keys."""
+    """PyYAML's safe loader with the core schema's scalars, no duplicate keys, and bounds on what a text stands for."""
 
     yaml_implicit_resolvers: Any = {}  # noqa: RUF012 - a fresh table, not the parent's
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._nodes: dict[int, tuple[int, int]] = {}  # id to (values that it stands for, levels)
+        self._composed = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        self._composed += 1
+        if self._composed > MOST_VALUES:
+            raise _problem(f"more than {MOST_VALUES} keys and values", event)
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self._nodes:
+                raise _problem("an alias stands within what it names", event)
+            return node
+        below = [self._nodes[id(child)] for child in _children(node)]
+        count = 1 + sum(values for values, _ in below)
+        levels = 1 + max((depth for _, depth in below), default=0)
+        if count > MOST_VALUES:
+            raise _problem(f"more than {MOST_VALUES} keys and values, with aliases written out", event)
+        if levels > MOST_LEVELS:
+            raise _problem(f"nested too deeply, more than {MOST_LEVELS} levels", event)
+        self._nodes[id(node)] = count, levels
+        self._check_form(node, event)
+        return node
+
+    def _check_form(self, node: Any, event: Any) -> None:
+        if node.tag not in _FORMS:
+            raise _problem("a tag that is not plain data", event)
+        form, text = _FORMS[node.tag], node.value
+        if not isinstance(node, yaml.ScalarNode):
+            return
+        if form is not None and (len(text) > _MOST_DIGITS or not form.match(text)):
+            kind = node.tag.rpartition(":")[2]
+            raise _problem(f"a value of {len(text)} characters that is no {kind} which can be read", event)
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         # While composing: later, merge keys have added their entries to the node and look like duplicates.
@@ -55,6 +116,16 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _problem(text: str, event: Any) -> yaml.MarkedYAMLError:
+    return yaml.composer.ComposerError(None, None, text, event.start_mark)
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that YAML 1.1 or 1.2 would read as something else; never writes an alias."""
 
@@ -69,12 +140,18 @@ class _Dumper(yaml.SafeDumper):
 
 def _construct_int(loader: yaml.SafeLoader, node: Any) -> int:
     text = loader.construct_scalar(node).replace("_", "")
-    return int(text, 8) if text.startswith("0o") else int(text, 16) if text.startswith("0x") else int(text)
+    found = int(text, 8) if text.startswith("0o") else int(text, 16) if text.startswith("0x") else int(text)
+    if not -(2**63) <= found < 2**63:
+        raise _problem("a whole number beyond 64 bits", node)
+    return found
 
 
 def _construct_float(loader: yaml.SafeLoader, node: Any) -> float:
     text = loader.construct_scalar(node).replace("_", "").lower()
-    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    found = float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    if math.isinf(found) and "inf" not in text:
+        raise _problem("a number beyond what 64 bits can hold", node)
+    return found
 
 
 for _tag, _pattern, _first in _RESOLVERS:

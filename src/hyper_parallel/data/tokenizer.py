@@ -20,6 +20,7 @@ from hyper_parallel.data.chat import DEFAULT_TEMPLATE
 from hyper_parallel.data.document import fraction
 from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import DataError
+from hyper_parallel.untrusted import refuse_irregular_entries
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -144,6 +145,10 @@ def load(folder: str, key: str = "data.tokenizer.path") -> Tokenizer:
     path = Path(folder).expanduser()
     if not (path / "tokenizer.json").is_file():
         raise DataError(absent(path, key))
+    try:
+        refuse_irregular_entries(path)
+    except OSError as error:
+        raise DataError(f"{key}: {error.filename} cannot be read: {error.strerror}") from error
     from transformers import AutoTokenizer
 
     try:

@@ -6,7 +6,6 @@ into one tensor, the published folders still have the older form; it is read her
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hyper_parallel.errors import CheckpointError
+from hyper_parallel.untrusted import is_plain_name, open_regular, read_json
 
 _RENAMED = (
     ("model.language_model.", "model."),
@@ -29,6 +29,11 @@ _EXPERT_PARTS = {
     "down_proj": (("down_proj",), ("w2",)),
 }
 """One tensor of all experts to the tensors of one expert that lie in it, one after the other on their first dim."""
+
+
+_LARGEST_INDEX = 64 * 2**20
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "BOOL")
+"""Element types whose values are the weights (or, whole numbers, buffers) themselves."""
 
 
 class Source(Protocol):
@@ -67,13 +72,18 @@ class Folder:
         path = self._files[stored]
         try:
             if path not in self._opened:
-                self._opened[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._opened[path] = self._stack.enter_context(_opened(path))
             piece = self._opened[path].get_slice(stored)
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from None
         if tuple(piece.get_shape()) != shape:
             raise CheckpointError(
                 f"{path}: {stored!r} has shape {list(piece.get_shape())}, the model needs {list(shape)}"
+            )
+        if piece.get_dtype() not in _PLAIN:
+            raise CheckpointError(
+                f"{path}: {stored!r} is stored as {piece.get_dtype()}, which are weights only together with "
+                f"scales or a table; give a folder of plain weights ({', '.join(_PLAIN[:4])})"
             )
         return piece
 
@@ -131,19 +141,36 @@ def _names(name: str, model: Any) -> Iterator[str]:
 
 
 def _safetensors_of(folder: Path) -> dict[str, Path]:
-    """Tensor name to file, of a folder as `save_pretrained` writes it."""
+    """Tensor name to file, of a folder as `save_pretrained` writes it. The folder may be anybody's."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:
-            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError) as error:
+            found = read_json(index, _LARGEST_INDEX)
+            files = found.get("weight_map") if isinstance(found, dict) else None
+            if not isinstance(files, dict):
+                raise ValueError("it has no 'weight_map' of tensors to files")
+            strange = next((file for file in files.values() if not is_plain_name(file)), None)
+            if strange is not None:
+                raise ValueError(f"{strange!r:.80} names no file of the folder")
+        except OSError as error:
+            raise CheckpointError(f"{index}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
             raise CheckpointError(f"{index}: not an index of safetensors files: {error}") from None
+        return {name: folder / file for name, file in files.items()}
     if not single.is_file():
         raise CheckpointError(
             f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
         )
+    with _opened(single) as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _opened(path: Path) -> Any:
+    """A safetensors file. The library refuses a header that does not fit to the file; pipes would keep it waiting."""
     try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{single}: cannot be read: {error}") from None
+        open_regular(path).close()
+        return safe_open(path, framework="pt")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (SafetensorError, MemoryError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None

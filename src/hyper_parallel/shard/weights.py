@@ -41,9 +41,10 @@ def load_weights(
 
     Raises CheckpointError when a tensor is missing, has another shape, or a file cannot be read.
     """
-    handle = _emptied(model, device)
+    handle = sharded(model)
     skeleton = _skeleton(handle)
     plain_model = without_adapters(skeleton)
+    found: list[tuple[str, Source]] = []
     drawn = dict(_initial_buffers(skeleton))
     with Folder(Path(folder)) as files:
         for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
@@ -58,6 +59,10 @@ def load_weights(
                 raise CheckpointError(
                     f"{folder}: no tensor {plain!r}; the folder holds another model's weights"
                 )
+            found.append((name, source))
+        # Memory is taken for what fits to the folder.
+        _emptied(model, device)
+        for name, source in found:
             _fill(handle, name, source)
     for name, values in _initial_values(skeleton, seed, adapters_only=True):
         _fill(handle, name, values)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     ConfigDict,
@@ -17,6 +18,19 @@ from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hyper_parallel.errors import nearest
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("a path has no line breaks and no control characters")
+    if any(len(part.encode()) > 255 for part in text.split("/")) or len(text) > 4000:
+        raise ValueError("a path, or a name in it, is longer than files' names can be")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_one_line)]
+"""The path of a file or folder."""
+_MOST_HINTS = 50
 
 
 class Section(BaseModel):
@@ -31,10 +45,11 @@ class Section(BaseModel):
     def _refuse_unknown_keys(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Unknown keys are told beside what is wrong with the known ones, each with the nearest valid name."""
         known = {key for name, field in cls.model_fields.items() for key in _keys_of(name, field)}
+        strange = [key for key in (given if isinstance(given, Mapping) else ()) if key not in known]
+        # Finding the nearest name takes a while, and nobody reads a thousand.
         unknown = {
-            key: cls._hint(str(key), known)
-            for key in (given if isinstance(given, Mapping) else ())
-            if key not in known
+            key: cls._hint(str(key), known) if place < _MOST_HINTS else "unknown key"
+            for place, key in enumerate(strange)
         }
         if not unknown:
             return handler(given)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from hyper_parallel.config import ModelConfig, RunConfig
+from hyper_parallel.config.model import read_config
 from hyper_parallel.data import TextData, Tokenizer
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.lend import lend
@@ -24,6 +25,8 @@ from hyper_parallel.train.compiling import artifacts_of
 from hyper_parallel.train.engine import check_length, try_graph
 from hyper_parallel.train.graphs import Graphs
 from hyper_parallel.workload import Flops, flops_of_model
+
+log = logging.getLogger(__name__)
 
 # Names that Transformers reads from a config although `to_dict` of a default one does not show them.
 _LEGACY = frozenset(
@@ -114,14 +117,19 @@ def transformers_config(declared: ModelConfig) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if declared.path is not None:
-        if not (Path(declared.path) / "config.json").is_file():
+        fields, file = read_config(declared.path), f"{declared.path}/config.json"
+        if fields["model_type"] not in CONFIG_MAPPING:
+            hint = nearest(fields["model_type"], CONFIG_MAPPING.keys())
+            code = "; the code that its auto_map names is not run" if fields.get("auto_map") else ""
             raise ConfigError(
-                f"model.path: {declared.path} has no config.json; name a folder that save_pretrained wrote"
+                f"model.path: {file}: Transformers knows no {fields['model_type']!r}{hint}{code}"
             )
+        if fields.get("auto_map"):
+            log.warning("%s names code of its own (auto_map), which is not run: Transformers' own is", file)
         try:
             return AutoConfig.from_pretrained(declared.path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.path: {declared.path}/config.json: {_line(error)}") from error
+        except Exception as error:  # its validation raises classes of huggingface_hub's own around the reason
+            raise ConfigError(f"model.path: {file}: {_line(error.__cause__ or error)}") from error
     assert declared.config is not None
     settings = {key: value for key, value in declared.config.items() if key != "model_type"}
     family = declared.config["model_type"]
@@ -164,6 +172,8 @@ def _fit_vocabulary(hf: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
                 setattr(hf, key, value)
     elif getattr(hf, "eos_token_id", None) is None:
         hf.eos_token_id = tokenizer.eos
+    if type(getattr(hf, "vocab_size", None)) is not int:
+        raise ConfigError("the model's config has no vocab_size that is a whole number")
     if hf.vocab_size < tokenizer.vocab_size:
         mend = (
             f"leave model.config.vocab_size out or make it at least {tokenizer.vocab_size}"
@@ -200,8 +210,9 @@ def on_meta(hf: Any, config: RunConfig) -> nn.Module:
             model = AutoModelForCausalLM.from_config(
                 hf, attn_implementation=attention, dtype=dtype, trust_remote_code=False
             )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model: Transformers cannot build it: {_line(error)}") from error
+    except Exception as error:  # what its classes make of a field of another type or size is of any kind
+        reason = f"{type(error).__name__}: {_line(error)}"
+        raise ConfigError(f"model: Transformers cannot build it: {reason}") from error
     assert isinstance(model, nn.Module)
     return model
 
