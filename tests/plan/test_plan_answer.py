@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,31 @@ def test_the_longest_sequence_is_told_with_what_the_model_is_made_for() -> None:
     points = series.curve([question.at(length) for length in (4096, 262144)], CONSTANTS)
     made = lengths(points)
     fitting = [point.question.workload.sequence for point in points if point.fits]
-    assert made.sentences[0] == f"the longest that fits: {max(fitting):,} tokens (forecast)"
+    assert fitting == [4096, 262144]
+    assert made.sentences[0].startswith("262,144 tokens fit, the longest that was asked for")
     assert "made for 131,072 tokens" in made.sentences[1]
     assert {int(row[0].replace(",", "")) * int(row[1]) for row in made.sheet.rows} == {65536, 262144}
+
+
+def test_of_lengths_that_do_not_all_fit_the_longest_is_named() -> None:
+    work = Workload(shape("llama-3-70b"), 1, 2048)
+    question = Question(workload=work, cluster=Cluster.named("h100x16"))
+    points = series.curve([question.at(length) for length in (2048, 2**22)], CONSTANTS)
+    assert [point.fits for point in points] == [True, False]
+    assert (
+        lengths(points)
+        .sentences[0]
+        .startswith("the longest of these lengths that fits: 2,048 tokens; 4,194,304 do")
+    )
+
+
+def test_what_train_refuses_is_said_on_the_terminal_and_on_the_page() -> None:
+    work = Workload(shape("llama-3-70b"), 64, 2048)
+    fixed = {"pipeline": (2.0,)}
+    one = asked(Question(workload=work, cluster=Cluster.named("h100x16"), fix=fixed), CONSTANTS)
+    [said] = [line for line in text(one).splitlines() if "train refuses" in line]
+    assert said.startswith("note: train refuses 1") and "--runnable" in said
+    assert escape(said.removeprefix("note: ")) in page(one, [])
+    runnable = asked(_question(runnable=True), CONSTANTS)
+    assert "train refuses" not in text(runnable) and "--runnable" not in text(runnable)
+    assert all(found.strategy["pipeline"] == 1 for found in runnable.best)

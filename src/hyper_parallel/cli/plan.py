@@ -32,7 +32,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     metavar="N",
     default="8k",
     show_default=True,
-    help="Tokens; 8k..1M asks for the longest that fits.",
+    help="Tokens; 8k..1M: a row for each doubling, and the longest of these that fits.",
 )
 @click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16, fp8, mxfp8 or nvfp4.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw or muon.")
@@ -228,7 +228,7 @@ def _series(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """How the step scales, the longest sequence, or the fewest devices."""
+    """How the step scales, or grows with the sequence, or the fewest devices."""
     from hyper_parallel.plan import curves, series
     from hyper_parallel.plan.constants import fitted
 

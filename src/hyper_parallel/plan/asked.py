@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.plan import told
+from hyper_parallel.plan import told, trainable
 from hyper_parallel.plan.constants import Constants, fitted
 from hyper_parallel.plan.explain import Explanation, explain
 from hyper_parallel.plan.figures import Figures, figures
@@ -101,7 +101,7 @@ def asked(
         ],
         compared=None if other is None else _figures(other, known),
         tokens=tokens,
-        notes=notes,
+        notes=[*trainable.note((str(place), one) for place, one in enumerate(best, 1)), *notes],
     )
 
 

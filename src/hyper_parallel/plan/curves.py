@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.plan import told
+from hyper_parallel.plan import told, trainable
 from hyper_parallel.plan.figures import Figures, figures
 from hyper_parallel.plan.question import Question
 from hyper_parallel.plan.series import Point
@@ -68,7 +68,7 @@ def scaling(points: Sequence[Point], tokens: float = 0.0) -> Curve:
 
 
 def lengths(points: Sequence[Point]) -> Curve:
-    """The best step for each length of a sequence, and the longest that fits."""
+    """The best step for each length of a sequence, and the longest of these that fits."""
     rows = []
     for point in points:
         best, work = _best(point), point.question.workload
@@ -86,12 +86,17 @@ def lengths(points: Sequence[Point]) -> Curve:
         left=3,
         note="as many tokens a step in all rows, as near as whole sequences come; tokens/s: of each device",
     )
+    asked = sorted(point.question.workload.sequence for point in points)
     fitting = [point.question.workload.sequence for point in points if point.fits]
-    longest = (
-        f"the longest that fits: {max(fitting):,} tokens (forecast)"
-        if fitting
-        else "none of these lengths fits"
-    )
+    if not fitting:
+        longest = "none of these lengths fits (forecast)"
+    elif max(fitting) == asked[-1]:
+        longest = f"{asked[-1]:,} tokens fit, the longest that was asked for; longer ones may fit as well (forecast)"
+    else:
+        more = min(length for length in asked if length > max(fitting))
+        longest = (
+            f"the longest of these lengths that fits: {max(fitting):,} tokens; {more:,} do not (forecast)"
+        )
     beyond = points[-1].question.workload
     known = beyond.shape.positions
     notes = (f"{beyond.shape.name} is made for {known:,} tokens",) if 0 < known < beyond.sequence else ()
@@ -111,7 +116,7 @@ def fewest(question: Question, point: Point | None, tokens: float = 0.0) -> Curv
         )
     made = scaling([point], tokens)
     says = f"{name} fits on {point.question.devices:,} devices of {where}, and on no fewer (forecast)"
-    return Curve(made.heading, made.sheet, (says,), made.rows)
+    return Curve(made.heading, made.sheet, (says, *made.sentences), made.rows)
 
 
 def _made(points: Sequence[Point], sheet: Sheet, sentences: tuple[str, ...]) -> Curve:
@@ -121,7 +126,9 @@ def _made(points: Sequence[Point], sheet: Sheet, sentences: tuple[str, ...]) -> 
         f"forecast of steps of {shape.name or 'the model'} ({format_count(shape.parameters)} parameters; "
         f"{format_count(work.tokens)} tokens, {work.precision}) on {question.cluster.name or question.cluster.source}"
     )
-    return Curve(heading, sheet, sentences, tuple(_row(point) for point in points))
+    shown = [(f"the best on row {place}", _best(point)) for place, point in enumerate(points, 1)]
+    notes = trainable.note((name, best) for name, best in shown if best is not None)
+    return Curve(heading, sheet, (*sentences, *notes), tuple(_row(point) for point in points))
 
 
 def _row(point: Point) -> dict[str, Any]:

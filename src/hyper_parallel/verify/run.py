@@ -167,6 +167,9 @@ def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors, torch.nn.Modul
     """The reference, which computes the whole batch at once; the batch; and the model again, as it was before."""
     model, text = unsharded(config)
     untouched = copy.deepcopy(model)
+    if has_experts(model.config):
+        # One by one: Transformers' grouped product refuses widths on a CPU that are fine on a device, or once split.
+        model.set_experts_implementation("eager")  # type: ignore[operator]
     batch = rows_to_verify(config, text)
     # The traceable lowering of nothing is the plain model, with or without a process group.
     one = step_of(model, _at_once(config), alone(config.strategy), batch, "traceable", None)
