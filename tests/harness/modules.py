@@ -104,7 +104,7 @@ BROKEN: dict[str, Between] = {
     "in place": _in_place,
     "count of features": _counted,
     "noise": _noise,
-    "functional dropout": lambda b, h: F.dropout(h, 0.5, b.training),
+    "alpha dropout": lambda b, h: F.alpha_dropout(h, 0.5, b.training),
     "random of Python": _numpy_like,
     "outer product": lambda b, h: h * (h.unsqueeze(-1) * h.unsqueeze(-2)).mean((-1, -2)).unsqueeze(-1),
     "skips the split": lambda b, h: h + F.pad(b.given, (0, h.size(-1) - WIDTH)) if h.size(-1) >= WIDTH else h,  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ RULES = {"embed": "vocab", "up*": "colwise", "down*": "rowwise", "head": "colwis
 IDS = torch.arange(24).reshape(4, 6) % 13
 
 
-def _gradients(
+def plain_step(
     strategy: Strategy, lowering: str, made: type[nn.Module] = Residual
 ) -> tuple[float, dict[str, torch.Tensor]]:
     with one_device():
@@ -64,7 +64,7 @@ def _gradients(
 
 
 def _rank(rank: int, world: int, strategy: Strategy) -> tuple[float, dict[str, torch.Tensor]]:
-    return _gradients(strategy, "fsdp")
+    return plain_step(strategy, "fsdp")
 
 
 AXES = [
@@ -78,10 +78,10 @@ AXES = [
 
 @pytest.mark.parametrize("axes", AXES)
 def test_a_plain_module_under_the_user_s_rules(axes: dict[str, int]) -> None:
-    expected_loss, expected = _gradients(Strategy(), "fsdp")
+    expected_loss, expected = plain_step(Strategy(), "fsdp")
     strategy = Strategy(axes=axes, rules=RULES if "tensor" in axes else {})
     with simulated_ranks(strategy.axes.world):
-        answers = [_gradients(strategy, "traceable")]
+        answers = [plain_step(strategy, "traceable")]
     answers += run_ranks(_rank, strategy.axes.world, strategy)
     for loss, gradients in answers:
         assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -114,13 +114,13 @@ class Stack(nn.Module):
 
 
 def _stack(rank: int, world: int, axes: dict[str, int]) -> dict[str, torch.Tensor]:
-    return _gradients(Strategy(axes=axes), "fsdp", Stack)[1]
+    return plain_step(Strategy(axes=axes), "fsdp", Stack)[1]
 
 
 def test_a_module_may_compute_with_the_weights_of_those_below_it() -> None:
-    _, expected = _gradients(Strategy(), "fsdp", Stack)
+    _, expected = plain_step(Strategy(), "fsdp", Stack)
     with simulated_ranks(4):
-        answers = [_gradients(Strategy(axes={"shard": 4}), "traceable", Stack)[1]]
+        answers = [plain_step(Strategy(axes={"shard": 4}), "traceable", Stack)[1]]
     for gradients in answers + run_ranks(_stack, 4, {"shard": 4}):
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5)

@@ -74,8 +74,8 @@ def test_random_numbers_that_would_differ_between_strategies() -> None:
         "vocab_size": 99,
     }
     with torch.device("meta"):
-        model = OPTForCausalLM(OPTConfig(**small, word_embed_proj_dim=32, dropout=0.1))
-    with pytest.raises(StrategyError, match=r"decoder.dropout is 0.1: .* set it to 0 in model.config"):
+        model = OPTForCausalLM(OPTConfig(**small, word_embed_proj_dim=32, layerdrop=0.1))
+    with pytest.raises(StrategyError, match=r"decoder.layerdrop is 0.1: .* set it to 0 in model.config"):
         shard.parallelize(model, Strategy())
     with pytest.raises(StrategyError, match="'0' is a Dropout2d"):
         shard.parallelize(nn.Sequential(nn.Dropout2d(0.5)), Strategy())

@@ -41,7 +41,8 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
         module = model.get_submodule(name)
         _module(module, module_plan, tensor)
         if module_plan.rule in ("colwise", "rowwise"):
-            stretch = stretches[name.rpartition(".")[0]]
+            stretch = stretches[module_plan.pair]
+            stretches[name.rpartition(".")[0]] = stretch
             colwise = module_plan.rule == "colwise"
             wrap(module, _entering(stretch, module_plan.features) if colwise else _leaving(stretch))
     for name, _ in adapted_layers(model):
@@ -55,10 +56,11 @@ def apply_boundaries(model: nn.Module, plan: Plan, tensor: Axis) -> dict[str, St
         enter = _gather_sequence(name, region, tensor) if region.enters == "gather" else tensor.copy
         if region.enters == "gather" and not region.keeps:
             _gather_again(model, plan, name, enter)
-        else:
+        elif region.enters != "as it is":
             wrap(module, change_input(enter))
         if region.heads is not None:
             _localise_heads(module, region.heads, tensor.size)
+            stretches[name].heads = region.heads.query
     if plan.tensor2d is None:
         for name in plan.whole:
             wrap(
@@ -269,6 +271,12 @@ def _localise_heads(module: Any, heads: Heads, size: int) -> None:
             if name.endswith("_dim") and name != "head_dim"
         }
         local |= {name: lengths[value] for name, value in kept.items() if value in lengths}
+    # Names that elsewhere mean other things are this where they have its value.
+    if getattr(module, "n_heads", None) == heads.query:
+        local["n_heads"] = query
+    for name in ("inner_dim", "all_head_size"):
+        if getattr(module, name, None) == heads.query * heads.size:
+            local[name] = query * heads.size
     for name, value in local.items():
         if isinstance(getattr(module, name, None), int):
             setattr(module, name, value)

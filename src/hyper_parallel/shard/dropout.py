@@ -14,7 +14,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,16 +21,14 @@ from torch import nn
 from hyper_parallel.errors import HyperParallelError, StrategyError
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.context.split import PositionSplit
-from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.wrap import Forward, wrap
 
 POSITIONS = 1
 """The dim of activations on which positions lie."""
 _MASK = 0xFFFFFFFF
 _OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_ATTENTION_RATES = frozenset({"dropout", "attention_dropout", "attn_dropout"})
-ATTENTION = "hyper_parallel_sdpa"
-"""The name under which attention with a reproducible dropout is registered with Transformers."""
+_OF_WHOLE_LAYERS = ("layerdrop", "drop_path", "drop_prob", "jitter")
+"""What the names of rates hold that no mask of elements is drawn with."""
 
 
 @dataclass(frozen=True)
@@ -116,135 +113,113 @@ class Stretch:
     """Inside an attention or MLP, where positions are whole even if they are split between layers."""
     dims: Mapping[int, Axis] | None = None
     """While split: dim to the axis that splits it; None is the last dim, by the tensor axis."""
+    heads: int = 0
+    """In an attention, how many heads its queries have on all ranks; 0 where they are not split, or not known."""
 
 
-def apply_dropout(
-    model: nn.Module,
-    tensor: Axis,
-    stretches: Mapping[str, Stretch],
-    between: Callable[[str], Mapping[int, Axis]],
-    positions: Callable[[str], PositionSplit | None] = lambda _: None,
-) -> None:
-    """Make every nn.Dropout of the model, and the dropout inside its attention, reproducible.
+@dataclass(frozen=True)
+class Site:
+    """A module that drops activations: which of their elements this rank holds."""
 
-    `between`: module name to the dims, and the axes that split them, of activations outside of stretches.
-    `positions`: module name to how the context axis splits its positions.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            parents = [parent for parent in stretches if name.startswith(f"{parent}." if parent else "")]
-            stretch = stretches[max(parents, key=len)] if parents else Stretch()
-            wrap(module, _dropout_wrapper(name, module, tensor, stretch, between(name), positions(name)))
-    if is_transformers(model):
-        _apply_attention_dropout(model, tensor)
+    name: str
+    tensor: Axis
+    stretch: Stretch
+    between: Mapping[int, Axis]
+    """Dims of activations outside of stretches, and the axes that split them."""
+    positions: PositionSplit | None
+    """How the context axis splits them."""
 
+    def drop(self, x: torch.Tensor, p: float, call: int = 1) -> torch.Tensor:
+        """`x` without a share p of its elements; `call` tells the dropouts of one forward pass of a module apart."""
+        name = self.name if call == 1 else f"{self.name}#{call}"
+        if x.dim() == 4 and self._splits_heads and x.size(1) * self.tensor.size == self.stretch.heads:
+            return self.drop_weights(x, p, call)
+        return _dropout(x, p, name, self._indices(x))
 
-def refuse_other_draws(model: nn.Module) -> None:
-    """Refuse what draws random numbers in other ways.
-
-    Modules that call ``torch.nn.functional.dropout`` keep its rate as a number: there is nothing to wrap.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, _OTHER_DROPOUTS) and module.p > 0:
+    def drop_weights(self, weights: torch.Tensor, p: float, call: int = 1) -> torch.Tensor:
+        """Attention weights [batch, heads, queries, keys], likewise."""
+        if self.positions is not None:
             raise StrategyError(
-                f"{name!r} is a {type(module).__name__}; only nn.Dropout is the same under every strategy"
+                f"{self.name!r} drops attention weights, and attention that is spread over ranks drops none; "
+                "set its rate to 0, or axes.context to 1"
             )
-        # What an attention hands to its kernel goes through `_attention`.
-        handled = _ATTENTION_RATES if hasattr(module, "head_dim") else frozenset()
-        for attribute, rate in vars(module).items():
-            random = "drop" in attribute or "jitter" in attribute
-            if random and attribute not in handled and isinstance(rate, float) and rate > 0:
-                raise StrategyError(
-                    f"{name + '.' if name else ''}{attribute} is {rate}: this model draws random numbers in a way that "
-                    "cannot be made the same under every strategy; set it to 0 in model.config"
-                )
+        name = self.name if call == 1 else f"{self.name}#{call}"
+        heads = {}
+        if self._splits_heads:
+            heads = {1: self.tensor.indices(weights.size(1) * self.tensor.size, weights.device)}
+        return _dropout(weights, p, name, heads)
 
+    @property
+    def _splits_heads(self) -> bool:
+        return self.tensor.size > 1 and (self.stretch.heads > 0 or self.stretch.split)
 
-def _dropout_wrapper(
-    name: str,
-    module: nn.Dropout,
-    tensor: Axis,
-    stretch: Stretch,
-    between: Mapping[int, Axis],
-    positions: PositionSplit | None,
-) -> Callable[..., torch.Tensor]:
-    inside = stretch.dims if stretch.dims is not None else {-1: tensor}
-
-    def wrapper(forward: Forward, x: torch.Tensor) -> torch.Tensor:
-        if not module.training:
-            return x
-        indices = {}
-        split = inside if stretch.split else {} if stretch.inside else between
+    def _indices(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        stretch, indices = self.stretch, {}
+        inside = stretch.dims if stretch.dims is not None else {-1: self.tensor}
+        split = inside if stretch.split else {} if stretch.inside else self.between
         for dim, axis in split.items():
             if axis.size > 1:
                 length = stretch.features if stretch.split and dim == -1 else x.size(dim) * axis.size
                 index = axis.indices(length, x.device)
                 if index.numel() != x.size(dim):
                     raise StrategyError(
-                        f"{name!r} drops activations of which the tensor axes cannot tell the features"
+                        f"{self.name!r} drops activations of which the tensor axes cannot tell the features"
                     )
                 indices[dim % x.dim()] = index
-        if positions is not None:
+        if self.positions is not None:
             rest = split[POSITIONS].size if POSITIONS in split else 1
-            mine = positions.indices(x.size(POSITIONS) * rest * positions.context.size, x.device)
+            length = x.size(POSITIONS) * rest * self.positions.context.size
+            mine = self.positions.indices(length, x.device)
             indices[POSITIONS] = mine[indices[POSITIONS]] if POSITIONS in indices else mine
-        return _dropout(x, module.p, name, indices)
+        return indices
+
+
+def sites_of(
+    tensor: Axis,
+    stretches: Mapping[str, Stretch],
+    between: Callable[[str], Mapping[int, Axis]],
+    positions: Callable[[str], PositionSplit | None] = lambda _: None,
+) -> Callable[[str], Site]:
+    """Module name to what it is as a site: what it drops, it drops of activations inside of it.
+
+    `between`: module name to the dims, and the axes that split them, of activations outside of stretches.
+    `positions`: module name to how the context axis splits its positions.
+    """
+
+    def site(name: str) -> Site:
+        around = [n for n in stretches if n == name or name.startswith(f"{n}." if n else "")]
+        stretch = stretches[max(around, key=len)] if around else Stretch()
+        inside = f"{name}." if name else name
+        return Site(name, tensor, stretch, between(inside), positions(inside))
+
+    return site
+
+
+def apply_dropout(model: nn.Module, site: Callable[[str], Site]) -> None:
+    """Make every nn.Dropout of the model reproducible."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            wrap(module, _dropped(site(name), module))
+
+
+def _dropped(site: Site, module: nn.Dropout) -> Callable[..., torch.Tensor]:
+    def wrapper(forward: Forward, x: torch.Tensor) -> torch.Tensor:
+        return site.drop(x, module.p) if module.training else x
 
     return wrapper
 
 
-def _apply_attention_dropout(model: Any, tensor: Axis) -> None:
-    """Attention with dropout > 0 is computed step by step; without it, by the kernel that was asked for."""
-    if not any(getattr(model.config, key, None) for key in ("attention_dropout", "attn_pdrop")):
-        return
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.config._attn_implementation = ATTENTION
+def refuse_other_draws(model: nn.Module) -> None:
+    """Refuse what is known to draw random numbers in other ways than by dropping single elements."""
     for name, module in model.named_modules():
-        if hasattr(module, "head_dim"):
-            module.__dict__["_hyper_parallel_name"] = name
-            module.__dict__["_hyper_parallel_tensor"] = tensor
-
-
-def _attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """query [B, H, S, D], key and value [B, K, S, D]; returns [B, S, H, D]. Boolean masks are True where seen."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if dropout == 0.0:
-        kernel: Any = sdpa_attention_forward
-        output, _ = kernel(module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **kwargs)
-        return output, None
-    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if unsupported:
-        raise StrategyError(
-            f"attention dropout beside {', '.join(unsupported)} is not supported; set attention_dropout to 0"
-        )
-    groups = query.size(1) // key.size(1)
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) * (scaling if scaling is not None else query.size(-1) ** -0.5)
-    if attention_mask is None:
-        if getattr(module, "is_causal", True):
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    elif attention_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    else:
-        scores = scores + attention_mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    tensor: Axis = module._hyper_parallel_tensor
-    heads = {1: tensor.indices(weights.size(1) * tensor.size, weights.device)} if tensor.size > 1 else {}
-    weights = _dropout(weights, dropout, module._hyper_parallel_name, heads)
-    return (weights @ value).transpose(1, 2).contiguous(), None
+        if isinstance(module, _OTHER_DROPOUTS) and module.p > 0:
+            raise StrategyError(
+                f"{name!r} is a {type(module).__name__}; only nn.Dropout is the same under every strategy"
+            )
+        for attribute, rate in vars(module).items():
+            whole = any(part in attribute for part in _OF_WHOLE_LAYERS)
+            if whole and isinstance(rate, float) and rate > 0:
+                raise StrategyError(
+                    f"{name + '.' if name else ''}{attribute} is {rate}: this model draws random numbers in a way that "
+                    "cannot be made the same under every strategy; set it to 0 in model.config"
+                )

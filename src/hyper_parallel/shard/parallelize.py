@@ -21,8 +21,9 @@ from hyper_parallel.shard.boundary import apply_boundaries, apply_edges
 from hyper_parallel.shard.check import check_before_training, check_on_first_call
 from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
 from hyper_parallel.shard.context.gathered import apply_gathered
-from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws
+from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws, sites_of
 from hyper_parallel.shard.experts.boundary import apply_experts_plan
+from hyper_parallel.shard.functional_dropout import apply_functional_dropout
 from hyper_parallel.shard.groups import Groups
 from hyper_parallel.shard.handle import ShardedModel, attach, cut
 from hyper_parallel.shard.loss.root import apply_loss
@@ -110,7 +111,9 @@ def parallelize(
     apply_edges(model, plan, axes[mesh.tensor])
     apply_edges_2d(model, plan, axes)
     positions = context.positions_at if context is not None else lambda _: None
-    apply_dropout(model, axes[mesh.tensor], stretches, between, positions)
+    site = sites_of(axes[mesh.tensor], stretches, between, positions)
+    apply_dropout(model, site)
+    apply_functional_dropout(model, site)
     apply_loss(model, plan, axes, dtypes, cut=context.cut if context is not None else None)
     apply_context_to_root(model, context)
     apply_towers(model)

@@ -39,6 +39,11 @@ _COLWISE = frozenset((
 ))
 # fmt: on
 _ROWWISE = frozenset(("o_proj", "out_proj", "down_proj", "c_proj", "fc2", "fc_out"))
+# In encoders and encoder-decoders; in decoders such names also stand where projections feed other things.
+_ENCODER_COLWISE = _COLWISE | {
+    *("q", "k", "v", "wi", "wi_0", "wi_1", "q_lin", "k_lin", "v_lin", "lin1", "intermediate.dense")
+}
+_ENCODER_ROWWISE = _ROWWISE | {*("o", "wo", "out_lin", "lin2", "output.dense")}
 
 # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): what makes the latents is applied whole on
 # every rank, what makes heads of them is split by heads.
@@ -84,6 +89,51 @@ def decoder_of(model: nn.Module) -> str:
     core: Any = without_adapters(model)
     decoder = core.get_decoder()
     return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Whether a Transformers model attends in both directions: an encoder, or one with a decoder behind it.
+
+    A vision tower beside a language model is none: the language model is what is spread.
+    """
+    core: Any = without_adapters(model)
+    if getattr(core.config, "is_encoder_decoder", False):
+        return True
+    decoder = model.get_submodule(decoder_of(model))
+    causal = {getattr(module, "is_causal", None) for module in decoder.modules()}
+    return False in causal and True not in causal
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """The table of the input ids; None where a model has none, as those of images have."""
+    core: Any = without_adapters(model)
+    try:
+        found: nn.Module | None = core.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return found
+
+
+def pairs_of(rules: Mapping[str, RuleName]) -> dict[str, str]:
+    """Colwise or rowwise projection to the module in which it has its counterparts: its own parent, or, where attention
+    or MLP keep their projections in modules below them, the parent of that. One without any is left out."""
+    parents = {
+        kind: {name.rpartition(".")[0] for name, rule in rules.items() if rule == kind}
+        for kind in ("colwise", "rowwise")
+    }
+    # A module with both is an attention or MLP by itself.
+    both = parents["colwise"] & parents["rowwise"]
+    above = {kind: {p.rpartition(".")[0] for p in found - both} - {""} for kind, found in parents.items()}
+    shared = above["colwise"] & above["rowwise"]
+    pairs = {}
+    for name, rule in rules.items():
+        if rule in parents:
+            parent = name.rpartition(".")[0]
+            if parent in both:
+                pairs[name] = parent
+            elif parent.rpartition(".")[0] in shared:
+                pairs[name] = parent.rpartition(".")[0]
+    return pairs
 
 
 def resolve(
@@ -153,33 +203,45 @@ def _plan_of_latent_attention(modules: Mapping[str, nn.Module]) -> dict[str, Rul
 
 
 def _plan_from_names(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, RuleName]:
+    core: Any = without_adapters(model)
+    encodes = has_encoder(model)
+    colwise = _ENCODER_COLWISE if encodes else _COLWISE
+    known = colwise | (_ENCODER_ROWWISE if encodes else _ROWWISE)
+    # Beside a decoder that is spread by itself, an encoder is one more stack of layers.
+    within = "" if getattr(core.config, "is_encoder_decoder", False) else decoder_of(model)
     rules: dict[str, RuleName] = {}
-    decoder = decoder_of(model)
     for name, module in modules.items():
-        last = name.rsplit(".", 1)[-1]
-        inside = name.startswith(f"{decoder}." if decoder else "")
-        if inside and _is_projection(module) and last in _COLWISE | _ROWWISE:
-            rules[name] = "colwise" if last in _COLWISE else "rowwise"
+        if not _is_projection(module) or not name.startswith(f"{within}." if within else ""):
+            continue
+        last = next(
+            (n for n in (name.rsplit(".", 1)[-1], ".".join(name.split(".")[-2:])) if n in known), None
+        )
+        if last is not None:
+            rules[name] = "colwise" if last in colwise else "rowwise"
     # A projection without its counterpart beside it is left whole.
-    parents = {
-        rule: {n.rpartition(".")[0] for n, r in rules.items() if r == rule} for rule in ("colwise", "rowwise")
-    }
-    both = parents["colwise"] & parents["rowwise"]
-    return {name: rule for name, rule in rules.items() if name.rpartition(".")[0] in both}
+    return {name: rules[name] for name in pairs_of(rules)}
 
 
 def _ends(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, RuleName]:
-    """The input embedding and the output head, which a tie makes one matrix: both split the vocabulary."""
+    """The input embedding and the output head, which a tie makes one matrix: both split the vocabulary, and so do the
+    tables of an encoder and a decoder that are tied to them."""
     names = {id(module): name for name, module in modules.items()}
     rules: dict[str, RuleName] = {}
     core: Any = without_adapters(model)
-    embedding, head = core.get_input_embeddings(), core.get_output_embeddings()
+    embedding, head = input_embedding(model), core.get_output_embeddings()
     if isinstance(embedding, nn.Embedding) or (
-        is_adapted(embedding) and isinstance(base_of(embedding), nn.Embedding)
+        embedding is not None and is_adapted(embedding) and isinstance(base_of(embedding), nn.Embedding)
     ):
         rules[names[id(embedding)]] = "vocab"
     if head is not None and isinstance(base_of(head), nn.Linear):
         rules[names[id(head)]] = "colwise_gather"
+    shared = {id(p) for name in rules for p in base_of(modules[name])._parameters.values() if p is not None}
+    for name, module in modules.items():
+        own = {id(p) for p in module._parameters.values() if p is not None} & shared
+        if own and name not in rules and base_of(modules[name]) is module:
+            if not isinstance(module, nn.Embedding):
+                return {}  # who else keeps such a weight may compute with it: a whole vocabulary is right for all
+            rules[name] = "vocab"
     return rules
 
 

@@ -54,6 +54,16 @@ def heads_of(module: nn.Module, config: object | None) -> Heads | None:
     return Heads(query, int(kv), size)
 
 
+def heads_in_encoder(module: nn.Module) -> Heads | None:
+    """The heads of an attention of an encoder, or of a decoder behind one: each module says what its own are."""
+    counts = (getattr(module, name, None) for name in ("num_heads", "num_attention_heads", "n_heads"))
+    sizes = (
+        getattr(module, name, None) for name in ("head_dim", "attention_head_size", "key_value_proj_dim")
+    )
+    query, size = (next((n for n in found if isinstance(n, int)), None) for found in (counts, sizes))
+    return None if query is None or size is None else Heads(query, query, size)
+
+
 def fused_parts(name: str, features: int, parent: nn.Module, heads: Heads | None) -> tuple[int, ...]:
     """The lengths of the parts of which a projection's output is made; one part when it is not fused."""
     last = name.rsplit(".", 1)[-1]

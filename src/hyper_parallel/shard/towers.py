@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.shard.rules import decoder_of, is_transformers
+from hyper_parallel.shard.rules import decoder_of, input_embedding, is_transformers
 from hyper_parallel.shard.wrap import Forward, Wrapper, wrap
 
 
@@ -38,7 +38,7 @@ def towers_of(model: nn.Module) -> Iterator[nn.Module]:
         id(part)
         for root in (
             model.get_submodule(decoder_of(model)),
-            core.get_input_embeddings(),
+            input_embedding(model),
             core.get_output_embeddings(),
         )
         if root is not None

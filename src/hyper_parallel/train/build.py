@@ -19,6 +19,7 @@ from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.lend import lend
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
+from hyper_parallel.shard.rules import has_encoder
 from hyper_parallel.train.assets import generation_config
 from hyper_parallel.train.budget import Budget
 from hyper_parallel.train.compiling import artifacts_of
@@ -31,6 +32,11 @@ log = logging.getLogger(__name__)
 # Names that Transformers reads from a config although `to_dict` of a default one does not show them.
 _LEGACY = frozenset(
     {"rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "torch_dtype", "head_dim"}
+)
+
+_UNSUPPORTED = (
+    "a run file trains decoder-only language models and their vision towers, and {!r} is none; "
+    "hyper_parallel.parallelize spreads it in a loop of your own (docs/families.md)"
 )
 
 
@@ -201,8 +207,10 @@ def _too_small(rows: int, tokenizer: Tokenizer, mend: str) -> str:
 
 def on_meta(hf: Any, config: RunConfig) -> nn.Module:
     """The run's unsharded model without values. Raises ConfigError when Transformers cannot build it."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"model: {_UNSUPPORTED.format(hf.model_type)}")
     dtype = getattr(torch, config.effective_strategy.precision.param)
     attention = None if config.model.attention == "auto" else config.model.attention
     try:
@@ -214,6 +222,10 @@ def on_meta(hf: Any, config: RunConfig) -> nn.Module:
         reason = f"{type(error).__name__}: {_line(error)}"
         raise ConfigError(f"model: Transformers cannot build it: {reason}") from error
     assert isinstance(model, nn.Module)
+    if has_encoder(model):
+        raise ConfigError(
+            f"model: {_UNSUPPORTED.format(hf.model_type)}; as a decoder it takes is_decoder: true in model.config"
+        )
     return model
 
 

@@ -177,7 +177,7 @@ def _on_a_copy(
             if drawn is not None:
                 return (
                     f"{drawn} draws random numbers that would not be the same under this strategy as on one device; "
-                    f"use nn.Dropout, or set the rate to 0 ({SKIP})"
+                    f"use nn.Dropout or torch.nn.functional.dropout, or set the rate to 0 ({SKIP})"
                 )
             if not _splits(strategy):
                 return small

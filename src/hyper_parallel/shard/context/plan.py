@@ -21,7 +21,7 @@ from torch import nn
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Fold, Mesh
 from hyper_parallel.shard.adapters import without_adapters
-from hyper_parallel.shard.rules import decoder_of, is_transformers
+from hyper_parallel.shard.rules import decoder_of, has_encoder, is_transformers
 from hyper_parallel.shard.structure import Heads, heads_of, layers_or_refuse, text_config
 from hyper_parallel.strategy import Strategy
 
@@ -74,6 +74,11 @@ def plan_context(model: nn.Module, strategy: Strategy) -> ContextPlan | None:
             f"set axes.context to 1 for {type(model).__name__}"
         )
     core: Any = without_adapters(model)
+    if has_encoder(model):
+        raise StrategyError(
+            f"axes.context = {size} splits the positions of decoder-only language models, and {type(core).__name__} "
+            "has an encoder; set axes.context to 1"
+        )
     config: Any = text_config(model)
     decoder = decoder_of(model)
     _check(core, config)
@@ -91,10 +96,6 @@ def plan_context(model: nn.Module, strategy: Strategy) -> ContextPlan | None:
 
 
 def _check(model: Any, config: Any) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise StrategyError(
-            f"axes.context: {type(model).__name__} has an encoder; only decoders are split; set axes.context to 1"
-        )
     for key in ("attention_dropout", "attn_pdrop"):
         if getattr(config, key, None):
             raise StrategyError(

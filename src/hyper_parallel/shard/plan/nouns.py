@@ -55,6 +55,8 @@ class ModulePlan:
     """Length of the dim that `leaves: gather` gathers, or that a `norm` normalises."""
     formula: Formula | None = None
     """How a `norm` is computed."""
+    pair: str = ""
+    """The module in which a colwise or rowwise projection has its counterparts."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Region:
 
     heads: Heads | None
     enters: str
+    """`copy`, `gather` (from a split sequence), or `as it is`: they enter at each projection."""
     keeps: bool = True
     """What enters gathered is kept for the backward pass; otherwise it is gathered again."""
 

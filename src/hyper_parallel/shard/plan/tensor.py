@@ -5,7 +5,6 @@ Megatron-LM (arXiv 1909.08053, section 3); with the sequence split between regio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -15,11 +14,12 @@ from hyper_parallel.layout.layout import chunk
 from hyper_parallel.shard.adapters import adapters_of, base_of, is_adapted
 from hyper_parallel.shard.plan.draft import Draft
 from hyper_parallel.shard.plan.nouns import Intervals, ModulePlan, Region
-from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.rules import has_encoder, is_transformers, pairs_of
 from hyper_parallel.shard.structure import (
     Heads,
     dim_of_features,
     fused_parts,
+    heads_in_encoder,
     heads_of,
     is_conv1d,
     layers_or_refuse,
@@ -38,6 +38,7 @@ class _TensorPlanner:
 
     def __init__(self, draft: Draft) -> None:
         self.draft, self.mesh, self.rules = draft, draft.mesh, draft.rules
+        self.pairs = pairs_of(draft.rules)
         self.axis = draft.mesh.tensor
         self.size = draft.mesh.size(self.axis)
         # 2D, which takes its regions from this plan, splits the sequence too.
@@ -52,9 +53,15 @@ class _TensorPlanner:
                 f"axes.tensor is {self.size}, but no rule says how {type(self.model).__name__} is split; "
                 "give strategy.rules, for example {'*.up': colwise, '*.down': rowwise}"
             )
+        self.encodes = is_transformers(self.model) and has_encoder(self.model)
         if self.sequence:
             if not is_transformers(self.model):
                 raise StrategyError("sequence: true is understood for Transformers models only; leave it out")
+            if self.encodes:
+                raise StrategyError(
+                    f"sequence: true and axes.tensor_y split the positions of decoder-only language models, and "
+                    f"{type(self.model).__name__} has an encoder; leave them out"
+                )
             self.draft.layers, _ = layers_or_refuse(self.model, "sequence: true")
             self.draft.sequence = True
         self._check_partners()
@@ -97,14 +104,10 @@ class _TensorPlanner:
             above = above.rpartition(".")[0]
         return above or None
 
-    def _siblings(self, name: str) -> Iterator[tuple[str, RuleName]]:
-        parent = name.rpartition(".")[0]
-        return ((n, r) for n, r in self.rules.items() if n.rpartition(".")[0] == parent)
-
     def _check_partners(self) -> None:
         for name, rule in self.rules.items():
             partner = {"colwise": "rowwise", "rowwise": "colwise"}.get(rule)
-            if partner and not any(r == partner for _, r in self._siblings(name)):
+            if partner and name not in self.pairs:
                 other = (
                     "its output would stay split; use colwise_gather"
                     if rule == "colwise"
@@ -118,10 +121,15 @@ class _TensorPlanner:
         """Attention and MLP modules of Transformers models, whose input feeds their projections alone."""
         if not is_transformers(self.model):
             return
+        if self.encodes:
+            self._find_attention_of_encoders()
+            return
         for name, rule in self.rules.items():
             if rule != "rowwise":
                 continue
             parent = name.rpartition(".")[0]
+            if self.pairs.get(name) != parent:
+                continue
             module = self.names[parent]
             heads = heads_of(module, self.config)
             if heads is None and parent.rpartition(".")[0] == self.draft.layers:
@@ -136,16 +144,35 @@ class _TensorPlanner:
                 if child == parent:
                     own = [p for p in own if p not in by_head]
                 if own and self._rule_of(child) is None:
-                    raise StrategyError(
-                        f"the weights {own} of {child!r} lie between split projections and no rule says what they see; "
-                        "give strategy.rules: shared if they are applied to split activations, replicate if not"
-                    )
+                    self._refuse_between(child, leaf)
             gathered = self.draft.strategy.memory.gathered
             keeps = gathered == "keep" or (gathered == "mlp" and heads is None)
             self.draft.regions[parent] = Region(heads, "gather" if self.sequence else "copy", keeps)
 
+    def _find_attention_of_encoders(self) -> None:
+        """Attention with split projections. What another stack made may enter it too, so that activations enter at each
+        projection; weights with an element for each head, as a bias by position has, are split like them."""
+        for parent in sorted({n.rpartition(".")[0] for n, r in self.rules.items() if r == "colwise"}):
+            heads = heads_in_encoder(self.names[parent])
+            if heads is None:
+                continue
+            self.draft.regions[parent] = Region(heads, "as it is")
+            for child, leaf in self.names[parent].named_modules(prefix=parent):
+                if self._rule_of(child) is not None:
+                    continue
+                if isinstance(leaf, nn.Embedding) and leaf.embedding_dim == heads.query:
+                    self._set(child, "weight", split=[(1, self.axis, None)])
+                elif any(p is not None for p in leaf._parameters.values()):
+                    self._refuse_between(child, leaf)
+        for name, rule in self.rules.items():
+            if rule == "rowwise":
+                for beside in sorted(
+                    {n.rpartition(".")[0] for n, p in self.pairs.items() if p == self.pairs[name]}
+                ):
+                    self._check_between(beside, name)
+
     def _check_between(self, layer: str, rowwise: str) -> None:
-        """Refuse weights of a layer that lie between its own projections: those of as many features as are there."""
+        """Refuse weights of a module that lie between projections: those of as many features as are there."""
         base = base_of(self.names[rowwise])
         features, hidden = (
             int(_parameter(base, "weight").shape[dim_of_features(base, output=output)])
@@ -159,6 +186,13 @@ class _TensorPlanner:
                     f"split projections, and no rule says what they see; in strategy.rules give {rowwise!r}, and "
                     "the projections that feed it, replicate"
                 )
+
+    def _refuse_between(self, name: str, module: nn.Module) -> None:
+        own = [p for p, value in module._parameters.items() if value is not None]
+        raise StrategyError(
+            f"the weights {own} of {name!r} lie between split projections and no rule says what they see; "
+            "give strategy.rules: shared if they are applied to split activations, replicate if not"
+        )
 
     # One module.
 
@@ -219,11 +253,13 @@ class _TensorPlanner:
                 self._set(owner, own, summed=(self.axis,), chosen=(d, intervals))
             else:
                 self._set(owner, own, split=[(d, self.axis, parts)])
+        entered = region is not None and inside and region.enters != "as it is"
         self.draft.modules[name] = ModulePlan(
             rule,
-            enters="as it is" if inside else "gather" if loose else "copy",
+            enters="as it is" if entered else "gather" if loose else "copy",
             leaves="gather" if rule == "colwise_gather" else "as it is",
             features=features,
+            pair=self.pairs.get(name, ""),
         )
 
     def _base_name(self, name: str) -> str:
@@ -285,6 +321,7 @@ class _TensorPlanner:
             "rowwise",
             leaves="reduce_split" if self.sequence else "reduce",
             features=int(_parameter(base_of(module), "weight").shape[dim]),
+            pair=self.pairs[name],
         )
 
     def _vocabulary(self, name: str, module: nn.Module) -> None:

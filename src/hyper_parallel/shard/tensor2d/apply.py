@@ -120,7 +120,7 @@ def _attention(
     for child, parts in plan.colwise.items():
         scatter = ScatterHeads(x, parts, plan.shares[child], sharing, plan.heads.size)
         _product(model.get_submodule(child), child, whole, given, scatter)
-    stretch = Stretch(dims={FEATURES: axes[whole.mesh.tensor]})
+    stretch = Stretch(dims={FEATURES: axes[whole.mesh.tensor]}, heads=plan.heads.query)
     rowwise = model.get_submodule(plan.rowwise)
     _product(rowwise, plan.rowwise, whole, GatheredInput(), lambda out: y.reduce_split(out, SEQUENCE),
              lambda h: x.gather_sum(h, FEATURES), plan.keeps)  # fmt: skip
