@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,12 @@ def cluster() -> Cluster:
     return _slow(10)
 
 
+@pytest.fixture(scope="module")
+def free(step: StepGraph, cluster: Cluster) -> Any:
+    """What is chosen where memory is no object."""
+    return overlap(step, cluster)
+
+
 def _slow(times: float) -> Cluster:
     h100 = Cluster.named("h100x4")
     return replace(
@@ -63,8 +70,10 @@ def _slow(times: float) -> Cluster:
     )
 
 
-def test_what_pays_is_chosen_and_beats_the_usual_schedule(step: StepGraph, cluster: Cluster) -> None:
-    found = overlap(step, cluster)
+def test_what_pays_is_chosen_and_beats_the_usual_schedule(
+    step: StepGraph, cluster: Cluster, free: Any
+) -> None:
+    found = free
     usual = overlap(Usual()(step), cluster).before
     assert found.chosen is not None and found.chosen.together == 2
     assert found.after.step < usual.step < found.before.step
@@ -73,8 +82,7 @@ def test_what_pays_is_chosen_and_beats_the_usual_schedule(step: StepGraph, clust
     assert "simulated" in str(found) and "masked" in str(found)
 
 
-def test_the_peak_stays_within_the_memory_that_is_given(step: StepGraph, cluster: Cluster) -> None:
-    free = overlap(step, cluster)
+def test_the_peak_stays_within_the_memory_that_is_given(step: StepGraph, cluster: Cluster, free: Any) -> None:
     room = (free.before.peak.bytes + free.after.peak.bytes) // 2
     tight = overlap(step, cluster, memory=room)
     assert free.after.peak.bytes > room >= tight.after.peak.bytes

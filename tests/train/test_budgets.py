@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
     },
 }
-QUICK = ("llama", "gpt2", "mixtral")
+QUICK = ("llama", "gpt2")
 """Families that are looked at in every run of the tests."""
 TIERS = {
     "host": {"host": "64MiB"},

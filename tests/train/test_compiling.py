@@ -47,6 +47,7 @@ def _assert_near(plain: Ran, made: Ran, dtype: str) -> None:
     assert made.metrics["grad_norm"][1] == pytest.approx(norms[1], rel=FAR[dtype])
 
 
+@pytest.mark.matrix
 @NEEDS_COMPILER
 def test_twenty_compiled_steps_in_bf16(tmp_path: Path) -> None:
     sections = {"strategy": {"precision": {"compute": "bfloat16"}}}
