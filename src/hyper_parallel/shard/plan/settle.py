@@ -24,7 +24,7 @@ from hyper_parallel.compat.local_tensor import one_device
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.adapters import adapted_layers, base_of, without_adapters
 from hyper_parallel.shard.plan.draft import Draft
-from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.rules import has_encoder, is_transformers
 from hyper_parallel.shard.structure import Heads, dim_of_features, fused_parts, heads_of, is_conv1d
 from hyper_parallel.shard.tensor2d.norm import width_of
 
@@ -40,6 +40,8 @@ def settle_rules(draft: Draft) -> None:
     """Add the rules of weights between projections, and take away those of modules that cannot be split."""
     if not is_transformers(draft.model) or any(True for _ in adapted_layers(draft.model)):
         return
+    if has_encoder(draft.model):
+        return  # their pairs may lie in two modules; the planner says what lies between
     _settle_shared(draft)
     left: dict[str, str] = {}
     for parent in sorted(
