@@ -233,7 +233,7 @@ def _mixes(draft: Draft, parent: str) -> bool:
 
 def _seen(module: nn.Module, parent: str, rowwise: str, given: dict[str, list[torch.Tensor]]) -> torch.Tensor:
     """What the last projection sees when the first ones return what is given."""
-    kept = dict(module._modules)
+    kept, modes = dict(module._modules), {part: part.training for part in module.modules()}
     stub = _Given(torch.zeros(1, _ROWS, _FEATURES))
     try:
         for name, parts in given.items():
@@ -245,6 +245,10 @@ def _seen(module: nn.Module, parent: str, rowwise: str, given: dict[str, list[to
     finally:
         module._modules.clear()
         module._modules.update(kept)
-    probe(torch.zeros(1, _ROWS, _FEATURES))
+    try:
+        probe(torch.zeros(1, _ROWS, _FEATURES))
+    finally:
+        for part, mode in modes.items():  # the probe shares its children with the module
+            part.training = mode
     assert stub.seen is not None
     return stub.seen
