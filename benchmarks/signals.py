@@ -240,7 +240,7 @@ def frozen(command: Command, out: str, case: dict[str, Any], span: float, whole:
     code = command.ended(FROZEN_S + 120)
     said = (folder / f"{out}.err").read_text()
     row = {"code": code, "ended_s": round(time.monotonic() - begun, 1), "said": said}
-    row["named"] = said.startswith(f"{PREFIX}worker {case['rank']} ") and said.count("\n") == 1
+    row["named"] = said.startswith(f"{PREFIX}worker {case['rank']} ") and said.count(PREFIX) == 1
     row["left"] = len(command.workers())
     row["ok"] = code == 1 and row["named"] and not row["left"]
     return row
