@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,11 +22,9 @@ class Observer(TorchDispatchMode):
     looking = True
     """Of all observers: whether what operators see now is on the device."""
 
-    def __init__(self, there: Sequence[Tensor], limit: float = math.inf) -> None:
-        """`limit`: bytes. What is above it is looked at again a moment later, since gloo's thread lets go of what a
-        collective was given just after the collective was waited for."""
+    def __init__(self, there: Sequence[Tensor]) -> None:
         super().__init__()
-        self.peak, self.limit = 0, limit
+        self.peak = 0
         self._known: dict[int, Any] = {}
         self._see(there)
 
@@ -47,11 +43,7 @@ class Observer(TorchDispatchMode):
                 key = id(storage)
                 if key not in self._known:
                     self._known[key] = weakref.ref(storage, lambda _, key=key: self._known.pop(key))
-        found = self.alive
-        if found > max(self.peak, self.limit):
-            time.sleep(0.02)
-            found = self.alive
-        self.peak = max(self.peak, found)
+        self.peak = max(self.peak, self.alive)
 
     @property
     def alive(self) -> int:

@@ -93,7 +93,7 @@ def _loss(model: nn.Module, step: int = 0, micro: int = 0) -> torch.Tensor:
     return causal_lm_loss(model, ids, labels, positions, tokens, micro_batches=MICRO)
 
 
-def _trained(model: nn.Module, adam: bool, limit: int = 1 << 40) -> Ran:
+def _trained(model: nn.Module, adam: bool) -> Ran:
     handle, ran, plans = sharded(model), Ran(), 0
     kind = torch.optim.AdamW if adam else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=1e-2)
@@ -105,7 +105,7 @@ def _trained(model: nn.Module, adam: bool, limit: int = 1 << 40) -> Ran:
             held += [x for state in optimizer.state.values() for x in state.values()]
             with (
                 handle.micro_batch(seed=1, step=step, rows=rows, last=micro == MICRO - 1),
-                Seen(held, limit) as seen,
+                Seen(held) as seen,
             ):
                 loss = _loss(model, step, micro)
                 loss.backward()
@@ -133,7 +133,7 @@ def _compared(rank: int, world: int, cases: dict[str, Case]) -> dict[str, str]:
         free, model = _trained(_spread(case), case.adam), _spread(case)
         budget: Any = eager.Swap() if name == "swap" else int(SHARE * max(free.peaks))
         hp.offload(model, budget=budget, host="16MiB")
-        moved = _trained(model, case.adam, max(free.peaks) if name == "swap" else budget)
+        moved = _trained(model, case.adam)
         same = len(moved.values) == len(free.values) and all(map(torch.equal, moved.values, free.values))
         most = max(free.peaks) if name == "swap" else budget
         grew = case.strategy.get("memory", {}).get("expert_load") and model.forward._plans.load == 1.0

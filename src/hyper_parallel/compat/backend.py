@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -142,6 +143,11 @@ class Backend(ABC):
     def host_pages(self, count: int) -> HostMemory:
         """So many bytes of the host, page by page there, locked where the device wants it. Raises OSError."""
         return HostPages(count, self.pin)
+
+    def spare_cores(self) -> int:
+        """Cores of this machine that are this process's share and compute nothing of a step."""
+        there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return there // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
     @abstractmethod
     def device_name(self, index: int = 0) -> str:

@@ -71,6 +71,9 @@ class CpuBackend(Backend):
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to VmRSS
 
+    def spare_cores(self) -> int:
+        return max(0, super().spare_cores() - torch.get_num_threads())
+
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # Not `copy_`, which gives each thread that calls it threads of its own, with 8 MiB of stack each; and not by
         # way of `numpy()`, after which a storage cannot be resized. Other threads run meanwhile.

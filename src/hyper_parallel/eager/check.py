@@ -245,7 +245,8 @@ class Check:
     def _after(self, closely: bool) -> dict[str, _Seen]:
         """What both runs leave behind."""
         found = {
-            f"the random state of {name}": _seen(state, closely) for name, state in self._states().items()
+            f"the random state of {name}": _seen(_tensor(state), closely)
+            for name, state in self._states().items()
         }
         for name, (kind, tensor) in state_of(self._model).items():
             if kind == "buffer":
@@ -298,18 +299,21 @@ class Check:
             name: self._generators[name].device if name in self._generators else name
             for name in self._states()
         }
-        self._set({name: torch.Generator(of).manual_seed(SEED).get_state() for name, of in devices.items()})
+        fresh = {name: torch.Generator(of).manual_seed(SEED).get_state() for name, of in devices.items()}
+        self._set({name: state.numpy().tobytes() for name, state in fresh.items()})
 
-    def _states(self) -> dict[str, Tensor]:
+    def _states(self) -> dict[str, bytes]:
         found = {name: random_state_of(torch.device(name)) for name in {"cpu", str(self._device)}}
-        return found | {name: generator.get_state() for name, generator in self._generators.items()}
+        found |= {name: generator.get_state() for name, generator in self._generators.items()}
+        # Not as tensors, which would be there beside the budget.
+        return {name: state.numpy().tobytes() for name, state in found.items()}
 
-    def _set(self, states: Mapping[str, Tensor]) -> None:
+    def _set(self, states: Mapping[str, bytes]) -> None:
         for name, state in states.items():
             if name in self._generators:
-                self._generators[name].set_state(state)
+                self._generators[name].set_state(_tensor(state))
             else:
-                set_state(state, torch.device(name))
+                set_state(_tensor(state), torch.device(name))
 
 
 _MEND = "call hyper_parallel.eager.release(model) to train without a budget, or give hp.offload check=False to go on"
@@ -350,6 +354,10 @@ def _bytes(tensors: Sequence[Tensor], device: torch.device) -> int:
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.device == device
     }
     return sum(found.values())
+
+
+def _tensor(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _copies(tensors: Iterable[Tensor], memory: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -35,11 +35,16 @@ _BOOT = (
 class ForkServer:
     """A running fork server."""
 
-    def __init__(self) -> None:
+    def __init__(self, spins: bool = True) -> None:
+        """`spins`: whether a thread of a kernel's team looks for the others' end without a pause (libgomp's way). Where
+        threads that copy take a core from the team, that keeps them from ending."""
+        self.spins = spins
         self._channel, theirs = Pipe()
         # One thread: numpy's linear algebra would otherwise start its own on import, and forks lose threads.
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if not spins:  # read once, when libgomp is loaded
+            environ.setdefault("OMP_WAIT_POLICY", "passive")
         # The server inherits the mask, so that a signal to every process of the run waits until it takes signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, SAVE))
         try:
@@ -154,13 +159,13 @@ class ForkServer:
 _server: ForkServer | None = None
 
 
-def fork_server() -> ForkServer:
-    """This process's fork server, started when there is none."""
+def fork_server(spins: bool = True) -> ForkServer:
+    """This process's fork server, started when there is none that waits like this (`ForkServer`)."""
     global _server
-    if _server is None or not _server.alive:
+    if _server is None or not _server.alive or _server.spins != spins:
         if _server is not None:
             _server.close()
-        _server = ForkServer()
+        _server = ForkServer(spins)
     return _server
 
 

@@ -106,7 +106,8 @@ class _Watch:
             signal.SIGTSTP: lambda number, frame: setattr(self, "suspended", True),
         }
         with handling(handlers):
-            server = fork_server()
+            # Beside a budget's copies a team of threads has not all cores to itself.
+            server = fork_server(spins=self.config.strategy.memory.device is None)
             try:
                 reports = server.start(places, self.config, target, _preload(self.config, target), listener)
                 self.alive = {place.rank: end for place, end in zip(places, reports, strict=True)}

@@ -18,6 +18,7 @@ import torch
 
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import TierError
+from hyper_parallel.launch import forkserver
 from hyper_parallel.offloading.tiers import FlashTier, file, locks
 
 MiB = 2**20
@@ -263,3 +264,40 @@ def test_copies_under_way_end_before_close(tmp_path: Path) -> None:
     tier.close()
     assert all(one.done() for one in pending)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("spare", "lanes"), [(0, 1), (2, 1), (4, 2), (64, 3)])
+def test_threads_follow_the_cores_that_nothing_computes_on(
+    spare: int, lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = CPU
+    monkeypatch.setattr(type(cpu), "spare_cores", lambda self: spare)
+    with FlashTier(tmp_path, cpu, capacity=MiB) as tier:
+        assert len(tier._out._threads) == len(tier._back._threads) == lanes
+
+
+def test_a_processors_cores_are_spare_where_no_kernel_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = CPU
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert cpu.spare_cores() == 5
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cpu.spare_cores() == 0
+
+
+def test_a_server_of_workers_under_a_budget_has_kernels_that_do_not_spin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str | None] = []
+
+    def popen(*_: object, env: dict[str, str], **__: object) -> object:
+        seen.append(env.get("OMP_WAIT_POLICY"))
+        raise OSError
+
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(forkserver.subprocess, "Popen", popen)
+    for spins in (True, False):
+        with pytest.raises(OSError):
+            forkserver.ForkServer(spins)
+    assert seen == [None, "passive"]

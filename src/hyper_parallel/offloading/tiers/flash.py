@@ -29,7 +29,8 @@ from hyper_parallel.units import format_bytes
 
 PART = 2 * 2**20
 LANES = 3
-"""In each direction."""
+"""In each direction at most. A lane computes checksums, and on a processor it copies: where the compute's threads have
+all cores, each further lane takes a core from a team that then waits for its slowest thread."""
 _Carry = Callable[[torch.Tensor, Stream, int, Place], None]
 """Carries a part of a copy, given a buffer, a stream, and the part's index and place in the copy."""
 
@@ -59,7 +60,8 @@ class FlashTier(Closing):
         self._under_way = UnderWay()
         self._generation = 0
         self._file = self._fresh()
-        self._out, self._back = Lanes(backend, LANES, PART), Lanes(backend, LANES, PART)
+        lanes = max(1, min(LANES, backend.spare_cores() // 2))
+        self._out, self._back = Lanes(backend, lanes, PART), Lanes(backend, lanes, PART)
 
     def reserve(self, sizes: Mapping[int, int], offsets: Mapping[int, int] | None = None) -> None:
         """As `Tier`. If something moves that stays, the old file and the new one are there together for a while."""

@@ -1,0 +1,295 @@
+"""Random budgets for loops of one's own on 1, 2 and 4 workers, with the C library's allocator as the witness.
+
+    python benchmarks/budget_allocator.py
+
+Each case draws a model, rows, a strategy, an optimizer, tiers and a budget from the least that there is to 1.8 times
+that. From each call of the model until `backward` has returned, bytes that the allocator has given to tensors are
+counted (`allocations.c`, loaded before the C library), beside those that were there before and are none of the step's:
+after each operator, and at any moment, memory that kernels take and give back inside themselves included. The first is
+what a budget promises. Calls in which plans are made and checked count as well. Results:
+benchmarks/results/budget_allocator.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from allocations import Allocations, compiled, environment
+from measure import write
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hyper_parallel as hp
+from hyper_parallel.errors import BudgetError, FollowsError
+from hyper_parallel.shard import sharded
+from hyper_parallel.shard.loss import causal_lm_loss
+
+WORLDS = (1, 2, 4)
+PER_PROCESS = 8
+STEPS, MICRO = 2, 2
+VOCABULARY = 128
+STRATEGIES: dict[int, list[dict[str, Any]]] = {
+    1: [],
+    2: [
+        {"axes": {"shard": 2}},
+        {"axes": {"shard": 2}, "memory": {"shard": "gradients"}},
+        {"axes": {"shard": 2}, "memory": {"shard": "optimizer"}},
+        {"axes": {"shard": 2}, "memory": {"recompute": "layer"}},
+        {"axes": {"tensor": 2}},
+        {"axes": {"tensor": 2}, "sequence": True},
+        {"axes": {"context": 2}},
+        {"axes": {"replicate": 2}},
+    ],
+    4: [
+        {"axes": {"shard": 4}},
+        {"axes": {"shard": 2, "tensor": 2}, "sequence": True},
+        {"axes": {"replicate": 2, "shard": 2}},
+        {"axes": {"shard": 2, "context": 2}},
+    ],
+}
+
+
+def draw(seed: int, world: int) -> dict[str, Any]:
+    """A case."""
+    drawn = random.Random(f"{seed} {world}")
+    return {
+        "seed": seed,
+        "world": world,
+        "family": drawn.choice(["llama", "llama", "gpt2"]),
+        "hidden": drawn.choice([32, 64, 128]),
+        "layers": drawn.randint(1, 3),
+        "rows": drawn.randint(1, 4),
+        "length": 8 * drawn.randint(2, 8),
+        "strategy": drawn.choice(STRATEGIES[world]) if world > 1 else None,
+        "adam": drawn.random() < 0.6,
+        "autocast": world == 1 and drawn.random() < 0.3,
+        "tiers": drawn.choice([["host"], ["flash"], ["host", "flash"]]),
+        "share": 1 + 0.8 * drawn.random() ** 2,
+    }
+
+
+def model_of(case: Mapping[str, Any]) -> nn.Module:
+    hidden = case["hidden"]
+    sizes: dict[str, dict[str, Any]] = {
+        "llama": {
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": case["layers"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        },
+        "gpt2": {
+            "n_embd": hidden,
+            "n_layer": case["layers"],
+            "n_head": 4,
+            "n_positions": 64,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(case["family"], vocab_size=VOCABULARY, **sizes[case["family"]])
+    model: nn.Module = AutoModelForCausalLM.from_config(config).train()
+    if case["strategy"] is not None:
+        strategy = hp.Strategy.model_validate({"version": 1, **case["strategy"]})
+        hp.parallelize(model, strategy, lowering="traceable")
+    return model
+
+
+def trained(model: nn.Module, case: Mapping[str, Any]) -> list[tuple[int, int, str]]:
+    """(peak after operators, peak at any moment, where the first was) of each call and its backward pass."""
+    handle = sharded(model) if case["strategy"] is not None else None
+    kind = torch.optim.AdamW if case["adam"] else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=1e-2)
+    index = 0 if handle is None else handle.data_index
+    found = []
+    for step in range(STEPS):
+        for micro in range(MICRO):
+            drawn = torch.Generator().manual_seed(100 * step + 10 * micro + index)
+            ids = torch.randint(VOCABULARY, (case["rows"], case["length"]), generator=drawn)
+            labels = ids.roll(-1, 1)
+            there = [ids, labels, *model.parameters(), *model.buffers()]
+            there += [p.grad for p in model.parameters() if p.grad is not None]
+            there += [x for state in optimizer.state.values() for x in state.values()]
+            rows = torch.arange(case["rows"]) + case["rows"] * index
+            if handle is not None:
+                there += [x for x in handle.kept.contents.values() if isinstance(x, torch.Tensor)]
+            gc.collect()
+            with Allocations(there) as seen:
+                if handle is None:
+                    with torch.autocast("cpu", torch.bfloat16, enabled=case["autocast"]):
+                        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+                    loss.backward()
+                else:
+                    with handle.micro_batch(seed=1, step=step, rows=rows, last=micro == MICRO - 1):
+                        tokens = float(labels.numel() * MICRO)
+                        loss = causal_lm_loss(model, ids, labels, None, tokens, micro_batches=MICRO)
+                        loss.backward()
+            found.append((seen.peak, seen.most, seen.where))
+            del loss, there
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
+    """One case on one of its workers."""
+    budget = 1
+    for _ in range(8):
+        with tempfile.TemporaryDirectory() as folder:
+            tiers: dict[str, Any] = {"host": "64MiB"} if "host" in case["tiers"] else {}
+            tiers |= {"flash": Path(folder)} if "flash" in case["tiers"] else {}
+            model = hp.offload(model_of(case), budget=budget, **tiers)
+            floor = 0
+            try:
+                peaks = trained(model, case)
+            except BudgetError as error:
+                floor = error.floor or 0
+            except FollowsError:
+                floor = 1
+            finally:
+                hp.eager.release(model)
+        if not floor:
+            after, most = max(peaks), max(most for _, most, _ in peaks)
+            call = [peak for peak, _, _ in peaks].index(after[0])
+            return {"budget": budget, "peak": after[0], "call": call, "where": after[2], "most": most}
+        if dist.is_initialized():
+            told = torch.tensor(floor)
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+            floor = int(told)
+        # As floors of several plans, each a few bytes off for what is held beside it.
+        budget = max(budget + 1, int(case["share"] * floor))
+    raise RuntimeError(f"each budget that was said to do was refused: {case}")
+
+
+def worker(world: int, rank: int, port: int, seeds: Sequence[int]) -> None:
+    """All cases of a process, one after the other."""
+    torch.set_num_threads(1)
+    for module, name, value in (("choose", "WORK", 0), ("search", "PLANS", 1)):  # quick plans, as exact
+        setattr(importlib.import_module(f"hyper_parallel.offloading.{module}"), name, value)
+    if world > 1:
+        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(minutes=20))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=20)
+        )
+    for seed in seeds:
+        case = draw(seed, world)
+        mine = run_case(case)
+        all_: list[Any] = [None] * world
+        if world > 1:
+            dist.all_gather_object(all_, mine)
+        else:
+            all_ = [mine]
+        if rank == 0:
+            print(json.dumps({**case, "workers": all_}), flush=True)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def rows_of(world: int, seeds: Sequence[int], library: Path) -> Iterator[dict[str, Any]]:
+    """Cases on so many workers, as they end; one process for each worker."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    command = [sys.executable, __file__, "--seeds", *map(str, seeds), "--worker", str(world), str(port)]
+    environ = {**environment(library), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank)], env=environ, text=True, stdout=subprocess.PIPE if not rank else None
+        )
+        for rank in range(world)
+    ]
+    try:
+        assert processes[0].stdout is not None
+        for line in processes[0].stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        for process in processes:
+            if process.wait():
+                raise subprocess.CalledProcessError(process.returncode, command)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _parts(cases: int, worlds: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """How many workers, and which cases, of the processes: each case's workers by its seed, and all in turns."""
+    of = {world: [seed for seed in range(cases) if worlds[seed % len(worlds)] == world] for world in worlds}
+    while any(of.values()):
+        for world, seeds in of.items():
+            if seeds:
+                yield world, seeds[:PER_PROCESS]
+            of[world] = seeds[PER_PROCESS:]
+
+
+def above(row: Mapping[str, Any]) -> int:
+    """Bytes above the budget on the worker that is furthest above it; negative below."""
+    return max(int(one["peak"] - one["budget"]) for one in row["workers"])
+
+
+def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
+    """What the cases came to."""
+    by_world = {}
+    for world in WORLDS:
+        ran = [row for row in rows if row["world"] == world]
+        workers = [one for row in ran for one in row["workers"]]
+        if ran:
+            by_world[str(world)] = {
+                "cases": len(ran),
+                "above": [row["seed"] for row in ran if above(row) > 0],
+                "peak_of_budget_at_most": max(one["peak"] / one["budget"] for one in workers),
+                "within_kernels_of_budget_at_most": max(one["most"] / one["budget"] for one in workers),
+                "within_kernels_over_budget_bytes_at_most": max(
+                    one["most"] - one["budget"] for one in workers
+                ),
+            }
+    return {"cases": len(rows), "of": of, "workers": by_world}
+
+
+def main() -> int:
+    """Run the cases, write benchmarks/results/budget_allocator.json after each; 1 where one was above its budget."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", nargs="*", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--worlds", nargs="*", type=int, default=list(WORLDS))
+    parser.add_argument("--print-only", action="store_true", help="nothing is kept")
+    given = parser.parse_args()
+    if given.worker:
+        world, port, rank = given.worker
+        worker(world, rank, port, given.seeds)
+        return 0
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        library = compiled(folder)
+        for world, seeds in _parts(given.cases, given.worlds):
+            for row in rows_of(world, seeds, library):
+                rows.append(row)
+                print(row["seed"], row["world"], row["strategy"], above(row), row["workers"][0], flush=True)
+                if not given.print_only:
+                    write("budget_allocator", {"summary": summarized(rows, given.cases), "cases": rows})
+    summary = summarized(rows, given.cases)
+    print(json.dumps(summary, indent=1))
+    return int(any(found["above"] for found in summary["workers"].values()))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())
