@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,9 @@ import hostile_files
 
 from hyper_parallel.checkpoint import newest
 from hyper_parallel.checkpoint.validate import whole
+from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Box
+from hyper_parallel.train.state import read_state
 
 BENCHMARKS = Path(hostile_files.__file__).parent
 HARMLESS = {"a config that names code"}
@@ -50,6 +53,32 @@ def test_a_forgery_is_passed_over_for_an_older_checkpoint(tmp_path: Path) -> Non
     found = newest(tmp_path)
     assert found is not None and found.step == 3
     assert "which no checkpoint has" in found.skipped[0][1]
+
+
+GOOD_STATE = {"run": {"step": 3, "consumed": 1, "tokens": 2}, "optimizer": {}, "identity": {}}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"run": []},
+        {"run": {}},
+        {"run": {**GOOD_STATE["run"], "step": "3"}},
+        {"run": {**GOOD_STATE["run"], "step": -3}},
+        {"run": {**GOOD_STATE["run"], "no such": 1}},
+        {"optimizer": []},
+        {"identity": None},
+    ],
+    ids=str,
+)
+def test_the_state_of_a_run_is_validated(tmp_path: Path, state: dict[str, Any]) -> None:
+    path = hostile_checkpoints.pristine(tmp_path)
+    forge = hostile_checkpoints.marker
+    forge(lambda body: body["state"].update(GOOD_STATE))(path, path)
+    assert read_state(path)["run"]["step"] == 3
+    forge(lambda body: body["state"].update(state))(path, path)
+    with pytest.raises(CheckpointError, match="its state is none that a training run writes"):
+        read_state(path)
 
 
 def test_nothing_rests_on_asserts(tmp_path: Path) -> None:

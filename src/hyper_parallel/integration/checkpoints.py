@@ -30,6 +30,7 @@ from hyper_parallel.integration.ranks import ranks_of, together
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.adapters import name_in_base, without_adapters
 from hyper_parallel.train.state import model_pieces
+from hyper_parallel.untrusted import open_within
 
 TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"
@@ -205,9 +206,11 @@ def _look(folder: Path) -> tuple[str | None, str | None]:
         files = verify.read_marker(inner)["state"].get("files", {})
     except CheckpointError as error:
         return f"{inner.name}: {error}", None
+    if not isinstance(files, dict):
+        return f"{inner.name}: its state names no files", None
     for name, digest in files.items():
         try:
-            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+            if hashlib.file_digest(open_within(folder, name), "sha256").hexdigest() != digest:
                 return f"{name}: sha256 differs", None
         except OSError as error:
             return f"{name}: {error.strerror}", None

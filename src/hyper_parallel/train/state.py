@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,10 @@ class RunCheckpoints:
 
     def _load(self, found: Found) -> RunState:
         state = read(found.path, self._pieces(), rank=self._handle.rank)
-        self._optimizer.load_state(state["optimizer"])
+        try:
+            self._optimizer.load_state(state["optimizer"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{found.path}: its optimizer's state is none that a run writes") from error
         self._last, self._at = found.path, found.step
         return RunState(**state["run"])
 
@@ -312,6 +315,12 @@ def read_state(path: Path) -> dict[str, Any]:
     state = Checkpoint(path).state
     if not {"run", "optimizer", "identity"} <= state.keys():
         raise CheckpointError(f"{path} was not written by a training run; choose another 'out'")
+    run = state["run"]
+    counts = [run.get(key) for key in ("step", "consumed", "tokens")] if isinstance(run, dict) else [None]
+    sections = all(isinstance(state[key], dict) for key in ("optimizer", "identity"))
+    known = {field.name for field in fields(RunState)}
+    if not sections or not all(type(count) is int and count >= 0 for count in counts) or run.keys() - known:
+        raise CheckpointError(f"{path}: its state is none that a training run writes; choose another 'out'")
     return state
 
 
