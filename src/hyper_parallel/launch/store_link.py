@@ -74,7 +74,11 @@ class StoreLink:
         if self._place.world == 1:
             return
         self._connected = True
-        own, other = store.clone(), store.clone()  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        # A launcher that starts the workers again keeps the store: what was left in it is not for this start.
+        start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        own, other = (PrefixStore(start, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         threading.Thread(target=self._exchange, args=(own,), name="store-link", daemon=True).start()
         if self._watched:
             threading.Thread(target=self._watch, args=(other,), name="watchdog", daemon=True).start()
