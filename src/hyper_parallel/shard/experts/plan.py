@@ -76,7 +76,7 @@ class _ExpertsPlanner:
             plan = ExpertsPlan(
                 rule,
                 count=_count(name, module),
-                taken_over=self.mesh.world > 1,
+                taken_over=self.mesh.world > 1 or self._is_odd(module),
                 features=rule == "expert_tensor" and self.tensor > 1,
                 own_tokens=self.own_tokens,
                 replicas=replicas.get(name, ()),
@@ -119,6 +119,15 @@ class _ExpertsPlanner:
             )
         whole = "expert_tensor" if self.tensor > 1 else "replicate"
         return given or ("expert" if self.expert > 1 else whole)  # type: ignore[return-value]
+
+    def _is_odd(self, module: nn.Module) -> bool:
+        """Whether torch's grouped product, which the model's own code would call, refuses the experts' widths, whose
+        rows have to be multiples of 16 bytes."""
+        sizes = [
+            n * p.element_size() for p in module._parameters.values() if p is not None for n in p.shape[1:]
+        ]
+        asked = getattr(self.draft.config, "_experts_implementation", None)
+        return asked == "grouped_mm" and any(size % 16 for size in sizes)
 
     def _replicas(self, found: list[str]) -> dict[str, tuple[int, ...]]:
         replicas: dict[str, tuple[int, ...]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
@@ -30,7 +31,7 @@ def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
     """The plan of a strategy for a model. Raises StrategyError with the reason when there is no right one."""
     context = plan_context(model, strategy)
     mesh = with_context_folds(with_digits(Mesh.of(strategy)), context)
-    _check_parameters(model, mesh)
+    _check_parameters(model, mesh, strategy.precision.param)
     refuse_other_adapters(model, split=mesh.size(mesh.tensor) > 1)
     found = layers_of(model)
     draft = Draft(model, strategy, mesh, layers=found[0] if found else None)
@@ -56,12 +57,17 @@ def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
     return draft.finished()
 
 
-def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
+def _check_parameters(model: nn.Module, mesh: Mesh, precision: str) -> None:
     data = mesh.size("replicate") * mesh.size(mesh.storage)
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise StrategyError(
                 f"the parameter {name!r} is {parameter.dtype}; only floating-point ones can be trained"
+            )
+        if parameter.dtype == torch.float64 != torch.get_default_dtype():
+            raise StrategyError(
+                f"the parameter {name!r} is torch.float64, which strategy.precision.param would round to "
+                f"{precision}; convert the model first: model.to(torch.{precision})"
             )
         if parameter.dim() == 0 and data > 1:
             raise StrategyError(

@@ -43,6 +43,8 @@ class _TensorPlanner:
         self.size = draft.mesh.size(self.axis)
         # 2D, which takes its regions from this plan, splits the sequence too.
         self.sequence = draft.strategy.sequence or draft.mesh.size("tensor_y") > 1
+        self.why = "sequence: true" if draft.strategy.sequence else "axes.tensor_y"
+        """What the user asked for that splits the sequence."""
         self.model, self.config, self.names = draft.model, draft.config, draft.names
         self.decided: set[tuple[str, str]] = set()
         """(module, own name) of every parameter that was decided on."""
@@ -56,13 +58,13 @@ class _TensorPlanner:
         self.encodes = is_transformers(self.model) and has_encoder(self.model)
         if self.sequence:
             if not is_transformers(self.model):
-                raise StrategyError("sequence: true is understood for Transformers models only; leave it out")
+                raise StrategyError(f"{self.why} is understood for Transformers models only; leave it out")
             if self.encodes:
                 raise StrategyError(
-                    f"sequence: true and axes.tensor_y split the positions of decoder-only language models, and "
-                    f"{type(self.model).__name__} has an encoder; leave them out"
+                    f"{self.why} splits the positions of decoder-only language models, and "
+                    f"{type(self.model).__name__} has an encoder; leave it out"
                 )
-            self.draft.layers, _ = layers_or_refuse(self.model, "sequence: true")
+            self.draft.layers, _ = layers_or_refuse(self.model, self.why)
             self.draft.sequence = True
         self._check_partners()
         self._find_regions()
@@ -388,8 +390,8 @@ class _TensorPlanner:
     def _give_all_positions(self, name: str) -> None:
         if any(experts == name or experts.startswith(f"{name}.") for experts in self.draft.experts):
             raise StrategyError(
-                f"sequence: true gives {name!r} ({type(self.names[name]).__name__}) all positions, since it may mix "
-                "them in a way of its own, and the experts in it take tokens of their own; leave sequence out"
+                f"{self.why} gives {name!r} ({type(self.names[name]).__name__}) all positions, since it may mix "
+                "them in a way of its own, and the experts in it take tokens of their own; leave it out"
             )
         self.draft.give_all_positions(name)
 
