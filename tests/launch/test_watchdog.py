@@ -51,7 +51,7 @@ def _stands(rank: int, beat: Beat) -> Beat:
 def test_the_silent_rank_is_named_within_a_minute_and_the_others_are_not(frozen: int) -> None:
     ranks = _Ranks()
     assert ranks.go_on(30) is None
-    found = ranks.go_on(70, silent=(frozen,), moves=_stands, does={frozen: "stopped"})
+    found = ranks.go_on(61, silent=(frozen,), moves=_stands, does={frozen: "stopped"})
     assert found is not None and found.rank == frozen
     assert "its process is stopped" in found.how and "it was last heard in step 7" in found.how
 

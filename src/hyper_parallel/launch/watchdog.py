@@ -61,15 +61,15 @@ class Watchdog:
         self._timeout, self._others, self._hangs, self._interval = timeout, others, hangs, interval
         self._beats: dict[int, Beat] = {rank: Beat() for rank in ranks}
         self._age = dict.fromkeys(self._beats, 0.0)  # since the last heartbeat, in time that was watched
-        self._silence = dict.fromkeys(
+        self._busy = dict.fromkeys(
             self._beats, 0.0
-        )  # the part of it in which the process was seen to do nothing
+        )  # the part of it in which the process was seen to compute
         self._still = 0.0  # since any rank got on
         self._last: float | None = None
 
     def forget(self, rank: int) -> None:
         """A rank has ended."""
-        for known in (self._beats, self._age, self._silence):
+        for known in (self._beats, self._age, self._busy):
             known.pop(rank, None)
         self._still = 0.0
 
@@ -84,7 +84,7 @@ class Watchdog:
         if beat.progress != before.progress or computes:
             self._still = 0.0
         self._beats[rank] = beat
-        self._age[rank] = self._silence[rank] = 0.0
+        self._age[rank] = self._busy[rank] = 0.0
 
     def position(self, rank: int) -> str:
         """Where a rank was when it was last heard."""
@@ -107,12 +107,14 @@ class Watchdog:
             self._still += passed
             return self._hanging() if self._hangs else None
         if len(silent) == len(self._age) and not self._others:
+            for rank in silent:
+                self._age[rank] -= passed  # nobody is heard: the run is suspended
             return None
         for rank in silent:
             does = activity(rank)
-            if does != "busy":
-                self._silence[rank] += passed
-            if self._silence[rank] > self._silence_limit(rank, does):
+            if does == "busy":
+                self._busy[rank] += passed
+            if self._age[rank] - self._busy[rank] > self._silence_limit(rank, does):
                 first = max(silent, key=lambda one: self._age[one])
                 how = (
                     "its process is stopped (SIGSTOP, a debugger)"
