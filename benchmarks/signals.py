@@ -48,6 +48,8 @@ STEPS = 24
 GRACE_S = 30.0
 FROZEN_S = 10.0
 """`launch.timeout` where a rank is frozen; the default is a minute for a run of short steps."""
+LATE_S = 0.5
+"""Steps between a SIGUSR1 and the step that is saved may take this long."""
 STOPPING = "stopping: the workers finish their step and save; once more ends them at once"
 RUN = f"""\
 {HEAD}data: {{train: text.txt, eval: eval.txt, sequence: 32, tokenizer: {{vocab_size: 300}}, cache: cache}}
@@ -216,8 +218,12 @@ def saved(command: Command, out: str, case: dict[str, Any], span: float, whole: 
     row["saved"] = asked
     row["exit"] = row["code"] == 0 and row["said"] == ""
     row["unchanged"] = results(folder, out) == whole
-    # A run that had taken its last step has nothing to save any more.
-    row["last_step_saved"] = asked[0] <= row["sent_step"] + 2 if asked else row["sent_step"] >= STEPS - 1
+    # The command looks for signals ten times a second, in which several steps of this model go by; a run that had taken
+    # its last step has nothing to save any more.
+    steps = records(folder, out)
+    between = range(row["sent_step"] + 1, asked[0] - 1) if asked else []
+    row["late_s"] = round(sum(steps[step]["seconds"] for step in between), 3)
+    row["last_step_saved"] = row["late_s"] <= LATE_S if asked else row["sent_step"] >= STEPS - 1
     row["resumed"] = True
     if asked and asked[0] < STEPS:
         for path in (folder / out / "checkpoints").iterdir():
