@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from harness.chat_model import CHATS, write_chats, write_model
 
@@ -121,19 +122,26 @@ def test_nothing_in_it_names_the_place_that_it_came_from(place: Path, chat_model
 def test_adapters_in_the_trainer(place: Path, chat_model: Path) -> None:
     write_chats(place / "rotated.jsonl", ROTATED)
     lora = {**RUN, "data": {**RUN["data"], "train": "rotated.jsonl"}, "model": {"path": chat_model.name}}
-    lora["train"] = {**RUN["train"], "steps": 60, "optimizer": {"lr": 1e-2}}
+    lora["train"] = {**RUN["train"], "optimizer": {"lr": 1e-2, "eps": 1e-5}}
     (place / "lora.yaml").write_text(json.dumps(lora))
-    with_trainer(place, "lora", "lora.yaml", chat_model.name, "adapters")
+    (place / "lora-early.yaml").write_text(json.dumps({"extends": "lora.yaml", "train": {"steps": EARLY}}))
+    with_trainer(place, "lora", "lora-early.yaml", chat_model.name, "adapters-plain")
+    with_trainer(place, "spread", "lora-early.yaml", chat_model.name, "adapters-early", ranks=2)
     with_trainer(place, "spread", "lora.yaml", chat_model.name, "adapters-spread", ranks=2)
     seen = json.loads(
         with_trainer(
             place,
-            *("look", "rotated.jsonl", *[chat_model.name] * 2),
-            *("--adapters", "adapters-spread", "adapters"),
+            *("look", "rotated.jsonl", *[chat_model.name] * 3),
+            *("--adapters", "adapters-spread", "adapters-plain", "adapters-early"),
         )
     )
     assert seen["right"] == [True] * len(CHATS)
-    assert seen["apart"][0] < 10 * CLOSE, seen["apart"]  # after all steps
+    plain, early = (
+        place / name / "adapter_model.safetensors" for name in ("adapters-plain", "adapters-early")
+    )
+    expected, found = load_file(plain), load_file(early)
+    assert expected.keys() == found.keys()
+    assert all((found[name] - value).abs().max() < CLOSE for name, value in expected.items())
     names = {path.name for path in (place / "adapters-spread").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
     assert "model.safetensors" not in names

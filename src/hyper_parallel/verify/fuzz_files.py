@@ -14,8 +14,9 @@ from hyper_parallel.compat.fake import fake_ranks
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.config.run import RunConfig
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.shard import parallelize
+from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.train.build import unsharded
+from hyper_parallel.train.engine import check_length
 from hyper_parallel.verify.families import EXPERT_COUNTS
 from hyper_parallel.verify.fuzz import draw_case
 from hyper_parallel.verify.matrix import Cell, judged
@@ -107,6 +108,7 @@ def _accepted(config: RunConfig) -> str:
         model, _ = unsharded(config)
         with fake_ranks(config.strategy.axes.world, 0):
             parallelize(model, config.effective_strategy, lowering="fsdp")
+            check_length(sharded(model), config)
     except HyperParallelError:
         return ""
     return "train accepts it"
