@@ -16,10 +16,11 @@ from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
 from hyper_parallel.errors import OutOfMemoryError
 from hyper_parallel.shard import init_weights, parallelize, sharded
+from hyper_parallel.shard.structure import without_values
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.batches import MicroBatch, StepBatch
 from hyper_parallel.train.graph_step import GraphStepper
-from hyper_parallel.train.graphs import Graphs, shadow_of
+from hyper_parallel.train.graphs import Graphs
 from hyper_parallel.train.optimizer import build_optimizer
 from hyper_parallel.train.out_of_memory import describe, head_of
 from hyper_parallel.train.recipe import Recipe
@@ -44,7 +45,7 @@ def _graphs(**settings: Any) -> tuple[LlamaForCausalLM, Graphs]:
     config = LlamaConfig(**{key: value for key, value in shape.items() if key != "model_type"})
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    shadow = parallelize(shadow_of(model), Strategy(), lowering="traceable")
+    shadow = parallelize(without_values(model), Strategy(), lowering="traceable")
     return model, Graphs(_recipe(shadow), "cpu")
 
 

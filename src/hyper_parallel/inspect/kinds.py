@@ -129,7 +129,8 @@ def _signature(
         full = f"{name}.{path}" if path else name
         found[f"{path}:class"] = f"{type(module).__qualname__} {dtypes[full]}"
         planned = (plan.modules.get(full), plan.regions.get(full), plan.experts.get(full), frees.get(full))
-        found[f"{path}:plan"] = repr(planned)
+        # A plan names other modules of its layer, which stand at the same place in each.
+        found[f"{path}:plan"] = repr(planned).replace(f"{name}.", "")
         for key, value in vars(module).items():
             if isinstance(value, _PLAIN) and key != "training":
                 found[f"{path}:{key}"] = repr(value)

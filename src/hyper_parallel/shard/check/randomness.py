@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyper_parallel.compat.dispatch import TorchDispatchMode
 from hyper_parallel.shard.check.calls import Call
 from hyper_parallel.shard.check.outcome import Spread
 from hyper_parallel.shard.handle import sharded
