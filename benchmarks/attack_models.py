@@ -181,7 +181,8 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The part of docs/families.md."""
     counts, found = result["counts"], result["families"]
     yield (
-        f"{counts['families']} families of Transformers {result['transformers']}, {counts['cells']} cells: "
+        f"{counts['families']} of the {result['of']} families of Transformers {result['transformers']}, "
+        f"{counts['cells']} cells: "
         f"{counts['right']} right, {counts['arithmetic']} refused because heads or lengths do not divide, "
         f"{counts['refused']} refused for another reason, {counts['WRONG']} wrong, {counts['traceback']} crashes. "
         f"Of those whose numbers divide, {counts['right_share']:.0%} are right."
@@ -250,6 +251,7 @@ def main() -> int:
                     print(f"    {name}: {cell['detail']}", flush=True)
             result = {
                 "transformers": transformers.__version__,
+                "of": len(families()),
                 "counts": counted(found),
                 "families": dict(sorted(found.items())),
             }

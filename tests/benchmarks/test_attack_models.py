@@ -45,7 +45,7 @@ def test_what_is_wrong_and_what_crashes_is_said() -> None:
     }
     counts = attack_models.counted(found)
     assert (counts["cells"], counts["right"], counts["WRONG"], counts["right_share"]) == (5, 2, 1, 0.5)
-    shown = "\n".join(attack_models.page({"transformers": "5", "counts": counts, "families": found}))
+    shown = "\n".join(attack_models.page({"transformers": "5", "of": 9, "counts": counts, "families": found}))
     assert "| a | ✓ | **wrong** | · | · | ÷ |" in shown
     assert "| b | ✓ | **crash** |" in shown
     assert "c (ImportError" in shown

@@ -77,3 +77,11 @@ def test_a_rule_for_what_sees_split_activations_needs_some() -> None:
 def test_the_rule_norm_is_for_norms() -> None:
     with pytest.raises(StrategyError, match="the rule 'norm' is for norms"):
         plan_of("llama", rules={"model.layers.*.self_attn.v_proj": "norm"})
+
+
+def test_layers_of_several_streams_are_not_split_along_the_batch() -> None:
+    fields = shrunken(CONFIG_MAPPING["gemma3n_text"]())
+    batch = draw_batch(fields, rows=2, length=16)
+    one = one_device(fields, {}, batch, {"batch": 2}, 16)
+    with pytest.raises(StrategyError, match="between layers; they have 4 dims"):
+        run_cell(family_config(fields, SEQUENCE, {"batch": 2}, 16), build_model(fields), batch, one)

@@ -107,6 +107,11 @@ def _gather_again(
 
 
 def _split_sequence(x: torch.Tensor, tensor: Axis) -> torch.Tensor:
+    if x.dim() != 3:
+        raise StrategyError(
+            f"sequence: true expects activations [batch, sequence, features] between layers; they have {x.dim()} dims; "
+            "leave it out for this model"
+        )
     length = x.size(SEQUENCE_DIM)
     if length % tensor.size:
         raise StrategyError(

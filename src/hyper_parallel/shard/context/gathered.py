@@ -165,6 +165,11 @@ def apply_gathered(
 
 
 def _cut(x: Tensor, split: PositionSplit) -> Tensor:
+    if x.dim() != 3:
+        raise StrategyError(
+            f"axes.context expects activations [batch, sequence, features] between layers; they have {x.dim()} dims; "
+            "set axes.context to 1 for this model"
+        )
     return split.cut(x, _DIM)
 
 
