@@ -70,7 +70,9 @@ def _language_model(rank: int, world: int, cache: str, checked: bool) -> Any:
     right = modeling_llama.LlamaMLP.forward
 
     def softmax_between(self: Any, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj((self.gate_proj(x) * self.up_proj(x)).softmax(-1))
+        # It looks at a weight, so that it cannot be tried apart from its projections, as the planner would.
+        wide = (self.gate_proj(x) * self.up_proj(x)).softmax(-1) * self.gate_proj.weight.ndim
+        out: torch.Tensor = self.down_proj(wide)
         return out
 
     modeling_llama.LlamaMLP.forward = softmax_between

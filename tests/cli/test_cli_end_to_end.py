@@ -81,12 +81,15 @@ def test_doctor_shows_and_packs(folder: Path) -> None:
         assert any("rank-0" in name for name in archive.getnames())
 
 
-def test_a_disk_that_takes_no_checkpoint_is_one_line_and_leaves_no_half_of_one(folder: Path) -> None:
+def test_a_disk_that_takes_no_checkpoint_says_why_and_what_is_lost_and_leaves_no_half_of_one(
+    folder: Path,
+) -> None:
     settings = ["out=runs/full", "checkpoint.every=1", "train.sample.tokens=0"]
     done = hyper_parallel(folder, "train", "run.yaml", *settings, largest_file=60_000)
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("hyper-parallel: error: cannot write ")
+    why, lost = done.stderr.splitlines()
+    assert why.startswith("hyper-parallel: error: cannot write ")
+    assert lost.startswith("hyper-parallel: lost: all ")
     assert "larger than a file may be here" in done.stderr
     assert [path.name for path in (folder / "runs/full/checkpoints").iterdir()] == [".writer.lock"]
     assert hyper_parallel(folder, "train", "run.yaml", *settings).returncode == 0

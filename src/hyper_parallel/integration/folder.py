@@ -112,17 +112,17 @@ def _of_adapters(handle: ShardedModel) -> set[str] | None:
 def _save(model: Any, out: Path, held: dict[str, Tensor], max_shard_size: int | str | None) -> None:
     limit = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(out, state_dict=held, **limit)
-        _name_dtype(out / "config.json", held)
+        floating = {tensor.dtype for tensor in held.values() if tensor.is_floating_point()}
+        model.save_pretrained(out, state_dict=held, **limit)  # which empties what it is given
+        _name_dtype(out / "config.json", floating)
         return
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in held.items()}, out / "model.safetensors")
 
 
-def _name_dtype(config: Path, held: dict[str, Tensor]) -> None:
+def _name_dtype(config: Path, floating: set[torch.dtype]) -> None:
     """Transformers loads in the type that the config names, and notes that of the model, not of what was written."""
-    floating = {tensor.dtype for tensor in held.values() if tensor.is_floating_point()}
     if len(floating) != 1 or not config.is_file():  # adapters have no config.json
         return
     content = json.loads(config.read_text(encoding="utf-8"))
