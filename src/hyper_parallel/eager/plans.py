@@ -104,7 +104,7 @@ class Plans:
         Raises CaptureError, BudgetError, TierError.
         """
         self._most = {name: max(count, self._most.get(name, 0)) for name, count in held.items()}
-        known = self._known[call.key(model, self._settings.of(model))]
+        known = self._known.get(call.key(model, self._settings.of(model)), [])
         inputs = call.named
         for at, ready in enumerate(known):
             if all(question.holds(inputs) for question in ready.passes.questions):
