@@ -59,7 +59,8 @@ def _all(model: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
                 isinstance(value, _CODE) and module is not model
             ):
                 yield (name, key), value
-            elif key[:1] != "_" and _is_settings(value) and id(value) not in seen:
+            # What stands in the place of a forward method has a state of its own, which is no setting of the model.
+            elif key[:1] != "_" and key != "forward" and _is_settings(value) and id(value) not in seen:
                 seen.add(id(value))
                 for inner, kept in vars(value).items():
                     if isinstance(kept, _PLAIN):
