@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.config import RunConfig, dump, from_dict, load, load_strategy
+from hyper_parallel.config.model import implausible
 from hyper_parallel.strategy import AXIS_NAMES, Axes, Memory, Precision, Strategy
 
 dtypes = st.sampled_from(["float32", "bfloat16"])
@@ -59,7 +60,11 @@ strategies = st.builds(
     ),
 )
 free = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
@@ -94,18 +99,19 @@ def test_any_strategy_survives_its_file(strategy: Strategy) -> None:
 @settings(max_examples=40)
 @given(
     strategy=strategies,
-    model=st.dictionaries(texts, free, max_size=4),
+    model=st.dictionaries(texts, free, max_size=4).filter(lambda fields: implausible(fields) is None),
     prompt=texts,
     lr=st.floats(min_value=1e-30, max_value=1e30),
+    out=PATHS,
     files=PATHS | st.lists(PATHS, min_size=1, max_size=3),
 )
 def test_any_run_survives_its_file(
-    strategy: Strategy, model: dict[str, object], prompt: str, lr: float, files: str | list[str]
+    strategy: Strategy, model: dict[str, object], prompt: str, lr: float, out: str, files: str | list[str]
 ) -> None:
     config = from_dict(
         {
             "version": 1,
-            "out": prompt,
+            "out": out,
             "model": {"config": {**model, "model_type": "llama"}},
             "data": {"train": files, "sequence": strategy.axes.tensor},
             "train": {
