@@ -3,7 +3,8 @@
     python benchmarks/attack_models.py [--families a,b] [--strategies a,b] [--resume] [--workers 2]
 
 A family is the default config of its class with sizes cut (`hyper_parallel.verify.shrink`). A cell is one training
-step on simulated ranks, every gradient against one device; what the check before training refuses is refused. Writes
+step on simulated ranks, or on processes where a model cannot be simulated, every gradient against one device; what the
+check before training refuses is refused. Writes
 ``benchmarks/results/attack_models.json`` after each family, so that `--resume` goes on where a run ended, `--families`
 and `--strategies` run some anew, and at the end the table in ``docs/families.md``. Exits with 1 when a cell is wrong,
 ends in a traceback, or hangs.
@@ -15,14 +16,18 @@ import argparse
 import collections
 import functools
 import json
+import logging
 import multiprocessing
+import pickle
 import re
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +123,67 @@ def run(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _cell(fields: Mapping[str, Any], strategy: Mapping[str, Any], batch: Any, one: Any, device: str) -> Any:
+    from hyper_parallel.errors import SimulationError
     from hyper_parallel.verify import matrix
 
     config = matrix.family_config(fields, strategy, {"batch": ROWS}, LENGTH)
-    return matrix.run_cell(config, matrix.build_model(fields, device), batch, one)
+    try:
+        return matrix.run_cell(config, matrix.build_model(fields, device), batch, one)
+    except SimulationError:
+        signal.alarm(LIMIT_S + 30 * config.strategy.axes.world)
+        return _by_processes(config, fields, device, batch, one)
+
+
+def _by_processes(config: Any, fields: Mapping[str, Any], device: str, batch: Any, one: Any) -> Any:
+    """The report of real workers over gloo. Raises what rank 0 raises."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hyper_parallel.verify.matrix", "transformers"])
+    with tempfile.TemporaryDirectory() as folder:
+        given = (config, dict(fields), device, batch, one, folder)
+        ranks = [
+            context.Process(target=_rank, args=(rank, *given)) for rank in range(config.strategy.axes.world)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join()
+        finally:
+            for process in ranks:
+                process.kill()
+        found = pickle.loads((Path(folder) / "report").read_bytes())
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _rank(
+    rank: int, config: Any, fields: Mapping[str, Any], device: str, batch: Any, one: Any, folder: str
+) -> None:
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    from hyper_parallel.verify import matrix
+    from hyper_parallel.verify.run import against_workers
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    world = config.strategy.axes.world
+    store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found: Any
+    try:
+        found = against_workers(
+            config, matrix.build_model(fields, device), batch, one, f"{world} processes over gloo"
+        )
+    except Exception as error:
+        found = error
+    if rank == 0:
+        (Path(folder) / "report").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
 
 
 def _outcome(cell: Any) -> dict[str, Any]:
@@ -239,9 +301,12 @@ def main() -> int:
     if given.resume:
         wanted = [family for family in wanted if family not in found]
     result: dict[str, Any] = {}
-    with multiprocessing.get_context("spawn").Pool(given.workers, maxtasksperchild=20) as pool:
-        asked = [(family, given.strategies.split(",") if given.strategies else []) for family in wanted]
-        for done, (family, of) in enumerate(pool.imap_unordered(_named, asked), 1):
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.workers, mp_context=context, max_tasks_per_child=20) as pool:
+        only = given.strategies.split(",") if given.strategies else []
+        asked = {pool.submit(run, family, only): family for family in wanted}
+        for done, future in enumerate(as_completed(asked), 1):
+            family, of = asked[future], future.result()
             before = found.get(family, {}).get("cells", {})
             found[family] = {**of, "cells": {**before, **of["cells"]} if given.strategies else of["cells"]}
             outcomes = " ".join(f"{name}: {cell['outcome']}," for name, cell in of["cells"].items())
@@ -263,11 +328,6 @@ def main() -> int:
         print(result["counts"])
     counts = counted(found)
     return 1 if counts["WRONG"] or counts["traceback"] else 0
-
-
-def _named(asked: tuple[str, list[str]]) -> tuple[str, dict[str, Any]]:
-    family, strategies = asked
-    return family, run(family, strategies)
 
 
 if __name__ == "__main__":

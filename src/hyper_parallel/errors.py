@@ -25,6 +25,10 @@ class StrategyError(ConfigError):
     """A Strategy that does not fit the model or the machine, or that names what is not built yet."""
 
 
+class SimulationError(StrategyError):
+    """A model that the ranks of one process cannot follow; real workers can."""
+
+
 class DataError(HyperParallelError):
     """A data file that cannot be read as what it was declared to be; names the file and the line."""
 

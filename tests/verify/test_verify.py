@@ -15,7 +15,7 @@ from hyper_parallel.compat import backend
 from hyper_parallel.compat.local_tensor import per_rank, simulated_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.config.load import from_dict
-from hyper_parallel.errors import StrategyError
+from hyper_parallel.errors import SimulationError, StrategyError
 from hyper_parallel.launch import Worker
 from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.handle import ShardedModel
@@ -216,3 +216,28 @@ def test_real_workers_from_the_command_line(
     report = json.loads(capsys.readouterr().out)
     assert report["ok"]
     assert report["driver"] == "2 workers over gloo"
+
+
+LONGCAT = {
+    "model_type": "longcat_flash",
+    **{"hidden_size": 64, "num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8},
+    **{
+        "ffn_hidden_size": 128,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+    },
+    **{"head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16, "moe_topk": 2, "n_routed_experts": 8},
+    **{"zero_expert_num": 8, "expert_ffn_hidden_size": 20, "max_position_embeddings": 64},
+}
+"""Each rank computes the experts that its own tokens chose, and no others."""
+
+
+def test_a_model_that_one_process_cannot_follow_is_run_by_workers(run_file: dict[str, Any]) -> None:
+    config = config_of(run_file, model={"config": LONGCAT}, strategy={"axes": {"shard": 2}})
+    with pytest.raises(SimulationError, match="verify --driver gloo"):
+        verify_file(config, "local")
+    report = verify_file(config)
+    assert report.ok, report.failures
+    assert report.driver == "2 workers over gloo, for the ranks of one process cannot follow this model"

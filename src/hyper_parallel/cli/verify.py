@@ -17,10 +17,11 @@ from hyper_parallel.cli.arguments import as_json
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--driver",
-    type=click.Choice(["local", "gloo"]),
-    default="local",
+    type=click.Choice(["auto", "local", "gloo"]),
+    default="auto",
     show_default=True,
-    help="local: all ranks in this one process. gloo: real worker processes, as training starts them.",
+    help="local: all ranks in this one process. gloo: real worker processes, as training starts them. "
+    "auto: gloo for a model that one process cannot follow, else local.",
 )
 @click.option(
     "--matrix",
@@ -33,7 +34,7 @@ from hyper_parallel.cli.arguments import as_json
 def verify(
     file: Path | None,
     overrides: tuple[str, ...],
-    driver: Literal["local", "gloo"],
+    driver: Literal["auto", "local", "gloo"],
     matrix: bool,
     families: str | None,
     out: Path | None,

@@ -19,10 +19,18 @@ turns on few cores a call costs milliseconds, and a copy of a megabyte less than
 
 The sums, and the copies out of a pack, are made by the thread that waits, when it waits. CPU tensors have no kernels of
 their own for these operators, so that these are theirs. What a graph or a count of collectives shows is unchanged.
+
+The end of a process. gloo's threads let go of a collective's tensors a moment after it is over, and need the
+interpreter's lock for it. Where the interpreter shuts down in that moment, CPython ends the thread on its way out of a
+C++ function, and the whole process aborts ("terminate called without an active exception"): see `compat.threads`.
+Destroying the process group joins those threads, so that is done at exit.
 """
 
 from __future__ import annotations
 
+import atexit
+import sys
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -30,6 +38,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
+
+from hyper_parallel.compat.threads import PATIENCE
 
 PACKED = 2**20
 """Bytes of a whole tensor up to which it is packed with others: from there on the copies cost what a call does."""
@@ -158,6 +168,19 @@ def _give_up(*tensors: torch.Tensor) -> None:
     """Give their memory back now: gloo's threads may hold the tensors for a moment after the collective is over."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
+
+
+@atexit.register
+def _join_threads() -> None:
+    """Wait for gloo's threads at exit, for `PATIENCE` seconds: what they still do may wait for a rank that is gone.
+
+    After an error nothing is waited for.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "gloo" or hasattr(sys, "last_value"):
+        return
+    ended = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    ended.start()
+    ended.join(PATIENCE)
 
 
 _library.impl("all_gather_into_tensor", _all_gather, "CPU")

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _local_tensor
 from torch.distributed._local_tensor import (
     LocalIntNode,
     LocalTensor,
@@ -21,7 +23,7 @@ from torch.distributed._local_tensor import (
     enabled_local_tensor_mode,
 )
 
-from hyper_parallel.errors import StrategyError
+from hyper_parallel.errors import SimulationError
 
 
 @contextlib.contextmanager
@@ -31,8 +33,8 @@ def simulated_ranks(world: int) -> Iterator[None]:
     Transformers skips a mask where a look at the values tells that none is needed, except while it is traced. Where
     the ranks' values would answer differently it counts as traced, so that all ranks compute with the mask.
 
-    Raises RuntimeError when a process group exists already, and StrategyError where the model's own code branches on
-    values that differ between ranks, which one process cannot follow.
+    Raises RuntimeError when a process group exists already, and SimulationError where the model's own code branches on
+    values that differ between ranks, or has sizes that do, which one process cannot follow.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,15 +44,22 @@ def simulated_ranks(world: int) -> Iterator[None]:
     try:
         with LocalTensorMode(world), _traced_where_ranks_differ():
             yield
-    except (AttributeError, AssertionError) as error:
-        if LocalIntNode.__name__ not in str(error):
+    except (AttributeError, AssertionError, NotImplementedError, TypeError) as error:
+        if not _is_of_the_simulation(error):
             raise
-        raise StrategyError(
+        raise SimulationError(
             "the model's code branches on values that differ between ranks, which the ranks of one process cannot "
             "follow; run them as real processes: hyper-parallel verify --driver gloo"
         ) from error
     finally:
         dist.destroy_process_group()
+
+
+def _is_of_the_simulation(error: Exception) -> bool:
+    """Whether PyTorch's local-tensor mode gave up, rather than the model or a kernel."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    inside = frame.f_code.co_filename == _local_tensor.__file__
+    return inside or any(name in str(error) for name in (LocalIntNode.__name__, "_SymNode"))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from hyper_parallel import launch
 from hyper_parallel.compat.float64 import float64, widen
 from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import StrategyError, WorkersFailedError
+from hyper_parallel.errors import SimulationError, StrategyError, WorkersFailedError
 from hyper_parallel.launch import Worker
 from hyper_parallel.launch.stop import interruptible
 from hyper_parallel.shard import parallelize, sharded
@@ -26,18 +26,18 @@ from hyper_parallel.verify.families import EXPERT_COUNTS
 from hyper_parallel.verify.report import Report, compare, settled
 from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
 
-Driver = Literal["local", "gloo"]
+Driver = Literal["auto", "local", "gloo"]
 
 RESULT = "verify.json"
 """Where the workers leave their report, in the run's folder."""
 
 
-def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
+def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
     """One step of what the file declares, on one device and on its strategy, compared.
 
     `driver`: "local" runs all ranks in this process, with FSDP lowered to traceable gathers; "gloo" starts the
-    workers, which run what `train` runs. Raises what a run with this file would raise, and StrategyError when the
-    strategy is that of one device.
+    workers, which run what `train` runs; "auto" starts them only for a model that one process cannot follow.
+    Raises what a run with this file would raise, and StrategyError when the strategy is that of one device.
     """
     _ = config.effective_strategy  # refuses axes that are open
     if config.strategy.axes.world == 1:
@@ -48,9 +48,14 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
     wide = _in_full_precision(config)
     said = "" if wide is config else ", in float32: rounded otherwise, tokens would choose other experts"
     config = wide
-    if driver == "local":
+    if driver != "gloo":
         one, batch, model = _one_device(config)
-        return against_simulated(config, model, batch, one, f"all ranks in one process{said}")
+        try:
+            return against_simulated(config, model, batch, one, f"all ranks in one process{said}")
+        except SimulationError:
+            if driver == "local":
+                raise
+            said += ", for the ranks of one process cannot follow this model"
     code = launch.run(config, f"{__name__}:worker_main")
     if code != 0:
         raise WorkersFailedError(code, config.out)
@@ -61,23 +66,19 @@ def verify_file(config: RunConfig, driver: Driver = "local") -> Report:
 def worker_main(config: RunConfig, worker: Worker) -> None:
     """What each worker of the "gloo" driver runs; rank 0 leaves the report."""
     with interruptible():
-        report = _by_workers(config, worker)
+        one, batch, model = _one_device(config)
+        report = against_workers(
+            config,
+            model,
+            batch,
+            one,
+            f"{worker.world} workers over {worker.backend.collective}",
+            worker.device,
+        )
     if worker.rank == 0:
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
         (out / RESULT).write_text(json.dumps(report.to_json(), indent=1))
-
-
-def _by_workers(config: RunConfig, worker: Worker) -> Report:
-    one, batch, model = _one_device(config)
-    again = copy.deepcopy(model)
-    many = step_of(model, config, config.strategy, batch, "fsdp", one.gradients, worker.device)
-    report = _compared(config, one, many, f"{worker.world} workers over {worker.backend.collective}")
-    handle = sharded(model)
-    wrong = torch.tensor(0.0 if report.ok else 1.0, device=worker.device)
-    if handle.all_reduce(wrong, handle.mesh.names, "max") > 0:
-        report = _decided(report, config, again, batch, one, "fsdp", worker.device)
-    return report
 
 
 def against_simulated(
@@ -92,6 +93,25 @@ def against_simulated(
         many = step_of(model, config, config.strategy, batch, "traceable", one.gradients)
     report = _compared(config, one, many, driver)
     return report if report.ok else _decided(report, config, again, batch, one, "traceable")
+
+
+def against_workers(
+    config: RunConfig,
+    model: torch.nn.Module,
+    batch: Tensors,
+    one: StepOutcome,
+    driver: str,
+    device: torch.device | str = "cpu",
+) -> Report:
+    """The same, by the processes of the default group, each of which calls this: collectives."""
+    again = copy.deepcopy(model)
+    many = step_of(model, config, config.strategy, batch, "fsdp", one.gradients, device)
+    report = _compared(config, one, many, driver)
+    handle = sharded(model)
+    wrong = torch.tensor(0.0 if report.ok else 1.0, device=device)
+    if handle.all_reduce(wrong, handle.mesh.names, "max") > 0:
+        report = _decided(report, config, again, batch, one, "fsdp", device)
+    return report
 
 
 def _decided(

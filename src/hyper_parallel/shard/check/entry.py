@@ -18,7 +18,7 @@ from hyper_parallel.compat import process_groups, store
 from hyper_parallel.compat.fake import is_fake
 from hyper_parallel.compat.local_tensor import is_simulated
 from hyper_parallel.compat.trees import leaves_of
-from hyper_parallel.errors import HyperParallelError, StrategyError
+from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError
 from hyper_parallel.shard.adapters import without_adapters
 from hyper_parallel.shard.check import advice, verdicts
 from hyper_parallel.shard.check.calls import Call, NothingToCompare, SeenCall, TokenCall
@@ -185,9 +185,11 @@ def _on_a_copy(
     return Unchecked(why)
 
 
-def _compared(small: Reduced, call: Call, spread: Spread) -> str | None:
+def _compared(small: Reduced, call: Call, spread: Spread) -> str | Unchecked | None:
     try:
         wrong: Mismatch | str | None = compared(small.model, small.strategy, call, spread)
+    except SimulationError as error:
+        return Unchecked(str(error).partition(";")[0])
     except HyperParallelError as refusal:
         return str(refusal)
     # The strategy's code, or the model's on a part of its tensors.
