@@ -15,10 +15,12 @@ from hyper_parallel.integration.optimizer import elementwise, find_twins, on_loc
 from hyper_parallel.shard import ShardedModel
 
 STEPS = 3
+EPS = 1e-5
+"""Above the gradients that rounding decides: of those AdamW and Adagrad would make whole steps."""
 CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    ({"axes": {"shard": 2}}, "AdamW", {"lr": 0.01, "fused": True}),
-    ({"axes": {"tensor": 2}}, "AdamW", {"lr": 0.01, "foreach": True}),
-    ({"axes": {"shard": 2}, "memory": {"shard": "gradients"}}, "Adagrad", {"lr": 0.01}),
+    ({"axes": {"shard": 2}}, "AdamW", {"lr": 0.01, "eps": EPS, "fused": True}),
+    ({"axes": {"tensor": 2}}, "AdamW", {"lr": 0.01, "eps": EPS, "foreach": True}),
+    ({"axes": {"shard": 2}, "memory": {"shard": "gradients"}}, "Adagrad", {"lr": 0.01, "eps": EPS}),
     ({"axes": {"replicate": 2}}, "SGD", {"lr": 0.1, "momentum": 0.9}),
 ]
 
