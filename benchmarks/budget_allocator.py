@@ -102,6 +102,8 @@ def model_of(case: Mapping[str, Any]) -> nn.Module:
             "eos_token_id": 0,
         },
     }
+    if case["strategy"] is not None and "context" in case["strategy"]["axes"]:
+        sizes["gpt2"]["attn_pdrop"] = 0.0  # attention that is spread over ranks drops no weights
     torch.manual_seed(0)
     config = AutoConfig.for_model(case["family"], vocab_size=VOCABULARY, **sizes[case["family"]])
     model: nn.Module = AutoModelForCausalLM.from_config(config).train()

@@ -79,66 +79,17 @@ def work(
     """
     store: Store | None = None
     timeout = timedelta(seconds=config.launch.timeout or MEET_S)
+
     try:
         with stop.interruptible():
-            threads = config.launch.threads or max(1, _cores() // place.local_world)
-            os.environ["OMP_NUM_THREADS"] = str(
-                threads
-            )  # for what the target starts; torch is loaded already
-            os.environ["LOCAL_WORLD_SIZE"] = str(
-                place.local_world
-            )  # as torchrun says it: what lies on a node
-            import torch
-            import torch.distributed as dist
-
-            from hyper_parallel import compat
-            from hyper_parallel.compat.groups import collectives_begun
-
-            if dist.is_initialized():
-                raise LaunchError(
-                    "torch.distributed is initialised already; leave that to launch, or write your own loop "
-                    "around parallelize"
-                )
-            torch.set_num_threads(threads)
-            backend = compat.backend(config.launch.device, workers=place.local_world)
-            device = backend.device(place.local_rank)
-            backend.set_device(device)
-            interface = rendezvous.interface(place)
-            for variable, value in backend.environment(interface).items() if interface else ():
-                os.environ.setdefault(variable, value)
-            log.info(
-                "rank %d of %d on %s, %d threads, %s at %s:%d",
-                place.rank,
-                place.world,
-                device,
-                threads,
-                place.launcher,
-                place.host,
-                place.port,
-            )
-            if backend.name == "cpu" and place.rank == 0 and config.launch.device == "auto":
-                _say_what_is_idle(place)
-            token = membership.token_of(config.launch)
+            worker = _prepared(place, config)
             store = rendezvous.open_store(place, timeout, listener)
-            if place.rank == 0:
-                _say_who_can_reach(place, token is not None)
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = membership.admitted(store, place.rank, place.world, token, timeout, attempt)
+            store = _admitted(place, config, timeout, store)
             connected(store)
-            dist.init_process_group(
-                backend.process_group,
-                store=store,
-                rank=place.rank,
-                world_size=place.world,
-                timeout=LIMIT,
-            )
-            pulse.count_collectives(collectives_begun)
+            _begin(place, worker, store)
             function = find_target(target)
         with pulse.operation("running", patient=False):
-            function(
-                config,
-                Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend),
-            )
+            function(config, worker)
         _leave_together(store, place, timeout)
         return 0
     except KeyboardInterrupt:
@@ -150,6 +101,64 @@ def work(
         failure = Failure.of(place.rank, error)
         report(failure, store)
         return failure.exit_code
+
+
+def _prepared(place: Place, config: RunConfig) -> Worker:
+    """This process's threads, device and environment."""
+    threads = config.launch.threads or max(1, _cores() // place.local_world)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the target starts; torch is loaded already
+    os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world)  # as torchrun says it: what lies on a node
+    import torch
+    import torch.distributed as dist
+
+    from hyper_parallel import compat
+
+    if dist.is_initialized():
+        raise LaunchError(
+            "torch.distributed is initialised already; leave that to launch, or write your own loop "
+            "around parallelize"
+        )
+    torch.set_num_threads(threads)
+    backend = compat.backend(config.launch.device, workers=place.local_world)
+    device = backend.device(place.local_rank)
+    backend.set_device(device)
+    interface = rendezvous.interface(place)
+    for variable, value in backend.environment(interface).items() if interface else ():
+        os.environ.setdefault(variable, value)
+    log.info(
+        "rank %d of %d on %s, %d threads, %s at %s:%d",
+        place.rank,
+        place.world,
+        device,
+        threads,
+        place.launcher,
+        place.host,
+        place.port,
+    )
+    if backend.name == "cpu" and place.rank == 0 and config.launch.device == "auto":
+        _say_what_is_idle(place)
+    return Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend)
+
+
+def _admitted(place: Place, config: RunConfig, timeout: timedelta, store: Store) -> Store:
+    """The store that all workers share, once this one has shown that it belongs to them."""
+    token = membership.token_of(config.launch)
+    if place.rank == 0:
+        _say_who_can_reach(place, token is not None)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return membership.admitted(store, place.rank, place.world, token, timeout, attempt)
+
+
+def _begin(place: Place, worker: Worker, store: Store) -> None:
+    """Make the default process group."""
+    import torch.distributed as dist
+
+    from hyper_parallel.compat.groups import collectives_begun
+
+    dist.init_process_group(
+        worker.backend.process_group, store=store, rank=place.rank, world_size=place.world, timeout=LIMIT
+    )
+    pulse.count_collectives(collectives_begun)
 
 
 def _cores() -> int:

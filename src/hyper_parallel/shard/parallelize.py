@@ -23,6 +23,7 @@ from hyper_parallel.shard.context import ContextRoot, apply_context, apply_conte
 from hyper_parallel.shard.context.gathered import apply_gathered
 from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws, sites_of
 from hyper_parallel.shard.experts.boundary import apply_experts_plan
+from hyper_parallel.shard.experts.routing import Routing
 from hyper_parallel.shard.functional_dropout import apply_functional_dropout
 from hyper_parallel.shard.groups import Groups
 from hyper_parallel.shard.handle import ShardedModel, attach, cut
@@ -98,6 +99,36 @@ def parallelize(
     unseen = like is None and not check_before_training(model, strategy, plan, _on_simulated_ranks)
     original = skeleton if skeleton is not None or not unseen else without_values(model)
 
+    gathers = lowering == "traceable"
+    routing = _apply(model, plan, strategy, axes, dtypes, gathers)
+    if recomputed is not None:
+        apply_recompute(recomputed)
+
+    _store(model, plan, dtype(strategy.precision.param), None if gathers else groups)
+    if not gathers and groups is not None:
+        _fully_shard(model, plan, strategy, groups, dtypes)
+    # Every rank makes the same groups now, not when a forward pass or a metric first needs one.
+    for name in mesh.names:
+        _ = axes[name]
+    attach(ShardedModel(model, strategy, plan, axes, skeleton, routing))
+    if unseen and original is not None:
+        check_on_first_call(model, original, strategy, plan, _on_simulated_ranks)
+    return model
+
+
+def _apply(
+    model: nn.Module,
+    plan: Plan,
+    strategy: Strategy,
+    axes: MeshAxes,
+    dtypes: dict[str, torch.dtype],
+    gathers: bool,
+) -> Routing | None:
+    """Wrap what the plan names: regions, attention, random numbers, the loss, accesses to parameters, casts.
+
+    Returns the counts of tokens by expert, where experts are split.
+    """
+    mesh = plan.mesh
     routing = apply_experts_plan(model, plan, axes)
     stretches = apply_boundaries(model, plan, axes[mesh.tensor])
     stretches |= apply_tensor_2d(model, plan, axes)
@@ -117,22 +148,9 @@ def parallelize(
     apply_loss(model, plan, axes, dtypes, cut=context.cut if context is not None else None)
     apply_context_to_root(model, context)
     apply_towers(model)
-    gathers = lowering == "traceable"
     _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)
     apply_casts(model, dtypes)
-    if recomputed is not None:
-        apply_recompute(recomputed)
-
-    _store(model, plan, dtype(strategy.precision.param), None if gathers else groups)
-    if not gathers and groups is not None:
-        _fully_shard(model, plan, strategy, groups, dtypes)
-    # Every rank makes the same groups now, not when a forward pass or a metric first needs one.
-    for name in mesh.names:
-        _ = axes[name]
-    attach(ShardedModel(model, strategy, plan, axes, skeleton, routing))
-    if unseen and original is not None:
-        check_on_first_call(model, original, strategy, plan, _on_simulated_ranks)
-    return model
+    return routing
 
 
 def check_tokens(model: nn.Module, strategy: Strategy, vocabulary: int) -> None:

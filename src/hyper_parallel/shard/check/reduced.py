@@ -130,41 +130,21 @@ def reduce(model: nn.Module, plan: Plan, strategy: Strategy) -> Iterator[Reduced
 
 def same_plan(whole: Plan, small: Plan) -> bool:
     """Whether the small model's plan does to each of its modules what the whole one's does."""
-    if (whole.sequence, whole.context is None) != (small.sequence, small.context is None):
-        return False
-    if whole.context is not None and small.context is not None:
-        ways = [(c.method, c.ring > 1, c.ulysses > 1) for c in (whole.context, small.context)]
-        if ways[0] != ways[1]:
-            return False
-    for name, module in small.modules.items():
-        theirs = whole.modules.get(name)
-        if theirs is None or (theirs.rule, theirs.enters, theirs.leaves) != (
-            module.rule,
-            module.enters,
-            module.leaves,
-        ):
-            return False
-    for name, region in small.regions.items():
-        other = whole.regions.get(name)
-        if other is None or (other.enters, other.keeps, other.heads is None) != (
-            region.enters,
-            region.keeps,
-            region.heads is None,
-        ):
-            return False
-    for name, experts in small.experts.items():
-        ours = whole.experts.get(name)
-        if ours is None or (ours.rule, ours.features, ours.own_tokens) != (
-            experts.rule,
-            experts.features,
-            experts.own_tokens,
-        ):
-            return False
-    for name, parameter in small.parameters.items():
-        there = whole.parameters.get(name)
-        if there is None or _ways_of(there) != _ways_of(parameter):
-            return False
-    return (whole.tensor2d is None) == (small.tensor2d is None)
+    effects = _effects(whole)
+    return all(effects.get(place) == effect for place, effect in _effects(small).items())
+
+
+def _effects(plan: Plan) -> dict[tuple[str, str], tuple[Any, ...]]:
+    """What a plan does, by kind and name of what it does it to; no sizes."""
+    context = plan.context
+    ways = (context.method, context.ring > 1, context.ulysses > 1) if context is not None else ()
+    return {
+        ("plan", ""): (plan.sequence, ways, plan.tensor2d is None),
+        **{("module", name): (m.rule, m.enters, m.leaves) for name, m in plan.modules.items()},
+        **{("region", name): (r.enters, r.keeps, r.heads is None) for name, r in plan.regions.items()},
+        **{("experts", name): (e.rule, e.features, e.own_tokens) for name, e in plan.experts.items()},
+        **{("parameter", name): _ways_of(p) for name, p in plan.parameters.items()},
+    }
 
 
 def _ways_of(parameter: Any) -> tuple[Any, ...]:
