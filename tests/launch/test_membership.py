@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from hyper_parallel.config import LaunchConfig, RunConfig, dump, from_dict
-from hyper_parallel.errors import ConfigError, LaunchError
+from hyper_parallel.errors import ConfigError, FollowsError, LaunchError
 from hyper_parallel.launch.membership import admitted, token_of
 from hyper_parallel.launch.place import Place
 from hyper_parallel.launch.worker import _say_who_can_reach
@@ -129,3 +129,13 @@ def test_a_meeting_point_that_others_can_reach_is_said(caplog: pytest.LogCapture
     first, second = (record.getMessage() for record in caplog.records)
     assert "set launch.token" in first and "10.0.0.1:1" in first
     assert "set launch.token" not in second and "keep the network closed" in second
+
+
+class _Gone(HashStore):
+    def wait(self, *_: Any) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_rank_0_that_leaves_meanwhile_is_no_mistake_about_a_token() -> None:
+    with pytest.raises(FollowsError, match="rank 0 has left"):
+        admitted(_Gone(), 1, 2, None, timedelta(minutes=10))

@@ -220,16 +220,23 @@ def test_real_workers_from_the_command_line(
 
 LONGCAT = {
     "model_type": "longcat_flash",
-    **{"hidden_size": 64, "num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8},
-    **{
-        "ffn_hidden_size": 128,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-    },
-    **{"head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16, "moe_topk": 2, "n_routed_experts": 8},
-    **{"zero_expert_num": 8, "expert_ffn_hidden_size": 20, "max_position_embeddings": 64},
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "ffn_hidden_size": 128,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 8,
+    "qk_head_dim": 16,
+    "moe_topk": 2,
+    "n_routed_experts": 8,
+    "zero_expert_num": 8,
+    "expert_ffn_hidden_size": 20,
+    "max_position_embeddings": 64,
 }
 """Each rank computes the experts that its own tokens chose, and no others."""
 

@@ -28,6 +28,8 @@ from hyper_parallel.launch.heartbeat import BEAT_S, pulse
 
 log = logging.getLogger(__name__)
 
+ASK_S = 0.05
+"""How often a main thread that is to leave is asked to: it does not in the middle of a PyTorch operation."""
 LEAVE_S = 5.0
 """How long the main thread has to leave where there is nothing to save, and after a second Ctrl-C."""
 
@@ -101,7 +103,7 @@ class ControlThread:
         pulse.reset()
         signals = (*stop.STOPS, stop.SAVE)
         if threading.current_thread() is self._main:
-            self._undo.enter_context(stop.handling(dict.fromkeys(signals, _in_main_thread)))
+            self._undo.enter_context(stop.handling(dict.fromkeys((*signals, stop.WAKE), _in_main_thread)))
             before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
             self._undo.callback(signal.set_wakeup_fd, before)
             _in_children.append(self)
@@ -120,7 +122,7 @@ class ControlThread:
     def let_go(self) -> None:
         """In a child that this process has forked: signals to it are none to this process."""
         signal.set_wakeup_fd(-1)
-        for number in (*stop.STOPS, stop.SAVE):
+        for number in (*stop.STOPS, stop.SAVE, stop.WAKE):
             if signal.getsignal(number) is _in_main_thread:
                 signal.signal(
                     number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -129,7 +131,11 @@ class ControlThread:
     def _run(self) -> None:
         beat_at = time.monotonic()
         while not self._closed:
-            ready = wait([self._woken, *self._link.sources()], max(0.0, beat_at - time.monotonic()))
+            patience = max(0.0, beat_at - time.monotonic())
+            if stop.must_interrupt():
+                self._wake_main()
+                patience = min(patience, ASK_S)
+            ready = wait([self._woken, *self._link.sources()], patience)
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + BEAT_S
                 self._link.tell({"event": "beat", "beat": asdict(pulse.beat())})
@@ -172,8 +178,6 @@ class ControlThread:
             if order == "fail":
                 self._code = 1
                 self._leave()
-            else:
-                self._wake_main()
 
     def _stop(self) -> None:
         if self._asked_at is None:
@@ -183,15 +187,14 @@ class ControlThread:
             self._leave()
 
     def _leave(self) -> None:
-        """Have the main thread leave, and end the process where it cannot: a peer that has gone, a native call."""
-        self._wake_main()
+        """End the process if the main thread, which is asked to leave, cannot: a peer that has gone, a native call."""
         self._leave_at = min(self._leave_at, time.monotonic() + LEAVE_S)
 
     def _wake_main(self) -> None:
-        # A signal and not only a flag, so that it also returns from a system call; SIGINT is never ignored here.
+        # A signal and not only a flag, so that it also returns from a system call.
         with contextlib.suppress(ProcessLookupError):
             if self._main.ident is not None:
-                signal.pthread_kill(self._main.ident, signal.SIGINT)
+                signal.pthread_kill(self._main.ident, stop.WAKE)
 
     def _end_in_time(self) -> None:
         now = time.monotonic()
@@ -209,7 +212,7 @@ def _in_main_thread(number: int, frame: FrameType | None) -> None:
     """The control thread does the rest."""
     if number in stop.STOPS and not stop.must_interrupt():
         stop.request_stop()
-    stop.interrupt()
+    stop.interrupt(frame)
 
 
 _in_children: list[ControlThread] = []

@@ -77,6 +77,7 @@ def run_joined(config: RunConfig, target: str, place: Place) -> int:
         with held, logs.recording(logs.path_of(config.out, place.rank), terminal):
             code = work(place, config, target, report, connected=link.connect)
         link.settle()
+        link.close()
         for failure in shown:
             _say(failure.render(config.out))
         if (shown or link.has_failed) and (line := lost()) is not None:

@@ -201,6 +201,8 @@ class _Watch:
             if suspect is not None:
                 self.failures.append(Failure(suspect.rank, "died", suspect.how, now))
         began = cause(self.failures)
+        if began is not None and began.kind == "lost" and self.asked is not None:
+            began = None  # another rank has left already, as all were asked to
         waited = began is not None and now - min(failure.time for failure in self.failures) > SETTLE_S
         if began is not None and not self.shown and (began.kind != "lost" or waited or not self.alive):
             self._show(began)

@@ -20,12 +20,13 @@ import hashlib
 import hmac
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hyper_parallel.config import LaunchConfig
-from hyper_parallel.errors import LaunchError
+from hyper_parallel.errors import FollowsError, LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -111,10 +112,13 @@ def _prove(
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> str:
     from torch.distributed import DistError
 
+    begun = time.monotonic()
     try:
         store.wait([key], timeout)
         return bytes(store.get(key)).decode(errors="replace")
     except (DistError, RuntimeError) as error:
+        if time.monotonic() - begun < timeout.total_seconds():
+            raise FollowsError("rank 0 has left, and its store with it") from error
         raise LaunchError(f"{otherwise} within {timeout.total_seconds():.0f} s") from error
 
 

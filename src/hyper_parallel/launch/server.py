@@ -180,6 +180,5 @@ def _work(job: _Job, index: int) -> int:
     config = RunConfig.model_validate_json(job.message["config"])
     with ControlThread(link), logs.recording(logs.path_of(config.out, place.rank), terminal):
         code = work(place, config, job.message["target"], report, listener)
-        stop.disarm()
         atexit._run_exitfuncs()  # trackers flush what they hold
         return code

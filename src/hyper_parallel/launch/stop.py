@@ -19,9 +19,13 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to save and end."""
 SAVE = signal.SIGUSR1
 """The signal that asks a run to save and go on."""
+WAKE = signal.SIGURG
+"""The control thread's signal to the main thread. By itself it does nothing to a process."""
 REPEAT_S = 1.0
 """A signal that is repeated within this time is the same request: launchers, and kills of a whole group, reach a
 process by more than one way."""
+
+_CALLED_BY_OPERATIONS = ("__torch_dispatch__", "__torch_function__")
 
 _stop = threading.Event()
 _save = threading.Event()
@@ -102,21 +106,32 @@ def interruptible() -> Iterator[None]:
 
 
 def must_interrupt() -> bool:
-    """Whether the main thread is to leave what it does."""
-    return not _disarmed.is_set() and (_ending or (_interruptible and _stop.is_set()))
+    """Whether the main thread is to leave what it does, and was not told to yet."""
+    asked = _ending or (_interruptible and _stop.is_set())
+    return asked and not _interrupted and not _disarmed.is_set()
 
 
-def interrupt() -> None:
-    """Raise KeyboardInterrupt where the worker is to leave at once. On the main thread.
+def interrupt(frame: FrameType | None = None) -> None:
+    """Raise KeyboardInterrupt where the worker is to leave at once. On the main thread, whose `frame` was interrupted.
 
     It is raised once, so that files and memory are given back on the way out, and not at all where an error is on its
-    way out already.
+    way out already. Inside of a PyTorch operation that Python takes part in it is not raised either: PyTorch's fake
+    tensors leave their state half changed then, and the process aborts. Who asks, asks again.
     """
     global _ending, _interrupted, _interruptible
-    if must_interrupt() and sys.exc_info()[1] is None:
+    if must_interrupt() and sys.exc_info()[1] is None and not _in_operation(frame):
         _ending = _interruptible = False
         _interrupted = True
         raise KeyboardInterrupt
+
+
+def _in_operation(frame: FrameType | None) -> bool:
+    """Whether a PyTorch operation has called the Python code that runs."""
+    while frame is not None:
+        if frame.f_code.co_name in _CALLED_BY_OPERATIONS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def disarm() -> None:
@@ -145,7 +160,7 @@ def listening(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
         if _stop.is_set():
             raise KeyboardInterrupt
         _stop.set()
-        interrupt()
+        interrupt(frame)
 
     with handling(dict.fromkeys(signals, handle)):
         yield

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.launch.heartbeat import Beat
 from hyper_parallel.launch.place import Place
-from hyper_parallel.launch.stop import STOPS
+from hyper_parallel.launch.stop import STOPS, stop_requested
 from hyper_parallel.launch.watchdog import LEAST_S, Activities, Suspect, Watchdog
 
 if TYPE_CHECKING:
@@ -59,8 +59,13 @@ class StoreLink:
             self._watched, timeout, others=place.rank == 1, hangs=place.rank == 0, interval=2 * self._pause
         )
         self._connected = False
+        self._store: Store | None = None
+        """Held until the end: on rank 0 the server goes with it."""
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._gone_s = timeout or LEAST_S
-        self._asked = threading.Event()
+        self._asked = False
+        self._news = threading.Event()  # a request that came here, or the end
         self._passed_on = threading.Event()  # the request is in the store, or never will be
         self._passed_on.set()
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -73,15 +78,17 @@ class StoreLink:
         """Begin to exchange requests and heartbeats through the store."""
         if self._place.world == 1:
             return
-        self._connected = True
+        self._connected, self._store = True, store
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         # A launcher that starts the workers again keeps the store: what was left in it is not for this start.
         start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         own, other = (PrefixStore(start, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
-        threading.Thread(target=self._exchange, args=(own,), name="store-link", daemon=True).start()
-        if self._watched:
-            threading.Thread(target=self._watch, args=(other,), name="watchdog", daemon=True).start()
+        for name, target, mine in (("store-link", self._exchange, own), ("watchdog", self._watch, other)):
+            if target == self._watch and not self._watched:
+                continue
+            self._threads.append(threading.Thread(target=target, args=(mine,), name=name, daemon=True))
+            self._threads[-1].start()
 
     def sources(self) -> list[Connection]:
         return []
@@ -96,14 +103,29 @@ class StoreLink:
         # A request to save needs no link: the step's reduction carries it.
         if message["event"] == "beat":
             self._beat = Beat(**message["beat"])
-        elif message["event"] == "signal" and message["number"] in STOPS and not self._asked.is_set():
+        elif message["event"] == "signal" and message["number"] in STOPS:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if not self._asked:
             self._passed_on.clear()
-            self._asked.set()
+            self._asked = True
+            self._news.set()
 
     def settle(self) -> None:
         """Wait until the others can hear of a request that came here; this process ends then."""
         if self._connected:
+            if stop_requested():  # the main thread may be here before the control thread could tell
+                self._pass_on()
             self._passed_on.wait(SETTLE_S)
+
+    def close(self) -> None:
+        """End the threads, which must not be in PyTorch's store when the interpreter shuts down (`compat.threads`)."""
+        self._closing.set()
+        self._news.set()
+        for thread in self._threads:
+            thread.join(SETTLE_S)
+        self._store = None
 
     def _exchange(self, store: Store) -> None:
         try:
@@ -112,24 +134,25 @@ class StoreLink:
             self._connected = False
             # Who holds the store has gone, and so does this worker soon: a collective of some libraries would wait for
             # ever.
-            time.sleep(self._gone_s)
+            if self._closing.wait(self._gone_s):
+                return
             log.exception("the worker that holds the store has gone")
             self.has_failed = True
             self._orders.put("fail")
 
     def _until_failed(self, store: Store) -> None:
         stopped, count = False, 0
-        while not self.has_failed:
+        while not (self.has_failed or self._closing.is_set()):
             count += 1
             told = {"count": count, "host": _host(), "pid": os.getpid(), "beat": asdict(self._beat)}
             store.set(f"{_BEAT}{self._place.rank}", json.dumps(told))
-            if self._asked.is_set() and not stopped:
+            if self._asked and not stopped:
                 store.set(_STOP, "1")
                 self._passed_on.set()
                 stopped = True
             elif not stopped and store.check([_STOP]):
                 self._orders.put("stop")
-                self._asked.set()
+                self._asked = True
                 stopped = True
             if store.check([_FROZEN]):
                 self._leave(json.loads(store.get(_FROZEN)))
@@ -137,16 +160,12 @@ class StoreLink:
             if keys and store.check(keys):
                 found = store.multi_get(keys)  # type: ignore[attr-defined]
                 self._read = {rank: json.loads(text) for rank, text in zip(self._watched, found, strict=True)}
-            if stopped:
-                time.sleep(self._pause)
-            else:
-                self._asked.wait(self._pause)
+            (self._closing if stopped else self._news).wait(self._pause)
 
     def _watch(self, store: Store) -> None:
         heard: dict[int, int] = {}
         activities: Activities | None = None
-        while not self.has_failed:
-            time.sleep(LOOK_S)
+        while not (self.has_failed or self._closing.wait(LOOK_S)):
             if not self._read:
                 continue  # not all have come; the store's own limit says when that takes too long
             if activities is None:

@@ -91,11 +91,13 @@ def work(
         with pulse.operation("running", patient=False):
             function(config, worker)
         _leave_together(store, place, timeout)
+        stop.disarm()
         return 0
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
         log.exception("failed", extra={"terminal": False})  # whoever watches shows it there, once
+        stop.disarm()
         if stop.interrupted():
             return 130
         failure = Failure.of(place.rank, error)
