@@ -2,14 +2,16 @@
 
    Loaded before the C library (LD_PRELOAD). PyTorch takes tensors on a processor by posix_memalign, and so do its kernels
    for what they need inside themselves. Counted are the bytes asked for, from the call until free, whoever holds them,
-   those of 64 bytes and more. Whole pages are not: oneDNN keeps the code there that it makes for products in bfloat16,
-   a quarter of a megabyte for each shape. Nothing here knows of a tensor, a graph or a plan. */
+   those of 64 bytes and more. What other libraries ask for is not: oneDNN keeps the code there that it makes for products
+   in bfloat16, a quarter of a megabyte for each shape. Nothing here knows of a tensor, a graph or a plan. */
 
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 extern void *__libc_memalign(size_t, size_t);
 extern void __libc_free(void *);
@@ -62,11 +64,23 @@ static void forget(const void *at) {
     pthread_mutex_unlock(&lock);
 }
 
+/* Whether an address is in the library of PyTorch that has its allocators. */
+static int of_allocator(const void *caller) {
+    static _Thread_local struct { const void *caller; int is; } known[64];
+    uint32_t at = (uint32_t)((uintptr_t)caller >> 2) & 63;
+    if (known[at].caller != caller) {
+        Dl_info info;
+        known[at].is = dladdr(caller, &info) && info.dli_fname && strstr(info.dli_fname, "libc10");
+        known[at].caller = caller;
+    }
+    return known[at].is;
+}
+
 int posix_memalign(void **given, size_t alignment, size_t bytes) {
     void *at = __libc_memalign(alignment, bytes);
     if (!at)
         return ENOMEM;
-    if (alignment == ALIGNED && bytes >= LEAST)
+    if (alignment >= ALIGNED && bytes >= LEAST && of_allocator(__builtin_return_address(0)))
         note(at, bytes);
     *given = at;
     return 0;

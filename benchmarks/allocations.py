@@ -24,7 +24,7 @@ def compiled(folder: str | Path) -> Path:
     """The library, compiled into a folder. Raises where there is no C compiler, or no glibc."""
     made = Path(folder) / "allocations.so"
     subprocess.run(
-        ["cc", "-O2", "-shared", "-fPIC", "-pthread", "-o", str(made), str(SOURCE)],
+        ["cc", "-O2", "-shared", "-fPIC", "-pthread", "-ldl", "-o", str(made), str(SOURCE)],
         check=True,
         capture_output=True,
     )
