@@ -113,7 +113,7 @@ def test_what_else_the_machine_does_counts_little_and_what_is_slow_is_soon_left(
     assert taken.count("quick") == taken.count("steady") == tried.WARM + tried.MOST
 
 
-@pytest.mark.parametrize("target", ["train", "train_by_itself"])
+@pytest.mark.parametrize("target", ["train", pytest.param("train_by_itself", marks=pytest.mark.matrix)])
 def test_a_run_after_a_trial_is_the_run_without_one(tmp_path: Path, target: str) -> None:
     machine(2).dump(tmp_path / "cluster.yaml")
     sections: dict[str, Any] = {

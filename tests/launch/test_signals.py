@@ -297,7 +297,7 @@ def test_a_task_that_does_not_end_in_the_grace_time_leaves(tmp_path: Path) -> No
         assert [task.wait(timeout=100) for task in tasks] == [130, 130]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.matrix)])
 def test_a_task_that_is_stopped_is_named_and_ended(tmp_path: Path, rank: int) -> None:
     with _tasks(make_config(tmp_path, {"shard": 2}, timeout=8.0), "loops") as tasks:
         time.sleep(3)

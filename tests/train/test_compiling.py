@@ -54,6 +54,7 @@ def test_twenty_compiled_steps_in_bf16(tmp_path: Path) -> None:
     _assert_near(*_compiled(0, 1, tmp_path, "bf16", sections), "bfloat16")
 
 
+@pytest.mark.matrix
 @NEEDS_COMPILER
 def test_twenty_compiled_steps_of_two_workers(tmp_path: Path) -> None:
     sections = {"strategy": {"axes": {"tensor": 2}, "sequence": True}}

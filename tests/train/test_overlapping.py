@@ -37,7 +37,7 @@ def _simulated(ran: Ran) -> list[str]:
     return [note for note in ran.notes if note.startswith("overlap, simulated on h100x")]
 
 
-@pytest.mark.parametrize("axis", ["shard", "tensor"])
+@pytest.mark.parametrize("axis", ["shard", pytest.param("tensor", marks=pytest.mark.matrix)])
 def test_two_workers_are_equal_to_the_bit(axis: str, tmp_path: Path) -> None:
     sections = {"strategy": {"axes": {axis: 2}, "sequence": axis == "tensor"}, "data": {"pack": False}}
     for plain, usual, chosen in run_ranks(_runs, 2, tmp_path, axis, sections, [NONE, USUAL, SIMULATED]):
