@@ -38,3 +38,24 @@ def test_no_operation_of_pytorch_is_torn_apart() -> None:
     finally:
         stop.reset()
     assert found == [4.0]
+
+
+class _LetGo:
+    def __del__(self) -> None:
+        stop.request_stop()
+        stop.interrupt(sys._getframe())
+
+
+def _let_go() -> None:
+    with stop.interruptible():
+        _LetGo()
+        stop.interrupt(sys._getframe())
+
+
+def test_no_interrupt_is_lost_where_an_object_is_let_go_of() -> None:
+    stop.reset()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _let_go()
+    finally:
+        stop.reset()

@@ -25,7 +25,9 @@ REPEAT_S = 1.0
 """A signal that is repeated within this time is the same request: launchers, and kills of a whole group, reach a
 process by more than one way."""
 
-_CALLED_BY_OPERATIONS = ("__torch_dispatch__", "__torch_function__")
+_CALLED_BY_OTHERS = ("__torch_dispatch__", "__torch_function__", "__del__", "remove")
+"""Functions that PyTorch's operations call, or the interpreter when it lets go of an object; ``remove`` is what weak
+dictionaries call theirs."""
 
 _stop = threading.Event()
 _save = threading.Event()
@@ -116,19 +118,20 @@ def interrupt(frame: FrameType | None = None) -> None:
 
     It is raised once, so that files and memory are given back on the way out, and not at all where an error is on its
     way out already. Inside of a PyTorch operation that Python takes part in it is not raised either: PyTorch's fake
-    tensors leave their state half changed then, and the process aborts. Who asks, asks again.
+    tensors leave their state half changed then, and the process aborts; nor where an object is let go of, where nobody
+    would hear of it. Who asks, asks again.
     """
     global _ending, _interrupted, _interruptible
-    if must_interrupt() and sys.exc_info()[1] is None and not _in_operation(frame):
+    if must_interrupt() and sys.exc_info()[1] is None and not _called_by_others(frame):
         _ending = _interruptible = False
         _interrupted = True
         raise KeyboardInterrupt
 
 
-def _in_operation(frame: FrameType | None) -> bool:
-    """Whether a PyTorch operation has called the Python code that runs."""
+def _called_by_others(frame: FrameType | None) -> bool:
+    """Whether the code that runs was called by what takes no exception of ours."""
     while frame is not None:
-        if frame.f_code.co_name in _CALLED_BY_OPERATIONS:
+        if frame.f_code.co_name in _CALLED_BY_OTHERS:
             return True
         frame = frame.f_back
     return False
