@@ -2,7 +2,7 @@
 
    Loaded before the C library (LD_PRELOAD). PyTorch takes tensors on a processor by posix_memalign, and so do its kernels
    for what they need inside themselves. Counted are the bytes asked for, from the call until free, whoever holds them,
-   those of 64 bytes and more. What other libraries ask for is not: oneDNN keeps the code there that it makes for products
+   those of 16 bytes and more. What other libraries ask for is not: oneDNN keeps the code there that it makes for products
    in bfloat16, a quarter of a megabyte for each shape. Nothing here knows of a tensor, a graph or a plan. */
 
 #define _GNU_SOURCE
@@ -18,7 +18,7 @@ extern void __libc_free(void *);
 
 #define SLOTS (1u << 21)
 #define ALIGNED 64
-#define LEAST 64 /* bytes; numbers that operators are given become tensors of 8 while they run */
+#define LEAST 16 /* bytes; numbers that operators are given become tensors of 8 while they run */
 
 static struct {
     void *at;
@@ -93,6 +93,8 @@ void free(void *at) {
 }
 
 long long allocations_live(void) { return live; }
+
+long long allocations_least(void) { return LEAST; }
 
 long long allocations_most(void) { return most; }
 

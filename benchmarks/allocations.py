@@ -38,7 +38,7 @@ def environment(library: Path) -> dict[str, str]:
 
 def _library() -> Any:
     found = ctypes.CDLL(None)
-    for name in ("allocations_live", "allocations_most"):
+    for name in ("allocations_live", "allocations_least", "allocations_most"):
         getattr(found, name).restype = ctypes.c_longlong
     return found
 
@@ -50,7 +50,9 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self._library = _library()
         counted = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in there}
-        self._base = self._library.allocations_live() - sum(counted.values())
+        least = self._library.allocations_least()
+        known = sum(count for count in counted.values() if count >= least)
+        self._base = self._library.allocations_live() - known
         self._library.allocations_begin()
         self.peak = 0
         """Right after operators."""
