@@ -13,6 +13,7 @@ from tiny import FAMILIES, at_the_floor, batch_of, model_of, same, trained
 from torch import nn
 
 import hyper_parallel as hp
+from hyper_parallel.eager.run import Run
 
 BATCHES = [batch_of(seed=step) for step in range(3)]
 
@@ -263,3 +264,23 @@ def test_the_example_runs() -> None:
     moved, notes = example.train(3, "14MiB")
     assert moved == example.train(3, None)[0]
     assert len(notes) == 2
+
+
+def test_gradients_that_a_thread_of_gloo_still_holds_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[torch.Tensor] = []
+    send = Run._send
+
+    def holding(run: Run, answer: Any) -> Any:
+        try:
+            return send(run, answer)
+        except StopIteration as stop:
+            held.extend(stop.value)
+            raise
+
+    monkeypatch.setattr(Run, "_send", holding)
+    model = hp.offload(model_of("llama"), budget="16MiB", host="16MiB")
+    model(**BATCHES[0]).loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert gradients
+    given = {tensor.untyped_storage().data_ptr() for tensor in held}
+    assert {gradient.untyped_storage().data_ptr() for gradient in gradients} <= given

@@ -115,7 +115,9 @@ class Run:
             self._around.leave(
                 {what: None if name is None else found[name] for what, name in passes.left.items()}
             )
-        return tuple(found.get(f"gradient.{name}") for name in passes.wanted)
+        # Tensors of nobody else's: of one that a thread of gloo still holds, autograd would keep a copy.
+        made = [found.get(f"gradient.{name}") for name in passes.wanted]
+        return tuple(None if gradient is None else gradient.detach() for gradient in made)
 
     def _check(self, gradients: Sequence[Tensor | None]) -> None:
         """Raises HyperParallelError for what the graph is not of."""
