@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ LIMIT_S = 180
 """A cell that takes longer hangs."""
 
 ROWS, LENGTH = 2, 32
+PER_PROCESS = 20
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "shard 2": {"axes": {"shard": 2}},
@@ -281,6 +282,19 @@ def reasons(found: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     return told.most_common()
 
 
+def outcomes(wanted: Sequence[str], only: list[str], workers: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(family, what it came to), as they end; processes are replaced after `PER_PROCESS` families, which fill them."""
+    context = multiprocessing.get_context("spawn")
+    # Not max_tasks_per_child, with which an executor of Python 3.11 stops for ever (python/cpython issue 115634).
+    size = PER_PROCESS * workers
+    for start in range(0, len(wanted), size):
+        part = wanted[start : start + size]
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+            asked = {pool.submit(run, family, only): family for family in part}
+            for future in as_completed(asked):
+                yield asked[future], future.result()
+
+
 def main() -> int:
     """Run the families; 0 when no cell is wrong and none crashes."""
     parser = argparse.ArgumentParser(
@@ -301,26 +315,22 @@ def main() -> int:
     if given.resume:
         wanted = [family for family in wanted if family not in found]
     result: dict[str, Any] = {}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.workers, mp_context=context, max_tasks_per_child=20) as pool:
-        only = given.strategies.split(",") if given.strategies else []
-        asked = {pool.submit(run, family, only): family for family in wanted}
-        for done, future in enumerate(as_completed(asked), 1):
-            family, of = asked[future], future.result()
-            before = found.get(family, {}).get("cells", {})
-            found[family] = {**of, "cells": {**before, **of["cells"]} if given.strategies else of["cells"]}
-            outcomes = " ".join(f"{name}: {cell['outcome']}," for name, cell in of["cells"].items())
-            print(f"{done} of {len(wanted)}: {family}: {outcomes or of.get('no_reference')}", flush=True)
-            for name, cell in of["cells"].items():
-                if cell["outcome"] in ("WRONG", "traceback"):
-                    print(f"    {name}: {cell['detail']}", flush=True)
-            result = {
-                "transformers": transformers.__version__,
-                "of": len(families()),
-                "counts": counted(found),
-                "families": dict(sorted(found.items())),
-            }
-            write("attack_models", result)
+    only = given.strategies.split(",") if given.strategies else []
+    for done, (family, of) in enumerate(outcomes(wanted, only, given.workers), 1):
+        before = found.get(family, {}).get("cells", {})
+        found[family] = {**of, "cells": {**before, **of["cells"]} if given.strategies else of["cells"]}
+        told = " ".join(f"{name}: {cell['outcome']}," for name, cell in of["cells"].items())
+        print(f"{done} of {len(wanted)}: {family}: {told or of.get('no_reference')}", flush=True)
+        for name, cell in of["cells"].items():
+            if cell["outcome"] in ("WRONG", "traceback"):
+                print(f"    {name}: {cell['detail']}", flush=True)
+        result = {
+            "transformers": transformers.__version__,
+            "of": len(families()),
+            "counts": counted(found),
+            "families": dict(sorted(found.items())),
+        }
+        write("attack_models", result)
     if result:
         put(DOCS / "families.md", "attack_models.py", page(result))
         for reason, count in reasons(found):
