@@ -349,9 +349,7 @@ def main() -> int:
     differs = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
     for name in differs:
         print(f"{name}: {before.get(name, 'absent')} before, {after.get(name, 'absent')} after")
-    print(
-        f"{len(before.keys() & after.keys()) - sum(n in before and n in after for n in differs)} equal, {len(differs)} differ"
-    )
+    print(f"{len(before.keys() | after.keys()) - len(differs)} equal, {len(differs)} differ")
     return int(bool(differs))
 
 
