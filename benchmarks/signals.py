@@ -218,12 +218,12 @@ def saved(command: Command, out: str, case: dict[str, Any], span: float, whole: 
     row["saved"] = asked
     row["exit"] = row["code"] == 0 and row["said"] == ""
     row["unchanged"] = results(folder, out) == whole
-    # The command looks for signals ten times a second, in which several steps of this model go by; a run that had taken
-    # its last step has nothing to save any more.
+    # The command looks for signals ten times a second, in which several steps of this model go by; after the last step
+    # the run saves anyway.
     steps = records(folder, out)
-    between = range(row["sent_step"] + 1, asked[0] - 1) if asked else []
+    between = range(row["sent_step"] + 1, (asked[0] if asked else STEPS) - 1)
     row["late_s"] = round(sum(steps[step]["seconds"] for step in between), 3)
-    row["last_step_saved"] = row["late_s"] <= LATE_S if asked else row["sent_step"] >= STEPS - 1
+    row["last_step_saved"] = row["late_s"] <= LATE_S
     row["resumed"] = True
     if asked and asked[0] < STEPS:
         for path in (folder / out / "checkpoints").iterdir():

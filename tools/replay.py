@@ -8,7 +8,7 @@ A case is one line of the record, `kind/subject/…`:
     plan/FAMILY/STRATEGY     the sharding plan of a matrix cell
     graph/FAMILY/STRATEGY    rank 0's training step, captured on fake tensors and rewritten by the pass pipeline
     trace/FAMILY/STRATEGY    the priced operations that the step is lowered to
-    bits/FAMILY/STRATEGY     parameters, losses and gradient norms of three steps, on simulated ranks (up to 4)
+    bits/FAMILY/STRATEGY     parameters, losses and gradient norms of three steps, on simulated ranks (up to 4) of a few families
     train/NAME               the same of three steps of `hyper-parallel train`, by real workers, under its options
     simulate/NAME, planner/NAME, inspect/NAME    what the commands print as JSON
 
@@ -38,6 +38,8 @@ ROOT = Path(__file__).parents[1]
 STEPS = 3
 SMALL_WORLD = 4
 """Ranks up to which steps are computed on simulated ranks; more take minutes."""
+COMPUTED = ("llama", "gemma3", "deepseek-v3", "gpt2")
+"""Families whose steps are computed: windows, tied weights, latent attention with experts, dropout."""
 VOLATILE = ("searched_s", "planned_s")
 """Keys of printed answers that are measured on the clock."""
 
@@ -295,7 +297,8 @@ def cases() -> Iterator[tuple[str, Callable[..., Iterator[tuple[str, str]]], tup
         if "expert" in fields["axes"] and family not in WITH_EXPERTS:
             continue
         world = family_config(FAMILIES[family], fields).strategy.axes.world
-        for kind in ("plan", "graph", *(["bits"] if world <= SMALL_WORLD else [])):
+        computed = world <= SMALL_WORLD and family in COMPUTED
+        for kind in ("plan", "graph", *(["bits"] if computed else [])):
             yield f"{kind}/{family}/{strategy}", of_cell, (kind, family, strategy)
     commands: dict[str, Sequence[str]] = {
         "train": list(TRAINED),

@@ -18,7 +18,7 @@ from hyper_parallel.compat import process_groups, store
 from hyper_parallel.compat.fake import is_fake
 from hyper_parallel.compat.local_tensor import is_simulated
 from hyper_parallel.compat.trees import leaves_of
-from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError
+from hyper_parallel.errors import FollowsError, HyperParallelError, SimulationError, StrategyError
 from hyper_parallel.shard.adapters import without_adapters
 from hyper_parallel.shard.check import advice, verdicts
 from hyper_parallel.shard.check.calls import Call, NothingToCompare, SeenCall, TokenCall
@@ -106,6 +106,10 @@ def needed(model: nn.Module, strategy: Strategy) -> bool:
     )
 
 
+_FAILED = {"failed": True}
+"""In the place of a verdict, when rank 0 was stopped or failed before it had one."""
+
+
 def _decided(model: nn.Module, strategy: Strategy, plan: Plan, calls: list[Call], spread: Spread) -> None:
     """Rank 0's verdict on every rank."""
     global _asked
@@ -118,10 +122,12 @@ def _decided(model: nn.Module, strategy: Strategy, plan: Plan, calls: list[Call]
         except BaseException:
             # The others wait for a word.
             if dist.is_initialized():
-                store.told_by_rank_0(key, json.dumps("rank 0 could not check the strategy; it says why"))
+                store.told_by_rank_0(key, json.dumps(_FAILED))
             raise
     if dist.is_initialized():
         refusal = json.loads(store.told_by_rank_0(key, json.dumps(refusal) if mine else None))
+        if refusal == _FAILED:
+            raise FollowsError("rank 0 did not finish the check of the strategy; it says why")
     if refusal:
         raise StrategyError(refusal)
 
