@@ -8,7 +8,7 @@ A case is one line of the record, `kind/subject/…`:
     plan/FAMILY/STRATEGY     the sharding plan of a matrix cell
     graph/FAMILY/STRATEGY    rank 0's training step, captured on fake tensors and rewritten by the pass pipeline
     trace/FAMILY/STRATEGY    the priced operations that the step is lowered to
-    bits/FAMILY/STRATEGY     parameters, losses and gradient norms of three steps, on up to 4 simulated ranks (some families)
+    bits/FAMILY/STRATEGY     parameters, losses and gradient norms of three steps, of some families on simulated ranks
     train/NAME               the same of three steps of `hyper-parallel train`, by real workers, under its options
     simulate/NAME, planner/NAME, inspect/NAME    what the commands print as JSON
 
