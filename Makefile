@@ -31,12 +31,13 @@ test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in an environment 
 	@tools/venv_llamafactory.sh .venv-llamafactory
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-llamafactory/bin/python -m pytest -q tests/llamafactory tests/sft --durations=15 $(ARGS)
 
-lint: venv ## Style, format, types, the direction of imports, device names in one place
+lint: venv ## Style, format, types, the direction of imports, device names in one place, vocabulary
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check --quiet || { echo "not formatted; run: make format"; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python tools/check_device_words.py
+	@$(BIN)/python tools/check_vocabulary.py src/hyper_parallel
 
 format: venv ## Format the code and mend what the linter can
 	@$(BIN)/ruff check --fix --quiet || true

@@ -35,14 +35,14 @@ from pages import DOCS, put
 
 from hyper_parallel import config as files
 from hyper_parallel import launch
-from hyper_parallel.auto import kept
-from hyper_parallel.auto.machine import measured
-from hyper_parallel.auto.question import precision_of, question_of
-from hyper_parallel.auto.settled import Laid, laid_of, settled
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
-from hyper_parallel.plan.listed import ranked
-from hyper_parallel.plan.measured import read_off
+from hyper_parallel.planner.auto import saved_choice
+from hyper_parallel.planner.auto.machine import measured
+from hyper_parallel.planner.auto.query import precision_of, question_of
+from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
+from hyper_parallel.planner.enumerate import ranked
+from hyper_parallel.planner.measured_constants import read_off
 
 WORLD = 4
 TOGETHER = 12
@@ -188,16 +188,18 @@ def _model(name: str, folder: Path, before: dict[str, Any] | None) -> dict[str, 
     return found
 
 
-def _picked(run: RunConfig) -> tuple[Laid, list[str]]:
+def _picked(run: RunConfig) -> tuple[Overrides, list[str]]:
     """What `auto` picks, and what it says."""
     if code := launch.run(run, "auto_workers:choose"):
         raise SystemExit(f"the workers ended with {code}")
-    written = Path(run.out) / kept.STRATEGY_FILE
+    written = Path(run.out) / saved_choice.STRATEGY_FILE
     said = [line.removeprefix("# ") for line in written.read_text().splitlines() if line.startswith("#")]
-    return kept.read(written), said
+    return saved_choice.read(written), said
 
 
-def _all(run: RunConfig, picked: Laid, strategies: dict[str, Laid], folder: Path) -> dict[str, float]:
+def _all(
+    run: RunConfig, picked: Overrides, strategies: dict[str, Overrides], folder: Path
+) -> dict[str, float]:
     """Times of every strategy that can be built, in those of the picked one."""
     mine = _key(picked)
     keys = [key for key in strategies if key != mine]
@@ -210,13 +212,13 @@ def _all(run: RunConfig, picked: Laid, strategies: dict[str, Laid], folder: Path
     return times
 
 
-def _timed(run: RunConfig, strategies: Sequence[Laid], rounds: int, folder: Path) -> dict[str, float]:
+def _timed(run: RunConfig, strategies: Sequence[Overrides], rounds: int, folder: Path) -> dict[str, float]:
     """Seconds of strategies that are built at once, without those that cannot be."""
     found = folder / "found.json"
     task = {"strategies": strategies, "rounds": rounds, "steps": STEPS, "drop": DROP, "out": str(found)}
     (folder / "task.json").write_text(json.dumps(task))
     os.environ[TASK] = str(folder / "task.json")
-    if code := launch.run(settled(run, strategies[0]), "auto_workers:measure"):
+    if code := launch.run(resolved(run, strategies[0]), "auto_workers:measure"):
         raise SystemExit(f"the workers ended with {code}")
     told = zip(strategies, json.loads(found.read_text()), strict=True)
     return {_key(laid): one["seconds"] for laid, one in told if "seconds" in one}
@@ -243,18 +245,18 @@ def _run(model: dict[str, Any], folder: Path) -> RunConfig:
     )
 
 
-def _strategies(run: RunConfig, cluster: Cluster) -> Iterator[Laid]:
+def _strategies(run: RunConfig, cluster: Cluster) -> Iterator[Overrides]:
     """All that the file leaves open, each once."""
     seen, constants = read_off(cluster, precision_of(run))
     done = set()
     for one in ranked(question_of(run, seen, WORLD, 1), constants):
-        laid = laid_of(run, one, seen)
+        laid = overrides_of(run, one, seen)
         if _key(laid) not in done:
             done.add(_key(laid))
             yield laid
 
 
-def _key(laid: Laid) -> str:
+def _key(laid: Overrides) -> str:
     return json.dumps(laid["strategy"], sort_keys=True)
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.auto.entry import together
-from hyper_parallel.auto.settled import settled
-from hyper_parallel.auto.tried import stepped
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.launch import Worker
+from hyper_parallel.planner.auto.entry import together
+from hyper_parallel.planner.auto.measure_candidates import stepped
+from hyper_parallel.planner.auto.resolved import resolved
 
 TASK = "HYPER_PARALLEL_BENCHMARK_TASK"
 """The environment's name for the file with the strategies, and how often each is stepped."""
@@ -40,7 +40,7 @@ def measure(config: RunConfig, worker: Worker) -> None:
     refused: dict[int, str] = {}
     for index, laid in enumerate(task["strategies"]):
         try:
-            steps.append(stepped(settled(config, laid), worker))
+            steps.append(stepped(resolved(config, laid), worker))
         except HyperParallelError as error:
             refused[index] = str(error)
             steps.append(None)

@@ -41,15 +41,15 @@ from torch import Tensor
 
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat import absent, registry
+from hyper_parallel.compat import paged_out_parameters, registry
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, executable
-from hyper_parallel.offloading import Runtime, Space, problem_of
-from hyper_parallel.offloading.rewrite import Planned, planned
+from hyper_parallel.offloading import OffloadTier, Runtime, build_problem
+from hyper_parallel.offloading.schedule.offload_pass import Planned, planned
 from hyper_parallel.offloading.tiers import FlashTier, Tier
 from hyper_parallel.offloading.tiers import measure as rates
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.recipe import Recipe
 
 STEPS = 3
 PER_PROCESS = 10
@@ -130,7 +130,7 @@ def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) ->
         settled.add(name)
         runtime.rest(name, tensor)
 
-    with absent.settling(settle):
+    with paged_out_parameters.settling(settle):
         hp.init_weights(model, seed=0)
         recipe = recipe_of(model)
     tensors = inputs(recipe, case, fields_of(case)["vocab_size"])
@@ -167,7 +167,7 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
     cluster, backend = Cluster.named("h100"), registry.backend("cpu")
     shape = BatchShape(((case["rows"], case["positions"]),), (False,))
     step = capture_step(recipe_of(build(fields_of(case), hp.Strategy())), shape)
-    free = problem_of(step, cluster, 2**50, ())
+    free = build_problem(step, cluster, 2**50, ())
     peak, least = max(free.profile()), free.working_set
     budget = int(least + case["share"] * (peak - least))
     result: dict[str, Any] = {**case, "peak": peak, "working_set": least, "budget": budget}
@@ -179,7 +179,9 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
             tiers["host"] = stack.enter_context(contextlib.closing(UnseenHost(backend, room)))
         if "flash" in case["tiers"]:
             tiers["flash"] = stack.enter_context(contextlib.closing(FlashTier(folder, backend)))
-        spaces = tuple(Space(name, tier.capacity, *rates(tier, backend)) for name, tier in tiers.items())
+        spaces = tuple(
+            OffloadTier(name, tier.capacity, *rates(tier, backend)) for name, tier in tiers.items()
+        )
         try:
             found = planned(step, cluster, budget, spaces)
         except BudgetError as error:

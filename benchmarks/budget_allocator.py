@@ -165,7 +165,7 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
             except FollowsError:
                 floor = 1
             finally:
-                hp.eager.release(model)
+                hp.release(model)
         if not floor:
             after, most = max(peaks), max(most for _, most, _ in peaks)
             call = [peak for peak, _, _ in peaks].index(after[0])
@@ -182,8 +182,8 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
 def worker(world: int, rank: int, port: int, seeds: Sequence[int]) -> None:
     """All cases of a process, one after the other."""
     torch.set_num_threads(1)
-    for module, name, value in (("choose", "WORK", 0), ("search", "PLANS", 1)):  # quick plans, as exact
-        setattr(importlib.import_module(f"hyper_parallel.offloading.{module}"), name, value)
+    for module, name, value in (("solve", "WORK", 0), ("graph_search", "PLANS", 1)):  # quick plans, as exact
+        setattr(importlib.import_module(f"hyper_parallel.offloading.schedule.{module}"), name, value)
     if world > 1:
         store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(minutes=20))
         dist.init_process_group(

@@ -504,7 +504,7 @@ def tried(pattern: Pattern, budget: int | str, own: list[Tensor]) -> dict[str, A
     except Exception as error:
         return {"came": "wrong", "why": f"{type(error).__name__}: {error}"}
     finally:
-        hp.eager.release(model)
+        hp.release(model)
     same = len(found) == len(own) and all(map(torch.equal, found, own))
     off = [
         float((a - b).double().norm() / b.double().norm())

@@ -122,15 +122,15 @@ def _in_fresh_process(name: str) -> dict[str, Any]:
 
 def measured(case: Case) -> dict[str, Any]:
     """Seconds, high-water mark and nodes of one case, in this process."""
-    from hyper_parallel.compat.fake import fake_ranks
+    from hyper_parallel.compat.fake_process_group import fake_ranks
     from hyper_parallel.config import from_dict
     from hyper_parallel.shard import parallelize, sharded
-    from hyper_parallel.shard.experts.spread import spread_evenly
-    from hyper_parallel.train.build import transformers_config
-    from hyper_parallel.train.optimizer import build_optimizer
-    from hyper_parallel.train.recipe import Recipe
-    from hyper_parallel.train.schedule import schedule
-    from hyper_parallel.train.whole_step import BatchShape, capture_step
+    from hyper_parallel.shard.experts.even_load import assume_even_load
+    from hyper_parallel.step.build import transformers_config
+    from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+    from hyper_parallel.step.lr_schedule import schedule
+    from hyper_parallel.step.optimizer import build_optimizer
+    from hyper_parallel.step.recipe import Recipe
     from hyper_parallel.verify.matrix import build_model
 
     world = case.axes["shard"] * case.axes.get("tensor", 1)
@@ -159,7 +159,7 @@ def measured(case: Case) -> dict[str, Any]:
         spread = time.perf_counter()
         optimizer = build_optimizer(model, config.train.optimizer)
         recipe = Recipe(model, sharded(model), optimizer, schedule(config.train.schedule, 1), clip=1.0)
-        with spread_evenly():
+        with assume_even_load():
             step = capture_step(recipe, BatchShape(((1, case.sequence),), (False,)))
     ended = time.perf_counter()
     return {

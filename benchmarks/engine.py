@@ -32,15 +32,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
-from hyper_parallel.train.batches import MicroBatch, StepBatch
-from hyper_parallel.train.graph_step import GraphStepper
-from hyper_parallel.train.graphs import Graphs
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.overlapping import schedule_for
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.step import Stepper
-from hyper_parallel.train.whole_step import BatchShape
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.capture_train_step import BatchShape
+from hyper_parallel.step.collective_order import schedule_for
+from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.graph_executor import GraphStepper
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.train_step import Stepper
 
 ENGINES = ("eager", "graph", "compiled")
 Step = Callable[[], float]

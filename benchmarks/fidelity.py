@@ -37,18 +37,18 @@ from hyper_parallel.calibrate import Settings, calibrate
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
 from hyper_parallel.config import RunConfig
+from hyper_parallel.estimate import predict_run
+from hyper_parallel.estimate.inspect import micro_batch, model_of
 from hyper_parallel.graph import lower
-from hyper_parallel.graph.passes import rewritten
+from hyper_parallel.graph.pass_manager import rewritten
 from hyper_parallel.graph.profile import Profiler
-from hyper_parallel.inspect.run import micro_batch, model_of
-from hyper_parallel.predict import predict_run
 from hyper_parallel.shard import init_weights, parallelize
-from hyper_parallel.simulate import simulate
-from hyper_parallel.train.batches import MicroBatch
-from hyper_parallel.train.overlapping import schedule_for
-from hyper_parallel.train.passes import passes_for
-from hyper_parallel.train.recipe import SAID, Recipe
-from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.shard.graph_passes import passes_for
+from hyper_parallel.simulator import simulate
+from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.collective_order import schedule_for
+from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 
 CLUSTER = RESULTS / "fidelity-cluster.yaml"
 PARTIAL = RESULTS / "fidelity-partial.json"
@@ -222,7 +222,7 @@ def _prepared(case: Case, rank: int = 0, *, profiled: bool = False) -> tuple[Any
 
     def host(point: str, values: Any) -> torch.Tensor | None:
         if point == "load":
-            return torch.zeros(SAID)
+            return torch.zeros(CONTROL_VECTOR)
         values[0].tolist()
         return None
 
@@ -236,7 +236,7 @@ def _prepared(case: Case, rank: int = 0, *, profiled: bool = False) -> tuple[Any
 
 
 def _balanced(step: Any) -> dict[Any, int]:
-    from hyper_parallel.graph.sizes import balanced_sizes
+    from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 
     return balanced_sizes(step)
 
@@ -254,8 +254,8 @@ def operators(name: str, cluster: Cluster) -> None:
     for _ in range(STEPS):
         run()
     measured = profiler.timeline(device="here")
-    program = lower({"all": profiler._step}, sizes=_balanced(profiler._step))
-    predicted = simulate(program, cluster.for_workers(1), masking=False)
+    trace = lower({"all": profiler._step}, sizes=_balanced(profiler._step))
+    predicted = simulate(trace, cluster.for_workers(1), masking=False)
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for ours, theirs in zip(predicted.spans, measured.spans, strict=True):
         work = ours.op.work

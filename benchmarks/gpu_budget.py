@@ -9,14 +9,14 @@ import torch
 from gpu_engines import STEPS, batch_of, recipe_of
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat import Backend, absent
+from hyper_parallel.compat import Backend, paged_out_parameters
 from hyper_parallel.graph import balanced_sizes
-from hyper_parallel.offloading import problem_of
+from hyper_parallel.offloading import build_problem
+from hyper_parallel.step.capture_train_step import BatchShape, state
+from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.graph_executor import GraphStepper
+from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.budget import Budget
-from hyper_parallel.train.graph_step import GraphStepper
-from hyper_parallel.train.graphs import Graphs
-from hyper_parallel.train.whole_step import BatchShape, state
 
 SHARES = (0.8, 0.2)
 """Where budgets lie between what single operators use and what the step holds without a budget."""
@@ -74,11 +74,11 @@ def _ran(
     held = backend.memory_peak() - before
     values = []
     for parameter in recipe.handle.parameters():
-        with absent.present(parameter.local):
+        with paged_out_parameters.present(parameter.local):
             values.append(parameter.local.detach().clone())
     if tier is not None:
         tier.close()
-    bounds = problem_of(graph.plain, Cluster.named("h100"), 0, (), balanced_sizes(graph.plain))
+    bounds = build_problem(graph.plain, Cluster.named("h100"), 0, (), balanced_sizes(graph.plain))
     return (bounds.working_set, max(bounds.profile())), losses, values, held
 
 

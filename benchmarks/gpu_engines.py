@@ -13,15 +13,15 @@ from measure import paired_ratio, timed_on
 from hyper_parallel import shard
 from hyper_parallel.compat import Backend
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.capture_train_step import BatchShape
+from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.graph_executor import GraphStepper
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.train_step import Stepper
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.batches import MicroBatch, StepBatch
-from hyper_parallel.train.graph_step import GraphStepper
-from hyper_parallel.train.graphs import Graphs
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.step import Stepper
-from hyper_parallel.train.whole_step import BatchShape
 from hyper_parallel.verify.matrix import build_model
 
 ENGINES = ("eager", "graph", "compiled")

@@ -189,7 +189,7 @@ def _fill(file: Path) -> None:
     """Read the file, look at what it names, build the model and read its weights, as a worker does before it trains."""
     from hyper_parallel import config, parallelize
     from hyper_parallel.cli.preflight import check
-    from hyper_parallel.train.build import fill_model, unsharded
+    from hyper_parallel.step.build import fill_model, unsharded
 
     run = config.load(file)
     check(run)

@@ -8,7 +8,7 @@ from memory import build, recipe_of
 
 import hyper_parallel as hp
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.train.whole_step import BatchShape, capture_step
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 
 MODEL = CASES["Llama-3-8B, tensor 8 · shard 8"].model
 SEQUENCE = 4096

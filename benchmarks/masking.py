@@ -4,13 +4,13 @@
 
 Simulated. A case is a model of a published shape, a cluster preset and a strategy. The step of one rank is captured,
 with two micro-batches, layers recomputed in the backward pass and weights gathered again, as training rewrites it. It
-is put into the schedule that trainers have without an overlap pass (`hyper_parallel.overlap.usual`: weights asked for
-one layer ahead, gradients reduced beside the next layer, everything else waited for where it begins) and simulated;
-then the captured step goes through `overlap`, within the device's memory. Of the batches listed for a case, the first
-at which the usual schedule masks 55% to 65% of the communication by blocked time is taken; a case without one shows the
-closest. Experts are taken to get equally many rows. Nothing here ran on such a cluster.
+is put into the schedule that trainers have without an overlap pass (`hyper_parallel.overlap.fsdp_baseline_schedule`:
+weights asked for one layer ahead, gradients reduced beside the next layer, everything else waited for where it begins)
+and simulated; then the captured step goes through `overlap`, within the device's memory. Of the batches listed for a
+case, the first at which the usual schedule masks 55% to 65% of the communication by blocked time is taken; a case
+without one shows the closest. Experts are taken to get equally many rows. Nothing here ran on such a cluster.
 
-Masking has two definitions (`hyper_parallel.program.Timeline`): by blocked time, 1 − exposed / communication, and end
+Masking has two definitions (`hyper_parallel.trace.Timeline`): by blocked time, 1 − exposed / communication, and end
 to end, (T_comp + T_comm − step) / T_comm, which also pays for kernels that are slower beside a collective. No schedule
 can mask more than min(1, T_comp / T_comm).
 
@@ -34,20 +34,20 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.passes import rewritten
-from hyper_parallel.graph.sizes import balanced_sizes
-from hyper_parallel.overlap import Usual, overlap
-from hyper_parallel.overlap.choose import simulated
-from hyper_parallel.program import Timeline
-from hyper_parallel.shard.experts.spread import spread_evenly
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.passes import passes_for
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.whole_step import BatchShape, capture_step
+from hyper_parallel.graph.dynamic_sizes import balanced_sizes
+from hyper_parallel.graph.pass_manager import rewritten
+from hyper_parallel.overlap import FsdpBaseline, overlap
+from hyper_parallel.overlap.overlap_pass import simulated
+from hyper_parallel.shard.experts.even_load import assume_even_load
+from hyper_parallel.shard.graph_passes import passes_for
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.trace import Timeline
 
 NAIVE = (0.55, 0.65)
 MICRO = 2
@@ -148,7 +148,7 @@ def captured(case: Case, rows: int, length: int) -> StepGraph:
         optimizer = build_optimizer(model, AdamWConfig(lr=1e-3))
         plan = schedule(ScheduleConfig(name="constant"), 1000)
         recipe = Recipe(model, hp.sharded(model), optimizer, plan, clip=1.0)
-        with spread_evenly():
+        with assume_even_load():
             step = capture_step(recipe, BatchShape(((rows, length),) * MICRO, (False,) * MICRO))
         return rewritten(step, passes_for(strategy))
 
@@ -178,7 +178,7 @@ def run(case: Case) -> dict[str, Any]:
     best: tuple[float, tuple[int, int], StepGraph, Timeline] | None = None
     for rows, length in case.batches:
         step = captured(case, rows, length)
-        naive = simulated(Usual()(step), cluster, balanced_sizes(step))
+        naive = simulated(FsdpBaseline()(step), cluster, balanced_sizes(step))
         share = naive.masked.blocked or 0.0
         fits = naive.peak.bytes <= device.memory.bytes
         tried.append({"rows": rows, "positions": length, "masked_blocked": share, "fits": fits})

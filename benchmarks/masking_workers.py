@@ -24,17 +24,17 @@ from hyper_parallel.compat import collectives
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph, lower
 from hyper_parallel.graph.costs import costs
-from hyper_parallel.overlap import Usual, overlap
-from hyper_parallel.overlap.arrange import COMPUTE
-from hyper_parallel.overlap.choose import simulated
+from hyper_parallel.overlap import FsdpBaseline, overlap
 from hyper_parallel.overlap.jobs import Prices, jobs_of
-from hyper_parallel.program import Collective, Timeline
-from hyper_parallel.simulate.costs import Costs, Leg
-from hyper_parallel.simulate.engine import Run
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.whole_step import BatchShape, capture_step
+from hyper_parallel.overlap.list_scheduling import COMPUTE
+from hyper_parallel.overlap.overlap_pass import simulated
+from hyper_parallel.simulator.engine import Run
+from hyper_parallel.simulator.op_costs import Costs, Leg
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.trace import Collective, Timeline
 
 WORLD, REPEATS = 2, 11
 DRAWS = 25
@@ -79,7 +79,7 @@ def _worker(rank: int, port: int, queue: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, pg_options=options)
     step = _step()
     planned = _machine(step, _begun(step))
-    schedules = {"usual": Usual()(step), "overlap": overlap(step, planned).step}
+    schedules = {"usual": FsdpBaseline()(step), "overlap": overlap(step, planned).step}
     players = {name: _Player(graph, planned) for name, graph in schedules.items()}
     # In the step's own rhythm, with the order of the model's code, where each is waited for at once: between kernels
     # that sleep the processors are in another state than in a row of collectives. In turns with what is compared.
@@ -175,9 +175,9 @@ class _Drawn(Costs):
 def _drawn(graph: StepGraph, cluster: Cluster, taken: dict[tuple[str, int], list[float]]) -> list[Timeline]:
     """Steps of the simulator, each collective with a time of its own: those that are late are waited for, and those
     that are early win nothing, which a simulation with means does not know."""
-    program = lower({"all": graph}, dict.fromkeys(range(WORLD), "all"), views=False)
+    trace = lower({"all": graph}, dict.fromkeys(range(WORLD), "all"), views=False)
     return [
-        Timeline(program, Run(program, _Drawn(cluster, taken, seed)).spans(), predicted=True, device="sleeps")
+        Timeline(trace, Run(trace, _Drawn(cluster, taken, seed)).spans(), predicted=True, device="sleeps")
         for seed in range(DRAWS)
     ]
 

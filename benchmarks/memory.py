@@ -3,7 +3,7 @@
 For each model and strategy, in fresh processes (several over gloo where the strategy has ranks), the step's graph is
 captured and run, and its peak is known three times:
 
-- predicted: `graph.lifetimes.peak`, from the graph alone;
+- predicted: `graph.liveness.peak`, from the graph alone;
 - live: what an observer sees that knows nothing of the graph, every untyped storage alive while the graph runs;
 - resident: the process's high-water mark in another step, over what it held before the state was allocated. What gloo
   takes for itself is in it, and predicted by `graph.workspaces`; so is what kernels do, which is not.
@@ -38,13 +38,13 @@ import hyper_parallel as hp
 from hyper_parallel.compat import registry
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import executable, lifetimes, peak, rewritten, workspaces
-from hyper_parallel.graph.lifetimes import peak_of
-from hyper_parallel.train.batches import MicroBatch
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.passes import passes_for
-from hyper_parallel.train.recipe import SAID, Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.graph.liveness import peak_of
+from hyper_parallel.shard.graph_passes import passes_for
+from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 
 ROWS, POSITIONS = 4, 256
 RESULT = RESULTS / "memory.json"
@@ -144,7 +144,7 @@ def batch_of(share: int, rows: int, positions: int, vocabulary: int) -> MicroBat
 
 def answer(point: str, values: Sequence[Tensor]) -> Tensor | None:
     """The host: it has nothing to say and refuses nothing."""
-    return torch.zeros(SAID) if point == "load" else None
+    return torch.zeros(CONTROL_VECTOR) if point == "load" else None
 
 
 def observed(

@@ -44,8 +44,8 @@ from pages import DOCS, put
 from hyper_parallel.calibrate import Settings, calibrate
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.offloading import Rate, Space
-from hyper_parallel.offloading.rewrite import planned
+from hyper_parallel.offloading import OffloadTier, Rate
+from hyper_parallel.offloading.schedule.offload_pass import planned
 
 PARTS = ("real", "simulated", "ascend")
 EMULATED = 512 << 20
@@ -207,7 +207,9 @@ def our_point(case: peers.Case, budget: int) -> dict[str, Any] | None:
     """Our plan for a budget; None where it is refused."""
     begun = time.perf_counter()
     try:
-        found = planned(case.step, case.cluster, budget, (Space("host", HOST_BYTES, case.link, case.link),))
+        found = planned(
+            case.step, case.cluster, budget, (OffloadTier("host", HOST_BYTES, case.link, case.link),)
+        )
     except BudgetError:
         return None
     return {

@@ -20,7 +20,7 @@ from memory import SHAPE
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict
-from hyper_parallel.predict import predict_run
+from hyper_parallel.estimate import predict_run
 
 BUDGET = "54GB"
 """Of the 64 GB of a device: the rest is for what kernels and the runtime take."""

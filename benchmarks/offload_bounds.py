@@ -14,7 +14,8 @@ memory asked for at every node, which splits storages, and a mixed-integer progr
 and, where that leaves it open, half for whether any plan is quicker by more than 3%. What lies between a plan and the
 higher bound is the most that the best plan could gain.
 
-Nothing here ran on such a machine: times are those of the planner's clock (`offloading.moves.replay`), simulated.
+Nothing here ran on such a machine: times are those of the planner's clock (`offloading.schedule.transfers.replay`),
+simulated.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from measure import write
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.offloading import Plan, Problem, Rate, Space, choose, problem_of
-from hyper_parallel.offloading.bound import least_seconds, zero_stall_budget
+from hyper_parallel.offloading import OffloadTier, Plan, Problem, Rate, build_problem, choose
+from hyper_parallel.offloading.schedule.lower_bound import least_seconds, zero_stall_budget
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from harness.exact_milp import Exact
@@ -168,7 +169,7 @@ def main() -> None:
     small_sets(given.seconds)
     if given.small:
         return
-    base = problem_of(llama_8b.captured(given.layers), Cluster.named("h100"), 1, ())
+    base = build_problem(llama_8b.captured(given.layers), Cluster.named("h100"), 1, ())
     peak, least = max(base.profile()), base.working_set
     print(
         f"{base.nodes:,} nodes, {len(base.held):,} storages, peak {peak / 2**30:.1f} GiB, working set "
@@ -185,7 +186,7 @@ def main() -> None:
     }
     for link in LINKS:
         rate = Rate(1e-5, link * 2**30)
-        problem = replace(base, spaces=(Space("host", 2**40, rate, rate),))
+        problem = replace(base, spaces=(OffloadTier("host", 2**40, rate, rate),))
         begun = time.perf_counter()
         bound = zero_stall_budget(problem)
         solved = time.perf_counter() - begun

@@ -27,11 +27,11 @@ from pages import DOCS, put
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.apart import is_update
-from hyper_parallel.offloading import Rate, Space, problem_of
-from hyper_parallel.offloading.choices import Choices
-from hyper_parallel.offloading.problem import Problem
-from hyper_parallel.offloading.rewrite import planned
+from hyper_parallel.graph.host_update import is_update
+from hyper_parallel.offloading import OffloadTier, Rate, build_problem
+from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
+from hyper_parallel.offloading.schedule.offload_pass import planned
+from hyper_parallel.offloading.schedule.problem import Problem
 
 LINKS = (25, 50)
 """GiB/s each way."""
@@ -48,7 +48,7 @@ CASES = tuple(product(LINKS, llama_8b.SHARES, CHOICES))
 def step_of(layers: int | None) -> tuple[StepGraph, Problem]:
     """The step and its memory, captured once in each process."""
     step = llama_8b.captured(layers)
-    return step, problem_of(step, Cluster.named("h100"), 1, ())
+    return step, build_problem(step, Cluster.named("h100"), 1, ())
 
 
 def row(layers: int | None, link: int, share: float, name: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def row(layers: int | None, link: int, share: float, name: str) -> dict[str, Any
     least, most = free.working_set, max(free.profile())
     budget = int(least + share * (most - least))
     rate = Rate(1e-5, link * 2**30)
-    host = Space("host", 1 << 40, rate, rate)
+    host = OffloadTier("host", 1 << 40, rate, rate)
     begun = time.process_time()
     found = planned(step, Cluster.named("h100"), budget, (host,), choices=CHOICES[name])
     return {
@@ -107,8 +107,8 @@ def main() -> None:
         )
         if given.layers is None:
             write("offload_choices", kept)
-            put(DOCS / "computed-again.md", "offload_choices.py", again(kept))
-            put(DOCS / "updates-on-the-host.md", "offload_choices.py", updates(kept))
+            put(DOCS / "recomputation.md", "offload_choices.py", again(kept))
+            put(DOCS / "host-update.md", "offload_choices.py", updates(kept))
     print("\n".join(["", *again(kept), "", *updates(kept)]))
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/computed-again.md and docs/updates-on-the-host.md, from the results of `offload_choices.py`."""
+"""The tables of docs/recomputation.md and docs/host-update.md, from the results of `offload_choices.py`."""
 
 from __future__ import annotations
 

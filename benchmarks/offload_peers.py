@@ -29,9 +29,9 @@ from torch import fx
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, layers
 from hyper_parallel.graph.recompute import regather
-from hyper_parallel.offloading import Problem, Rate, Space, problem_of
-from hyper_parallel.offloading.moves import Move, replay
-from hyper_parallel.offloading.problem import Busy, Held
+from hyper_parallel.offloading import OffloadTier, Problem, Rate, build_problem
+from hyper_parallel.offloading.schedule.problem import Buffer, UseInterval
+from hyper_parallel.offloading.schedule.transfers import Move, replay
 from hyper_parallel.workload.work import Work
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -67,8 +67,8 @@ class Case:
 
     def problem(self, step: StepGraph | None = None) -> Problem:
         """The memory of the step, or of another graph for it, without a budget."""
-        host = Space("host", _ROOM, self.link, self.link)
-        return problem_of(step or self.step, self.cluster, _ROOM, (host,))
+        host = OffloadTier("host", _ROOM, self.link, self.link)
+        return build_problem(step or self.step, self.cluster, _ROOM, (host,))
 
 
 def none(case: Case) -> Point:
@@ -150,11 +150,11 @@ def on_the_host(step: StepGraph, case: Case) -> Problem:
         if each.kind == "optimizer" or not busy:
             continue
         if each.kind == "gradient":
-            busy = (*busy, Busy(update, update, writes=False))
+            busy = (*busy, UseInterval(update, update, writes=False))
         held.append(replace(each, busy=busy))
     taken = tuple(replace(one, last=min(one.last, home - 1)) for one in whole.taken if one.first < home)
     free = Rate(0.0, float("inf"))
-    gradients = Space("gradients", _ROOM, case.link, free)
+    gradients = OffloadTier("gradients", _ROOM, case.link, free)
     return Problem(starts, tuple(held), taken, (*whole.spaces, gradients), _ROOM)
 
 
@@ -164,7 +164,7 @@ def recomputed(step: StepGraph) -> StepGraph:
     return layers(step, found)
 
 
-def saved(step: StepGraph, problem: Problem) -> list[tuple[Held, int, int, int]]:
+def saved(step: StepGraph, problem: Problem) -> list[tuple[Buffer, int, int, int]]:
     """What autograd saves: (storage, gap, its first place, place of the next use) of each storage that the forward pass
     leaves to the backward pass. Parameters are not among them, what they are cast to is."""
     phases = phases_of(step)

@@ -36,16 +36,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat import absent, registry
+from hyper_parallel.compat import paged_out_parameters, registry
 from hyper_parallel.config.train import AdamWConfig
 from hyper_parallel.graph import executable
-from hyper_parallel.offloading import Runtime, Space, problem_of
-from hyper_parallel.offloading.rewrite import planned
+from hyper_parallel.offloading import OffloadTier, Runtime, build_problem
+from hyper_parallel.offloading.schedule.offload_pass import planned
 from hyper_parallel.offloading.tiers import FlashTier, Tier, measure
-from hyper_parallel.train.batches import MicroBatch, StepBatch
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.step import Stepper
-from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.train_step import Stepper
 
 ROWS, POSITIONS = 2, 512
 ARENA = 4 << 30
@@ -188,7 +188,7 @@ def _graph(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Ma
             if how.flash
             else _host(setting, stack)
         )
-        space = Space(tier.name, tier.capacity, *measure(tier, backend))
+        space = OffloadTier(tier.name, tier.capacity, *measure(tier, backend))
         found = planned(step, Cluster.load(setting.cluster), how.budget, (space,))
         tier.reserve(found.places[tier.name].sizes, found.places[tier.name].offsets)
         runtime = Runtime(found.step, {tier.name: tier})
@@ -207,7 +207,7 @@ def _graph(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Ma
         if runtime is not None:
             runtime.rest(name, tensor)
 
-    with absent.settling(settle):
+    with paged_out_parameters.settling(settle):
         recipe = _model(how, setting, "traceable", values=True)
     micro = _batch(recipe, setting).micro
     values = {name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()}
@@ -256,7 +256,7 @@ def bounds(setting: Setting) -> dict[str, int]:
     step = capture_step(
         _model(how, setting, "traceable", values=False), BatchShape(((ROWS, POSITIONS),), (False,))
     )
-    problem = problem_of(step, Cluster.load(setting.cluster), 2**50, ())
+    problem = build_problem(step, Cluster.load(setting.cluster), 2**50, ())
     return {"working_set": problem.working_set, "peak": max(problem.profile())}
 
 

@@ -28,11 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
-from hyper_parallel.train.batches import MicroBatch, StepBatch
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.step import Stepper
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.train_step import Stepper
 
 # examples/quickstart.yaml's model and data shape.
 VOCABULARY, SEQUENCE, BATCH = 4096, 256, 16

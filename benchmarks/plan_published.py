@@ -22,13 +22,14 @@ from measure import write
 from pages import DOCS, put
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.plan.constants import fitted
-from hyper_parallel.plan.figures import figures
-from hyper_parallel.plan.model.step import forecast
-from hyper_parallel.plan.profiles import profile
-from hyper_parallel.plan.question import Question
-from hyper_parallel.plan.search import answer
-from hyper_parallel.plan.table import Table, code
+from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.constants import fitted
+from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.framework_profiles import profile
+from hyper_parallel.planner.metrics import figures
+from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.search import answer
+from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Precision, Workload
 

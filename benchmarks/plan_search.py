@@ -27,9 +27,9 @@ RUNS = 3
 def one(model: str, cluster: str, batch: int, sequence: int, devices: int) -> dict[str, Any]:
     """One search in this process."""
     from hyper_parallel.cluster import Cluster
-    from hyper_parallel.plan.constants import fitted
-    from hyper_parallel.plan.question import Question
-    from hyper_parallel.plan.search import answer
+    from hyper_parallel.planner.constants import fitted
+    from hyper_parallel.planner.query import Question
+    from hyper_parallel.planner.search import answer
     from hyper_parallel.workload.published import shape
     from hyper_parallel.workload.workload import Workload
 

@@ -1,9 +1,9 @@
 """The planner's closed forms against published training runs: python benchmarks/published.py
 
-Each source of `hyper_parallel.plan.evidence` is held out whole, constants are fitted on the others, and its rows are
-forecast (`plan.fit.judge`). Then the constants are fitted on all sources and written, with the quantiles of the
-residuals that intervals are made of, to src/hyper_parallel/plan/constants.json. A part of docs/fidelity.md and
-benchmarks/results/published.json are written from the outcome. It takes about half a minute and trains nothing.
+Each source of `hyper_parallel.planner.evidence` is held out whole, constants are fitted on the others, and its rows are
+forecast (`planner.fit.cross_validation`). Then the constants are fitted on all sources and written, with the quantiles
+of the residuals that intervals are made of, to src/hyper_parallel/planner/constants.json. A part of docs/fidelity.md
+and benchmarks/results/published.json are written from the outcome. It takes about half a minute and trains nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from measure import write
 from pages import DOCS, put
 
-from hyper_parallel.plan.constants import FITTED, Constants
-from hyper_parallel.plan.evidence import RECIPES, RUNS, TRANSCRIBED
-from hyper_parallel.plan.fit.evidence import evidence
-from hyper_parallel.plan.fit.judge import Evidence, Judgement, judge, seconds_of
-from hyper_parallel.plan.fit.solve import solve
-from hyper_parallel.plan.model.memory import memory
-from hyper_parallel.plan.model.step import sum_of
-from hyper_parallel.plan.table import Array
+from hyper_parallel.planner.constants import FITTED, Constants
+from hyper_parallel.planner.cost_model.memory import memory
+from hyper_parallel.planner.cost_model.step import sum_of
+from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
+from hyper_parallel.planner.fit.cross_validation import Evidence, Judgement, judge, seconds_of
+from hyper_parallel.planner.fit.map_estimate import solve
+from hyper_parallel.planner.fit.published_runs import evidence
+from hyper_parallel.planner.table import Array
 
 AXES = ("tensor_x", "pipeline", "context", "expert", "zero", "micro")
 LIMITS = {

@@ -28,11 +28,11 @@ from measure import write
 from rich.console import Console
 from rich.table import Table
 
-from hyper_parallel.shard.check import entry
-from hyper_parallel.shard.check.calls import SeenCall, TokenCall
-from hyper_parallel.shard.check.reduced import Reduced
 from hyper_parallel.shard.parallelize import _on_simulated_ranks as spread
 from hyper_parallel.shard.plan import make_plan
+from hyper_parallel.shard.region_check import check
+from hyper_parallel.shard.region_check.reduced_model import Reduced
+from hyper_parallel.shard.region_check.sample_inputs import SeenCall, TokenCall
 from hyper_parallel.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -149,10 +149,10 @@ def measure_shapes() -> dict[str, Settings]:
         seconds = []
         for _ in VARIANTS[1:]:
             wall, cpu = time.perf_counter(), time.process_time()
-            refusal = entry._refusal(model, strategy, plan, calls, spread)
+            refusal = check._refusal(model, strategy, plan, calls, spread)
             assert refusal is None, refusal
             seconds.append((time.perf_counter() - wall, time.process_time() - cpu))
-        small = next(entry.reduce(model, plan, strategy))
+        small = next(check.reduce(model, plan, strategy))
         found[name] = {
             "strategy": declared,
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -224,7 +224,7 @@ def judge_modules() -> Settings:
     for right, kinds in ((False, modules.BROKEN), (True, modules.RIGHT)):
         for name, between in kinds.items():
             model = modules.Model(between)
-            found = entry._on_a_copy(model, strategy, make_plan(model, strategy), [call], spread)
+            found = check._on_a_copy(model, strategy, make_plan(model, strategy), [call], spread)
             if isinstance(found, Reduced) != right:
                 wrongly.append(name)
             if isinstance(found, str):

@@ -39,10 +39,8 @@ PARTS = (
     Written("memory.md", "memory.py", "memory.json", memory.page),
     Written("offload.md", "budget.py", "budget.json", budget.page),
     Written("offload.md", "offload.py", "offload.json", offload_pages.lines),
-    Written("computed-again.md", "offload_choices.py", "offload_choices.json", offload_choices_pages.again),
-    Written(
-        "updates-on-the-host.md", "offload_choices.py", "offload_choices.json", offload_choices_pages.updates
-    ),
+    Written("recomputation.md", "offload_choices.py", "offload_choices.json", offload_choices_pages.again),
+    Written("host-update.md", "offload_choices.py", "offload_choices.json", offload_choices_pages.updates),
 )
 
 

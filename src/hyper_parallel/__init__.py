@@ -12,7 +12,7 @@ from hyper_parallel._version import __version__
 
 if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig, load
-    from hyper_parallel.eager import offload
+    from hyper_parallel.offloading.autograd import Swap, offload, release
     from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
     from hyper_parallel.strategy import Strategy
     from hyper_parallel.train import Trainer
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "RunConfig": "config",
     "Strategy": "strategy",
+    "Swap": "offloading.autograd",
     "Trainer": "train",
     "init_weights": "shard",
     "load": "config",
     "load_weights": "shard",
-    "offload": "eager",
+    "offload": "offloading.autograd",
     "parallelize": "shard",
+    "release": "offloading.autograd",
     "sharded": "shard",
     "verify_file": "verify",
 }
@@ -34,6 +36,7 @@ _HOMES = {
 __all__ = [
     "RunConfig",
     "Strategy",
+    "Swap",
     "Trainer",
     "__version__",
     "init_weights",
@@ -41,6 +44,7 @@ __all__ = [
     "load_weights",
     "offload",
     "parallelize",
+    "release",
     "sharded",
     "verify_file",
 ]

@@ -1,4 +1,4 @@
-"""The exceptions that a user can cause. Each says what was got, what is needed and how to mend it."""
+"""Exceptions that a user can cause; each message says what was found, what is needed and how to fix it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class CheckpointError(HyperParallelError):
     """A checkpoint that cannot be written, or that is damaged and must not be loaded."""
 
 
-class ProgramError(HyperParallelError):
-    """A Program that cannot run: what waits in a circle, or calls that other ranks do not make."""
+class TraceError(HyperParallelError):
+    """A Trace that cannot run: what waits in a circle, or calls that other ranks do not make."""
 
 
 class IntegrationError(ConfigError):

@@ -1,4 +1,4 @@
-"""Where LlamaFactory's main branch asks which process it is in: `get_platform()`."""
+"""`get_platform()` for LlamaFactory's main branch: rank and world size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes, counts and seconds, printed the way people read them."""
+"""Formatting of bytes, counts and seconds."""
 
 from __future__ import annotations
 

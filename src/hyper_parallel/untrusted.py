@@ -1,4 +1,4 @@
-"""Reading what somebody else may have written: regular files only, of a bounded size, names that stay in their folder.
+"""Safe reading of untrusted files: regular files only, bounded size, names inside their folder.
 
 A file from elsewhere may be a pipe that blocks whoever opens it, a link to another place, a device without an end, or a
 text that takes a thousand times its own size once it is parsed. Every reader of a checkpoint, a model's folder, a run

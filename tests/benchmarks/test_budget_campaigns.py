@@ -18,8 +18,10 @@ from allocations import compiled
 
 @pytest.fixture(autouse=True)
 def _quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("hyper_parallel.offloading.choose"), "WORK", 0)
-    monkeypatch.setattr(importlib.import_module("hyper_parallel.offloading.search"), "PLANS", 1)
+    monkeypatch.setattr(importlib.import_module("hyper_parallel.offloading.schedule.solve"), "WORK", 0)
+    monkeypatch.setattr(
+        importlib.import_module("hyper_parallel.offloading.schedule.graph_search"), "PLANS", 1
+    )
 
 
 @pytest.mark.parametrize(

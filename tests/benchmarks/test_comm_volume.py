@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import comm_volume
 
-from hyper_parallel.shard.tensor2d.choose import Gathered, Shape
+from hyper_parallel.shard.tensor2d.factorization import Gathered, Shape
 
 
 @pytest.mark.parametrize("gathered", comm_volume.TREATMENTS)

@@ -24,7 +24,7 @@ from hyper_parallel.compat import registry
 from hyper_parallel.graph import peak
 from hyper_parallel.offloading import Rate
 from hyper_parallel.offloading.tiers import HostTier
-from hyper_parallel.train.whole_step import BatchShape, capture_step
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.workload.work import Work
 
 

@@ -18,7 +18,7 @@ from hyper_parallel.checkpoint import newest
 from hyper_parallel.checkpoint.validate import whole
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Box
-from hyper_parallel.train.state import read_state
+from hyper_parallel.train.checkpoint_state import read_state
 
 BENCHMARKS = Path(hostile_files.__file__).parent
 HARMLESS = {"a config that names code"}

@@ -103,7 +103,7 @@ def test_options_that_do_not_go_together_are_told(capsys: pytest.CaptureFixture[
 def test_a_row_that_is_malformed_is_unsupported_and_the_others_stand(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from plan.published_run import RUN
+    from planner.published_run import RUN
 
     file = tmp_path / "runs.csv"
     rows = [RUN, {**RUN, "tp": "x"}]

@@ -109,7 +109,7 @@ def test_the_thread_ends_with_its_stream() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=30))
-def test_any_program_of_waits_keeps_every_order_it_declares(program: list[tuple[int, int, bool]]) -> None:
+def test_any_program_of_waits_keeps_every_order_it_declares(trace: list[tuple[int, int, bool]]) -> None:
     streams, log, lock = [CpuStream() for _ in range(3)], [], threading.Lock()
     before: list[set[int]] = [set(), set(), set()]  # tasks that must precede each stream's next one
     needed: dict[int, set[int]] = {}
@@ -118,7 +118,7 @@ def test_any_program_of_waits_keeps_every_order_it_declares(program: list[tuple[
         with lock:
             log.append(number)
 
-    for number, (source, target, wait) in enumerate(program):
+    for number, (source, target, wait) in enumerate(trace):
         needed[number] = set(before[source])
         streams[source].run(lambda number=number: task(number))
         before[source].add(number)
@@ -129,6 +129,6 @@ def test_any_program_of_waits_keeps_every_order_it_declares(program: list[tuple[
             before[target] |= before[source]
     for stream in streams:
         stream.synchronize()
-    assert sorted(log) == list(range(len(program)))
+    assert sorted(log) == list(range(len(trace)))
     for number, earlier in needed.items():
         assert earlier <= set(log[: log.index(number)])

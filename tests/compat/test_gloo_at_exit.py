@@ -33,7 +33,7 @@ for pair in range(pairs):
             dist.all_reduce(x, async_op=True)
         time.sleep(rank)
         sys.exit(0)
-    print(*(os.waitpid(child, 0)[1] for child in children))
+    print(*(os.waitpid(child, 0)[1] for child in children), flush=True)  # or the next children print it again
 """
 
 

@@ -13,7 +13,7 @@ import hostile_files
 import hostile_runs
 
 from hyper_parallel.config import load, yaml12
-from hyper_parallel.config.explain import MOST_LINES
+from hyper_parallel.config.validation_errors import MOST_LINES
 from hyper_parallel.errors import ConfigError
 
 HARMLESS = {

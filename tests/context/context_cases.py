@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat.local_tensor import on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout.mesh import Fold, Mesh
-from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.context.attention import attention, give_axes
 from hyper_parallel.shard.context.mask import ContextMask, Positions
-from hyper_parallel.shard.context.split import PositionSplit
-from hyper_parallel.shard.groups import Groups
+from hyper_parallel.shard.context.position_split import PositionSplit
+from hyper_parallel.shard.mesh_axis import Axis
+from hyper_parallel.shard.process_groups import Groups
 
 
 @dataclass(frozen=True)

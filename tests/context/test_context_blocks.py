@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Mesh
-from hyper_parallel.shard.axis import Axis
-from hyper_parallel.shard.context.blocks import Documents, blocks, relation, steps
-from hyper_parallel.shard.context.split import PositionSplit, pieces
+from hyper_parallel.shard.context.block_schedule import Documents, blocks, relation, steps
+from hyper_parallel.shard.context.position_split import PositionSplit, position_chunks
+from hyper_parallel.shard.mesh_axis import Axis
 
 
 def seen_by_definition(length: int, window: int | None, documents: Documents | None) -> np.ndarray:
@@ -52,7 +52,10 @@ def test_blocks_hold_what_is_seen_once_and_say_how(
     found = np.zeros_like(wanted, dtype=int)
     for ring in range(rings):
         for t in (0, *steps(length, rings, window)):
-            mine, theirs = pieces(length, rings, ring), pieces(length, rings, (ring - t) % rings)
+            mine, theirs = (
+                position_chunks(length, rings, ring),
+                position_chunks(length, rings, (ring - t) % rings),
+            )
             at_q, at_k = (np.concatenate([np.arange(*p) for p in x]) for x in (mine, theirs))
             for block in blocks(mine, theirs, window, documents, tile):
                 q, k = at_q[slice(*block.queries)], at_k[slice(*block.keys)]
@@ -75,7 +78,9 @@ def test_every_ring_index_has_the_same_work_under_a_causal_mask(rings: int) -> N
         sum(
             block.work
             for t in range(rings)
-            for block in blocks(pieces(length, rings, ring), pieces(length, rings, (ring - t) % rings))
+            for block in blocks(
+                position_chunks(length, rings, ring), position_chunks(length, rings, (ring - t) % rings)
+            )
         )
         for ring in range(rings)
     ]

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hyper_parallel.shard.context import kernels
-from hyper_parallel.shard.context.kernels import attend, attend_backward
-from hyper_parallel.shard.context.runs import Runs
+from hyper_parallel.shard.context import block_attention
+from hyper_parallel.shard.context.block_attention import attend, attend_backward
+from hyper_parallel.shard.context.online_softmax import Runs
 
 
 @pytest.fixture(params=["kernel", "plain"])
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
-        monkeypatch.setattr(kernels, "kernel_for", lambda *_, **__: None)
+        monkeypatch.setattr(block_attention, "kernel_for", lambda *_, **__: None)
     return str(request.param)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.data import read
+from hyper_parallel.data import read_documents
 from hyper_parallel.data.document import Answer, Chat, Document, Text, from_record, is_held_out
 from hyper_parallel.data.sources import Source, digests, find
 from hyper_parallel.errors import DataError
@@ -20,7 +20,7 @@ from hyper_parallel.errors import DataError
 
 def documents(declared: Any, kind: str = "auto", key: str = "train") -> list[Document]:
     names = [str(item) for item in declared] if isinstance(declared, list) else str(declared)
-    return list(read.documents(find(names, kind, key), key))
+    return list(read_documents.documents(find(names, kind, key), key))
 
 
 def texts(declared: Any, kind: str = "auto") -> list[str]:
@@ -93,7 +93,7 @@ def test_the_standard_library_without_its_tests() -> None:
 
 def test_only_the_standard_librarys_own_files_may_be_undecodable(tmp_path: Path) -> None:
     path = write(tmp_path / "latin.py", b"# -*- coding: latin-1 -*-\n# caf\xe9\n")
-    assert list(read.documents([Source(path, "text", named=False, stdlib=True)], "train")) == []
+    assert list(read_documents.documents([Source(path, "text", named=False, stdlib=True)], "train")) == []
     assert "0xe9 at offset 31" in refusal(tmp_path)
 
 

@@ -14,9 +14,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
-from hyper_parallel.shard.axis import MeshAxes
 from hyper_parallel.shard.experts.dispatch import compute
-from hyper_parallel.shard.groups import Groups
+from hyper_parallel.shard.mesh_axis import MeshAxes
+from hyper_parallel.shard.process_groups import Groups
 from hyper_parallel.strategy import Strategy
 
 EXPERTS, HIDDEN = 8, 4

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hyper_parallel.compat import backend
-from hyper_parallel.compat.clock import EventClock, HostClock
-from hyper_parallel.compat.symbols import fake_mode_with_symbols
+from hyper_parallel.compat.events import EventClock, HostClock
+from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.graph import StepGraph, capture, executable, host
 from hyper_parallel.graph.profile import Profiler
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from hyper_parallel.compat import inductor
-from hyper_parallel.compat.symbols import fake_mode_with_symbols
+from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import CompileError
 from hyper_parallel.graph import StepGraph, capture, executable, host, phase
 from hyper_parallel.graph.compiled import compiled
@@ -137,7 +137,7 @@ def test_views_and_writes_across_regions_stay_what_they_were(seed: int) -> None:
     ]
     chosen = [(draw.choice(operators), draw.random(), draw.random()) for _ in range(24)]
 
-    def program(x: torch.Tensor, y: torch.Tensor) -> Tensors:
+    def trace(x: torch.Tensor, y: torch.Tensor) -> Tensors:
         pool = [x, y, x * 2.0]
         for operator, first, second in chosen:
             a, b = pool[int(first * len(pool))], pool[int(second * len(pool))]
@@ -146,7 +146,7 @@ def test_views_and_writes_across_regions_stay_what_they_were(seed: int) -> None:
 
     with fake_mode_with_symbols():
         x, y = torch.empty(4, 4), torch.empty(4, 4)
-        step = capture(lambda: program(x, y), {"x": ("buffer", x), "y": ("buffer", y)})
+        step = capture(lambda: trace(x, y), {"x": ("buffer", x), "y": ("buffer", y)})
     layer = 0
     for node in step.nodes:
         layer += draw.random() < 0.15

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from harness import run_ranks
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, executable, lifetimes
-from hyper_parallel.graph.sizes import balanced_sizes
+from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.launch.stop import Requests
-from hyper_parallel.shard.experts.spread import spread_evenly
+from hyper_parallel.shard.experts.even_load import assume_even_load
 from hyper_parallel.shard.loss import valid_tokens
-from hyper_parallel.train.batches import StepBatch
-from hyper_parallel.train.step import Stepper, said_by
-from hyper_parallel.train.whole_step import capture_step
+from hyper_parallel.step.batches import StepBatch
+from hyper_parallel.step.capture_train_step import capture_step
+from hyper_parallel.step.train_step import Stepper, control_values_of
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import draw_batch, family_config
 
@@ -58,7 +58,7 @@ def graph_beside_eager(rank: int, world: int, family: str, degree: int, one_side
             point: str, shown: Any, following: Any = following, seen: list[Any] = found
         ) -> Tensor | None:
             if point == "load":
-                return said_by(following, Requests(), 0.0, torch.device("cpu"))
+                return control_values_of(following, Requests(), 0.0, torch.device("cpu"))
             seen.append(shown[0][0].item())
             return None
 
@@ -94,7 +94,7 @@ def _captured() -> StepGraph:
 
 
 def test_a_balanced_graph_is_for_costs_and_is_not_run() -> None:
-    with spread_evenly():
+    with assume_even_load():
         balanced = _captured()
     assert not balanced.sizes
     with pytest.raises(CaptureError, match="spread evenly over the experts"):
@@ -102,7 +102,7 @@ def test_a_balanced_graph_is_for_costs_and_is_not_run() -> None:
 
 
 def test_the_sizes_of_an_exact_graph_have_the_values_of_a_balanced_one() -> None:
-    with spread_evenly():
+    with assume_even_load():
         balanced = sum(life.bytes for life in lifetimes(_captured()))
     exact = _captured()
     sizes = balanced_sizes(exact)

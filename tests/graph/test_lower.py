@@ -1,4 +1,4 @@
-"""A graph as a Program: queues, waits, memory, on a cluster whose answers can be worked out by hand."""
+"""A graph as a Trace: queues, waits, memory, on a cluster whose answers can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import nn
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster, Device, Link, Tier
 from hyper_parallel.compat import collectives
-from hyper_parallel.compat.fake import fake_ranks
-from hyper_parallel.compat.symbols import fake_mode_with_symbols
+from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph, capture, lower, peak
-from hyper_parallel.simulate import simulate
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.whole_step import BatchShape, capture_step
+from hyper_parallel.simulator import simulate
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
 
 ONE = Cluster(
     device=Device("one", {"float32": 1e9}, {"float32": 1e12}, Tier("device", 1e12, 1e15, 1e15)),
@@ -41,15 +41,15 @@ def _sum_beside_a_product() -> StepGraph:
 
 
 def test_a_collective_runs_beside_what_does_not_wait_for_it() -> None:
-    program = lower({"all": _sum_beside_a_product()}, {0: "all", 1: "all"})
-    timeline = simulate(program, ONE)
+    trace = lower({"all": _sum_beside_a_product()}, {0: "all", 1: "all"})
+    timeline = simulate(trace, ONE)
     sent, product = 2.0, 1.0  # 2 (n − 1) / n · 2·10⁶ bytes; 2 · 10⁹ · 0.5 FLOPs
     assert timeline.alone is not None
     assert timeline.alone.compute == pytest.approx(product, rel=1e-6)
     assert timeline.communicating == pytest.approx(sent, rel=1e-6)
     assert timeline.step == pytest.approx(max(sent, product), rel=1e-6)
     assert timeline.exposed == pytest.approx(sent - product, rel=1e-6)
-    queues = [op.queue for op in program.ops["all"] if op.name != "slice"]
+    queues = [op.queue for op in trace.ops["all"] if op.name != "slice"]
     assert queues == ["comm:shard", "compute", "compute", "compute"]
 
 
@@ -73,13 +73,13 @@ def _llama_step() -> StepGraph:
 
 def test_the_peak_of_a_timeline_is_the_peak_of_the_graph() -> None:
     step = _llama_step()
-    program = lower({"all": step}, dict.fromkeys(range(4), "all"), micro_batches=2)
-    program.check()
-    predicted = simulate(program, ONE).peak
+    trace = lower({"all": step}, dict.fromkeys(range(4), "all"), micro_batches=2)
+    trace.check()
+    predicted = simulate(trace, ONE).peak
     assert predicted.bytes == peak(step).bytes
     # Without views there are fewer ops, and as many bytes.
     small = lower({"all": step}, dict.fromkeys(range(4), "all"), views=False)
-    assert len(small.ops["all"]) < len(program.ops["all"])
+    assert len(small.ops["all"]) < len(trace.ops["all"])
     assert simulate(small, ONE).peak.bytes == predicted.bytes
     assert {op.queue for op in small.ops["all"]} >= {"comm:shard", "comm:tensor_x"}
     assert {op.phase for op in small.ops["all"]} == {"forward", "loss", "backward", "clip", "optimizer"}
@@ -87,8 +87,8 @@ def test_the_peak_of_a_timeline_is_the_peak_of_the_graph() -> None:
 
 def test_what_is_resident_is_what_comes_from_outside() -> None:
     step = _llama_step()
-    program = lower({"all": step}, dict.fromkeys(range(4), "all"))
-    held = {one.name: one for one in program.resident["all"]}
+    trace = lower({"all": step}, dict.fromkeys(range(4), "all"))
+    held = {one.name: one for one in trace.resident["all"]}
     weight = held["parameter.model.layers.0.self_attn.q_proj.weight"]
     assert (weight.kind, weight.bytes) == ("parameter", 4 * 32 * 32 // 4)
     assert {one.kind for one in held.values()} == {"parameter", "optimizer", "input"}

@@ -10,14 +10,14 @@ import torch
 from torch import fx
 
 from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.graph import StepGraph, executable, is_collective, is_wait, lifetimes, validate
-from hyper_parallel.graph.effects import touched
-from hyper_parallel.graph.narrow import narrow
-from hyper_parallel.graph.nearer import nearer, sums_at_birth, updates_together
-from hyper_parallel.graph.products import operator_name
-from hyper_parallel.train.recipe import SAID
-from hyper_parallel.train.whole_step import capture_step
+from hyper_parallel.graph.cluster_uses import cluster_uses, sums_at_birth, updates_together
+from hyper_parallel.graph.low_precision_grads import narrow
+from hyper_parallel.graph.matmuls import operator_name
+from hyper_parallel.graph.memory_effects import touched
+from hyper_parallel.step.capture_train_step import capture_step
+from hyper_parallel.step.recipe import CONTROL_VECTOR
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import draw_batch
 
@@ -37,7 +37,7 @@ def _captured(compute: str = "bfloat16", shard: int = 1) -> StepGraph:
 def test_one_order_is_that_of_both_one_after_the_other(backwards: bool) -> None:
     step = _captured()
     expected = updates_together(sums_at_birth(step), backwards=backwards)
-    names = [node.name for node in nearer(step, backwards=backwards).nodes]
+    names = [node.name for node in cluster_uses(step, backwards=backwards).nodes]
     assert names == [node.name for node in expected.nodes] != [node.name for node in step.nodes]
 
 
@@ -48,7 +48,7 @@ def _updated(step: StepGraph) -> dict[str, torch.Tensor]:
     tensors = inputs_of(recipe, micro_batches(recipe.handle, config, draw_batch(LLAMA)), 100.0)
     run = executable(step)
     for _ in range(2):
-        run.run(tensors, lambda point, values: torch.zeros(SAID) if point == "load" else None)
+        run.run(tensors, lambda point, values: torch.zeros(CONTROL_VECTOR) if point == "load" else None)
     return tensors
 
 

@@ -10,12 +10,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.compat.symbols import fake_mode_with_symbols
+from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import (
     StepGraph,
     capture,
     dependencies,
+    early_free,
     executable,
     host,
     legal,
@@ -24,7 +25,6 @@ from hyper_parallel.graph import (
     recompute,
     reorder,
     repeatable,
-    sooner,
     validate,
 )
 
@@ -62,10 +62,10 @@ OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]]
 }
 
 
-def _run(program: list[Instruction], turn: int, tensors: Tensors, ask: bool) -> Tensors:
+def _run(trace: list[Instruction], turn: int, tensors: Tensors, ask: bool) -> Tensors:
     """The program itself; what is after `turn` is its backward pass."""
     pool = [*tensors.values()]
-    for at, (name, i, j) in enumerate(program):
+    for at, (name, i, j) in enumerate(trace):
         with phase("backward" if at >= turn else "forward"):
             if name == "host":
                 if ask:
@@ -75,11 +75,11 @@ def _run(program: list[Instruction], turn: int, tensors: Tensors, ask: bool) -> 
     return {f"out {at}": tensor for at, tensor in enumerate(pool[2:]) if at % 3 == 0}
 
 
-def _captured(program: list[Instruction], turn: int) -> StepGraph:
+def _captured(trace: list[Instruction], turn: int) -> StepGraph:
     with fake_mode_with_symbols():
         tensors = {"state": torch.empty(4, 4), "x": torch.empty(4, 4)}
         given = {"state": ("parameter", tensors["state"]), "x": ("input", tensors["x"])}
-        return capture(lambda: _run(program, turn, tensors, ask=True), given)  # type: ignore[arg-type]
+        return capture(lambda: _run(trace, turn, tensors, ask=True), given)  # type: ignore[arg-type]
 
 
 def _inputs() -> Tensors:
@@ -87,11 +87,11 @@ def _inputs() -> Tensors:
     return {name: torch.rand(4, 4, generator=generator) + 0.5 for name in ("state", "x")}
 
 
-def _same(program: list[Instruction], turn: int, step: StepGraph) -> bool:
+def _same(trace: list[Instruction], turn: int, step: StepGraph) -> bool:
     """Whether a graph of the program gives the bits, and leaves the state, that the program does."""
     mine, theirs = _inputs(), _inputs()
     torch.manual_seed(0)
-    expected = {name: tensor.clone() for name, tensor in _run(program, turn, mine, ask=False).items()}
+    expected = {name: tensor.clone() for name, tensor in _run(trace, turn, mine, ask=False).items()}
     torch.manual_seed(0)
     got = executable(step).run(theirs, lambda point, values: None)
     both = [(expected[name], got[name]) for name in expected] + [(mine[name], theirs[name]) for name in mine]
@@ -127,24 +127,22 @@ SEEDS = st.integers(0, 2**20)
 @settings(max_examples=60, deadline=None)
 @given(PROGRAMS, SEEDS)
 def test_any_order_that_keeps_the_dependencies_gives_the_same_bits(
-    program: list[Instruction], seed: int
+    trace: list[Instruction], seed: int
 ) -> None:
-    step = _captured(program, len(program))
+    step = _captured(trace, len(trace))
     moved = reorder(step, _shuffled(step, seed, dependencies(step)))
     validate(step, moved)
-    assert _same(program, len(program), moved)
+    assert _same(trace, len(trace), moved)
 
 
 @settings(max_examples=60, deadline=None)
 @given(PROGRAMS, SEEDS)
-def test_an_order_that_only_keeps_the_edges_is_right_or_refused(
-    program: list[Instruction], seed: int
-) -> None:
-    step = _captured(program, len(program))
+def test_an_order_that_only_keeps_the_edges_is_right_or_refused(trace: list[Instruction], seed: int) -> None:
+    step = _captured(trace, len(trace))
     edges = {node: {n for n in node.all_input_nodes if n.op == "call_function"} for node in step.nodes}
     order = _shuffled(step, seed, edges)
     if legal(step, order):
-        assert _same(program, len(program), reorder(step, order))
+        assert _same(trace, len(trace), reorder(step, order))
     else:
         with pytest.raises(GraphError):
             reorder(step, order)
@@ -155,16 +153,16 @@ def test_an_order_that_only_keeps_the_edges_is_right_or_refused(
 def test_storages_computed_again_give_the_same_bits(
     forward: list[Instruction], backward: list[Instruction], seed: int
 ) -> None:
-    program, turn = forward + backward, len(forward)
-    step = _captured(program, turn)
+    trace, turn = forward + backward, len(forward)
+    step = _captured(trace, turn)
     able = repeatable(step, range(len(step.storages)))
     assume(able)
     chosen = [storage for storage in able if random.Random(seed ^ storage).random() < 0.6]
     again = recompute(step, chosen)
     validate(step, again)
-    assert _same(program, turn, again)
+    assert _same(trace, turn, again)
     moved = reorder(again, _shuffled(again, seed, dependencies(again)))
-    assert _same(program, turn, moved)
+    assert _same(trace, turn, moved)
 
 
 @settings(max_examples=25, deadline=None)
@@ -172,9 +170,9 @@ def test_storages_computed_again_give_the_same_bits(
 def test_what_runs_sooner_gives_the_same_bits_with_no_higher_peak(
     forward: list[Instruction], backward: list[Instruction]
 ) -> None:
-    program, turn = forward + backward, len(forward)
-    step = _captured(program, turn)
-    moved = sooner(step)
+    trace, turn = forward + backward, len(forward)
+    step = _captured(trace, turn)
+    moved = early_free(step)
     validate(step, moved)
     assert peak(moved).bytes <= peak(step).bytes
-    assert _same(program, turn, moved)
+    assert _same(trace, turn, moved)

@@ -7,10 +7,11 @@ import torch
 from torch import fx
 
 from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import (
     StepGraph,
+    early_free,
     executable,
     fit,
     is_collective,
@@ -20,17 +21,16 @@ from hyper_parallel.graph import (
     peak,
     recompute,
     regather,
-    sooner,
     validate,
     values_of,
     workspaces,
 )
-from hyper_parallel.graph.effects import begun
-from hyper_parallel.graph.nouns import Value
+from hyper_parallel.graph.ir import Value
+from hyper_parallel.graph.memory_effects import begun
 from hyper_parallel.graph.recompute import moved_meta
 from hyper_parallel.overlap.buckets import Buckets
-from hyper_parallel.train.recipe import SAID
-from hyper_parallel.train.whole_step import capture_step
+from hyper_parallel.step.capture_train_step import capture_step
+from hyper_parallel.step.recipe import CONTROL_VECTOR
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import draw_batch
 
@@ -53,7 +53,9 @@ def _updated(step: StepGraph) -> dict[str, torch.Tensor]:
     config = family_config(family, {}, None)
     recipe = recipe_of(family, config)
     tensors = inputs_of(recipe, micro_batches(recipe.handle, config, draw_batch(family)), 100.0)
-    executable(step).run(tensors, lambda point, values: torch.zeros(SAID) if point == "load" else None)
+    executable(step).run(
+        tensors, lambda point, values: torch.zeros(CONTROL_VECTOR) if point == "load" else None
+    )
     return tensors
 
 
@@ -143,7 +145,7 @@ def test_what_cannot_be_computed_again_says_why() -> None:
 
 def test_sooner_never_raises_the_peak() -> None:
     step = _captured()
-    assert peak(sooner(step)).bytes <= peak(step).bytes
+    assert peak(early_free(step)).bytes <= peak(step).bytes
 
 
 def test_gloo_takes_what_it_gathers_and_what_it_was_sent() -> None:

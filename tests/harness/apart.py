@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import fx
 
-from hyper_parallel.graph import Slot, StepGraph, cache, validate, values_of
-from hyper_parallel.graph.apart import is_update, storages_of
-from hyper_parallel.graph.effects import touched
+from hyper_parallel.graph import Slot, StepGraph, tier_ops, validate, values_of
+from hyper_parallel.graph.host_update import is_update, storages_of
+from hyper_parallel.graph.memory_effects import touched
 
 
 def placed(step: StepGraph, tier: str = "host") -> StepGraph:
@@ -33,14 +33,14 @@ def placed(step: StepGraph, tier: str = "host") -> StepGraph:
             moved.meta = {"phase": "optimizer", "module": "", "recomputed": False}
 
         first, last = uses[master][0], uses[master][-1]
-        put(cache.prefetch, master, first)
-        put(cache.wait, master, first)
-        put(cache.detach, master, last.next)
+        put(tier_ops.prefetch, master, first)
+        put(tier_ops.wait, master, first)
+        put(tier_ops.detach, master, last.next)
         # Behind the last use or, of a gradient that nothing but the update looks at, behind what made it.
         behind = [*uses[gradient], names[gradient]][-1 if not uses[gradient] else len(uses[gradient]) - 1]
-        put(cache.store, gradient, behind.next)
-        put(cache.wait, gradient, node)
-        put(cache.detach, gradient, node)
+        put(tier_ops.store, gradient, behind.next)
+        put(tier_ops.wait, gradient, node)
+        put(tier_ops.detach, gradient, node)
     made.slots = slots
     validate(step, made)
     return made

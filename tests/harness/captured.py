@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from harness.replay import Values, gradients, replay
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.shard import ShardedModel, parallelize
-from hyper_parallel.shard.handle import cut
 from hyper_parallel.shard.loss import valid_tokens
-from hyper_parallel.train.batches import MicroBatch
-from hyper_parallel.train.build import fill_model
-from hyper_parallel.train.recipe import SAID, Recipe
-from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.shard.sharded_model import cut
+from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.build import fill_model
+from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.run import describe
@@ -111,7 +111,7 @@ def replayed(
 
     def host(rank: int, point: str, shown: list[Tensor], values: Values) -> Tensor | None:
         if point == "load":
-            return torch.zeros(SAID)
+            return torch.zeros(CONTROL_VECTOR)
         told[rank] = shown[0].tolist()
         shapes = {parameter.name: parameter.local.shape for parameter in recipes[rank].handle.parameters()}
         found = gradients(steps[rank], values, shapes)
@@ -127,7 +127,7 @@ def replayed(
     names = [name for name in layouts if name in seen[0]]
     return StepOutcome(
         told[0][0],
-        told[0][1 + SAID],
+        told[0][1 + CONTROL_VECTOR],
         {name: _whole(name, handle, {r: seen[r][name] for r in seen}) for name in names},
         {
             name: _whole(name, handle, {r: tensors[r][f"parameter.{name}"] for r in tensors})

@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 
-from hyper_parallel.offloading.moves import Move
-from hyper_parallel.offloading.problem import Held, Problem
+from hyper_parallel.offloading.schedule.problem import Buffer, Problem
+from hyper_parallel.offloading.schedule.transfers import Move
 
 
 def check_moves(problem: Problem, moves: Iterable[Move]) -> None:
@@ -103,7 +103,7 @@ def _check_must(problem: Problem, found: dict[tuple[int, int], Move]) -> None:
             )
 
 
-def _check_places(n: int, held: Held, move: Move) -> None:
+def _check_places(n: int, held: Buffer, move: Move) -> None:
     gaps = held.gaps(n)
     if not 0 <= move.gap < len(gaps):
         raise ValueError(f"{move}: the storage has {len(gaps)} gaps")
@@ -117,7 +117,7 @@ def _check_places(n: int, held: Held, move: Move) -> None:
         )
 
 
-def _is_there(n: int, held: Held, move: Move, store: int, found: dict[tuple[int, int], Move]) -> bool:
+def _is_there(n: int, held: Buffer, move: Move, store: int, found: dict[tuple[int, int], Move]) -> bool:
     """Whether no other move has the storage away, or under way, where the store of this one begins."""
     gaps = held.gaps(n)
     for at in range(len(gaps)):
@@ -129,7 +129,7 @@ def _is_there(n: int, held: Held, move: Move, store: int, found: dict[tuple[int,
     return True
 
 
-def _is_valid(held: Held, move: Move, found: dict[tuple[int, int], Move]) -> bool:
+def _is_valid(held: Buffer, move: Move, found: dict[tuple[int, int], Move]) -> bool:
     """Walk back to the store that a move without one relies on."""
     for back in range(len(held.busy)):
         at = move.gap - back

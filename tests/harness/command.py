@@ -10,7 +10,7 @@ from pathlib import Path
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import PREFIX, HyperParallelError
 from hyper_parallel.launch import run
-from hyper_parallel.launch.place import detect
+from hyper_parallel.launch.launcher_env import detect
 
 if __name__ == "__main__":
     # As a shell starts it, also where the tests themselves were started by nohup, which ignores SIGHUP.

@@ -47,9 +47,9 @@ from typing import Any
 import highspy
 import numpy as np
 
-from hyper_parallel.offloading.gaps import gaps_of
-from hyper_parallel.offloading.moves import Move
-from hyper_parallel.offloading.problem import Problem
+from hyper_parallel.offloading.schedule.idle_intervals import gaps_of
+from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.transfers import Move
 
 SHORT = 1e-6
 """Of the step: a node that takes less counts as a wait for leaves behind it, which any step may have, since the solver
@@ -195,7 +195,7 @@ class Exact:
         self.problem = problem
         self._n = n = problem.nodes
         self._gaps = gaps_of(problem)
-        self._program = program = _Program()
+        self._trace = trace = _Program()
         self._unit = (problem.starts[-1] - problem.starts[0]) or 1.0
         took = np.diff(problem.starts) / self._unit
         self._took: list[float] = np.where(took < SHORT, 0.0, took).tolist()
@@ -207,14 +207,14 @@ class Exact:
             after, used = int(self._gaps.after[row]), int(self._gaps.used[row])
             over = [k for k in range(after, used) if k % n in excess]
             if over:
-                left, fetched = (program.new(len(over), whole=True) for _ in range(2))
+                left, fetched = (trace.new(len(over), whole=True) for _ in range(2))
                 seconds = float(self._gaps.back[0, row]) / self._unit
                 self._useful[row] = _Gap(row, seconds, over, left, fetched)
         copies = sum(
             gap.seconds_back + float(self._gaps.out[0, row]) / self._unit for row, gap in self._useful.items()
         )
         # All copies in a row are never too few.
-        self._out, self._back = (program.new(n, copies, cost=1.0) for _ in range(2))
+        self._out, self._back = (trace.new(n, copies, cost=1.0) for _ in range(2))
         for gap in self._useful.values():
             self._whole(gap)
         self._asked = self._memory(excess)
@@ -235,7 +235,7 @@ class Exact:
         none, that is the bound.
         """
         base = self._unit
-        solver = self._program.solver(sum(self._took), near)
+        solver = self._trace.solver(sum(self._took), near)
         if below < math.inf:
             waits = [*self._out, *self._back]
             most = below / base - sum(self._took)
@@ -275,7 +275,7 @@ class Exact:
 
     def _whole(self, gap: _Gap) -> None:
         """Nothing comes before it goes, and what has gone comes."""
-        row = self._program.row
+        row = self._trace.row
         for one in (gap.left, gap.fetched):
             for before, after in pairwise(one):
                 row([(after, 1.0), (before, -1.0)], low=0.0)
@@ -294,12 +294,12 @@ class Exact:
                 # More than is asked for is of no use.
                 one.shares.append(min(1.0, count / excess[k % self._n]))
         for one in asked.values():
-            self._program.row(one.terms(one.shares), low=1.0)
+            self._trace.row(one.terms(one.shares), low=1.0)
         return list(asked.values())
 
     def _cover(self) -> None:
         """Add what the relaxed program breaks."""
-        solver = self._program.solver(relaxed=True)
+        solver = self._trace.solver(relaxed=True)
         for _ in range(ROUNDS):
             solver.run()
             values = solver.getSolution().col_value
@@ -307,7 +307,7 @@ class Exact:
                 return
             rows = [one.terms(factors) for one in self._asked if (factors := one.cover(values)) is not None]
             for terms in rows:
-                self._program.row(terms, low=1.0)
+                self._trace.row(terms, low=1.0)
                 index, value = zip(*terms, strict=True)
                 solver.addRow(1.0, math.inf, len(terms), np.array(index, dtype=np.int32), np.array(value))
             if not rows:
@@ -330,15 +330,15 @@ class Exact:
             opens = int(self._gaps.open[gaps[0][0].row]) % self._n
             last = max(gap.over[-1] - around for gap, around in gaps)
             window = slices.between(3 * opens + COMES, 3 * last + GONE)
-            stored = self._program.new(len(window))
+            stored = self._trace.new(len(window))
             seconds = float(self._gaps.out[0, gaps[0][0].row]) / self._unit
             for variable, at in zip(stored, window, strict=True):
                 loads[at % len(loads)].append((variable, seconds))
-            self._program.row([(variable, 1.0) for variable in stored], high=1.0)
+            self._trace.row([(variable, 1.0) for variable in stored], high=1.0)
             for gap, around in gaps:
                 for k, left in zip(gap.over, gap.left, strict=True):
                     count = len(slices.between(3 * opens + COMES, 3 * (k - around) + GONE))
-                    self._program.row([*((one, 1.0) for one in stored[:count]), (left, -1.0)], low=0.0)
+                    self._trace.row([*((one, 1.0) for one in stored[:count]), (left, -1.0)], low=0.0)
         self._carry(slices, loads)
 
     def _fetches(self) -> None:
@@ -352,14 +352,14 @@ class Exact:
             used = int(self._gaps.used[row])
             first = 3 * (gap.over[0] + 1) + GONE
             window = slices.between(first, 3 * used + BEGINS)
-            carried = self._program.new(len(window))
+            carried = self._trace.new(len(window))
             for variable, at in zip(carried, window, strict=True):
                 loads[at % len(loads)].append((variable, gap.seconds_back))
             ends = [len(slices.between(first, 3 * (k + 1) + GONE)) for k in gap.over[1:]]
             for count, fetched in zip([*ends, len(window)], gap.fetched, strict=True):
                 terms = [(one, 1.0) for one in carried[:count]]
-                self._program.row([*terms, (fetched, -1.0)], high=0.0)
-            self._program.row([*((one, 1.0) for one in carried), (gap.fetched[-1], -1.0)], low=0.0, high=0.0)
+                self._trace.row([*terms, (fetched, -1.0)], high=0.0)
+            self._trace.row([*((one, 1.0) for one in carried), (gap.fetched[-1], -1.0)], low=0.0, high=0.0)
         self._carry(slices, loads)
 
     def _slices(self, cuts: set[int]) -> _Slices:
@@ -379,7 +379,7 @@ class Exact:
                     terms.append((self._back[place], -1.0))
                 else:
                     length += self._took[place]
-            self._program.row(terms, high=length)
+            self._trace.row(terms, high=length)
 
 
 @dataclass(frozen=True)

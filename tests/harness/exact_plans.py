@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 
 from harness.check_moves import check_moves
-from hyper_parallel.offloading.moves import Move
-from hyper_parallel.offloading.problem import Held, Problem
+from hyper_parallel.offloading.schedule.problem import Buffer, Problem
+from hyper_parallel.offloading.schedule.transfers import Move
 
 
 def long_run(problem: Problem, moves: Iterable[Move], steps: int = 60) -> float:
@@ -71,11 +71,11 @@ def plans(problem: Problem, most: int = 20_000) -> Iterator[tuple[Move, ...]]:
         yield moves
 
 
-def _gaps(problem: Problem, held: Held) -> range:
+def _gaps(problem: Problem, held: Buffer) -> range:
     return range(len(held.gaps(problem.nodes)) if held.movable else 0)
 
 
-def _choices(problem: Problem, held: Held, gap: int) -> Iterator[Move | None]:
+def _choices(problem: Problem, held: Buffer, gap: int) -> Iterator[Move | None]:
     yield None
     first, last = held.gaps(problem.nodes)[gap]
     opens = held.opens(problem.nodes)[gap]

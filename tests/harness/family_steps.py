@@ -11,9 +11,9 @@ from torch import Tensor
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
 from hyper_parallel.config import RunConfig
 from hyper_parallel.graph import StepGraph, executable
-from hyper_parallel.offloading.runtime import Runtime
-from hyper_parallel.train.recipe import SAID
-from hyper_parallel.train.whole_step import capture_step, state
+from hyper_parallel.offloading.runtime.executor import Runtime
+from hyper_parallel.step.capture_train_step import capture_step, state
+from hyper_parallel.step.recipe import CONTROL_VECTOR
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import draw_batch, family_config
 
@@ -58,7 +58,7 @@ class Running:
 
         def host(point: str, values: Sequence[Tensor]) -> Tensor | None:
             if point == "load":
-                return torch.zeros(SAID)
+                return torch.zeros(CONTROL_VECTOR)
             self.shown.append(values[0].clone())
             if point == "check" and check is not None:
                 check()

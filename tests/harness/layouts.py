@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from hyper_parallel.offloading.chosen import Chosen
-from hyper_parallel.offloading.floor import farthest
-from hyper_parallel.offloading.gaps import gaps_of
-from hyper_parallel.offloading.layout import Layout
-from hyper_parallel.offloading.problem import Problem
+from hyper_parallel.offloading.schedule.idle_intervals import gaps_of
+from hyper_parallel.offloading.schedule.minimum_budget import farthest
+from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.selection import Chosen
+from hyper_parallel.offloading.schedule.transfer_layout import Layout
 
 
 def everything_away(problem: Problem) -> Layout:

@@ -1,4 +1,4 @@
-"""A Program that resembles one rank's step of a Llama, written by hand from its shape: for tests of the reports, and
+"""A Trace that resembles one rank's step of a Llama, written by hand from its shape: for tests of the reports, and
 for their pictures in the docs.
 
     PYTHONPATH=tests python -m harness.llama_step OUT.html
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.program import Bytes, Collective, Kind, Op, Program
+from hyper_parallel.trace import Bytes, Collective, Kind, Op, Trace
 from hyper_parallel.workload.work import Work
 
 TITLE = "A step shaped like Llama 3.1 8B, tensor 8 · shard 8, written by hand"
@@ -115,8 +115,8 @@ class _Writer:
         self.ops[self.last] = replace(op, frees=(*op.frees, *(one.storage for one in held)))
 
 
-def llama_step(shape: Shape | None = None) -> Program:
-    """The Program; all ranks are of one class."""
+def llama_step(shape: Shape | None = None) -> Trace:
+    """The Trace; all ranks are of one class."""
     shape = shape or Shape()
     write = _Writer(shape)
     t, s = shape.tensor, shape.shard
@@ -136,9 +136,7 @@ def llama_step(shape: Shape | None = None) -> Program:
         _backward(write, own, saved, gradients, first=batch == 0)
     _update(write, own, gradients)
     ranks = dict.fromkeys(range(t * s), "all")
-    return Program(
-        {"all": tuple(write.ops)}, ranks, {"all": tuple(resident)}, shape.flops, shape.micro_batches
-    )
+    return Trace({"all": tuple(write.ops)}, ranks, {"all": tuple(resident)}, shape.flops, shape.micro_batches)
 
 
 def _gather(write: _Writer, layer: int, own: int, phase: str, after: int) -> tuple[int, Bytes]:
@@ -278,7 +276,7 @@ def _update(write: _Writer, own: int, gradients: dict[str, Bytes]) -> None:
 
 if __name__ == "__main__":
     from hyper_parallel.report import page
-    from hyper_parallel.simulate import simulate
+    from hyper_parallel.simulator import simulate
 
     predicted = simulate(llama_step(), Cluster.named("h100x64"))
     Path(sys.argv[1]).write_text(page(predicted, TITLE), encoding="utf-8")

@@ -13,7 +13,14 @@ import time
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from hyper_parallel.offloading.problem import Busy, Held, Problem, Rate, Space, Taken
+from hyper_parallel.offloading.schedule.problem import (
+    Buffer,
+    OffloadTier,
+    Problem,
+    Rate,
+    UseInterval,
+    Workspace,
+)
 
 GiB = 2**30
 
@@ -27,7 +34,7 @@ class Tape:
     """Of each storage: the nodes that use it, and whether they write it."""
     about: list[tuple[int, str, bool, str]] = field(default_factory=list)
     """Of each storage: bytes, kind, state, name."""
-    taken: list[Taken] = field(default_factory=list)
+    taken: list[Workspace] = field(default_factory=list)
 
     def new(self, size: int, kind: str, name: str = "", state: bool = False) -> int:
         """A storage; the first node that uses it makes it, unless it is state."""
@@ -44,17 +51,17 @@ class Tape:
         for storage in writes or []:
             self.uses[storage][at] = True
         if work:
-            self.taken.append(Taken(at, at, work))
+            self.taken.append(Workspace(at, at, work))
 
     def views(self, storage: int, count: int) -> None:
         """Nodes that look at a storage and take next to no time."""
         for _ in range(count):
             self.node(1e-6, [storage])
 
-    def problem(self, spaces: tuple[Space, ...], budget: int) -> Problem:
+    def problem(self, spaces: tuple[OffloadTier, ...], budget: int) -> Problem:
         """What was written, to be brought under a budget."""
         held = [
-            Held(storage, size, kind, _stretches(uses), state, name=name)
+            Buffer(storage, size, kind, _stretches(uses), state, name=name)
             for storage, (uses, (size, kind, state, name)) in enumerate(
                 zip(self.uses, self.about, strict=True)
             )
@@ -64,13 +71,13 @@ class Tape:
         return Problem(starts, tuple(held), tuple(self.taken), spaces, budget)
 
 
-def _stretches(uses: dict[int, bool]) -> tuple[Busy, ...]:
-    found: list[Busy] = []
+def _stretches(uses: dict[int, bool]) -> tuple[UseInterval, ...]:
+    found: list[UseInterval] = []
     for at in sorted(uses):
         if found and found[-1].last + 1 == at:
-            found[-1] = Busy(found[-1].first, at, found[-1].writes or uses[at])
+            found[-1] = UseInterval(found[-1].first, at, found[-1].writes or uses[at])
         else:
-            found.append(Busy(at, at, uses[at]))
+            found.append(UseInterval(at, at, uses[at]))
     return tuple(found)
 
 
@@ -106,11 +113,11 @@ SMALL = Shape(
 )
 
 
-def spaces(gib: float, host: int = 2**50, flash: int | None = None) -> tuple[Space, ...]:
+def spaces(gib: float, host: int = 2**50, flash: int | None = None) -> tuple[OffloadTier, ...]:
     """A host behind a link of so many GiB/s each way; with `flash`, a second space eight times as slow."""
-    found = [Space("host", host, Rate(1e-5, gib * GiB), Rate(1e-5, gib * GiB))]
+    found = [OffloadTier("host", host, Rate(1e-5, gib * GiB), Rate(1e-5, gib * GiB))]
     if flash is not None:
-        found.append(Space("flash", flash, Rate(1e-4, gib * GiB / 8), Rate(1e-4, gib * GiB / 8)))
+        found.append(OffloadTier("flash", flash, Rate(1e-4, gib * GiB / 8), Rate(1e-4, gib * GiB / 8)))
     return tuple(found)
 
 
@@ -305,7 +312,7 @@ def drawn(seed: int, storages: int = 30, nodes: int = 60, room: int = 2**50, tie
         size = int(draw.choice((1, 16, 256, 1024)) * draw.uniform(1, 1024))
         movable = draw.random() < 0.9
         held.append(
-            Held(
+            Buffer(
                 storage,
                 size,
                 "parameter" if state else "activation",
@@ -318,11 +325,11 @@ def drawn(seed: int, storages: int = 30, nodes: int = 60, room: int = 2**50, tie
     taken = []
     for _ in range(nodes // 6):
         at = draw.randrange(nodes)
-        taken.append(Taken(at, min(nodes - 1, at + draw.randrange(3)), draw.randrange(1, 2**19)))
+        taken.append(Workspace(at, min(nodes - 1, at + draw.randrange(3)), draw.randrange(1, 2**19)))
     found = []
     for tier in range(tiers):
         rates = [Rate(draw.choice((0.0, 1e-5)), draw.uniform(0.2, 2.0) * 1e9 / 8**tier) for _ in range(2)]
-        found.append(Space(("host", "flash", "far")[tier], room, *rates))
+        found.append(OffloadTier(("host", "flash", "far")[tier], room, *rates))
     problem = Problem((0.0, *accumulate(seconds)), tuple(held), tuple(taken), tuple(found), 0)
     return replace(problem, budget=max(problem.profile()))
 
@@ -334,8 +341,8 @@ FULL = Shape()
 def main() -> None:
     """Print what the planner makes of the full shape, beside the lower bounds."""
     # The planner brings torch, which problems alone do not need.
-    from hyper_parallel.offloading.bound import least_seconds
-    from hyper_parallel.offloading.choose import choose
+    from hyper_parallel.offloading.schedule.lower_bound import least_seconds
+    from hyper_parallel.offloading.schedule.solve import choose
 
     print(
         "| Link, GiB/s | Budget, GiB | Step without moves, s | Planned, s | Stall, s | Bound, s | Gap | Planning, s |"

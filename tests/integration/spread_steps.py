@@ -9,8 +9,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
-from hyper_parallel.shard.handle import LOSS_AXES
 from hyper_parallel.shard.loss import causal_lm_loss
+from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.strategy import Strategy
 
 ROWS, LENGTH, VOCABULARY = 4, 8, 67

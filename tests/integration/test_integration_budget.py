@@ -13,9 +13,9 @@ import transformers
 from trainer_cases import Case, as_torchrun, trainer_of
 
 from harness import run_ranks
-from hyper_parallel.eager import Swap
 from hyper_parallel.errors import BudgetError, IntegrationError
-from hyper_parallel.integration.budget import MOST, check_budget, length_of
+from hyper_parallel.integration.memory_budget import MOST, check_budget, length_of
+from hyper_parallel.offloading.autograd import Swap
 from hyper_parallel.strategy import Memory
 
 STEPS = 2

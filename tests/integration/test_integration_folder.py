@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from harness import run_ranks
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.integration.folder import read_folder, write_folder
+from hyper_parallel.integration.hf_folder import read_folder, write_folder
 
 IDS = torch.arange(3, 3 + 16).reshape(2, 8)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

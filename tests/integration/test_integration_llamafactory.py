@@ -14,20 +14,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.llamafactory import HyperParallelArguments
+from hyper_parallel.integration.llamafactory.error_lines import one_line_errors
 from hyper_parallel.integration.llamafactory.options import (
     check_options,
     keep_document_numbers,
     without_checkpointing,
 )
-from hyper_parallel.integration.llamafactory.strategy import check_device, given_strategy
-from hyper_parallel.integration.llamafactory.told import tell_on_one_line
+from hyper_parallel.integration.llamafactory.strategy import check_device, strategy_from_arguments
 from hyper_parallel.strategy import Strategy
 
 AXES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "expert")
 
 
 def strategy(world: int = 8, checkpoints: bool = False, **fields: Any) -> Strategy:
-    given = given_strategy(HyperParallelArguments.from_dict(fields), world, checkpoints=checkpoints)
+    given = strategy_from_arguments(HyperParallelArguments.from_dict(fields), world, checkpoints=checkpoints)
     return Strategy.model_validate(given)
 
 
@@ -102,7 +102,7 @@ def test_a_budget() -> None:
 
 def test_a_strategy_of_our_own(tmp_path: Path) -> None:
     file = tmp_path / "strategy.yaml"
-    assert given_strategy(HyperParallelArguments(strategy=str(file)), 4) == file
+    assert strategy_from_arguments(HyperParallelArguments(strategy=str(file)), 4) == file
     assert strategy(strategy={"axes": {"tensor": 4}}).axes.tensor == 4
     auto = strategy(strategy="auto", param_dtype="bfloat16")
     assert auto.open and auto.precision.compute == "bfloat16"
@@ -171,8 +171,8 @@ def test_the_device() -> None:
 def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     others: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: others.append(str(error)))
-    tell_on_one_line()
-    tell_on_one_line()
+    one_line_errors()
+    one_line_errors()
     for error in (IntegrationError("a\n  b"), ValueError("c")):
         sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == "hyper-parallel: error: a b\n"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from harness import run_ranks
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.optimizer import elementwise, find_twins, on_local
+from hyper_parallel.integration.local_optimizer import elementwise, find_twins, on_local
 from hyper_parallel.shard import ShardedModel
 
 STEPS = 3

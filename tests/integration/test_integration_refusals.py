@@ -12,9 +12,9 @@ from transformers import TrainingArguments
 
 from harness import run_ranks
 from hyper_parallel.errors import ConfigError, IntegrationError
-from hyper_parallel.integration import planned
-from hyper_parallel.integration.arguments import adjusted, check_model
-from hyper_parallel.integration.spread import read, strategy_of
+from hyper_parallel.integration import auto_strategy
+from hyper_parallel.integration.parallel_run import read, strategy_of
+from hyper_parallel.integration.trainer_arguments import adjusted, check_model
 from hyper_parallel.strategy import Strategy
 
 ALONE: dict[str, Any] = {"axes": {"replicate": 1}}
@@ -126,9 +126,9 @@ def test_a_strategy_is_given_in_several_ways(tmp_path: Path) -> None:
 
 def _chosen(rank: int, world: int) -> tuple[int, int, int, int]:
     as_torchrun(rank, world)
-    choose = planned.choose
+    choose = auto_strategy.choose
     # By the closed forms alone: what is simulated beside is `auto`'s, and takes its time.
-    planned.choose = lambda *args: choose(*args, simulate=None)  # type: ignore[assignment]
+    auto_strategy.choose = lambda *args: choose(*args, simulate=None)  # type: ignore[assignment]
     strategy = {"axes": {"tensor": 2, "shard": "auto"}, "cluster": "h100"}
     trainer = trainer_of(Case(strategy, data=2), "unwritten")
     spread = trainer.spread

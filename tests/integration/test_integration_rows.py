@@ -12,10 +12,10 @@ from trainer_cases import model_of
 
 from harness import run_ranks
 from hyper_parallel.errors import DataError, IntegrationError
-from hyper_parallel.integration.alike import as_on_rank_0
-from hyper_parallel.integration.pieces import in_pieces
-from hyper_parallel.integration.rows import positions_of, rows_of, shifted
-from hyper_parallel.integration.spread import Spread
+from hyper_parallel.integration.batch_rows import positions_of, rows_of, shifted
+from hyper_parallel.integration.broadcast_values import as_on_rank_0
+from hyper_parallel.integration.parallel_run import ParallelRun
+from hyper_parallel.integration.streamed_sharding import parallelize_streamed
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.strategy import Strategy
 
@@ -120,7 +120,7 @@ def _different_models(rank: int, world: int) -> str:
 
 
 def _shared(rank: int, world: int) -> list[Any]:
-    spread = Spread.over(tiny(), Strategy(axes={"shard": 2, "tensor": 2}))
+    spread = ParallelRun.over(tiny(), Strategy(axes={"shard": 2, "tensor": 2}))
     index = spread.data_index
     spread.check_same_rows([torch.tensor([index])])
     found = [
@@ -146,7 +146,9 @@ def test_values_that_differ_are_those_of_rank_0() -> None:
 
 def _in_pieces(rank: int, world: int, strategy: dict[str, Any]) -> list[str]:
     whole = {name: p.detach().clone() for name, p in model_of("lora").named_parameters()}
-    handle = in_pieces(model_of("lora"), Strategy(**strategy), torch.device("cpu"), from_rank_0=True)
+    handle = parallelize_streamed(
+        model_of("lora"), Strategy(**strategy), torch.device("cpu"), from_rank_0=True
+    )
     return [p.name for p in handle.parameters() if not p.local.equal(handle.cut(whole[p.name], p.layout))]
 
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hyper_parallel import config as run_files
-from hyper_parallel.train.build import unsharded
+from hyper_parallel.step.build import unsharded
 
 
 class InOrder(Trainer):

@@ -11,8 +11,8 @@ from torch.distributed import HashStore, TCPStore
 
 from hyper_parallel.config import LaunchConfig, RunConfig, dump, from_dict
 from hyper_parallel.errors import ConfigError, FollowsError, LaunchError
+from hyper_parallel.launch.launcher_env import WorkerPlace
 from hyper_parallel.launch.membership import admitted, token_of
-from hyper_parallel.launch.place import Place
 from hyper_parallel.launch.worker import _say_who_can_reach
 
 TOKEN = b"one token of a run"
@@ -121,11 +121,11 @@ def test_a_token_is_handed_to_workers_and_written_nowhere() -> None:
 
 
 def test_a_meeting_point_that_others_can_reach_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    _say_who_can_reach(Place("local", 0, 2, 0, 2, "127.0.0.1", 1), False)
-    _say_who_can_reach(Place("local", 0, 1, 0, 1, "10.0.0.1", 1), False)
+    _say_who_can_reach(WorkerPlace("local", 0, 2, 0, 2, "127.0.0.1", 1), False)
+    _say_who_can_reach(WorkerPlace("local", 0, 1, 0, 1, "10.0.0.1", 1), False)
     assert not caplog.records
-    _say_who_can_reach(Place("local", 0, 2, 0, 1, "10.0.0.1", 1), False)
-    _say_who_can_reach(Place("local", 0, 2, 0, 1, "10.0.0.1", 1), True)
+    _say_who_can_reach(WorkerPlace("local", 0, 2, 0, 1, "10.0.0.1", 1), False)
+    _say_who_can_reach(WorkerPlace("local", 0, 2, 0, 1, "10.0.0.1", 1), True)
     first, second = (record.getMessage() for record in caplog.records)
     assert "set launch.token" in first and "10.0.0.1:1" in first
     assert "set launch.token" not in second and "keep the network closed" in second

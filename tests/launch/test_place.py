@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch.place import Place, detect, first_node, split_address, tasks_on_node
+from hyper_parallel.launch.launcher_env import WorkerPlace, detect, first_node, split_address, tasks_on_node
 
 _TORCHRUN = {
     "RANK": "5",
@@ -32,7 +32,7 @@ def test_no_launcher() -> None:
 
 
 def test_torchrun() -> None:
-    assert detect(_TORCHRUN, "127.0.0.1:0") == Place("torchrun", 5, 8, 1, 4, "10.0.0.1", 29500)
+    assert detect(_TORCHRUN, "127.0.0.1:0") == WorkerPlace("torchrun", 5, 8, 1, 4, "10.0.0.1", 29500)
 
 
 def test_torchrun_without_a_meeting_point_takes_the_stated_one_or_is_refused() -> None:
@@ -44,7 +44,7 @@ def test_torchrun_without_a_meeting_point_takes_the_stated_one_or_is_refused() -
 
 
 def test_srun_finds_the_first_node_and_a_port_that_all_tasks_agree_on() -> None:
-    assert detect(_SRUN, "127.0.0.1:0") == Place("slurm", 6, 7, 2, 3, "gpu07", 17002)
+    assert detect(_SRUN, "127.0.0.1:0") == WorkerPlace("slurm", 6, 7, 2, 3, "gpu07", 17002)
     stated = detect(_SRUN, "10.1.1.1:1234")
     assert stated is not None and (stated.host, stated.port) == ("10.1.1.1", 1234)
 
@@ -63,7 +63,7 @@ def test_open_mpi_and_mpich() -> None:
     }
     mpich = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     for environ in (open_mpi, mpich):
-        assert detect(environ, "10.1.1.1:1234") == Place("mpi", 3, 4, 1, 2, "10.1.1.1", 1234)
+        assert detect(environ, "10.1.1.1:1234") == WorkerPlace("mpi", 3, 4, 1, 2, "10.1.1.1", 1234)
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:

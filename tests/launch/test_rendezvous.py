@@ -10,7 +10,7 @@ import pytest
 from harness.commands import make_config, noted, running, wait_until
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch.forkserver import ForkServer
-from hyper_parallel.launch.place import Place
+from hyper_parallel.launch.launcher_env import WorkerPlace
 from hyper_parallel.launch.rendezvous import interface, is_loopback, listen
 
 
@@ -24,21 +24,21 @@ def _own_address() -> str | None:
 
 
 def test_on_one_machine_workers_talk_through_loopback() -> None:
-    assert interface(Place("local", 0, 4, 0, 4, "127.0.0.1", 1)) == "lo"
+    assert interface(WorkerPlace("local", 0, 4, 0, 4, "127.0.0.1", 1)) == "lo"
 
 
 def test_on_several_machines_they_talk_through_the_one_that_reaches_the_first() -> None:
     address = _own_address()
     if address is None:
         pytest.skip("this machine has no route beyond loopback")
-    found = interface(Place("torchrun", 0, 4, 0, 2, address, 1))
+    found = interface(WorkerPlace("torchrun", 0, 4, 0, 2, address, 1))
     assert found is not None and found != "lo"
     assert found in [name for _, name in socket.if_nameindex()]
 
 
 def test_several_machines_are_not_tied_to_loopback() -> None:
     # The first machine's own name often means 127.0.1.1 there, which no other machine reaches.
-    assert interface(Place("slurm", 0, 4, 0, 2, "127.0.1.1", 1)) is None
+    assert interface(WorkerPlace("slurm", 0, 4, 0, 2, "127.0.1.1", 1)) is None
 
 
 def test_loopback_by_name_and_by_address() -> None:
@@ -59,7 +59,7 @@ def test_a_host_without_an_address_is_named() -> None:
 
 def test_a_server_whose_command_is_gone_ends_with_its_workers(tmp_path: Path) -> None:
     server = ForkServer()
-    place = Place("local", 0, 1, 0, 1, "127.0.0.1", 0)
+    place = WorkerPlace("local", 0, 1, 0, 1, "127.0.0.1", 0)
     try:
         server.start([place], make_config(tmp_path, {}), "harness.targets:ignores_stop", [], None)
         wait_until((tmp_path / "run/rank-0.json").exists, "the worker is at work")

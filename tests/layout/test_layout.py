@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.layout.layout import chunk
-from hyper_parallel.shard.axis import Axis
-from hyper_parallel.shard.groups import Groups
-from hyper_parallel.shard.handle import cut
+from hyper_parallel.shard.mesh_axis import Axis
+from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.sharded_model import cut
 from hyper_parallel.strategy import AXIS_NAMES, Strategy
 
 

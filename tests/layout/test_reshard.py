@@ -17,9 +17,9 @@ from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import Fold, Layout, Mesh
 from hyper_parallel.layout.transfer import transfers
-from hyper_parallel.shard.handle import cut
-from hyper_parallel.shard.placements import layout_to_placements, placements_to_layout
+from hyper_parallel.shard.dtensor_placements import layout_to_placements, placements_to_layout
 from hyper_parallel.shard.reshard import reshard
+from hyper_parallel.shard.sharded_model import cut
 
 WORLD = 8
 MESHES = [

@@ -10,8 +10,8 @@ import torch
 from harness import run_ranks
 from hyper_parallel import shard
 from hyper_parallel.config.train import AdamWConfig
+from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.optimizer import build_optimizer
 from lora.adapted import adapt, one_device_step
 from shard.families import Step, build, step
 

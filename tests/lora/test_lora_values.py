@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness import run_ranks
 from hyper_parallel import shard
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.adapters import name_in_base
+from hyper_parallel.shard.lora_adapters import name_in_base
 from hyper_parallel.strategy import Strategy
 from lora.adapted import adapt
 from shard.families import FAMILIES, build

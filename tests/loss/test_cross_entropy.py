@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from harness import run_ranks
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
-from hyper_parallel.shard.axis import Axis, MeshAxes
-from hyper_parallel.shard.groups import Groups
 from hyper_parallel.shard.loss import cross_entropy_sum, valid_tokens
+from hyper_parallel.shard.mesh_axis import Axis, MeshAxes
+from hyper_parallel.shard.process_groups import Groups
 
 
 def _case(n: int, v: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

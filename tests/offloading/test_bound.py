@@ -11,19 +11,21 @@ import pytest
 
 from harness.exact_plans import long_run, plans
 from harness.memory_problems import SMALL, drawn, llama, spaces
-from hyper_parallel.offloading.bound import least_seconds, zero_stall_budget
-from hyper_parallel.offloading.linear import Linear, SolverError
-from hyper_parallel.offloading.moves import Move, replay
-from hyper_parallel.offloading.problem import Busy, Held, Problem, Rate, Space
+from hyper_parallel.offloading.schedule.linear_program import Linear, SolverError
+from hyper_parallel.offloading.schedule.lower_bound import least_seconds, zero_stall_budget
+from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
+from hyper_parallel.offloading.schedule.transfers import Move, replay
 
 TINY = [(seed, nodes, tiers) for nodes, tiers in ((4, 1), (5, 1), (4, 2)) for seed in range(20)]
 
 
-def one(use: Busy, again: Busy, nodes: int, bandwidth: tuple[float, float], state: bool = False) -> Problem:
+def one(
+    use: UseInterval, again: UseInterval, nodes: int, bandwidth: tuple[float, float], state: bool = False
+) -> Problem:
     """A storage of 100 bytes used twice, another of 60 in between, one second for each node."""
-    between = Busy((use.last + again.first) // 2, (use.last + again.first) // 2, True)
-    held = (Held(0, 100, "activation", (use, again), state), Held(1, 60, "activation", (between,), False))
-    space = Space("host", 2**30, Rate(0.0, bandwidth[0]), Rate(0.0, bandwidth[1]))
+    between = UseInterval((use.last + again.first) // 2, (use.last + again.first) // 2, True)
+    held = (Buffer(0, 100, "activation", (use, again), state), Buffer(1, 60, "activation", (between,), False))
+    space = OffloadTier("host", 2**30, Rate(0.0, bandwidth[0]), Rate(0.0, bandwidth[1]))
     return Problem(tuple(map(float, range(nodes + 1))), held, (), (space,), 160)
 
 
@@ -60,10 +62,10 @@ def test_fewer_places_make_no_higher_bound(seed: int) -> None:
 
 def test_a_half_that_there_is_time_for() -> None:
     # Two seconds to go before the place, two to come back: 50 of 100 bytes at 25 B/s.
-    problem = one(Busy(0, 0, True), Busy(6, 6, False), 7, (25.0, 1e9))
+    problem = one(UseInterval(0, 0, True), UseInterval(6, 6, False), 7, (25.0, 1e9))
     assert zero_stall_budget(problem) == 160 - 50
     assert zero_stall_budget(replace(problem, budget=1)) == 160 - 50
-    back = one(Busy(0, 0, True), Busy(6, 6, False), 7, (1e9, 25.0))
+    back = one(UseInterval(0, 0, True), UseInterval(6, 6, False), 7, (1e9, 25.0))
     assert zero_stall_budget(back) == 160 - 50
     # All of it away at the place takes two more seconds out.
     assert least_seconds(replace(problem, budget=100)) == pytest.approx(7 + (60 / 25 - 2))
@@ -73,32 +75,35 @@ def test_a_half_that_there_is_time_for() -> None:
 def test_what_a_slot_has_is_not_stored_again() -> None:
     # The link out would take a year.
     for writes, least in ((False, 100), (True, 160)):
-        problem = one(Busy(0, 0, False), Busy(6, 6, writes), 7, (1e-6, 1e9), state=True)
+        problem = one(UseInterval(0, 0, False), UseInterval(6, 6, writes), 7, (1e-6, 1e9), state=True)
         assert zero_stall_budget(problem) == least
     # What is born was never stored before, whatever its first use does.
-    assert zero_stall_budget(one(Busy(0, 0, False), Busy(6, 6, False), 7, (25.0, 1e9))) == 110
+    assert zero_stall_budget(one(UseInterval(0, 0, False), UseInterval(6, 6, False), 7, (25.0, 1e9))) == 110
 
 
 def test_a_copy_serves_two_gaps() -> None:
     # Five seconds to store it in the first gap; two would be too few in the second, in which it has to be away.
-    uses = (Busy(0, 0, True), Busy(6, 6, False), Busy(12, 12, False))
-    held = (Held(0, 100, "activation", uses, False), Held(1, 60, "activation", (Busy(9, 9, True),), False))
-    space = Space("host", 2**30, Rate(0.0, 25.0), Rate(0.0, 1e9))
+    uses = (UseInterval(0, 0, True), UseInterval(6, 6, False), UseInterval(12, 12, False))
+    held = (
+        Buffer(0, 100, "activation", uses, False),
+        Buffer(1, 60, "activation", (UseInterval(9, 9, True),), False),
+    )
+    space = OffloadTier("host", 2**30, Rate(0.0, 25.0), Rate(0.0, 1e9))
     problem = Problem(tuple(map(float, range(14))), held, (), (space,), 100)
     assert zero_stall_budget(problem) == 100
-    written = replace(held[0], busy=(uses[0], Busy(6, 6, True), uses[2]))
+    written = replace(held[0], busy=(uses[0], UseInterval(6, 6, True), uses[2]))
     assert zero_stall_budget(replace(problem, held=(written, held[1]))) == 110
 
 
 def test_a_copy_may_be_made_behind_the_last_chosen_place_of_a_gap() -> None:
-    uses = (Busy(0, 0, True), Busy(6, 6, False), Busy(12, 12, False))
+    uses = (UseInterval(0, 0, True), UseInterval(6, 6, False), UseInterval(12, 12, False))
     held = (
-        Held(0, 100, "activation", uses, False),
-        Held(1, 60, "activation", (Busy(9, 9, True),), False),
-        Held(2, 100, "parameter", (Busy(0, 0, False), Busy(3, 12, False)), True),
-        Held(3, 10, "activation", (Busy(1, 1, True),), False),
+        Buffer(0, 100, "activation", uses, False),
+        Buffer(1, 60, "activation", (UseInterval(9, 9, True),), False),
+        Buffer(2, 100, "parameter", (UseInterval(0, 0, False), UseInterval(3, 12, False)), True),
+        Buffer(3, 10, "activation", (UseInterval(1, 1, True),), False),
     )
-    space = Space("host", 2**30, Rate(0.0, 25.0), Rate(0.0, 1e9))
+    space = OffloadTier("host", 2**30, Rate(0.0, 25.0), Rate(0.0, 1e9))
     problem = Problem(tuple(map(float, range(14))), held, (), (space,), 100)
     # Of the first gap only node 1 is looked at, and there is time to store at nodes 2 to 5.
     assert zero_stall_budget(problem, places=6) <= zero_stall_budget(problem) == 200
@@ -106,14 +111,14 @@ def test_a_copy_may_be_made_behind_the_last_chosen_place_of_a_gap() -> None:
 
 def test_a_copy_may_be_made_before_the_first_chosen_place_of_a_gap_in_which_it_stays() -> None:
     # Nodes 7 and 10 are looked at. Six seconds to store it lie before node 7, and three behind it.
-    uses = (Busy(0, 0, True), Busy(8, 8, False), Busy(20, 20, False))
+    uses = (UseInterval(0, 0, True), UseInterval(8, 8, False), UseInterval(20, 20, False))
     held = (
-        Held(0, 100, "activation", uses, False),
-        Held(1, 299, "activation", (Busy(10, 10, True),), False),
-        Held(2, 300, "activation", (Busy(7, 7, True),), False),
-        Held(3, 299, "activation", (Busy(9, 9, True), Busy(11, 11, False)), False),
+        Buffer(0, 100, "activation", uses, False),
+        Buffer(1, 299, "activation", (UseInterval(10, 10, True),), False),
+        Buffer(2, 300, "activation", (UseInterval(7, 7, True),), False),
+        Buffer(3, 299, "activation", (UseInterval(9, 9, True), UseInterval(11, 11, False)), False),
     )
-    space = Space("host", 2**30, Rate(0.0, 17.0), Rate(0.0, 12.0))
+    space = OffloadTier("host", 2**30, Rate(0.0, 17.0), Rate(0.0, 12.0))
     problem = Problem(tuple(map(float, range(22))), held, (), (space,), 598)
     moves = [Move(0, "host", 1, 1, 9, 11)]
     assert replay(problem, moves).stall == 0.0 and max(problem.profile(moves)) == 598
@@ -123,17 +128,17 @@ def test_a_copy_may_be_made_before_the_first_chosen_place_of_a_gap_in_which_it_s
 def test_state_goes_around_the_end_of_the_step() -> None:
     # Used in the middle, it is away over the end, and the link has a step's time for it in all.
     held = (
-        Held(0, 100, "optimizer", (Busy(5, 5, True),), True),
-        Held(1, 60, "activation", (Busy(0, 0, True),), False),
+        Buffer(0, 100, "optimizer", (UseInterval(5, 5, True),), True),
+        Buffer(1, 60, "activation", (UseInterval(0, 0, True),), False),
     )
-    space = Space("host", 2**30, Rate(0.0, 10.0), Rate(0.0, 10.0))
+    space = OffloadTier("host", 2**30, Rate(0.0, 10.0), Rate(0.0, 10.0))
     problem = Problem(tuple(map(float, range(11))), held, (), (space,), 100)
     # Four seconds out before the place (6 to 10) and four back (1 to 5): 40 bytes.
     assert zero_stall_budget(problem) == 120
 
 
 def test_a_full_space_limits_what_is_away() -> None:
-    problem = one(Busy(0, 0, True), Busy(6, 6, False), 7, (1e9, 1e9))
+    problem = one(UseInterval(0, 0, True), UseInterval(6, 6, False), 7, (1e9, 1e9))
     assert zero_stall_budget(problem) == 100
     full = replace(problem, spaces=(replace(problem.spaces[0], bytes=30),))
     assert zero_stall_budget(full) == 130

@@ -5,22 +5,22 @@ from dataclasses import replace
 import pytest
 
 from harness.check_moves import check_moves, occupied
-from hyper_parallel.offloading.moves import Move, replay
-from hyper_parallel.offloading.problem import Busy, Held, Problem, Rate, Space
+from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
+from hyper_parallel.offloading.schedule.transfers import Move, replay
 
-HOST = Space("host", 100, Rate(0.0, 10.0), Rate(0.0, 10.0))
-FLASH = Space("flash", 100, Rate(0.0, 1.0), Rate(0.0, 1.0))
-
-
-def busy(*places: int, writes: tuple[int, ...] = ()) -> tuple[Busy, ...]:
-    return tuple(Busy(place, place, place in writes) for place in places)
+HOST = OffloadTier("host", 100, Rate(0.0, 10.0), Rate(0.0, 10.0))
+FLASH = OffloadTier("flash", 100, Rate(0.0, 1.0), Rate(0.0, 1.0))
 
 
-WEIGHT = Held(0, 40, "parameter", busy(1, 5, 9, writes=(9,)), state=True)
-ACTIVATION = Held(1, 30, "activation", busy(0, 4, 8, writes=(0, 4)), state=False)
-FROZEN = Held(2, 20, "parameter", busy(2, 6), state=True)
-FIXED = Held(3, 10, "buffer", busy(3), state=True, movable=False)
-MOMENT = Held(4, 10, "optimizer", busy(3, 6, writes=(6,)), state=True)
+def busy(*places: int, writes: tuple[int, ...] = ()) -> tuple[UseInterval, ...]:
+    return tuple(UseInterval(place, place, place in writes) for place in places)
+
+
+WEIGHT = Buffer(0, 40, "parameter", busy(1, 5, 9, writes=(9,)), state=True)
+ACTIVATION = Buffer(1, 30, "activation", busy(0, 4, 8, writes=(0, 4)), state=False)
+FROZEN = Buffer(2, 20, "parameter", busy(2, 6), state=True)
+FIXED = Buffer(3, 10, "buffer", busy(3), state=True, movable=False)
+MOMENT = Buffer(4, 10, "optimizer", busy(3, 6, writes=(6,)), state=True)
 PROBLEM = Problem(
     tuple(map(float, range(11))), (WEIGHT, ACTIVATION, FROZEN, FIXED, MOMENT), (), (HOST, FLASH), 100
 )
@@ -105,8 +105,8 @@ def test_a_space_that_is_too_small() -> None:
 
 
 def test_what_leaves_is_waited_for_before_a_fetch_takes_its_memory() -> None:
-    weight = Held(0, 40, "parameter", busy(1, 9, writes=(9,)), state=True)
-    frozen = Held(1, 20, "parameter", busy(0, 4), state=True)
+    weight = Buffer(0, 40, "parameter", busy(1, 9, writes=(9,)), state=True)
+    frozen = Buffer(1, 20, "parameter", busy(0, 4), state=True)
     problem = replace(PROBLEM, held=(weight, frozen))
     moves = [Move(0, "host", 0, 2, 3, 9), Move(1, "host", 0, None, 1, 3)]
     found = replay(problem, moves)
@@ -118,8 +118,8 @@ def test_what_leaves_is_waited_for_before_a_fetch_takes_its_memory() -> None:
 
 
 def test_of_two_fetches_at_one_place_the_one_that_is_used_first_goes_first() -> None:
-    late = Held(0, 20, "parameter", busy(0, 8), state=True)
-    soon = Held(1, 20, "parameter", busy(0, 5), state=True)
+    late = Buffer(0, 20, "parameter", busy(0, 8), state=True)
+    soon = Buffer(1, 20, "parameter", busy(0, 5), state=True)
     problem = replace(PROBLEM, held=(late, soon))
     moves = [Move(0, "host", 0, None, 1, 3), Move(1, "host", 0, None, 1, 3)]
     assert replay(problem, moves).stall == 0.0

@@ -9,9 +9,9 @@ import pytest
 from harness.exact_milp import Asked, Exact
 from harness.exact_plans import long_run, plans
 from harness.memory_problems import drawn, under
-from hyper_parallel.offloading.bound import least_seconds
-from hyper_parallel.offloading.choose import choose
-from hyper_parallel.offloading.problem import Problem
+from hyper_parallel.offloading.schedule.lower_bound import least_seconds
+from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.solve import choose
 
 ROUNDING = 1e-5
 """Of the step: of the solver, which keeps to rows by 1e-6."""

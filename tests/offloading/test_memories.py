@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hyper_parallel.eager.plans import Plans
-from hyper_parallel.offloading import memories
+from hyper_parallel.offloading.autograd.plan_cache import Plans
+from hyper_parallel.offloading.runtime import open_tiers
+from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.budget import Budget
 
 MiB = 2**20
 
@@ -24,7 +24,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(tier.name)
         return 1e9
 
-    monkeypatch.setattr(memories, "measure_work", measure)
+    monkeypatch.setattr(open_tiers, "measure_work", measure)
     return names
 
 

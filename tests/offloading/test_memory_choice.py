@@ -12,10 +12,10 @@ import pytest
 from harness.check_moves import check_moves
 from harness.memory_problems import SMALL, drawn, llama, spaces, under
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.offloading.bound import least_seconds
-from hyper_parallel.offloading.choose import choose
-from hyper_parallel.offloading.moves import Plan, replay
-from hyper_parallel.offloading.problem import Problem
+from hyper_parallel.offloading.schedule.lower_bound import least_seconds
+from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.solve import choose
+from hyper_parallel.offloading.schedule.transfers import Plan, replay
 
 TESTS = Path(__file__).parents[1]
 
@@ -72,7 +72,7 @@ def test_nothing_moves_where_everything_fits() -> None:
 def test_the_same_plan_in_another_process() -> None:
     code = (
         "from harness.memory_problems import llama, under\n"
-        "from hyper_parallel.offloading.choose import choose\n"
+        "from hyper_parallel.offloading.schedule.solve import choose\n"
         "print(choose(under(llama(), 0.4)))"
     )
     said = set()

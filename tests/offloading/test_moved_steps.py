@@ -11,24 +11,16 @@ from harness.family_steps import Running, captured_step
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph import (
-    cache,
-    lifetimes,
-    lower,
-    peak,
-    text,
-    validate,
-    workspaces,
-)
-from hyper_parallel.graph.lifetimes import peak_of
-from hyper_parallel.offloading.apply import apply
-from hyper_parallel.offloading.moves import Move
-from hyper_parallel.offloading.problem import Held, Problem, Rate, Space
-from hyper_parallel.offloading.problem_of import problem_of
-from hyper_parallel.offloading.runtime import Runtime
-from hyper_parallel.simulate import simulate
+from hyper_parallel.graph import lifetimes, lower, peak, text, tier_ops, validate, workspaces
+from hyper_parallel.graph.liveness import peak_of
+from hyper_parallel.offloading.runtime.executor import Runtime
+from hyper_parallel.offloading.schedule.build_problem import build_problem
+from hyper_parallel.offloading.schedule.insert_transfers import apply
+from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate
+from hyper_parallel.offloading.schedule.transfers import Move
+from hyper_parallel.simulator import simulate
 
-HOST = Space("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
+HOST = OffloadTier("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
 CLUSTER = Cluster.named("h100")
 
 
@@ -56,14 +48,14 @@ def _moves(problem: Problem, draw: random.Random | None) -> list[Move]:
     return found
 
 
-def _final(held: Held, nodes: int, chosen: list[int], at: int) -> int:
+def _final(held: Buffer, nodes: int, chosen: list[int], at: int) -> int:
     """First place at which a store may begin: what it copies is final, and there since the gap chosen before."""
     gaps = held.gaps(nodes)
     back = [gaps[other][1] - (nodes if other > at else 0) for other in chosen if other != at]
     return max([held.opens(nodes)[at], *(place + 1 for place in back)])
 
 
-def _needs_store(held: Held, chosen: list[int], at: int, first: int) -> int | None:
+def _needs_store(held: Buffer, chosen: list[int], at: int, first: int) -> int | None:
     """Nothing is stored twice that was not written in between."""
     before = held.busy[: at + 1] if chosen[0] == at else held.busy[chosen[chosen.index(at) - 1] + 1 : at + 1]
     return first if chosen[0] == at or any(busy.writes for busy in before) else None
@@ -74,7 +66,7 @@ def _needs_store(held: Held, chosen: list[int], at: int, first: int) -> int | No
 def test_moved_steps_give_the_same_bits_and_hold_what_the_problem_says(family: str, seed: int | None) -> None:
     step = captured_step(family)
     plain = Running(family, step).after(3)
-    problem = problem_of(step, CLUSTER, 0, (HOST,))
+    problem = build_problem(step, CLUSTER, 0, (HOST,))
     moves = _moves(problem, None if seed is None else random.Random(seed))
     assert len(moves) > 50
     moved = apply(step, problem, moves)
@@ -92,26 +84,26 @@ def test_moved_steps_give_the_same_bits_and_hold_what_the_problem_says(family: s
 
 def test_with_everything_away_no_more_is_there_than_the_working_set() -> None:
     step = captured_step("llama")
-    problem = problem_of(step, CLUSTER, 0, (HOST,))
+    problem = build_problem(step, CLUSTER, 0, (HOST,))
     assert max(problem.profile(_moves(problem, None))) == problem.working_set
 
 
 def test_a_moved_step_can_be_simulated_and_read() -> None:
     step = captured_step("llama")
-    problem = problem_of(step, CLUSTER, 0, (HOST,))
+    problem = build_problem(step, CLUSTER, 0, (HOST,))
     moved = apply(step, problem, _moves(problem, None))
     timeline = simulate(lower({"all": moved}), CLUSTER)
     assert timeline.peak.bytes == peak(moved).bytes
     out = [span for span in timeline.spans if span.engine == "copy:device>host"]
-    stores = [node for node in moved.nodes if node.target is cache.store]
+    stores = [node for node in moved.nodes if node.target is tier_ops.store]
     assert len(out) == len(stores) > 0
-    assert "host" in timeline.program.tiers
+    assert "host" in timeline.trace.tiers
     assert f"store({stores[0].args[0]}, host:" in text(moved)
 
 
 def test_what_is_away_may_not_be_read() -> None:
     step = captured_step("llama")
-    problem = problem_of(step, CLUSTER, 0, (HOST,))
+    problem = build_problem(step, CLUSTER, 0, (HOST,))
     held = next(
         held for held in problem.held if held.kind == "activation" and held.movable and len(held.busy) > 1
     )
@@ -126,8 +118,8 @@ def test_what_is_away_may_not_be_read() -> None:
 
 def test_what_is_being_copied_may_not_be_given_up_or_changed() -> None:
     step = captured_step("llama")
-    flash = Space("flash", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
-    problem = problem_of(step, CLUSTER, 0, (HOST, flash))
+    flash = OffloadTier("flash", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
+    problem = build_problem(step, CLUSTER, 0, (HOST, flash))
     read = next(
         held for held in problem.held if held.kind == "activation" and held.movable and len(held.busy) > 2
     )
@@ -141,8 +133,8 @@ def test_what_is_being_copied_may_not_be_given_up_or_changed() -> None:
     changed = next(held for held in problem.held if held.state and held.movable and held.busy[-1].writes)
     (first, last), *_ = changed.gaps(problem.nodes)
     moved = apply(step, problem, [Move(changed.storage, "host", 0, first, first, last)])
-    (begun,) = (node for node in moved.nodes if node.target is cache.store)
-    for node in [node for node in moved.nodes if cache.is_cache(node) and node is not begun]:
+    (begun,) = (node for node in moved.nodes if node.target is tier_ops.store)
+    for node in [node for node in moved.nodes if tier_ops.is_cache(node) and node is not begun]:
         moved.graph.erase_node(node)
     with pytest.raises(GraphError, match="while it is being copied"):
         validate(step, moved)

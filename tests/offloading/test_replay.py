@@ -6,15 +6,15 @@ import pytest
 
 from harness.exact_plans import long_run
 from harness.memory_problems import drawn
-from hyper_parallel.offloading.choose import choose
-from hyper_parallel.offloading.moves import Move, replay
-from hyper_parallel.offloading.problem import Busy, Held, Problem, Rate, Space
+from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
+from hyper_parallel.offloading.schedule.solve import choose
+from hyper_parallel.offloading.schedule.transfers import Move, replay
 
 
 def test_a_link_that_has_more_to_carry_than_a_step_lasts_makes_the_step_longer() -> None:
-    space = Space("host", 10**6, Rate(0.0, 100.0), Rate(0.0, 1e9))
+    space = OffloadTier("host", 10**6, Rate(0.0, 100.0), Rate(0.0, 1e9))
     held = tuple(
-        Held(at, count, "optimizer", (Busy(50 * at, 50 * at, True),), True)
+        Buffer(at, count, "optimizer", (UseInterval(50 * at, 50 * at, True),), True)
         for at, count in ((0, 90), (1, 50))
     )
     problem = Problem([at / 100 for at in range(101)], held, (), (space,), 1000)

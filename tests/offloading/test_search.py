@@ -13,14 +13,15 @@ import torch
 from harness.family_steps import Running, captured_step, config_of
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, is_collective, is_wait
-from hyper_parallel.offloading import Plan, Problem, Rate, Space, search
-from hyper_parallel.offloading.choices import Choices
-from hyper_parallel.offloading.explain import explained
-from hyper_parallel.offloading.problem_of import problem_of
-from hyper_parallel.offloading.rewrite import Planned, planned
+from hyper_parallel.offloading import OffloadTier, Plan, Problem, Rate
+from hyper_parallel.offloading.schedule import graph_search
+from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
+from hyper_parallel.offloading.schedule.build_problem import build_problem
+from hyper_parallel.offloading.schedule.explain import explained
+from hyper_parallel.offloading.schedule.offload_pass import Planned, planned
 
 CLUSTER = Cluster.named("h100")
 BOTH = Choices(update="device")
@@ -31,8 +32,8 @@ SLOW = Rate(1e-7, 5e7)
 @pytest.fixture(autouse=True)
 def _few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step as it is, with some of what may be computed again, and in another order, however quick it is."""
-    monkeypatch.setattr(search, "PLANS", 6)
-    monkeypatch.setattr(search, "REPAID", 10**9)
+    monkeypatch.setattr(graph_search, "PLANS", 6)
+    monkeypatch.setattr(graph_search, "REPAID", 10**9)
 
 
 def _config(family: str, **strategy: Any) -> Any:
@@ -49,14 +50,16 @@ def _captured(family: str, shard: int = 1) -> StepGraph:
 
 def _budget(step: StepGraph, share: float) -> int:
     """So far from the working set to the peak."""
-    problem = problem_of(step, CLUSTER, 0, ())
+    problem = build_problem(step, CLUSTER, 0, ())
     return int(problem.working_set + share * (max(problem.profile()) - problem.working_set))
 
 
 @cache
 def _planned(family: str, choices: Choices, shard: int = 1, room: int = 2**30) -> Planned:
     step = _captured(family, shard)
-    return planned(step, CLUSTER, _budget(step, 0.3), (Space("host", room, SLOW, SLOW),), choices=choices)
+    return planned(
+        step, CLUSTER, _budget(step, 0.3), (OffloadTier("host", room, SLOW, SLOW),), choices=choices
+    )
 
 
 def _talk(step: StepGraph) -> list[str]:
@@ -114,7 +117,7 @@ def test_the_same_step_has_the_same_plan() -> None:
 
 def test_a_step_that_does_not_wait_is_left_as_it_is() -> None:
     step = _captured("llama")
-    quick = Space("host", 2**30, Rate(0.0, 1e15), Rate(0.0, 1e15))
+    quick = OffloadTier("host", 2**30, Rate(0.0, 1e15), Rate(0.0, 1e15))
     found = planned(step, CLUSTER, _budget(step, 0.3), (quick,), choices=BOTH)
     assert not found.changed and [node.name for node in found.graph.nodes] == [
         node.name for node in step.nodes
@@ -123,7 +126,7 @@ def test_a_step_that_does_not_wait_is_left_as_it_is() -> None:
 
 def test_without_room_elsewhere_computing_again_lowers_the_floor() -> None:
     step = _captured("llama")
-    none = (Space("host", 0, SLOW, SLOW),)
+    none = (OffloadTier("host", 0, SLOW, SLOW),)
     floors = []
     for choices in (NEITHER, BOTH):
         with pytest.raises(BudgetError) as refused:
@@ -139,7 +142,7 @@ def _searched(
     """The settings that a search of two dials of nine and of three settings plans in earnest, the best one first, where
     plans take so long."""
     step = _captured("llama")
-    free = problem_of(step, CLUSTER, 0, ())
+    free = build_problem(step, CLUSTER, 0, ())
     settings: dict[StepGraph, tuple[int, ...]] = {step: (0, 0)}
 
     def dial(at: int) -> Callable[[StepGraph, int, bool], StepGraph]:
@@ -163,10 +166,10 @@ def _searched(
         # A budget of so many bytes tells `choose` which graph it is.
         return replace(free, budget=10 * settings[graph][0] + settings[graph][1])
 
-    monkeypatch.setattr(search, "choose", choose)
-    monkeypatch.setattr(search, "PLANS", 16)
-    dials = [search.Dial("much", 9, 1, dial(0)), search.Dial("kind", 3, 0, dial(1))]
-    found = search.search(step, memory(step), dials, memory)
+    monkeypatch.setattr(graph_search, "choose", choose)
+    monkeypatch.setattr(graph_search, "PLANS", 16)
+    dials = [graph_search.Dial("much", 9, 1, dial(0)), graph_search.Dial("kind", 3, 0, dial(1))]
+    found = graph_search.search(step, memory(step), dials, memory)
     assert found.settings == min(earnest, key=seconds)
     return sorted(earnest, key=seconds)
 
@@ -175,7 +178,7 @@ def _searched(
 def test_the_bottom_of_a_valley_is_found(monkeypatch: pytest.MonkeyPatch, best: tuple[int, int]) -> None:
     found = _searched(monkeypatch, lambda at: 10.0 + abs(at[0] - best[0]) + abs(at[1] - best[1]))
     assert found[0] == best
-    assert len(found) == search.LAST
+    assert len(found) == graph_search.LAST
 
 
 def test_what_hides_behind_another_dial_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +190,10 @@ def test_what_hides_behind_another_dial_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_that_is_too_quick_to_repay_a_search_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "REPAID", 0)
+    monkeypatch.setattr(graph_search, "REPAID", 0)
     step = _captured("llama")
-    found = planned(step, CLUSTER, _budget(step, 0.3), (Space("host", 2**30, SLOW, SLOW),), choices=BOTH)
+    found = planned(
+        step, CLUSTER, _budget(step, 0.3), (OffloadTier("host", 2**30, SLOW, SLOW),), choices=BOTH
+    )
     assert found.plan.stall > 0
     assert found.changed == ()

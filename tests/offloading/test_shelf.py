@@ -10,15 +10,16 @@ import pytest
 from harness.captured import family_config, recipe_of
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.offloading import choose, rewrite
-from hyper_parallel.offloading.problem import Rate, Space
-from hyper_parallel.offloading.problem_of import problem_of
-from hyper_parallel.offloading.rewrite import Planned
-from hyper_parallel.offloading.shelf import Shelf, Shelves
-from hyper_parallel.train.whole_step import BatchShape, capture_step
+from hyper_parallel.offloading import choose
+from hyper_parallel.offloading.schedule import offload_pass
+from hyper_parallel.offloading.schedule.build_problem import build_problem
+from hyper_parallel.offloading.schedule.offload_pass import Planned
+from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
+from hyper_parallel.offloading.schedule.slot_allocator import Shelf, SlotAllocator
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.verify.families import FAMILIES
 
-HOST = Space("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
+HOST = OffloadTier("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
 CLUSTER = Cluster.named("h100")
 
 
@@ -30,13 +31,13 @@ def steps() -> list[StepGraph]:
 
 @pytest.fixture(scope="module")
 def plans(steps: list[StepGraph]) -> list[Planned]:
-    budget = max(problem_of(step, CLUSTER, 0, (HOST,)).working_set for step in steps)
+    budget = max(build_problem(step, CLUSTER, 0, (HOST,)).working_set for step in steps)
     found: list[Planned] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewrite, "choose", functools.partial(choose, tries=0))  # any plan will do
+        patch.setattr(offload_pass, "choose", functools.partial(choose, tries=0))  # any plan will do
         for number, step in enumerate(steps):
             shelves = found[-1].shelves if found else None
-            found.append(rewrite.planned(step, CLUSTER, int(1.1 * budget), (HOST,), shelves, number))
+            found.append(offload_pass.planned(step, CLUSTER, int(1.1 * budget), (HOST,), shelves, number))
     return found
 
 
@@ -105,7 +106,7 @@ def test_the_holes_that_a_plan_leaves_are_used_again(plans: list[Planned]) -> No
         return step
 
     names = sorted({name for name, _ in plans[0].shelves.known})
-    shelves = Shelves.of(["host"]).holding(0, only(set(names[:4]))).holding(1, only(set(names[4:])))
+    shelves = SlotAllocator.of(["host"]).holding(0, only(set(names[:4]))).holding(1, only(set(names[4:])))
     size = shelves.tiers["host"].size
     again = shelves.without(0).holding(2, only(set(names[:4])))
     assert again.tiers["host"].size == size

@@ -13,25 +13,25 @@ from harness.captured import family_config, micro_batches, recipe_of, shape_of
 from harness.slots import Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import registry
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.errors import BudgetError, GraphError
 from hyper_parallel.graph import Slot, StepGraph, balanced_sizes, lifetimes, values_of
-from hyper_parallel.graph.host import HOST
-from hyper_parallel.graph.nouns import Value
-from hyper_parallel.graph.order import check_order
-from hyper_parallel.graph.sizes import known, largest_sizes, uncertain
+from hyper_parallel.graph.dependencies import check_order
+from hyper_parallel.graph.dynamic_sizes import known, largest_sizes, uncertain
+from hyper_parallel.graph.ir import Value
+from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.offloading import Runtime
-from hyper_parallel.offloading.problem import Rate, Space
-from hyper_parallel.offloading.problem_of import problem_of
-from hyper_parallel.offloading.rewrite import planned
+from hyper_parallel.offloading.runtime.expert_overflow import changed_before, wanted
+from hyper_parallel.offloading.schedule.build_problem import build_problem
+from hyper_parallel.offloading.schedule.host_update import can_run_on_host, move_to_host
+from hyper_parallel.offloading.schedule.offload_pass import planned
+from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
 from hyper_parallel.offloading.tiers import FlashTier, HostTier, Tier
-from hyper_parallel.offloading.update_apart import can_be_apart, put_apart
-from hyper_parallel.train.uneven import changed_before, wanted
-from hyper_parallel.train.whole_step import capture_step
+from hyper_parallel.step.capture_train_step import capture_step
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import draw_batch
 
-HOST_SPACE = Space("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
+HOST_SPACE = OffloadTier("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
 CLUSTER = Cluster.named("h100")
 
 
@@ -147,7 +147,7 @@ def test_what_lies_among_several_results_moves_only_once_it_was_taken_out() -> N
     memory = {"device": 2**30, "host": 2**30, "recompute": "layer"}
     step = _captured(memory=memory)
     sizes = balanced_sizes(step), largest_sizes(step, 1.5)
-    problem = problem_of(step, CLUSTER, 0, (HOST_SPACE,), *sizes)
+    problem = build_problem(step, CLUSTER, 0, (HOST_SPACE,), *sizes)
     named: dict[int, int] = {}
     for at, node in enumerate(step.nodes):
         if isinstance(node.meta.get("value"), Value):
@@ -158,10 +158,10 @@ def test_what_lies_among_several_results_moves_only_once_it_was_taken_out() -> N
 
 
 def test_updates_can_run_on_the_host_in_a_step_of_uncertain_size(step: StepGraph) -> None:
-    apart = can_be_apart(step)
-    made = put_apart(step, [apart[0].parameter], "host")
+    apart = can_run_on_host(step)
+    made = move_to_host(step, [apart[0].parameter], "host")
     sizes = balanced_sizes(made), largest_sizes(made, 1.5)
-    assert len(problem_of(made, CLUSTER, 0, (HOST_SPACE,), *sizes).updates) == 1
+    assert len(build_problem(made, CLUSTER, 0, (HOST_SPACE,), *sizes).updates) == 1
 
 
 def test_a_step_can_be_run_again_that_has_changed_nothing(step: StepGraph) -> None:

@@ -21,28 +21,28 @@ from hyper_parallel.errors import BudgetError, GraphError
 from hyper_parallel.graph import (
     Slot,
     StepGraph,
-    cache,
     dependencies,
     lifetimes,
     lower,
     text,
+    tier_ops,
     validate,
     values_of,
     workspaces,
 )
-from hyper_parallel.graph.apart import calls_of, given_of, is_update, slots_of, storages_of
-from hyper_parallel.graph.effects import touched
-from hyper_parallel.graph.host import HOST
-from hyper_parallel.graph.lifetimes import peak_of
-from hyper_parallel.offloading.apply import apply
-from hyper_parallel.offloading.bound import least_seconds
-from hyper_parallel.offloading.choose import choose
-from hyper_parallel.offloading.problem import Rate, Space
-from hyper_parallel.offloading.problem_of import problem_of
-from hyper_parallel.offloading.runtime import Runtime
+from hyper_parallel.graph.host_update import calls_of, host_arguments_of, is_update, slots_of, storages_of
+from hyper_parallel.graph.liveness import peak_of
+from hyper_parallel.graph.memory_effects import touched
+from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.offloading.runtime.executor import Runtime
+from hyper_parallel.offloading.schedule.build_problem import build_problem
+from hyper_parallel.offloading.schedule.host_update import can_run_on_host, latest, move_to_host
+from hyper_parallel.offloading.schedule.insert_transfers import apply
+from hyper_parallel.offloading.schedule.lower_bound import least_seconds
+from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
+from hyper_parallel.offloading.schedule.solve import choose
 from hyper_parallel.offloading.tiers import HostTier
-from hyper_parallel.offloading.update_apart import can_be_apart, latest, put_apart
-from hyper_parallel.simulate import simulate
+from hyper_parallel.simulator import simulate
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def _captured(family: str) -> StepGraph:
 def _apart(family: str) -> StepGraph:
     """Every update on the host."""
     step = _captured(family)
-    return placed(put_apart(step, [one.parameter for one in can_be_apart(step)], "host"))
+    return placed(move_to_host(step, [one.parameter for one in can_run_on_host(step)], "host"))
 
 
 def _tier(step: StepGraph) -> HostTier:
@@ -86,13 +86,16 @@ def _given_leaves(moved: StepGraph) -> StepGraph:
     nodes = list(made.nodes)
     updates = [node for node in nodes if is_update(node)]
     given = {
-        value.storage: source for node in updates for source in given_of(node) for value in values_of(source)
+        value.storage: source
+        for node in updates
+        for source in host_arguments_of(node)
+        for value in values_of(source)
     }
     for storage, source in given.items():
         slot, last = len(made.slots), updates[-1].next
         count = made.storages[storage].bytes
         made.slots = {**made.slots, slot: Slot(storage, "host", count, "step", 0, len(nodes))}
-        for operator in (cache.store, cache.wait, cache.detach):
+        for operator in (tier_ops.store, tier_ops.wait, tier_ops.detach):
             with made.graph.inserting_before(last):
                 node = made.graph.call_function(operator, (source, slot, "host"))
             node.meta = {"phase": "optimizer", "module": "", "recomputed": False}
@@ -112,8 +115,8 @@ def test_what_an_update_is_given_may_be_gone_when_the_host_comes_to_it() -> None
 def test_what_an_update_is_given_must_be_there_when_it_begins() -> None:
     moved = _given_leaves(_apart("llama"))
     update = next(node for node in moved.nodes if is_update(node))
-    (storage,) = {value.storage for value in values_of(given_of(update)[0])}
-    for node in [node for node in moved.nodes if cache.is_cache(node) and storage in touched(node)]:
+    (storage,) = {value.storage for value in values_of(host_arguments_of(update)[0])}
+    for node in [node for node in moved.nodes if tier_ops.is_cache(node) and storage in touched(node)]:
         update.prepend(node)
     with pytest.raises(GraphError, match=f"needs storage {storage}, which holds no memory"):
         validate(_apart("llama"), moved)
@@ -134,9 +137,9 @@ def test_all_of_a_dense_model_can_be_apart_and_its_state_is_never_on_the_device(
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_planner_finds_their_moves_within_any_budget(share: float) -> None:
     step = _captured("llama")
-    apart = put_apart(step, latest(step, 0.5, 2**30), "host")
+    apart = move_to_host(step, latest(step, 0.5, 2**30), "host")
     slow = Rate(1e-6, 1.5e9)
-    problem = problem_of(apart, Cluster.named("h100"), 0, (Space("host", 2**30, slow, slow),))
+    problem = build_problem(apart, Cluster.named("h100"), 0, (OffloadTier("host", 2**30, slow, slow),))
     budget = int(problem.working_set + share * (max(problem.profile()) - problem.working_set))
     problem = replace(problem, budget=budget)
     plan = choose(problem, tries=1)
@@ -156,11 +159,13 @@ def test_a_planner_finds_their_moves_within_any_budget(share: float) -> None:
 
 def test_what_comes_back_waits_for_the_host() -> None:
     step = _captured("llama")
-    apart = put_apart(step, latest(step, 1.0, 2**30), "host")
+    apart = move_to_host(step, latest(step, 1.0, 2**30), "host")
     quick = Rate(0.0, 1e15)
     seconds = []
     for work in (1e15, 1e6):
-        problem = problem_of(apart, Cluster.named("h100"), 2**30, (Space("host", 2**30, quick, quick, work),))
+        problem = build_problem(
+            apart, Cluster.named("h100"), 2**30, (OffloadTier("host", 2**30, quick, quick, work),)
+        )
         host = sum(update.seconds for update in problem.updates)
         plan = choose(problem)
         seconds.append(plan.seconds)
@@ -172,9 +177,9 @@ def test_what_comes_back_waits_for_the_host() -> None:
 def test_no_plan_is_below_the_bound(share: float) -> None:
     pytest.importorskip("highspy")
     step = _captured("llama")
-    apart = put_apart(step, latest(step, 1.0, 2**30), "host")
+    apart = move_to_host(step, latest(step, 1.0, 2**30), "host")
     slow = Rate(1e-6, 1.5e9)
-    problem = problem_of(apart, Cluster.named("h100"), 0, (Space("host", 2**30, slow, slow, 1e9),))
+    problem = build_problem(apart, Cluster.named("h100"), 0, (OffloadTier("host", 2**30, slow, slow, 1e9),))
     budget = int(problem.working_set + share * (max(problem.profile()) - problem.working_set))
     problem = replace(problem, budget=budget)
     least = least_seconds(problem, places=48)
@@ -184,9 +189,9 @@ def test_no_plan_is_below_the_bound(share: float) -> None:
 
 def test_rules_that_moves_of_updates_obey() -> None:
     step = _captured("llama")
-    apart = put_apart(step, [can_be_apart(step)[0].parameter], "host")
+    apart = move_to_host(step, [can_run_on_host(step)[0].parameter], "host")
     rate = Rate(1e-6, 1e9)
-    problem = problem_of(apart, Cluster.named("h100"), 2**30, (Space("host", 2**30, rate, rate),))
+    problem = build_problem(apart, Cluster.named("h100"), 2**30, (OffloadTier("host", 2**30, rate, rate),))
     moves = choose(problem).moves
     check_moves(problem, moves)
     (update,) = problem.updates
@@ -201,7 +206,7 @@ def test_rules_that_moves_of_updates_obey() -> None:
     with pytest.raises(ValueError, match="fetched behind it"):
         check_moves(problem, [gradient, replace(parameter, fetch=update.place)])
     with pytest.raises(BudgetError, match="updates of 1 parameter are"):
-        choose(replace(problem, spaces=(Space("host", 4096, rate, rate),)))
+        choose(replace(problem, spaces=(OffloadTier("host", 4096, rate, rate),)))
 
 
 def test_a_step_that_is_stopped_updates_nothing() -> None:
@@ -248,7 +253,7 @@ def test_an_update_that_fails_is_an_error_of_the_next_step(monkeypatch: pytest.M
     with _tier(moved) as tier:
         run = Running("llama", moved, Runtime(moved, {"host": tier}))
         with monkeypatch.context() as patch:
-            patch.setattr("hyper_parallel.offloading.runtime.run", fails)
+            patch.setattr("hyper_parallel.offloading.runtime.executor.run", fails)
             run.step()
         with pytest.raises(Exception, match="the host cannot add"):
             run.step()
@@ -283,7 +288,7 @@ def _without(step: StepGraph, unwanted: Callable[[fx.Node], bool]) -> StepGraph:
 
 def test_a_graph_that_updates_what_is_not_there_is_refused() -> None:
     step = _captured("llama")
-    planned = put_apart(step, [can_be_apart(step)[0].parameter], "host")
+    planned = move_to_host(step, [can_run_on_host(step)[0].parameter], "host")
     moved = placed(planned)
     update = next(node for node in moved.nodes if is_update(node))
     master, gradient, *_ = storages_of(update)
@@ -292,9 +297,9 @@ def test_a_graph_that_updates_what_is_not_there_is_refused() -> None:
         return lambda node: node.target is operator and moved.slots[node.args[1]].storage == storage
 
     with pytest.raises(GraphError, match="not where storage"):
-        validate(planned, _without(moved, first(cache.detach, master)))
+        validate(planned, _without(moved, first(tier_ops.detach, master)))
     with pytest.raises(GraphError, match="does not hold"):
-        validate(planned, _without(moved, first(cache.store, gradient)))
+        validate(planned, _without(moved, first(tier_ops.store, gradient)))
 
 
 def test_no_update_may_begin_before_the_step_is_checked() -> None:
@@ -306,9 +311,9 @@ def test_no_update_may_begin_before_the_step_is_checked() -> None:
 
 def test_state_that_something_else_looks_at_stays_on_the_device() -> None:
     step = _captured("llama").copy()
-    everything = len(can_be_apart(step))
+    everything = len(can_run_on_host(step))
     update = next(node for node in step.nodes if "_fused_adamw" in str(node.target))
     with step.graph.inserting_before(update):
         looked = step.graph.call_function(torch.ops.aten.add_.Scalar, (update.args[2][0], 0.0))  # type: ignore[index]
     looked.meta = {**update.meta, "value": update.args[2][0].meta["value"]}  # type: ignore[index,union-attr]
-    assert len(can_be_apart(step)) == everything - 1
+    assert len(can_run_on_host(step)) == everything - 1

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from hyper_parallel.compat import Backend, backend
-from hyper_parallel.offloading.problem import Rate, Space
+from hyper_parallel.offloading.runtime.bandwidth_monitor import FIRST, LARGE, STEPS, BandwidthMonitor
+from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
 from hyper_parallel.offloading.tiers import FlashTier, HostTier, Tier
-from hyper_parallel.offloading.watch import FIRST, LARGE, STEPS, Watch
 
 RATE = Rate(1e-3, 1e9)
-SPACES = (Space("host", 2**40, RATE, RATE), Space("flash", 2**40, RATE, RATE))
+SPACES = (OffloadTier("host", 2**40, RATE, RATE), OffloadTier("flash", 2**40, RATE, RATE))
 
 
 def _copy(seconds: float | None, done: bool = True) -> Any:
     return SimpleNamespace(seconds=seconds, done=lambda: done)
 
 
-def _steps(watch: Watch, count: int, slower: Callable[[int], float], out: bool = True) -> None:
+def _steps(watch: BandwidthMonitor, count: int, slower: Callable[[int], float], out: bool = True) -> None:
     for step in range(count):
         for count in (LARGE, 4 * LARGE):
             watch.began("host", out, count, _copy(RATE.seconds(count) * slower(step)))
@@ -32,7 +32,7 @@ def _steps(watch: Watch, count: int, slower: Callable[[int], float], out: bool =
 
 
 def test_a_link_that_is_slower_in_every_step_departs_and_is_measured() -> None:
-    watch = Watch(SPACES)
+    watch = BandwidthMonitor(SPACES)
     _steps(watch, FIRST + STEPS - 1, lambda step: 1.5)
     assert not watch.departed
     _steps(watch, 1, lambda step: 2.5)
@@ -55,14 +55,14 @@ def test_a_link_that_is_slower_in_every_step_departs_and_is_measured() -> None:
     ids=["a little", "once", "now and then"],
 )
 def test_what_is_noise_does_not_depart(slower: Callable[[int], float]) -> None:
-    watch = Watch(SPACES)
+    watch = BandwidthMonitor(SPACES)
     for _ in range(5):
         _steps(watch, FIRST + STEPS, slower)
         assert not watch.departed
 
 
 def test_small_copies_failed_ones_and_those_under_way_do_not_count() -> None:
-    watch = Watch(SPACES)
+    watch = BandwidthMonitor(SPACES)
     for _ in range(FIRST + 2 * STEPS):
         watch.began("host", True, LARGE - 1, _copy(9.0))
         watch.began("host", True, LARGE, _copy(None))

@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.overlap.arrange import COMPUTE, FREE, Job, arrange, replayed
+from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job, arrange, replayed
 
 
 @st.composite

@@ -10,15 +10,15 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.overlap import Usual, overlap
-from hyper_parallel.overlap.chunks import NO_CHUNKS, WHOLE
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.whole_step import BatchShape, capture_step
+from hyper_parallel.overlap import FsdpBaseline, overlap
+from hyper_parallel.overlap.chunked_matmul import NO_CHUNKS, WHOLE
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_what_pays_is_chosen_and_beats_the_usual_schedule(
     step: StepGraph, cluster: Cluster, free: Any
 ) -> None:
     found = free
-    usual = overlap(Usual()(step), cluster).before
+    usual = overlap(FsdpBaseline()(step), cluster).before
     assert found.chosen is not None and found.chosen.together == 2
     assert found.after.step < usual.step < found.before.step
     assert found.after.masked.blocked is not None and found.before.masked.blocked is not None
@@ -98,7 +98,7 @@ def test_with_no_room_beyond_what_the_step_holds_its_communication_is_hidden_all
     tight = overlap(step, cluster, memory=room, pieces=False)
     assert tight.chosen is not None and not tight.chosen.usual
     assert tight.after.peak.bytes <= room
-    usual = overlap(Usual()(step), cluster, pieces=False).before
+    usual = overlap(FsdpBaseline()(step), cluster, pieces=False).before
     assert tight.after.step < usual.step
 
 

@@ -12,22 +12,22 @@ from harness.ranks import run_ranks
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph, executable
-from hyper_parallel.graph.groups import is_collective
-from hyper_parallel.graph.passes import Pass, run_passes
-from hyper_parallel.graph.sizes import balanced_sizes
+from hyper_parallel.graph.collective_groups import is_collective
+from hyper_parallel.graph.dynamic_sizes import balanced_sizes
+from hyper_parallel.graph.pass_manager import Pass, run_passes
 from hyper_parallel.launch.stop import Requests
 from hyper_parallel.overlap import Overlap
 from hyper_parallel.overlap.buckets import Buckets
-from hyper_parallel.overlap.chunks import Chunks, Pieces
+from hyper_parallel.overlap.chunked_matmul import Chunked, Chunks
+from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline
 from hyper_parallel.overlap.jobs import Prices
-from hyper_parallel.overlap.schedule import Schedule
-from hyper_parallel.overlap.usual import Usual
-from hyper_parallel.train.batches import MicroBatch, StepBatch
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.step import said_by
-from hyper_parallel.train.whole_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.overlap.scheduling_pass import Schedule
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.train_step import control_values_of
 
 ROWS, LENGTH, MICRO = 2, 16, 2
 
@@ -89,7 +89,7 @@ class _Step:
         run = executable(graph)
 
         def host(point: str, values: Any) -> torch.Tensor | None:
-            return said_by(batch, Requests(), 0.0, tokens.device) if point == "load" else None
+            return control_values_of(batch, Requests(), 0.0, tokens.device) if point == "load" else None
 
         for step in range(steps):
             scale = torch.tensor(1.0, dtype=torch.float64)
@@ -110,9 +110,9 @@ def _unequal(rank: int, world: int, strategy: dict[str, Any], experts: bool) -> 
     step = _Step(rank, strategy, experts)
     prices = _prices(world)
     rewrites: dict[str, list[Pass]] = {
-        "usual": [Usual()],
+        "usual": [FsdpBaseline()],
         "buckets": [Buckets()],
-        "small buckets": [Buckets(4096), Usual()],
+        "small buckets": [Buckets(4096), FsdpBaseline()],
         "side by side": [Buckets(), Schedule(prices, together=2)],
         "window": [Schedule(prices, window=1e-4)],
         "chosen": [Overlap(Cluster.named(f"h100x{world}"), pieces=False)],
@@ -181,11 +181,11 @@ def _apart(
     differs: told by Adam's first moment after one step, which is a multiple of it."""
     step = _Step(rank, strategy, experts, rows)
     prices, sizes = _prices(world), balanced_sizes(step.graph)
-    two, four = Chunks(Pieces(2, 2, 2), Pieces(2, 2, 2)), Chunks(Pieces(4, 4, 4), Pieces(1, 1, 4))
+    two, four = Chunks(Chunked(2, 2, 2), Chunked(2, 2, 2)), Chunks(Chunked(4, 4, 4), Chunked(1, 1, 4))
     rewrites: dict[str, list[Pass]] = {
-        "gathers": [Chunks(Pieces(gather=2), Pieces(gather=2))],
-        "sums": [Chunks(Pieces(reduce=4), Pieces(reduce=4))],
-        "travel": [Chunks(Pieces(travel=2), Pieces(travel=2))],
+        "gathers": [Chunks(Chunked(gather=2), Chunked(gather=2))],
+        "sums": [Chunks(Chunked(reduce=4), Chunked(reduce=4))],
+        "travel": [Chunks(Chunked(travel=2), Chunked(travel=2))],
         "all, in another order": [two, Schedule(prices, together=2, sizes=sizes)],
         "one pass more than the other": [four],
     }

@@ -15,8 +15,8 @@ from hyper_parallel.cluster import Cluster, Crossing, crossing
 from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
-from hyper_parallel.shard.axis import Axis
-from hyper_parallel.shard.groups import Groups
+from hyper_parallel.shard.mesh_axis import Axis
+from hyper_parallel.shard.process_groups import Groups
 from hyper_parallel.strategy import Strategy
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from harness.llama_step import Shape, llama_step
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.program import Timeline
-from hyper_parallel.simulate import simulate
+from hyper_parallel.simulator import simulate
+from hyper_parallel.trace import Timeline
 
 
 @pytest.fixture(scope="session")

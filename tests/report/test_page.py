@@ -8,10 +8,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
-from harness.programs import Ops, program, toy
-from hyper_parallel.program import Bytes, Timeline
+from harness.traces import Ops, toy, trace
 from hyper_parallel.report import page
-from hyper_parallel.simulate import simulate
+from hyper_parallel.simulator import simulate
+from hyper_parallel.trace import Bytes, Timeline
 
 VOID = {"meta", "input", "br", "link", "img"}
 
@@ -97,7 +97,7 @@ def test_its_data_are_the_timelines(timeline: Timeline) -> None:
 def test_what_users_wrote_cannot_end_an_element() -> None:
     ops = Ops()
     ops.kernel("</script><b>", 1, module="<i>&", allocates=(Bytes(1, 8, "activation"),))
-    text = page(simulate(program(ops), toy()), "<title> & {{data}}")
+    text = page(simulate(trace(ops), toy()), "<title> & {{data}}")
     reader = _read(text)
     assert "<i>&" in reader.texts["text"]
     assert "<title> & {{data}} (predicted)" in reader.texts["text"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from harness.programs import Ops, program, toy
-from hyper_parallel.program import Bytes, Timeline
+from harness.traces import Ops, toy, trace
 from hyper_parallel.report import perfetto
-from hyper_parallel.simulate import simulate
+from hyper_parallel.simulator import simulate
+from hyper_parallel.trace import Bytes, Timeline
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +90,19 @@ def test_a_wait_for_other_ranks_is_a_slice_of_its_own() -> None:
     for ops, seconds in ((fast, 1), (slow, 5)):
         kernel = ops.kernel("work", seconds, allocates=(Bytes(1, 8, "activation", "host"),))
         ops.send("reduce", 3, (0, 1), kernel, kind="all_reduce", tag="r")
-    trace = json.loads(perfetto(simulate(program(fast, slow), toy())))
-    waits = [event for event in trace["traceEvents"] if event.get("cat") == "wait" and event["ph"] == "X"]
+    written = json.loads(perfetto(simulate(trace(fast, slow), toy())))
+    waits = [event for event in written["traceEvents"] if event.get("cat") == "wait" and event["ph"] == "X"]
     assert [(event["pid"], event["ts"], event["dur"]) for event in waits] == [(1, 1e6, 4e6)]
-    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    names = [e["args"]["name"] for e in written["traceEvents"] if e["name"] == "process_name"]
     assert names == ["predicted · class 0 · ranks 0", "predicted · class 1 · ranks 1"]
-    assert trace["otherData"]["predicted"] is True
-    assert trace["otherData"]["source"] == "made up for a test"
-    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "C"} == {"host memory"}
+    assert written["otherData"]["predicted"] is True
+    assert written["otherData"]["source"] == "made up for a test"
+    assert {e["name"] for e in written["traceEvents"] if e["ph"] == "C"} == {"host memory"}
 
 
 def test_flows_pass_through_ops_that_take_no_time() -> None:
     ops = Ops()
     call = ops.send("gather", 3, (0, 1))
     ops.kernel("use", 1, ops.kernel("view", 0, call))
-    trace = json.loads(perfetto(simulate(program(ops), toy())))["traceEvents"]
-    assert [event["ts"] for event in trace if event["ph"] == "f"] == [3e6]
+    written = json.loads(perfetto(simulate(trace(ops), toy())))["traceEvents"]
+    assert [event["ts"] for event in written if event["ph"] == "f"] == [3e6]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.programs import Ops, one_f_one_b, program, toy
-from hyper_parallel.program import Bytes, Timeline
+from harness.traces import Ops, one_f_one_b, toy, trace
 from hyper_parallel.report import table
 from hyper_parallel.report.sheets import ROWS, facts, sheets
-from hyper_parallel.simulate import simulate
+from hyper_parallel.simulator import simulate
+from hyper_parallel.trace import Bytes, Timeline
 
 
 def _values(timeline: Timeline) -> dict[str, str]:
@@ -56,7 +56,7 @@ def test_many_modules_end_in_one_row() -> None:
     ops = Ops()
     for place in range(30):
         ops.kernel("k", 30 - place, module=f"m{place:02}_")
-    modules = next(s for s in sheets(simulate(program(ops), toy())) if s.title == "time by module")
+    modules = next(s for s in sheets(simulate(trace(ops), toy())) if s.title == "time by module")
     assert len(modules.rows) == ROWS
     assert modules.rows[0][0] == "m00_"
     assert modules.rows[-1][:2] == (f"{30 - ROWS + 1} others", f"{sum(range(1, 30 - ROWS + 2)):.0f} s")
@@ -65,7 +65,7 @@ def test_many_modules_end_in_one_row() -> None:
 def test_memory_that_does_not_fit_is_told() -> None:
     ops = Ops()
     ops.kernel("k", 1)
-    ran = program(ops, resident=[Bytes(1, 4 * 10**15, "parameter")])
+    ran = trace(ops, resident=[Bytes(1, 4 * 10**15, "parameter")])
     found = next(fact for fact in facts(simulate(ran, toy())) if fact.name == "peak of device memory")
     assert found.meaning.endswith("(400.0%): it does not fit")
 
@@ -73,4 +73,4 @@ def test_memory_that_does_not_fit_is_told() -> None:
 def test_names_with_brackets_are_shown_as_they_are() -> None:
     ops = Ops()
     ops.kernel("k", 1, module="[bold]block[/bold]")
-    assert "[bold]block[/bold]" in table(simulate(program(ops), toy()))
+    assert "[bold]block[/bold]" in table(simulate(trace(ops), toy()))

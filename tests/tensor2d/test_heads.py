@@ -7,10 +7,10 @@ import torch
 
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
-from hyper_parallel.shard.axis import MeshAxes
-from hyper_parallel.shard.groups import Groups
+from hyper_parallel.shard.mesh_axis import MeshAxes
+from hyper_parallel.shard.process_groups import Groups
 from hyper_parallel.shard.tensor2d.heads import ScatterHeads
-from hyper_parallel.shard.tensor2d.nouns import part_of_x, with_digits
+from hyper_parallel.shard.tensor2d.types import part_of_x, with_digits
 
 
 @pytest.mark.parametrize(

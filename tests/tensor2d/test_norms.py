@@ -14,8 +14,8 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import Mesh
-from hyper_parallel.shard.axis import MeshAxes
-from hyper_parallel.shard.groups import Groups
+from hyper_parallel.shard.mesh_axis import MeshAxes
+from hyper_parallel.shard.process_groups import Groups
 from hyper_parallel.shard.tensor2d.norm import distributed_norm, formula_of
 
 NORMS = {

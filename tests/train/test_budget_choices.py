@@ -10,7 +10,9 @@ from engines import Ran, differences, of_graph, run_engine
 from tiny_run import LLAMA
 
 from harness import run_ranks
-from hyper_parallel.offloading import Rate, memories, search
+from hyper_parallel.offloading import Rate
+from hyper_parallel.offloading.runtime import open_tiers
+from hyper_parallel.offloading.schedule import graph_search
 
 # A link so slow that almost anything is cheaper than a copy, whatever machine this is.
 SLOW = Rate(1e-6, 5e7)
@@ -25,8 +27,8 @@ def _both(rank: int, world: int, folder: Path, device: str, sections: dict[str, 
         "strategy": {**strategy, "memory": {"device": device, **MEMORY}},
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memories, "measure", lambda *given: (SLOW, SLOW))
-        patch.setattr(search, "REPAID", 10**9)  # steps of this size are too quick to be worth a search
+        patch.setattr(open_tiers, "measure", lambda *given: (SLOW, SLOW))
+        patch.setattr(graph_search, "REPAID", 10**9)  # steps of this size are too quick to be worth a search
         changed = run_engine(rank, folder, "changed", "graph", sections)
     sections = {**sections, "strategy": strategy}
     return changed, run_engine(rank, folder, "plain", "eager", sections)

@@ -13,11 +13,11 @@ from tiny_run import LLAMA, metrics, run, run_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness import run_ranks
-from hyper_parallel.compat import absent
+from hyper_parallel.compat import paged_out_parameters
 from hyper_parallel.data import PackedText
 from hyper_parallel.errors import BudgetError, CaptureError, NonFiniteError
-from hyper_parallel.train import graphs
-from hyper_parallel.train.whole_step import capture_step
+from hyper_parallel.step import graph_cache
+from hyper_parallel.step.capture_train_step import capture_step
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MOE = {**LLAMA, "num_experts_per_tok": 2}
@@ -116,7 +116,7 @@ def test_a_resumed_run_may_have_another_budget_or_none(folder: Path) -> None:
 
 def test_each_shape_of_batch_has_a_plan_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedText, "several", None)  # each batch is looked at
-    monkeypatch.setattr(graphs, "MANY", 2)
+    monkeypatch.setattr(graph_cache, "MANY", 2)
     sections = {"data": packed_text(folder)}
     moved = run_engine(0, folder, "shapes-budget", "graph", _with_budget(folder, sections, 600_000, "host"))
     eager = run_engine(0, folder, "shapes", "eager", sections)
@@ -134,7 +134,7 @@ def test_what_cannot_be_captured_is_refused_and_not_run_over_the_budget(
     def refuses(*args: object, **kwargs: object) -> None:
         raise CaptureError("line 7 asks for a value")
 
-    monkeypatch.setattr("hyper_parallel.train.graphs.capture_step", refuses)
+    monkeypatch.setattr("hyper_parallel.step.graph_cache.capture_step", refuses)
     with pytest.raises(BudgetError, match="line 7 asks for a value"):
         run_engine(0, folder, "refuses", "graph", _with_budget(folder, {}, "1GiB", "host"))
 
@@ -151,7 +151,7 @@ def test_a_later_batch_without_a_graph_ends_the_run_and_not_the_budget(
         captured.append(True)
         return capture_step(*args, **kwargs)
 
-    monkeypatch.setattr("hyper_parallel.train.graphs.capture_step", once)
+    monkeypatch.setattr("hyper_parallel.step.graph_cache.capture_step", once)
     sections = _with_budget(folder, {"data": packed_text(folder)}, 600_000, "host")
     with pytest.raises(BudgetError, match="line 9 asks for a value"):
         run_engine(0, folder, "later", "graph", sections)
@@ -167,7 +167,7 @@ def test_a_model_of_ones_own_has_its_values_after_the_run(folder: Path) -> None:
         trained.append(dict(model.named_parameters()))
     free, within = trained
     assert all(torch.equal(free[name], within[name]) for name in free)
-    assert not absent._keepers
+    assert not paged_out_parameters._keepers
 
 
 def test_a_loss_that_is_not_finite_names_the_worst_gradient_as_without_a_budget(folder: Path) -> None:

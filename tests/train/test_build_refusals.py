@@ -9,7 +9,7 @@ import pytest
 from tiny_run import run_config
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.train.build import on_meta, transformers_config
+from hyper_parallel.step.build import on_meta, transformers_config
 
 ENCODERS: list[dict[str, Any]] = [
     {"model_type": "bert", "num_hidden_layers": 1},

@@ -14,8 +14,8 @@ from hyper_parallel.compat import inductor
 from hyper_parallel.errors import CompileError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.compiled import Compiled
-from hyper_parallel.train import graphs
-from hyper_parallel.train.compiling import artifacts_of
+from hyper_parallel.step import graph_cache
+from hyper_parallel.step.compile_options import artifacts_of
 from hyper_parallel.workload import Flops
 
 NEEDS_COMPILER = pytest.mark.skipif(inductor.missing() is not None, reason="no C++ compiler")
@@ -69,7 +69,7 @@ def _one_fails(rank: int, world: int, folder: Path) -> Ran:
             raise CompileError("a C++ compiler is missing")
         return Compiled(step, regions=1, artifacts=1, made=1, share=1.0, seconds=0.0)
 
-    graphs.compiled = stand_in
+    graph_cache.compiled = stand_in
     sections = {"strategy": {"axes": {"shard": 2}}, "train": {"compile": True, "steps": 2}}
     return run_engine(rank, folder, "fails", "graph", sections)
 

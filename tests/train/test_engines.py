@@ -17,9 +17,10 @@ from harness import run_ranks
 from hyper_parallel.data import PackedText
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.train import graphs, register_optimizer
-from hyper_parallel.train.optimizer import AdamW
-from hyper_parallel.train.whole_step import BatchShape, capture_step
+from hyper_parallel.step import graph_cache
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.optimizer import AdamW
+from hyper_parallel.train import register_optimizer
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MIXTRAL = {
@@ -171,7 +172,7 @@ def _one_asks(rank: int, world: int, folder: Path) -> tuple[Ran, Ran]:
 
 def test_ranks_agree_on_the_engine(folder: Path) -> None:
     (first, expected), (second, _) = run_ranks(_one_asks, 2, folder)
-    assert first.notes[-1].startswith(graphs.ELSEWHERE) and "if logits.sum()" in second.notes[-1]
+    assert first.notes[-1].startswith(graph_cache.ELSEWHERE) and "if logits.sum()" in second.notes[-1]
     assert differences(first, expected) == {}
 
 
@@ -183,7 +184,7 @@ def _later(rank: int, world: int, folder: Path) -> tuple[Ran, Ran]:
             raise CaptureError("no packed rows here")
         return capture_step(recipe, shape, *more)
 
-    graphs.capture_step = capture
+    graph_cache.capture_step = capture
     PackedText.several = None
     sections = {
         "strategy": {"axes": {"shard": 2}},
@@ -200,7 +201,7 @@ def test_ranks_leave_the_graph_together_in_the_middle_of_a_run(folder: Path) -> 
     for rank, (graph, eager) in enumerate(found):
         assert "the step as a graph" in graph.notes[0]
         said = [note for note in graph.notes if "eagerly" in note]
-        assert len(said) == 1 and said[0].startswith("no packed rows here" if rank else graphs.ELSEWHERE)
+        assert len(said) == 1 and said[0].startswith("no packed rows here" if rank else graph_cache.ELSEWHERE)
         assert differences(graph, eager) == {}
 
 

@@ -26,18 +26,19 @@ from harness.commands import descendants, running, wait_until
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import FaultError, TierError
 from hyper_parallel.launch.failure import Failure
-from hyper_parallel.offloading import choose, rewrite
+from hyper_parallel.offloading import choose
+from hyper_parallel.offloading.schedule import offload_pass
 from hyper_parallel.offloading.tiers import host
-from hyper_parallel.offloading.tiers.lease import PREFIX
 from hyper_parallel.offloading.tiers.pool import SHARED
-from hyper_parallel.train.graph_step import GraphStepper
+from hyper_parallel.offloading.tiers.shared_lease import PREFIX
+from hyper_parallel.step.graph_executor import GraphStepper
 
 TRAIN = {"steps": 6, "eval": {"batches": 1}, "sample": {"tokens": 0}}
 
 
 @pytest.fixture(autouse=True)
 def any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrite, "choose", functools.partial(choose, tries=0))
+    monkeypatch.setattr(offload_pass, "choose", functools.partial(choose, tries=0))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from hyper_parallel.cli.main import main
 from hyper_parallel.config import RunConfig, load
 from hyper_parallel.data.tokenizer import train as train_tokenizer
 from hyper_parallel.errors import ConfigError, DataError
-from hyper_parallel.train.build import unsharded
+from hyper_parallel.step.build import unsharded
 from hyper_parallel.train.trainer import Trainer
 from train.tiny_run import LLAMA
 

@@ -10,15 +10,15 @@ import torch
 from tiny_run import LLAMA
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
 from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.step.capture_train_step import BatchShape
+from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.graphs import Graphs
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.whole_step import BatchShape
 
 MICRO = 3
 

@@ -12,13 +12,13 @@ import pytest
 from tiny_run import Bigram, metrics, run, run_config
 
 from harness import run_ranks
-from hyper_parallel.checkpoint import names, newest
+from hyper_parallel.checkpoint import folder_names, newest
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.checkpoint.verify import reason_to_pass_over
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CheckpointError, ConfigError, NonFiniteError
-from hyper_parallel.train import recipe
-from hyper_parallel.train.state import RunState
+from hyper_parallel.step import recipe
+from hyper_parallel.train.checkpoint_state import RunState
 
 ENGINES = pytest.mark.parametrize("engine", ["graph", "eager"])
 BUDGET = {"memory": {"device": 700_000, "host": 50_000_000}}
@@ -42,7 +42,7 @@ def config_of(folder: Path, name: str, **sections: Any) -> RunConfig:
 
 
 def saved(config: RunConfig) -> list[str]:
-    return [str(name) for name in reversed(names.committed(Path(config.out) / "checkpoints"))]
+    return [str(name) for name in reversed(folder_names.committed(Path(config.out) / "checkpoints"))]
 
 
 def passed_over(config: RunConfig) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from hyper_parallel.config import ModelConfig
 from hyper_parallel.config.model import implausible
-from hyper_parallel.train.build import transformers_config
+from hyper_parallel.step.build import transformers_config
 
 MUST = ("a config", "an index", "a head", "a shape", "bytes", "a tensor", "vocab_size", "model_type")
 """Begin the names of what can never be loaded."""

@@ -14,10 +14,10 @@ from hyper_parallel.checkpoint import Piece
 from hyper_parallel.config.train import AdamWConfig, MuonConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.step.optimizer import AdamW, build_optimizer
+from hyper_parallel.step.optimizer.muon import Muon, hidden_matrices
+from hyper_parallel.step.optimizer.newton_schulz import orthogonalise
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.optimizer import AdamW, build_optimizer
-from hyper_parallel.train.optimizer.muon import Muon, hidden_matrices
-from hyper_parallel.train.optimizer.newton_schulz import orthogonalise
 
 # A large eps: the gradient of a key's bias is zero but for rounding, which AdamW would blow up to whole updates.
 CONFIG = MuonConfig(name="muon", lr=0.02, weight_decay=0.1, adamw=AdamWConfig(lr=1e-2, eps=1e-4))

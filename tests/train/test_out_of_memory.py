@@ -16,16 +16,16 @@ from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
 from hyper_parallel.errors import OutOfMemoryError
 from hyper_parallel.shard import init_weights, parallelize, sharded
-from hyper_parallel.shard.structure import without_values
+from hyper_parallel.shard.model_structure import without_values
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.capture_train_step import BatchShape
+from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.graph_executor import GraphStepper
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.out_of_memory import describe, head_of
+from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.batches import MicroBatch, StepBatch
-from hyper_parallel.train.graph_step import GraphStepper
-from hyper_parallel.train.graphs import Graphs
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.out_of_memory import describe, head_of
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.whole_step import BatchShape
 
 ROWS, LENGTH = 64, 64
 

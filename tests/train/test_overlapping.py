@@ -14,9 +14,9 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.presets import preset_of
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.graph import Pass
+from hyper_parallel.step import engine
+from hyper_parallel.step.collective_order import APART, schedule_for
 from hyper_parallel.strategy import Overlap, Strategy
-from hyper_parallel.train import engine
-from hyper_parallel.train.overlapping import APART, schedule_for
 
 TRAIN = {"steps": 5, "batch": 8, "micro_batch": 2}
 NONE, USUAL, SIMULATED = {"schedule": "none"}, {"schedule": "usual"}, {"cluster": "h100x2"}

@@ -15,9 +15,9 @@ from harness import run_ranks
 from hyper_parallel.errors import NonFiniteError, StrategyError
 from hyper_parallel.launch.stop import listening
 from hyper_parallel.shard import sharded
+from hyper_parallel.step.build import build
+from hyper_parallel.step.optimizer import AdamW
 from hyper_parallel.train import register_optimizer
-from hyper_parallel.train.build import build
-from hyper_parallel.train.optimizer import AdamW
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "shard-tensor-sequence": {"axes": {"shard": 2, "tensor": 2}, "sequence": True},

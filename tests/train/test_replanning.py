@@ -16,10 +16,12 @@ import torch
 from engines import Ran, differences, of_graph, run_engine
 
 from harness import run_ranks
-from hyper_parallel.offloading import Move, choose, memories, rewrite, watch
-from hyper_parallel.offloading.problem import Busy, Held, Problem, Rate, Space
+from hyper_parallel.offloading import Move, choose
+from hyper_parallel.offloading.runtime import bandwidth_monitor, open_tiers
+from hyper_parallel.offloading.schedule import offload_pass
+from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
 from hyper_parallel.offloading.tiers.host import HostTier
-from hyper_parallel.train.replanning import QUIET, Replanning
+from hyper_parallel.step.replan import QUIET, Replanning
 
 SLOW_FROM = 6
 RATE = Rate(1e-6, 2e9)
@@ -31,9 +33,9 @@ def _slow_link(slow: float) -> Iterator[None]:
     """A host whose rate is known, and from a step on `slow` times as slow."""
     with pytest.MonkeyPatch.context() as patch:
         steps: list[int] = []
-        ended, begin, usual = watch.Watch.ended, HostTier._begin, Replanning.plan_anew
+        ended, begin, usual = bandwidth_monitor.BandwidthMonitor.ended, HostTier._begin, Replanning.plan_anew
 
-        def count(self: watch.Watch) -> None:
+        def count(self: bandwidth_monitor.BandwidthMonitor) -> None:
             steps.append(1)
             ended(self)
 
@@ -49,12 +51,12 @@ def _slow_link(slow: float) -> Iterator[None]:
             logging.getLogger("hyper_parallel").info("after step %d", len(steps))
             usual(self)
 
-        patch.setattr(watch.Watch, "ended", count)
+        patch.setattr(bandwidth_monitor.BandwidthMonitor, "ended", count)
         patch.setattr(Replanning, "plan_anew", plan_anew)
         patch.setattr(HostTier, "_begin", slowed)
-        patch.setattr(watch, "LARGE", 1024)
-        patch.setattr(rewrite, "choose", functools.partial(choose, tries=10))
-        patch.setattr(memories, "measure", lambda *args: (RATE, RATE))
+        patch.setattr(bandwidth_monitor, "LARGE", 1024)
+        patch.setattr(offload_pass, "choose", functools.partial(choose, tries=10))
+        patch.setattr(open_tiers, "measure", lambda *args: (RATE, RATE))
         yield
 
 
@@ -79,11 +81,11 @@ def test_a_link_that_becomes_slow_is_planned_for_and_the_bits_stay(tmp_path: Pat
     assert of_graph(moved)
     assert differences(moved, eager) == {}
     (said,) = _said(moved, "links: ")
-    found = re.search(r"foreseen ([\d.]+) ms a step instead of ([\d.]+) ms", said)
+    found = re.search(r"predicted ([\d.]+) ms a step instead of ([\d.]+) ms", said)
     assert found is not None, said
     assert float(found[1]) < 0.97 * float(found[2])
     assert "from host 0.4 GB/s instead of 2, to host 0.4 GB/s instead of 2" in said
-    assert _said(moved, "after step ") == [f"after step {SLOW_FROM + watch.STEPS + 1}"]
+    assert _said(moved, "after step ") == [f"after step {SLOW_FROM + bandwidth_monitor.STEPS + 1}"]
 
 
 @pytest.mark.matrix
@@ -99,9 +101,9 @@ def test_all_workers_plan_anew_before_the_same_step(tmp_path: Path) -> None:
 def test_links_that_nothing_waits_for_and_plans_that_are_no_better_are_let_be() -> None:
     watched, budget, graphs = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
     rate, slower = Rate(0.0, 1e3), Rate(0.0, 1e2)
-    held = Held(0, 1000, "parameter", (Busy(0, 0, False), Busy(3, 3, False)), True)
-    problem = Problem((0.0, 2.0, 4.0, 6.0, 8.0), (held,), (), (Space("host", 10**6, rate, rate),), 0)
-    measured = (Space("host", 10**6, slower, slower),)
+    held = Buffer(0, 1000, "parameter", (UseInterval(0, 0, False), UseInterval(3, 3, False)), True)
+    problem = Problem((0.0, 2.0, 4.0, 6.0, 8.0), (held,), (), (OffloadTier("host", 10**6, rate, rate),), 0)
+    measured = (OffloadTier("host", 10**6, slower, slower),)
     runtime, notes = object(), list[str]()
     found = SimpleNamespace(problem=problem, plan=SimpleNamespace(moves=(), seconds=8.0))
     watched.departed, watched.measured = {("host", True): 10.0}, lambda: measured

@@ -15,12 +15,12 @@ from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.errors import DataError
 from hyper_parallel.launch.stop import Requests
 from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.train_step import Stepper, accumulate
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.train.batches import MicroBatch, StepBatch
-from hyper_parallel.train.optimizer import build_optimizer
-from hyper_parallel.train.recipe import Recipe
-from hyper_parallel.train.schedule import schedule
-from hyper_parallel.train.step import Stepper, accumulate
 
 
 def _model() -> LlamaForCausalLM:
@@ -132,7 +132,7 @@ def test_a_finite_batch_with_an_overflowing_norm_names_the_largest_gradient() ->
     model = _model()
     handle = sharded(model)
     accumulate(model, handle, _batch(8), _batch(8).tokens, seed=0)
-    from hyper_parallel.train.guard import non_finite
+    from hyper_parallel.step.nonfinite_report import non_finite
 
     parameter = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
     parameter.grad[0, 0] = 1e15

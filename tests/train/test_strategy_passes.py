@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from harness.captured import family_config, recipe_of
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.graph import StepGraph, is_collective, rewritten
-from hyper_parallel.train.passes import passes_for
-from hyper_parallel.train.whole_step import BatchShape, capture_step
+from hyper_parallel.shard.graph_passes import passes_for
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.verify.families import FAMILIES
 
 

@@ -21,7 +21,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from harness import run_ranks
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import Executable
-from hyper_parallel.offloading.tiers.memory import MemoryTier
+from hyper_parallel.offloading.tiers.memory_tier import MemoryTier
 from hyper_parallel.verify.families import FAMILIES
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

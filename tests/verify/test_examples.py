@@ -10,7 +10,7 @@ import pytest
 from hyper_parallel.config import yaml12
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.config.model import ModelConfig
-from hyper_parallel.train.build import transformers_config
+from hyper_parallel.step.build import transformers_config
 from hyper_parallel.verify import verify_file
 from hyper_parallel.verify.shrink import shrunken
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.fuzz import draw_case
 from hyper_parallel.verify.matrix import (

@@ -17,10 +17,10 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.errors import SimulationError, StrategyError
 from hyper_parallel.launch import Worker
-from hyper_parallel.shard.axis import Axis
-from hyper_parallel.shard.handle import ShardedModel
-from hyper_parallel.train.build import unsharded
-from hyper_parallel.train.optimizer.adamw import AdamW
+from hyper_parallel.shard.mesh_axis import Axis
+from hyper_parallel.shard.sharded_model import ShardedModel
+from hyper_parallel.step.build import unsharded
+from hyper_parallel.step.optimizer.adamw import AdamW
 from hyper_parallel.verify import Report, verify_file
 from hyper_parallel.verify.report import TOLERANCE
 from hyper_parallel.verify.run import RESULT, worker_main

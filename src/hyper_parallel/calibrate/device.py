@@ -1,4 +1,4 @@
-"""What a worker measured, as a Device."""
+"""Converts one worker's measurements into a `Device`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one worker does: the parts of a job, each begun by all workers at once."""
+"""Benchmark jobs of one worker; all workers start each part together."""
 
 from __future__ import annotations
 

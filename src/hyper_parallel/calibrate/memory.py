@@ -1,4 +1,4 @@
-"""Memory: its bandwidth, what the first touch of new memory costs, the optimizer's pass, and copies between tiers."""
+"""Memory benchmarks: bandwidth, first-touch cost, optimizer update, copies between tiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from hyper_parallel.calibrate.results import Results
 from hyper_parallel.calibrate.timing import Timer, filled, in_turns
-from hyper_parallel.compat.kernels import adamw_
+from hyper_parallel.compat.foreach_kernels import adamw_
 
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)
 

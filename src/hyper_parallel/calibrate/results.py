@@ -1,4 +1,4 @@
-"""What one worker measured, as plain rows that travel between processes and are averaged over workers."""
+"""Measurements of one worker as plain rows, averaged over workers."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ describes the format.
 """
 
 from hyper_parallel.checkpoint.export import export
-from hyper_parallel.checkpoint.piece import Piece
-from hyper_parallel.checkpoint.ranks import Ranks
+from hyper_parallel.checkpoint.rank_agreement import Ranks
 from hyper_parallel.checkpoint.reader import read
+from hyper_parallel.checkpoint.shard import Piece
 from hyper_parallel.checkpoint.verify import Found, newest, of_step
 from hyper_parallel.checkpoint.writer import Writer
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from hyper_parallel._version import __version__
-from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint import folder_names
+from hyper_parallel.checkpoint.digest_json import seal, unseal
 from hyper_parallel.checkpoint.durable import Written, discard, explain, fsync_folder, publish, write_file
-from hyper_parallel.checkpoint.part import POLL_SECONDS
-from hyper_parallel.checkpoint.sealed import seal, unseal
+from hyper_parallel.checkpoint.rank_save import POLL_SECONDS
 from hyper_parallel.checkpoint.verify import damage, reason_to_pass_over
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Mesh
@@ -44,33 +44,35 @@ def commit(partial: Path, final: Path, what: Commit, time_limit: float) -> None:
     """
     files: dict[str, Written] = {}
     if what.assets:
-        folder = partial / names.ASSETS
+        folder = partial / folder_names.ASSETS
         folder.mkdir()
         for name, data in what.assets.items():
-            files[f"{names.ASSETS}/{name}"] = write_file(folder / name, [data])
+            files[f"{folder_names.ASSETS}/{name}"] = write_file(folder / name, [data])
         fsync_folder(folder)
     _await_ranks(partial, what, time_limit)
     indexes = []
     for rank in range(what.mesh.world):
-        raw = (partial / names.index_file(rank)).read_bytes()
+        raw = (partial / folder_names.index_file(rank)).read_bytes()
         try:
             index = unseal(raw)
         except ValueError as error:
-            raise CheckpointError(f"{partial / names.index_file(rank)}: {error}; save again") from error
+            raise CheckpointError(
+                f"{partial / folder_names.index_file(rank)}: {error}; save again"
+            ) from error
         indexes.append(index)
-        files[names.index_file(rank)] = Written(len(raw), hashlib.sha256(raw).hexdigest())
-        files[names.data_file(rank)] = Written(index["data"]["bytes"], index["data"]["sha256"])
-        found = os.stat(partial / names.data_file(rank)).st_size
+        files[folder_names.index_file(rank)] = Written(len(raw), hashlib.sha256(raw).hexdigest())
+        files[folder_names.data_file(rank)] = Written(index["data"]["bytes"], index["data"]["sha256"])
+        found = os.stat(partial / folder_names.data_file(rank)).st_size
         if found != index["data"]["bytes"]:
             raise CheckpointError(
-                f"{partial / names.data_file(rank)}: {found} bytes instead of {index['data']['bytes']}; save "
+                f"{partial / folder_names.data_file(rank)}: {found} bytes instead of {index['data']['bytes']}; save "
                 "again"
             )
     _check_whole(indexes, what)
     fsync_folder(partial)
     marker = {
-        "format": names.FORMAT,
-        "version": names.VERSION,
+        "format": folder_names.FORMAT,
+        "version": folder_names.VERSION,
         "step": what.step,
         "world": what.mesh.world,
         "mesh": [list(axis) for axis in what.mesh.axes],
@@ -80,14 +82,14 @@ def commit(partial: Path, final: Path, what: Commit, time_limit: float) -> None:
             "python": platform.python_version(),
         },
         "ranks": [
-            {"data": names.data_file(rank), "index": names.index_file(rank)}
+            {"data": folder_names.data_file(rank), "index": folder_names.index_file(rank)}
             for rank in range(what.mesh.world)
         ],
         "files": {name: asdict(written) for name, written in files.items()},
         "unusable": sorted({name for index in indexes for name in index["unusable"]}),
         "state": what.state,
     }
-    publish(partial / names.COMMIT, seal(marker))
+    publish(partial / folder_names.COMMIT, seal(marker))
     os.rename(partial, final)
     fsync_folder(final.parent)
 
@@ -103,7 +105,7 @@ def prune(newest: Path, keep: int, known: set[Path]) -> None:
     """
     folder = newest.parent
     good = passed_over = 0
-    for name in names.committed(folder):
+    for name in folder_names.committed(folder):
         path = folder / str(name)
         if name > _name_of(newest, folder):
             continue
@@ -119,8 +121,8 @@ def prune(newest: Path, keep: int, known: set[Path]) -> None:
                 _log.warning("an old checkpoint could not be deleted: %s: %s", path, error.strerror)
 
 
-def _name_of(path: Path, folder: Path) -> names.Name:
-    return next(name for name in names.committed(folder) if str(name) == path.name)
+def _name_of(path: Path, folder: Path) -> folder_names.Name:
+    return next(name for name in folder_names.committed(folder) if str(name) == path.name)
 
 
 def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:
@@ -129,12 +131,12 @@ def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:
     missing = set(range(what.mesh.world))
     while True:
         present = set(os.listdir(partial))
-        for rank, code in names.failures(present).items():
+        for rank, code in folder_names.failures(present).items():
             reason: object = f"see the log of rank {rank}"
             if code:
                 reason = explain(OSError(code, os.strerror(code)), partial)
             raise CheckpointError(f"step {what.step} was not saved: rank {rank} failed: {reason}")
-        missing = {rank for rank in missing if names.index_file(rank) not in present}
+        missing = {rank for rank in missing if folder_names.index_file(rank) not in present}
         if not missing:
             return
         if time.monotonic() > deadline:

@@ -16,8 +16,8 @@ import torch
 
 from hyper_parallel.checkpoint import stream
 from hyper_parallel.checkpoint.durable import explain, fsync_folder, write_file
-from hyper_parallel.checkpoint.piece import Piece, dtype_name
 from hyper_parallel.checkpoint.reader import Checkpoint
+from hyper_parallel.checkpoint.shard import Piece, dtype_name
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.units import format_bytes

@@ -1,4 +1,4 @@
-"""The health of a checkpoint: whether what was saved is worth going on from, however well it was saved.
+"""Checkpoint health: whether the saved weights are finite and sensible enough to resume from.
 
 Three places say that it is not: the commit marker, when a tensor has elements that no step can compute with (`unusable`
 in the ranks' indexes); the state that the run gave, under ``health.ruined``; and ``verdict.json``, which the run adds
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.checkpoint.digest_json import seal, unseal
 from hyper_parallel.checkpoint.durable import publish
-from hyper_parallel.checkpoint.sealed import seal, unseal
 from hyper_parallel.untrusted import open_within, printable, read_bytes
 
 VERDICT = "verdict.json"

@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint import folder_names
 from hyper_parallel.checkpoint.durable import discard
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.untrusted import open_lock
@@ -26,7 +26,7 @@ def open_folder(folder: Path) -> int | None:
     lock = open_lock(folder / LOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in names.stale(folder):
+        for path in folder_names.stale(folder):
             discard(path)
     except BlockingIOError as error:
         os.close(lock)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.checkpoint import names, validate
-from hyper_parallel.checkpoint.piece import Piece, check, dtype_name
-from hyper_parallel.checkpoint.sealed import unseal
+from hyper_parallel.checkpoint import folder_names, validate
+from hyper_parallel.checkpoint.digest_json import unseal
+from hyper_parallel.checkpoint.shard import Piece, check, dtype_name
 from hyper_parallel.checkpoint.verify import read_file, read_marker
-from hyper_parallel.compat.absent import present
+from hyper_parallel.compat.paged_out_parameters import present
 from hyper_parallel.errors import CheckpointError, nearest
 from hyper_parallel.layout import Box
 from hyper_parallel.untrusted import open_within
@@ -57,7 +57,7 @@ def read(
 
 
 @dataclass(frozen=True)
-class Block:
+class ReadBlock:
     """One saved block: the box of the global tensor, the file, the range of its bytes there, and their
     digest.
     """
@@ -75,7 +75,7 @@ class Tensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[ReadBlock] = field(default_factory=list)
 
 
 class Checkpoint:
@@ -117,17 +117,17 @@ class Checkpoint:
             for piece in saved["pieces"]:
                 box = Box(tuple(piece["offset"]), (0,) * len(piece["offset"]), tuple(piece["size"]))
                 start, stop = piece["bytes"]
-                tensor.blocks.append(Block(box, file, start, stop, piece["sha256"]))
+                tensor.blocks.append(ReadBlock(box, file, start, stop, piece["sha256"]))
 
     @property
     def assets(self) -> list[str]:
         """The names of the files that were saved beside the tensors."""
-        start = f"{names.ASSETS}/"
+        start = f"{folder_names.ASSETS}/"
         return [file.removeprefix(start) for file in self._marker["files"] if file.startswith(start)]
 
     def asset(self, name: str) -> bytes:
         """The verified content of one of `assets`."""
-        return read_file(self.path, f"{names.ASSETS}/{name}", self._marker)
+        return read_file(self.path, f"{folder_names.ASSETS}/{name}", self._marker)
 
     def match(self, pieces: Mapping[str, Piece], prefix: str = "") -> None:
         """Raise CheckpointError unless the saved tensors under `prefix` are those of `pieces`."""
@@ -157,7 +157,7 @@ class Checkpoint:
 
     def fill(self, pieces: Mapping[str, Piece], rank: int) -> None:
         """Fill pieces that `match`, file by file in the order of the bytes."""
-        wanted: dict[str, list[tuple[int, int, str, Block, tuple[Box, ...]]]] = {}
+        wanted: dict[str, list[tuple[int, int, str, ReadBlock, tuple[Box, ...]]]] = {}
         missing: dict[str, int] = {}
         for position, (name, piece) in enumerate(pieces.items()):
             check(name, piece, rank)
@@ -181,7 +181,7 @@ class Checkpoint:
         if left := sorted(name for name, count in missing.items() if count):
             raise CheckpointError(f"{self.path} has no values for a part of {_some(left)}")
 
-    def _load(self, stream: FileIO, block: Block, dtype: torch.dtype) -> torch.Tensor:
+    def _load(self, stream: FileIO, block: ReadBlock, dtype: torch.dtype) -> torch.Tensor:
         data = torch.empty(block.stop - block.start, dtype=torch.uint8)
         view = data.numpy().data
         stream.seek(block.start)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hyper_parallel.checkpoint.piece import SAFETENSORS_NAMES
+from hyper_parallel.checkpoint.shard import SAFETENSORS_NAMES
 
 METADATA = "__metadata__"
 """What a header has beside the tensors; no tensor can have its name."""

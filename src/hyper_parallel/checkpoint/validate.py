@@ -1,4 +1,4 @@
-"""Validation of a checkpoint's marker and indexes: what they say is checked whole before any of it is used.
+"""Validation of a checkpoint's marker and indexes before any name or offset in them is used.
 
 A digest says that a file is what somebody wrote, not that it was this program. So every name, number and range that a
 reader will go by has to be one that the writer can have written:
@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.checkpoint import names
-from hyper_parallel.checkpoint.piece import SAFETENSORS_NAMES, dtype_name
-from hyper_parallel.checkpoint.sealed import LARGEST
+from hyper_parallel.checkpoint import folder_names
+from hyper_parallel.checkpoint.digest_json import LARGEST
+from hyper_parallel.checkpoint.shard import SAFETENSORS_NAMES, dtype_name
 from hyper_parallel.layout import Box
 from hyper_parallel.untrusted import is_plain_name
 
@@ -41,7 +41,7 @@ _MOST_PAIRS = 10**8
 
 def marker(body: dict[str, Any]) -> None:
     """``commit.json``: as many ranks as the mesh has, their files by the format's names, and nothing else."""
-    _need(body.get("format") == names.FORMAT, f"its format is not {names.FORMAT!r}")
+    _need(body.get("format") == folder_names.FORMAT, f"its format is not {folder_names.FORMAT!r}")
     _need(_is_count(body.get("step")), "its step is no count")
     world: Any = body.get("world")
     mesh: Any = body.get("mesh")
@@ -53,14 +53,17 @@ def marker(body: dict[str, Any]) -> None:
     _need(math.prod(size for _, size in mesh) == world, "its mesh has another number of ranks than its world")
     listed: Any = body.get("ranks")
     _need(isinstance(listed, list) and len(listed) == world, "its ranks are not as many as its world")
-    ranks = [{"data": names.data_file(rank), "index": names.index_file(rank)} for rank in range(world)]
+    ranks = [
+        {"data": folder_names.data_file(rank), "index": folder_names.index_file(rank)}
+        for rank in range(world)
+    ]
     _need(listed == ranks, "its ranks do not have the files that the format names")
     files: Any = body.get("files")
     _need(isinstance(files, dict), "its files are no mapping")
     known = {file for rank in ranks for file in rank.values()}
     for name, written in files.items():
         folder, slash, asset = name.partition("/")
-        is_asset = bool(slash) and folder == names.ASSETS and is_plain_name(asset)
+        is_asset = bool(slash) and folder == folder_names.ASSETS and is_plain_name(asset)
         _need(name in known or is_asset, f"it names the file {_shown(name)}, which no checkpoint has")
         digests = isinstance(written, dict) and _is_digest(written.get("sha256"))
         _need(digests and _is_count(written.get("bytes")), f"{name} has no size and digest")
@@ -76,7 +79,7 @@ def index(body: dict[str, Any], rank: int, marked: Mapping[str, Any]) -> None:
     _need(body.get("rank") == rank, f"it is not that of rank {rank}")
     _need(body.get("step") == marked["step"], "it is of another step")
     _need(body.get("mesh") == marked["mesh"], "it is of another mesh")
-    file = names.data_file(rank)
+    file = folder_names.data_file(rank)
     written = marked["files"][file]
     data = {"file": file, "bytes": written["bytes"], "sha256": written["sha256"]}
     _need(body.get("data") == data, f"it is of another {file}")

@@ -1,4 +1,4 @@
-"""Finding the newest checkpoint whose every byte is what was written, and which is worth going on from."""
+"""Finds the newest checkpoint that passes verification and is healthy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hyper_parallel.checkpoint import names, validate
+from hyper_parallel.checkpoint import folder_names, validate
+from hyper_parallel.checkpoint.digest_json import LARGEST, unseal
 from hyper_parallel.checkpoint.durable import explain
 from hyper_parallel.checkpoint.health import unhealthy
-from hyper_parallel.checkpoint.ranks import Alone, Ranks, agree, ranks_of
-from hyper_parallel.checkpoint.sealed import LARGEST, unseal
+from hyper_parallel.checkpoint.rank_agreement import Alone, Ranks, agree, ranks_of
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.untrusted import open_within, read_bytes
 
@@ -100,7 +100,7 @@ def _listed(root: Path, ranks: Ranks) -> list[str]:
     error, listing = None, "[]"
     if ranks.rank == 0:
         try:
-            listing = json.dumps([str(name) for name in names.committed(root)])
+            listing = json.dumps([str(name) for name in folder_names.committed(root)])
         except OSError as problem:
             error = explain(problem, root, "read")
     found: list[str] = json.loads(agree(ranks, error, listing))
@@ -129,7 +129,7 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
     except CheckpointError as error:
         return str(error)
     if marker["step"] != _step_of(path.name):
-        return f"{names.COMMIT}: is of step {marker['step']}"
+        return f"{folder_names.COMMIT}: is of step {marker['step']}"
     # Large files first, so that the shares come out even.
     files = sorted(marker["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))[share::shares]
 
@@ -144,23 +144,23 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
 def read_marker(path: Path) -> dict[str, Any]:
     """The verified content of ``commit.json``. Raises CheckpointError with the reason, without the path."""
     try:
-        marker = unseal(read_bytes(open_within(path, names.COMMIT), LARGEST))
+        marker = unseal(read_bytes(open_within(path, folder_names.COMMIT), LARGEST))
     except FileNotFoundError as error:
         raise CheckpointError("no commit marker") from error
     except OSError as error:
-        raise CheckpointError(f"{names.COMMIT}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{folder_names.COMMIT}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{names.COMMIT}: {error}") from error
-    if marker.get("version") != names.VERSION:
+        raise CheckpointError(f"{folder_names.COMMIT}: {error}") from error
+    if marker.get("version") != folder_names.VERSION:
         raise CheckpointError(
-            f"{names.COMMIT}: format version {marker.get('version')}, this program reads version "
-            f"{names.VERSION}; "
+            f"{folder_names.COMMIT}: format version {marker.get('version')}, this program reads version "
+            f"{folder_names.VERSION}; "
             "update it"
         )
     try:
         validate.marker(marker)
     except ValueError as error:
-        raise CheckpointError(f"{names.COMMIT}: {error}") from error
+        raise CheckpointError(f"{folder_names.COMMIT}: {error}") from error
     return marker
 
 

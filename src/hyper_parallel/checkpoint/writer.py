@@ -1,4 +1,4 @@
-"""Saving: a copy to host memory while training waits, everything else on a thread beside it; or tensor by tensor."""
+"""Checkpoint writer: snapshot to host memory, then asynchronous writing; or tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.checkpoint import names, plan, stream
+from hyper_parallel.checkpoint import folder_names, stream, write_partition
 from hyper_parallel.checkpoint.commit import Commit, commit, prune
+from hyper_parallel.checkpoint.digest_json import check_state
 from hyper_parallel.checkpoint.durable import discard, explain
 from hyper_parallel.checkpoint.lock import open_folder
-from hyper_parallel.checkpoint.part import GivenUpError, Part
-from hyper_parallel.checkpoint.piece import Piece, check, dtype_name
-from hyper_parallel.checkpoint.ranks import Ranks, agree, ranks_of
-from hyper_parallel.checkpoint.sealed import check_state
+from hyper_parallel.checkpoint.rank_agreement import Ranks, agree, ranks_of
+from hyper_parallel.checkpoint.rank_save import GivenUpError, Part
+from hyper_parallel.checkpoint.shard import Piece, check, dtype_name
 from hyper_parallel.checkpoint.validate import LARGEST_ASSET
 from hyper_parallel.compat import backend
-from hyper_parallel.compat.absent import present
+from hyper_parallel.compat.paged_out_parameters import present
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Mesh
 from hyper_parallel.units import format_bytes
@@ -107,7 +107,7 @@ class Writer:
         """
         self.wait()
         error: CheckpointError | None = None
-        blocks: list[plan.Block] = []
+        blocks: list[write_partition.WriteBlock] = []
         what = Commit(step, self._mesh, {}, {})
         try:
             for name, piece in pieces.items():
@@ -120,7 +120,7 @@ class Writer:
             check_state(state)
             files = _checked(assets or {})
             what = Commit(step, self._mesh, json.loads(json.dumps(state)), files)
-            blocks = plan.blocks(pieces, self._rank)
+            blocks = write_partition.blocks(pieces, self._rank)
             if not self._streamed:
                 self._copy(pieces, blocks)
         except CheckpointError as problem:
@@ -184,7 +184,7 @@ class Writer:
         note = ""
         if self._rank == 0 and error is None:
             try:
-                name = names.free(self._folder, step)
+                name = folder_names.free(self._folder, step)
                 made = self._folder / f"{name}.partial-{secrets.token_hex(4)}"
                 made.mkdir()
                 note = f"{made.name}/{name}"
@@ -206,7 +206,7 @@ class Writer:
             raise
         return partial, final
 
-    def _copy(self, pieces: Mapping[str, Piece], blocks: list[plan.Block]) -> None:
+    def _copy(self, pieces: Mapping[str, Piece], blocks: list[write_partition.WriteBlock]) -> None:
         """Copy what this rank writes into the host buffer, which is kept from save to save."""
         size = blocks[-1].stop if blocks else 0
         if self._buffer.numel() != size:
@@ -224,7 +224,7 @@ class Writer:
                         target = self._buffer[block.start : block.stop].view(block.dtype)
                         target.view(block.box.size).copy_(local[block.box.local_slices])
 
-    def _copied(self, block: plan.Block) -> memoryview:
+    def _copied(self, block: write_partition.WriteBlock) -> memoryview:
         return stream.raw(self._buffer[block.start : block.stop])
 
     def _run(self, part: Part, what: Commit) -> None:
@@ -248,7 +248,7 @@ class Writer:
             self._error = explain(error, part.partial) if isinstance(error, OSError) else error
 
 
-def _block_of(pieces: Mapping[str, Piece], block: plan.Block) -> memoryview:
+def _block_of(pieces: Mapping[str, Piece], block: write_partition.WriteBlock) -> memoryview:
     """The bytes of a block as they are now."""
     local = pieces[block.name].local
     with present(local), torch.no_grad():

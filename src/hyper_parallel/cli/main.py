@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _speaks() -> bool:
     """Whether it is for this process to say what is wrong; waits where it is for another worker of a launcher."""
-    from hyper_parallel.launch.speaker import let_speak, speaks
+    from hyper_parallel.launch.speaking_rank import let_speak, speaks
 
     if speaks(os.environ):
         return True

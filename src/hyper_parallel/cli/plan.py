@@ -15,7 +15,7 @@ from hyper_parallel.cli.arguments import as_json
 from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hyper_parallel.plan.question import Question
+    from hyper_parallel.planner.query import Question
     from hyper_parallel.workload.shape import Shape
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -102,7 +102,7 @@ def plan(
             raise ConfigError(
                 f"--{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
             )
-    from hyper_parallel.plan import numbers
+    from hyper_parallel.planner import numbers
 
     lengths = numbers.span("--sequence", options["sequence"])
     counts = numbers.span("--devices", options["devices"]) if options["devices"] else (0,)
@@ -125,9 +125,9 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
     from dataclasses import replace
 
     from hyper_parallel.cluster import Cluster
-    from hyper_parallel.plan import numbers
-    from hyper_parallel.plan.profiles import GENERIC, profile
-    from hyper_parallel.plan.question import Question
+    from hyper_parallel.planner import numbers
+    from hyper_parallel.planner.framework_profiles import GENERIC, profile
+    from hyper_parallel.planner.query import Question
     from hyper_parallel.workload.workload import Workload
 
     machine = Cluster.named(cluster)
@@ -193,15 +193,15 @@ def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
 
 def _one(question: Question, section: dict[str, Any] | None, options: dict[str, Any], as_json: bool) -> None:
     """The best strategies for one number of devices and one length."""
-    from hyper_parallel.plan.answer import text, to_json
-    from hyper_parallel.plan.asked import asked
+    from hyper_parallel.planner.answer import text, to_json
+    from hyper_parallel.planner.solve import solve
 
-    told = asked(question, compare=options["compare"], tokens=_tokens(options), model=section)
+    told = solve(question, compare=options["compare"], tokens=_tokens(options), model=section)
     if options["refine"]:
         from dataclasses import replace
 
         # Only now, because this needs torch.
-        from hyper_parallel.predict.refine import refine
+        from hyper_parallel.planner.refine import refine
 
         told = replace(told, refined=refine(told.files[: options["refine"]], question.cluster, _progress()))
     click.echo(json.dumps(to_json(told), indent=2) if as_json else text(told, _width()))
@@ -213,9 +213,9 @@ def _one(question: Question, section: dict[str, Any] | None, options: dict[str, 
         if file.runs:
             click.echo(f"next:    hyper-parallel train {options['out']}", err=True)
     if options["html"] is not None:
-        from hyper_parallel.plan.constants import fitted
-        from hyper_parallel.plan.front import front
-        from hyper_parallel.plan.page import page
+        from hyper_parallel.planner.constants import fitted
+        from hyper_parallel.planner.page import page
+        from hyper_parallel.planner.pareto import front
 
         _progress()("what memory costs in time")
         _write("--html", options["html"], page(told, front(question, fitted())))
@@ -229,33 +229,33 @@ def _series(
     as_json: bool,
 ) -> None:
     """How the step scales, or grows with the sequence, or the fewest devices."""
-    from hyper_parallel.plan import curves, series
-    from hyper_parallel.plan.constants import fitted
+    from hyper_parallel.planner import sweep, sweep_tables
+    from hyper_parallel.planner.constants import fitted
 
     say, constants = _progress(), fitted()
     if options["fit"]:
-        found = series.fewest(question, constants, say)
-        told = curves.fewest(question, found, _tokens(options))
+        found = sweep.fewest(question, constants, say)
+        told = sweep_tables.fewest(question, found, _tokens(options))
     elif len(counts) > 1:
-        points = series.curve((question.on(count) for count in counts), constants, say)
-        told = curves.scaling(points, _tokens(options))
+        points = sweep.curve((question.on(count) for count in counts), constants, say)
+        told = sweep_tables.scaling(points, _tokens(options))
     else:
-        points = series.curve((question.at(length) for length in lengths), constants, say)
-        told = curves.lengths(points)
+        points = sweep.curve((question.at(length) for length in lengths), constants, say)
+        told = sweep_tables.lengths(points)
     click.echo(json.dumps(told.to_json(), indent=2) if as_json else told.text(_width()))
 
 
 def _evaluate(path: Path, as_json: bool) -> None:
     """Forecasts of a CSV's rows."""
-    from hyper_parallel.plan.constants import fitted
-    from hyper_parallel.plan.fit.evaluate import evaluate, text
+    from hyper_parallel.planner.constants import fitted
+    from hyper_parallel.planner.fit.evaluate import evaluate, text
 
     rows = evaluate(path, fitted())
     click.echo(json.dumps(rows, indent=1, allow_nan=False) if as_json else text(rows))
 
 
 def _tokens(options: dict[str, Any]) -> float:
-    from hyper_parallel.plan import numbers
+    from hyper_parallel.planner import numbers
 
     return numbers.tokens("--tokens", options["tokens"]) if options["tokens"] else 0.0
 

@@ -88,7 +88,7 @@ def simulate(
                 f"{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
             )
     # Only now, because these need torch.
-    from hyper_parallel.predict import cluster_of, predict_run
+    from hyper_parallel.estimate import cluster_of, predict_run
 
     begun = time.monotonic()
 
@@ -114,9 +114,9 @@ def simulate(
 
 def _planned(run: RunConfig, name: str, ranks: int | None, progress: Callable[[str], None]) -> RunConfig:
     """The run with what the planner chooses for a cluster; what it chose is told."""
-    from hyper_parallel.auto import choose, settled
-    from hyper_parallel.auto.machine import named
     from hyper_parallel.cluster import Cluster
+    from hyper_parallel.planner.auto import choose, resolved
+    from hyper_parallel.planner.auto.machine import named
 
     world = ranks or Cluster.named(name).ranks or run.launch.workers
     if world is None:
@@ -127,7 +127,7 @@ def _planned(run: RunConfig, name: str, ranks: int | None, progress: Callable[[s
     choice = choose(run, named(name, world, "--cluster"), world, progress)
     for line in choice.lines:
         click.echo(f"strategy: {line}", err=True)
-    return settled(run, choice.laid)
+    return resolved(run, choice.laid)
 
 
 def _write(option: str, path: Path, text: str) -> None:

@@ -60,6 +60,6 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
         if profile and run.train.profile is None:
             run = config.load(file, [*overrides, "train.profile={}"])
         check(run)
-        entry = "auto" if run.open else "train"
+        entry = "planner.auto" if run.open else "train"
         code = launch.run(run, f"hyper_parallel.{entry}.entry:main")
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""The machine as data: devices, memories, link levels, and what an operator, a copy or a collective takes on them.
+"""The machine as data: devices, memory tiers, links by level, and their cost models.
 
 No torch here. `Cluster.of(strategy)` reads what a Strategy places and what a launcher says;
 `Cluster.named("h100x2048")` is a published machine; `Cluster.load(path)` one that was measured or written by hand.
@@ -10,12 +10,12 @@ from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.cluster.efficiency import Efficiency, MemoryTable, ShapeTable
 from hyper_parallel.cluster.measured import MEASURED, CollectiveTable, CopyTable, Shared
 from hyper_parallel.cluster.report import misplaced
-from hyper_parallel.cluster.traffic import Call, Crossing, crossing
+from hyper_parallel.cluster.traffic import CollectiveCall, Crossing, crossing
 
 __all__ = [
     "MEASURED",
-    "Call",
     "Cluster",
+    "CollectiveCall",
     "CollectiveTable",
     "CopyTable",
     "Crossing",

@@ -1,4 +1,4 @@
-"""The machine: which ranks share a node, which a supernode; its devices, memories and links, and what they take.
+"""Cluster: the topology of ranks (nodes, supernodes), devices, memory tiers and links.
 
     copy(B) = α + B / min(β, share of source's read, of target's write)          `Cluster.copy_seconds`
     host(R, W) = (R / read + W / write) · sharing ranks / `HOST_SHARE`           `Cluster.host_seconds`

@@ -1,4 +1,4 @@
-"""How much of its peak a device reaches, by the shape of what it computes.
+"""Device efficiency: the fraction of peak FLOP/s that a kernel reaches, by its shape.
 
 Matrix products, [m, k] · [k, n] in a batch:
 

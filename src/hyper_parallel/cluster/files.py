@@ -1,4 +1,4 @@
-"""Clusters as YAML, both ways: what `text` writes, `load` reads back as an equal cluster."""
+"""Cluster files: YAML serialization, lossless both ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not lie as it was placed: axes that span levels, and levels that are not full."""
+"""Placement warnings: axes that span link levels, and levels that are not full."""
 
 from __future__ import annotations
 

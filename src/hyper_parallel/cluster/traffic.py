@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 from hyper_parallel.cluster.cluster import Cluster
 
 
-class Call(Protocol):
+class CollectiveCall(Protocol):
     """One call of a collective; `compat.collectives.Collective` is one."""
 
     @property
@@ -57,7 +57,7 @@ class Crossing:
 
 
 def crossing(
-    calls: Iterable[Call], cluster: Cluster, level: str, order: Literal["rank", "worst"] = "rank"
+    calls: Iterable[CollectiveCall], cluster: Cluster, level: str, order: Literal["rank", "worst"] = "rank"
 ) -> Crossing:
     """What the calls send out of islands of `level` ("node" or "supernode"), of the island that sends most."""
     total = Crossing()
@@ -66,7 +66,7 @@ def crossing(
     return total
 
 
-def _one(call: Call, cluster: Cluster, level: str, order: str) -> Crossing:
+def _one(call: CollectiveCall, cluster: Cluster, level: str, order: str) -> Crossing:
     islands = [cluster.island(rank, level) for rank in call.ranks]
     if len(set(islands)) < 2:
         return Crossing()

@@ -1,4 +1,4 @@
-"""Devices and the private PyTorch APIs: the one folder that knows which device it is.
+"""Device back ends and PyTorch's private APIs; no other folder asks which device it is on.
 
 `backend("auto" | name)` answers every device question; `register` (or the entry point group
 `hyper_parallel.backends`) adds a device, so that a new accelerator is a registration and not a rewrite.

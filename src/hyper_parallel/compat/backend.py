@@ -1,4 +1,4 @@
-"""What the rest of the project may ask of a kind of device."""
+"""Back-end interface: everything the project may ask of a kind of device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hyper_parallel.compat.clock import Clock, EventClock
-from hyper_parallel.compat.host_memory import HostMemory, HostPages, Unpin
+from hyper_parallel.compat.events import Clock, EventClock
+from hyper_parallel.compat.pinned_memory import HostMemory, HostPages, Unpin
 
 
 class Event(Protocol):

@@ -1,4 +1,4 @@
-"""Collectives as operators: what a graph shows and what a real group runs are the same calls.
+"""Functional collectives, the same calls in a captured graph and in a real run.
 
 The functional collectives of PyTorch, called at the operator level: no wrapper tensor, waited for at once.
 Tensors are made contiguous, which the operators need. `counting` lists those that a block of code calls.
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.compat import gloo as _gloo  # noqa: F401  registers kernels
-from hyper_parallel.compat.counting import Collective, counting
+from hyper_parallel.compat.collective_counter import Collective, counting
 
 __all__ = [
     "Collective",

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.compat.backend import Backend
-from hyper_parallel.compat.clock import HostClock
 from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream, HereStream, synchronize_all
+from hyper_parallel.compat.events import HostClock
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3), in glibc's malloc.h."""

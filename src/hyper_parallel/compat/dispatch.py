@@ -1,4 +1,4 @@
-"""What lies under autograd: operators as they are dispatched, and the autograd node that calls them."""
+"""The dispatcher below autograd: operators as dispatched, and the autograd node that calls them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyper_parallel.compat.trees import leaves_of
+from hyper_parallel.compat.pytree import leaves_of
 
 
 def next_sequence() -> int:
@@ -65,7 +65,7 @@ def kernel(operator: Any) -> Callable[..., Any]:
     return getattr(operator, "_op", operator)  # type: ignore[no-any-return]
 
 
-def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def mutated_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """What an operator writes to, among its arguments: tensors, or the nodes that stand for them in a graph."""
     for at, name in _arguments_written(operator):
         value = args[at] if at < len(args) else kwargs.get(name)

@@ -1,4 +1,4 @@
-"""What kind of failure an exception is, where its class does not say."""
+"""Classification of exceptions whose class does not say what failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators give, where PyTorch's fake kernels refuse to say it or say it wrong."""
+"""Fake-tensor kernels for operators whose PyTorch version is missing or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step in float64, which tells a mistake from rounding.
+"""A training step in float64, to tell an error from rounding.
 
 Two right ways to add up a sum differ by their rounding. How much comes out in the end depends on the model: a softmax
 of large scores or a norm of small values multiplies it. In float64 it is 2²⁹ times smaller, and a mistake is as large

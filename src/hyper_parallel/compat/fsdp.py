@@ -1,4 +1,4 @@
-"""PyTorch's fully sharded data parallelism (FSDP2), with what is private about it kept here."""
+"""PyTorch's FSDP2, with its private APIs wrapped here."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hyper_parallel.compat.symbols import fake_mode_with_symbols
+from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 
 Region = Callable[..., Sequence[torch.Tensor]]
 """Tensors to tensors."""

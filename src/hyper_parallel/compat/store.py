@@ -1,4 +1,4 @@
-"""The key-value store of the process group, through which ranks tell each other what is no tensor."""
+"""The process group's key-value store: messages between ranks that are not tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def word_left(key: str, seconds: float) -> str | None:
         return None
 
 
-def told_by_rank_0(key: str, text: str | None) -> str:
+def broadcast_from_rank_0(key: str, text: str | None) -> str:
     """The text that rank 0 gives under a key, on every rank; the others give None and wait, however long it takes.
 
     A collective without the time limit of one: rank 0 may be at work for longer than a collective may take.

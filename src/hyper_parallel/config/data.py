@@ -1,4 +1,4 @@
-"""What the model is trained on."""
+"""`data` section: training and evaluation data."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from hyper_parallel.config import schema, yaml12
-from hyper_parallel.config.explain import Where, explain
 from hyper_parallel.config.merge import Kinds, merge, nest, present, without
-from hyper_parallel.config.opened import one_tensor, spelled_out
+from hyper_parallel.config.open_axes import one_tensor, spelled_out
 from hyper_parallel.config.run import RunConfig
+from hyper_parallel.config.validation_errors import Where, explain
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.units import format_bytes

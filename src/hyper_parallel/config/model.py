@@ -1,4 +1,4 @@
-"""Which model is trained."""
+"""`model` section: config or folder of the model."""
 
 from __future__ import annotations
 

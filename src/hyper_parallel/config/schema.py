@@ -1,4 +1,4 @@
-"""What the sections' types say about paths into a file: kinds of sections, and where keys are free."""
+"""Type introspection of the sections: kinds of sections, and where keys are free."""
 
 from __future__ import annotations
 

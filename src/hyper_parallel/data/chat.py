@@ -1,4 +1,4 @@
-"""Conversations through a chat template, and which characters of them are the assistant's answers.
+"""Chat templates: conversations to text, with the assistant's answers marked.
 
 A template that marks answers itself (`{% generation %}`) is taken at its word. For any other, an answer is
 what the template adds to the conversation before it, rendered up to the point where the assistant is to

@@ -1,5 +1,4 @@
-"""Which files a declaration names: files, folders, globs, datasets folders and the standard library's
-sources."""
+"""Data sources: files, folders, globs, datasets folders and the Python standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the `data` section declares, as rows to train and to evaluate on."""
+"""Packed rows for training and evaluation from the `data` section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyper_parallel.data.corpus import Corpus, corpora
 from hyper_parallel.data.document import Chat, is_held_out
 from hyper_parallel.data.order import Order
 from hyper_parallel.data.packing import PackedText
-from hyper_parallel.data.read import documents
+from hyper_parallel.data.read_documents import documents
 from hyper_parallel.data.sources import Source, digests, find
 from hyper_parallel.data.tokenizer import Tokenizer
 from hyper_parallel.data.tokenizer_choice import choose

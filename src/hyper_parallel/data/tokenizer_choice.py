@@ -1,4 +1,4 @@
-"""Tokenizer selection: which tokenizer a run reads its text with.
+"""Tokenizer selection for a run.
 
 The ids of a text mean something to the weights that were trained with one tokenizer, and nothing to any others: weights
 that are loaded come with theirs, and take another one only where the run file says so.

@@ -1,4 +1,4 @@
-"""A callable run once on fake tensors, and every operator that it dispatches written down.
+"""Capture: runs a callable on fake tensors and records every dispatched operator as a graph.
 
 The recorder stands below autograd, where `loss.backward()` is operators like any others, and above the fake tensors,
 which give each result its shape and storage. It needs no values and allocates nothing. It is told the tensors that
@@ -22,16 +22,16 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.compat.dispatch import TorchDispatchMode, next_sequence, outside_modes, running_backward
-from hyper_parallel.compat.fake import is_fake
 from hyper_parallel.compat.fake_kernels import fake_kernel
+from hyper_parallel.compat.fake_process_group import is_fake
 from hyper_parallel.errors import CaptureError, HyperParallelError
-from hyper_parallel.graph.blame import explained
-from hyper_parallel.graph.nouns import Input, Kind, StepGraph, Storage, Value
+from hyper_parallel.graph.capture_errors import explained
+from hyper_parallel.graph.dead_code import trim
+from hyper_parallel.graph.dynamic_sizes import Sizes
+from hyper_parallel.graph.guards import Questions
+from hyper_parallel.graph.ir import Input, Kind, StepGraph, Storage, Value
 from hyper_parallel.graph.phase import current_phase
-from hyper_parallel.graph.questions import Questions
 from hyper_parallel.graph.random_state import followed
-from hyper_parallel.graph.sizes import Sizes
-from hyper_parallel.graph.trim import trim
 
 _ATTRIBUTE = "_hyper_parallel_node"
 _QUESTIONS = frozenset(

@@ -1,6 +1,6 @@
-"""What each node of a graph does, in numbers that a cluster can price: a `Work`, or a `Collective`.
+"""Costs of each graph node: FLOPs and bytes (`Work`), or a `Collective`.
 
-FLOPs of matrix products and attention stand in `graph.products`. Everything else:
+FLOPs of matrix products and attention stand in `graph.matmuls`. Everything else:
 
     vector FLOPs = elements × FLOPs to each              elements of the largest of what it reads and writes
     read         = Σ bytes of its inputs, each once      an expanded dim counts once, a value given twice once
@@ -21,96 +21,29 @@ from typing import Any
 
 from torch import fx
 
-from hyper_parallel.compat.counting import FUNCTIONAL
-from hyper_parallel.compat.dispatch import written
-from hyper_parallel.compat.trees import leaves_of
-from hyper_parallel.graph import apart
-from hyper_parallel.graph.effects import is_view, touched
-from hyper_parallel.graph.groups import group_of, is_collective, is_wait
-from hyper_parallel.graph.host import HOST
-from hyper_parallel.graph.nouns import StepGraph, Value, values_of
-from hyper_parallel.graph.products import attention, is_attention, operands_of, operator_name, product
-from hyper_parallel.graph.sizes import known
-from hyper_parallel.program import Collective
-from hyper_parallel.workload.work import Work, WorkKind
-
-_LOOKS_UP = frozenset({"embedding", "gather", "index", "index_select", "take", "take_along_dim"})
-"""They read, of their first argument, as much as they give."""
-_ADDS_INTO = frozenset(
-    {"scatter_add", "scatter", "scatter_reduce", "index_add", "index_copy", "index_put", "put"}
+from hyper_parallel.compat.collective_counter import FUNCTIONAL
+from hyper_parallel.compat.dispatch import mutated_arguments
+from hyper_parallel.compat.pytree import leaves_of
+from hyper_parallel.graph import host_update
+from hyper_parallel.graph.collective_groups import group_of, is_collective, is_wait
+from hyper_parallel.graph.dynamic_sizes import known
+from hyper_parallel.graph.ir import StepGraph, Value, values_of
+from hyper_parallel.graph.matmuls import attention, is_attention, operands_of, operator_name, product
+from hyper_parallel.graph.memory_effects import is_view, touched
+from hyper_parallel.graph.operator_kinds import (
+    ADDS_INTO,
+    ADDS_UP,
+    FLOPS,
+    LOOKS_UP,
+    MAKES,
+    NOTHING,
+    OVERWRITES,
+    TOGETHER,
+    work_kind,
 )
-"""They change, of their first argument, as much as their source has."""
-_OVERWRITES = frozenset({"copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli"})
-"""In place, they do not read what they write."""
-_NOTHING = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "sym_size", "sym_numel"}
-)
-_MAKES = frozenset(
-    {
-        "zeros",
-        "ones",
-        "full",
-        "arange",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-    }
-    | {"scalar_tensor", "eye", "lift_fresh_copy", "linspace"}
-)
-_COPIES = frozenset(
-    {
-        "clone",
-        "copy",
-        "_to_copy",
-        "contiguous",
-        "cat",
-        "stack",
-        "fill",
-        "zero",
-        "repeat",
-        "flip",
-        "roll",
-        "tril",
-        "triu",
-    }
-    | {
-        "slice_backward",
-        "select_backward",
-        "constant_pad_nd",
-        "embedding_dense_backward",
-        "repeat_interleave",
-    }
-    | {"slice_scatter", "select_scatter", "_foreach_copy", "split_with_sizes_copy", "as_strided_scatter"}
-    | _MAKES
-    | _LOOKS_UP
-    | _ADDS_INTO
-)
-_REDUCES = frozenset(
-    {"sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "prod", "var", "var_mean", "std"}
-    | {"norm", "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm"}
-    | {"_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward", "cumsum", "cumprod"}
-    | {"native_group_norm_backward", "nll_loss_forward", "nll_loss_backward", "sort", "topk", "argsort", "bincount"}
-    | {"_fused_rms_norm", "_fused_rms_norm_backward", "histc", "unique", "searchsorted", "_foreach_norm", "nonzero"}
-)  # fmt: skip
-_ADDS_UP = frozenset({"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "logsumexp", "any", "all"})
-"""They are given dims."""
-_TOGETHER = 32
-"""Elements that lie together: from so many on, memory is as good as contiguous."""
-_FLOPS = {
-    **dict.fromkeys(
-        ("exp", "log", "sin", "cos", "tanh", "sigmoid", "rsqrt", "sqrt", "div", "reciprocal", "pow"), 4.0
-    ),
-    **dict.fromkeys(("silu", "gelu", "logaddexp", "softplus", "erf"), 8.0),
-    **dict.fromkeys(("silu_backward", "gelu_backward"), 12.0),
-    **dict.fromkeys(("tanh_backward", "sigmoid_backward", "_softmax_backward_data"), 3.0),
-    **dict.fromkeys(("_softmax", "_log_softmax", "logsumexp", "native_layer_norm", "_fused_rms_norm"), 6.0),
-    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), 12.0),
-    **dict.fromkeys(("_fused_adamw", "_fused_adam"), 14.0),
-}
-"""FLOPs to an element, where it is not one; a square root, a quotient or a power counts as four."""
+from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.trace import Collective
+from hyper_parallel.workload.work import Work
 
 
 def costs(
@@ -162,7 +95,7 @@ class _Pricer:
     def cost(self, node: fx.Node) -> Work | Collective | None:
         if is_collective(node):
             return self._collective(node)
-        if apart.is_update(node):
+        if host_update.is_update(node):
             return self._update(node)
         if is_wait(node) or node.target is HOST or not hasattr(node.target, "_schema"):
             return None
@@ -194,7 +127,7 @@ class _Pricer:
     def _work(self, node: fx.Node) -> Work | None:
         target: Any = node.target
         name = operator_name(node)
-        if name in _NOTHING:
+        if name in NOTHING:
             return None
         op = f"{target.namespace}.{target.__name__}"
         if name in ("_local_scalar_dense", "item"):
@@ -206,21 +139,21 @@ class _Pricer:
 
     def _update(self, node: fx.Node) -> Work:
         """Of the host: each call walks over its storages once."""
-        calls = apart.calls_of(node)
+        calls = host_update.calls_of(node)
         read = sum(value.bytes for call in calls for value in self._moved((call.args, call.kwargs)))
         wrote, flops = 0, 0.0
         for call in calls:
             name = str(call.operator.__name__).split(".")[0].rstrip("_")
-            into = list(self._moved(list(written(call.operator, call.args, call.kwargs))))
+            into = list(self._moved(list(mutated_arguments(call.operator, call.args, call.kwargs))))
             wrote += sum(value.bytes for value in into)
             if name in ("_fused_adamw", "_fused_adam"):
                 wrote -= sum(value.bytes for value in self._moved(call.args[1]))
-            flops += _FLOPS.get(name, 1.0) * max((value.elements for value in into), default=0)
+            flops += FLOPS.get(name, 1.0) * max((value.elements for value in into), default=0)
         return Work("optimizer", vector_flops=flops, read=read, written=wrote, op="update")
 
     def _moved(self, tree: Any) -> Iterator[_Sized]:
         """The values in an update's slots among arguments."""
-        return (self._of(leaf.value) for leaf in leaves_of(tree) if isinstance(leaf, apart.Moved))
+        return (self._of(leaf.value) for leaf in leaves_of(tree) if isinstance(leaf, host_update.Moved))
 
     def _collective(self, node: fx.Node) -> Collective:
         group = group_of(self._step, node)
@@ -278,38 +211,42 @@ class _Pricer:
         given = list(
             {id(value): value for arg in (node.args, node.kwargs) for value in self._flat(arg)}.values()
         )
-        into = [value for arg in written(node.target, node.args, node.kwargs) for value in self._flat(arg)]
+        into = [
+            value
+            for arg in mutated_arguments(node.target, node.args, node.kwargs)
+            for value in self._flat(arg)
+        ]
         results = self._results(node)
         old = touched(node)
         fresh = [value for value in results if value.storage not in old]
         made = float(sum(value.bytes for value in fresh))
         read = float(sum(value.bytes for value in given))
         wrote = made + sum(value.bytes for value in into)
-        if name in _MAKES:
+        if name in MAKES:
             # What they are made like is only asked for its shape.
             read = 0.0
-        elif name in _LOOKS_UP and given:
+        elif name in LOOKS_UP and given:
             read += made - next(self._flat(node.args[0])).bytes
-        elif name in _ADDS_INTO and given:
+        elif name in ADDS_INTO and given:
             whole = next(self._flat(node.args[0])).bytes
             source = max((value.bytes for value in given[1:]), default=0)
             changed = min(whole, source)
             # In place only what is added to is touched; otherwise all of it is copied first.
             read, wrote = (read - whole + changed, changed) if into else (read + changed, made + changed)
-        elif name in _OVERWRITES and into:
+        elif name in OVERWRITES and into:
             read -= sum(value.bytes for value in into)
         elif name in ("_fused_adamw", "_fused_adam"):
             # Gradients are declared as written to, and are only with a scaler.
             wrote -= sum(value.bytes for value in self._flat(node.args[1]))
-        kind = _kind(name)
-        strided = _across(node, given) if name in _ADDS_UP else _strided(given, [*fresh, *into])
+        kind = work_kind(name)
+        strided = _across(node, given) if name in ADDS_UP else _strided(given, [*fresh, *into])
         layout = "strided" if strided else str(node.kwargs.get("approximate", ""))
         elements = max((value.elements for value in (*given, *results)), default=0)
         if kind == "optimizer":
             elements = sum(value.elements for value in self._flat(node.args[0]))
         return Work(
             kind,
-            vector_flops=0.0 if kind == "copy" else elements * _FLOPS.get(name, 1.0),
+            vector_flops=0.0 if kind == "copy" else elements * FLOPS.get(name, 1.0),
             read=read,
             written=wrote,
             dtype=self._dtype(node),
@@ -358,12 +295,6 @@ def _by_name(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _kind(name: str) -> WorkKind:
-    if name.startswith("_fused_ada") or name in ("_fused_sgd", "_fused_adagrad"):
-        return "optimizer"
-    return "copy" if name in _COPIES else "reduce" if name in _REDUCES else "elementwise"
-
-
 def _strided(given: list[_Sized], made: list[_Sized]) -> bool:
     """Whether the largest values lie in memory in different orders, or in pieces, so that it is walked in jumps."""
     values = [value for value in (*given, *made) if 0 not in value.stride]
@@ -384,7 +315,7 @@ def _order(value: _Sized) -> tuple[int, ...] | None:
         if -stride != together:
             break
         together *= size
-    if together < min(_TOGETHER, value.elements):
+    if together < min(TOGETHER, value.elements):
         return None
     found = tuple(at for _, at, _ in dims)
     # In order, whatever the number of dims.

@@ -1,4 +1,4 @@
-"""Running a step's graph: Python written from it once, a line a node, each value let go after its last use.
+"""Executor: compiles a graph to straight-line Python that frees each value after its last use.
 
 A collective's runtime may hold its tensors for a moment after it was waited for (gloo's threads do), and with them
 their memory, which under a budget is somebody else's by then. So where memory is planned, what only the graph and
@@ -20,12 +20,12 @@ from torch import fx
 
 from hyper_parallel.compat.dispatch import below_autograd, kernel
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph.apart import Call, update
-from hyper_parallel.graph.cache import OPERATORS
-from hyper_parallel.graph.effects import begun, touched
-from hyper_parallel.graph.groups import is_collective, is_wait
-from hyper_parallel.graph.host import HOST
-from hyper_parallel.graph.nouns import StepGraph, Value, values_of
+from hyper_parallel.graph.collective_groups import is_collective, is_wait
+from hyper_parallel.graph.host_update import OperatorCall, update
+from hyper_parallel.graph.ir import StepGraph, Value, values_of
+from hyper_parallel.graph.memory_effects import begun, touched
+from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.tier_ops import OPERATORS
 
 Host = Callable[[str, Sequence[torch.Tensor]], torch.Tensor | None]
 """(point, values) to the answer, None where the graph wants none."""
@@ -82,7 +82,7 @@ class Cache(Protocol):
     def detach(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
     def update(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[OperatorCall],
         moved: Sequence[torch.Tensor],
         given: Sequence[torch.Tensor],
         slots: Sequence[int],

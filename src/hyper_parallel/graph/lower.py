@@ -1,4 +1,4 @@
-"""A graph as a Program: what one rank runs, on which queue, what it waits for, and what it allocates and frees.
+"""Lowering: a StepGraph to a Trace of priced operations on queues, with dependencies and allocations.
 
 Kernels go to the queue `compute` in the order of the graph, and a collective to the queue `comm:<axis>` of its axis.
 It is begun as a runtime begins it: when all that was put on the compute queue before it has ended. Waiting for it is an
@@ -7,7 +7,7 @@ A copy between tiers is begun and waited for like a collective, on the queue of 
 prefetch is two ops: memory is taken where the graph says so, before the copy has its turn. An update goes to the queue
 `host`: it waits for what the device had been given before and for the copies to its slots, and copies from them for it.
 
-Storages are those of `graph.lifetimes`, each life one; what comes from outside is resident. So is a slot in another
+Storages are those of `graph.liveness`, each life one; what comes from outside is resident. So is a slot in another
 tier that outlives the step; others are there from their first store to the wait for their last copy.
 """
 
@@ -20,22 +20,22 @@ from typing import Any, get_args
 
 from torch import fx
 
-from hyper_parallel import program
-from hyper_parallel.graph import apart
-from hyper_parallel.graph.cache import is_cache, prefetch, slot_of, store
-from hyper_parallel.graph.cache import wait as wait_for
+from hyper_parallel import trace
+from hyper_parallel.graph import host_update
+from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.costs import costs
-from hyper_parallel.graph.effects import begun
-from hyper_parallel.graph.groups import is_wait
-from hyper_parallel.graph.host import HOST
-from hyper_parallel.graph.lifetimes import Lifetime, lifetimes
-from hyper_parallel.graph.nouns import Kind, StepGraph
-from hyper_parallel.graph.products import operator_name
-from hyper_parallel.program import Bytes, Collective, Op, Program
+from hyper_parallel.graph.ir import Kind, StepGraph
+from hyper_parallel.graph.liveness import Lifetime, lifetimes
+from hyper_parallel.graph.matmuls import operator_name
+from hyper_parallel.graph.memory_effects import begun
+from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.tier_ops import is_cache, prefetch, slot_of, store
+from hyper_parallel.graph.tier_ops import wait as wait_for
+from hyper_parallel.trace import Bytes, Collective, Op, Trace
 from hyper_parallel.workload.work import Work
 
-_KINDS: dict[Kind, program.Kind] = {
-    **{kind: kind for kind in get_args(program.Kind)},
+_KINDS: dict[Kind, trace.Kind] = {
+    **{kind: kind for kind in get_args(trace.Kind)},
     "buffer": "parameter",
     "constant": "input",
 }
@@ -49,8 +49,8 @@ def lower(
     model_flops: float = 0.0,
     micro_batches: int = 1,
     views: bool = True,
-) -> Program:
-    """The Program of ranks that run these graphs.
+) -> Trace:
+    """The Trace of ranks that run these graphs.
 
     `steps`: a graph for each rank class. `classes`: every rank's class; may be left out where there is one class, whose
     only rank is 0 then. `sizes`: values of sizes that the data decide. `model_flops`: of the step and all ranks
@@ -62,7 +62,7 @@ def lower(
         (only,) = steps
         classes = {0: only}
     found = {name: lowered(step, sizes=sizes, views=views) for name, step in steps.items()}
-    return Program(
+    return Trace(
         {name: one.ops for name, one in found.items()},
         dict(classes),
         {name: one.resident for name, one in found.items()},
@@ -73,7 +73,7 @@ def lower(
 
 @dataclass(frozen=True)
 class Lowered:
-    """One rank class of a Program."""
+    """One rank class of a Trace."""
 
     ops: tuple[Op, ...]
     nodes: tuple[fx.Node, ...]
@@ -114,7 +114,7 @@ class _Writer:
         self._costs = costs(step, sizes)
         self._views = views
         self._born: dict[int, list[tuple[int, Lifetime]]] = defaultdict(list)
-        """Node to the numbers of the storages that come to life with it, as a Program counts them."""
+        """Node to the numbers of the storages that come to life with it, as a Trace counts them."""
         self._died: dict[int, list[int]] = defaultdict(list)
         self._made: dict[int, int] = {}
         """Storage to the op that allocates it."""
@@ -154,7 +154,7 @@ class _Writer:
         own = None
         if is_cache(node):
             own = self._cache(node, born)
-        elif apart.is_update(node):
+        elif host_update.is_update(node):
             own = self._update(node, cost)
         elif cost is not None or born or is_wait(node) or node.target is HOST:
             own = self._op(node, cost, born)
@@ -204,7 +204,7 @@ class _Writer:
 
     def _update(self, node: fx.Node, cost: Work | Collective | None) -> int:
         """The op of an update on the host; what was begun in the step before is taken to be over."""
-        slots = apart.slots_of(node)
+        slots = host_update.slots_of(node)
         copied = {self._copied[slot] for slot in slots if slot in self._copied}
         own = self._write(node, cost, "host", tuple(sorted({self._last, *copied} - {-1})), ())
         for slot in slots:
@@ -304,8 +304,8 @@ class _Slots:
 
 def _done_with(node: fx.Node) -> tuple[int, ...]:
     """The slots that a node may be the last to need."""
-    if apart.is_update(node):
-        return apart.slots_of(node)
+    if host_update.is_update(node):
+        return host_update.slots_of(node)
     return (slot_of(node),) if node.target is wait_for else ()
 
 

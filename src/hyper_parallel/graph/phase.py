@@ -1,4 +1,4 @@
-"""Which part of the step is being computed: what a capture writes on each node."""
+"""Phases of a step (forward, backward, …), recorded on each captured node."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A node's time is that from the end of the node before it to its own end: its operator, the Python around it, and the
 release of what dies with it. A collective runs from the node that begins it until somebody has waited for it, as far as
-the host can see; the wait is idle time. So is what the host does at a host point. Memory is that of `graph.lifetimes`.
+the host can see; the wait is idle time. So is what the host does at a host point. Memory is that of `graph.liveness`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from hyper_parallel.compat.clock import Clock
-from hyper_parallel.graph.cache import prefetch, slot_of, store, wait
-from hyper_parallel.graph.effects import begun
+from hyper_parallel.compat.events import Clock
+from hyper_parallel.graph.collective_groups import is_collective, is_wait
 from hyper_parallel.graph.execute import Cache, Executable, Host, executable
-from hyper_parallel.graph.groups import is_collective, is_wait
-from hyper_parallel.graph.host import HOST
+from hyper_parallel.graph.ir import StepGraph
 from hyper_parallel.graph.lower import Lowered, lowered
-from hyper_parallel.graph.nouns import StepGraph
-from hyper_parallel.program import Program, Span, Timeline
+from hyper_parallel.graph.memory_effects import begun
+from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.tier_ops import prefetch, slot_of, store, wait
+from hyper_parallel.trace import Span, Timeline, Trace
 
 
 class Profiler:
@@ -74,12 +74,12 @@ class Profiler:
         found = lowered(self._step, sizes=self._sizes)
         classes = dict(classes or {0: "all"})
         (name,) = set(classes.values())
-        program = Program({name: found.ops}, classes, {name: found.resident}, model_flops, micro_batches)
+        trace = Trace({name: found.ops}, classes, {name: found.resident}, model_flops, micro_batches)
         middle = statistics.median_low(self.steps)
         stamps = next(stamps for stamps in self._runs if stamps[-1] == middle)
         return Timeline(
-            program,
-            _spans(self._step, found, stamps, program.first(name)),
+            trace,
+            _spans(self._step, found, stamps, trace.first(name)),
             predicted=False,
             device=device,
             peak_flops=peak_flops,

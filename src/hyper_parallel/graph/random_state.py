@@ -1,4 +1,4 @@
-"""Random generators' states as values of a graph: what reads one, or sets one to what was read, is an operator.
+"""Random-generator states as graph values: reading and setting a state are operators.
 
 `torch.utils.checkpoint` reads the state before a forward pass and sets it before the recomputation, so that dropout
 draws the same mask twice. To a capture these would be calls on the host, done once and never again; while one is under
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from hyper_parallel.compat.dispatch import outside_modes
-from hyper_parallel.compat.fake import is_fake
+from hyper_parallel.compat.fake_process_group import is_fake
 from hyper_parallel.errors import CaptureError
 
 _TAGS = (torch.Tag.nondeterministic_seeded,)

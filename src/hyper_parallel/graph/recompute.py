@@ -1,4 +1,4 @@
-"""Memory for time: chosen storages are let go after the forward pass and computed again for the backward pass.
+"""Recomputation passes: storages dropped after the forward pass and computed again in the backward pass.
 
 For a storage, *late* begins with the first node of the backward pass that uses it. The nodes that made its contents
 are repeated before that, each as late as possible, and what is late uses the repetition. A repeated node is given
@@ -24,13 +24,13 @@ from typing import Any, Literal
 from torch import fx
 
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph.effects import draws_random, reads, touched, writes
-from hyper_parallel.graph.groups import is_collective
-from hyper_parallel.graph.host import HOST
-from hyper_parallel.graph.lifetimes import of_weights
-from hyper_parallel.graph.nouns import StepGraph, Storage, Value, values_of
-from hyper_parallel.graph.order import later
-from hyper_parallel.graph.trim import trim
+from hyper_parallel.graph.collective_groups import is_collective
+from hyper_parallel.graph.dead_code import trim
+from hyper_parallel.graph.dependencies import later
+from hyper_parallel.graph.ir import StepGraph, Storage, Value, values_of
+from hyper_parallel.graph.liveness import of_weights
+from hyper_parallel.graph.memory_effects import draws_random, reads, touched, writes
+from hyper_parallel.graph.suspension import HOST
 
 _EARLY = ("forward", "loss")
 

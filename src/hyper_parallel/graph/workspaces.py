@@ -1,4 +1,4 @@
-"""Memory that the runtime takes for itself while a node runs, which no tensor of the graph shows.
+"""Workspaces: memory that a runtime takes during a node and that no tensor shows.
 
 On a CPU, tensors are moved by gloo as `compat.gloo` has it:
 
@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat import gloo
-from hyper_parallel.graph.effects import begun
-from hyper_parallel.graph.groups import is_collective, is_wait
-from hyper_parallel.graph.lifetimes import Lifetime
-from hyper_parallel.graph.nouns import StepGraph, Value, values_of
-from hyper_parallel.graph.sizes import known
+from hyper_parallel.graph.collective_groups import is_collective, is_wait
+from hyper_parallel.graph.dynamic_sizes import known
+from hyper_parallel.graph.ir import StepGraph, Value, values_of
+from hyper_parallel.graph.liveness import Lifetime
+from hyper_parallel.graph.memory_effects import begun
 
 
 def workspaces(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[Lifetime]:

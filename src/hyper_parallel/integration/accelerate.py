@@ -1,4 +1,4 @@
-"""Accelerate's side of a spread model: what it counts by processes is counted by shares of the batch.
+"""Accelerate on a parallelized model: its per-process counts become per-share counts.
 
 Ranks that share a data index see the same rows, so rows are dealt to, and results gathered from, one rank of each.
 """
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.spread import Spread
+from hyper_parallel.integration.parallel_run import ParallelRun
 
 
 class SpreadAccelerator(Accelerator):
     """An Accelerator that another trainer made, from then on for a spread model."""
 
-    spread: Spread
+    spread: ParallelRun
     _dealing = False
 
     @classmethod
-    def of(cls, accelerator: Accelerator, spread: Spread) -> SpreadAccelerator:
+    def of(cls, accelerator: Accelerator, spread: ParallelRun) -> SpreadAccelerator:
         """The same object, so that whoever holds it has the new one."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)

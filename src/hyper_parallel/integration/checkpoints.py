@@ -1,4 +1,4 @@
-"""Our verified checkpoint inside of a Trainer's `checkpoint-N`, and which of these folders are whole.
+"""Verified checkpoints inside a Trainer's `checkpoint-N`, and selection of complete ones.
 
     checkpoint-N/
       step-0000000N/       ours (docs/checkpoints.md): ``model.*``, ``optimizer.*``, digests, committed last
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.checkpoint import Piece, Ranks, Writer, names, verify
+from hyper_parallel.checkpoint import Piece, Ranks, Writer, folder_names, verify
 from hyper_parallel.checkpoint.export import MODEL
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.compat import fsdp
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration.manifest import manifest_damage
 from hyper_parallel.integration.optimizer_state import collect, restore
-from hyper_parallel.integration.ranks import ranks_of, together
+from hyper_parallel.integration.rank_agreement import ranks_of, together
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.adapters import name_in_base, without_adapters
-from hyper_parallel.train.state import model_pieces
+from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
+from hyper_parallel.train.checkpoint_state import model_shards
 from hyper_parallel.untrusted import open_within
 
 TRAINER_STATE = "trainer_state.json"
@@ -105,12 +105,12 @@ def load_optimizer(folder: Path, handle: ShardedModel, optimizer: Any) -> None:
 
 def holds_ours(folder: Path) -> bool:
     """Whether there is a checkpoint of ours in a Trainer's folder; not whether it is whole."""
-    return bool(names.committed(folder))
+    return bool(folder_names.committed(folder))
 
 
 def committed(folder: Path) -> Path:
     """Our newest checkpoint in a Trainer's folder. Raises CheckpointError if there is none."""
-    found = names.committed(folder)
+    found = folder_names.committed(folder)
     if not found:
         raise CheckpointError(
             f"{folder} holds no step-… folder, in which HyperParallel keeps weights and optimizer; it was half "
@@ -223,7 +223,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _model(handle: ShardedModel) -> dict[str, Piece]:
-    pieces = model_pieces(handle)
+    pieces = model_shards(handle)
     if not _adapted(handle):
         return pieces
     kept = {

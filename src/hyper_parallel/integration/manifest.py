@@ -1,9 +1,9 @@
-"""A manifest of what lies beside our checkpoint in a Trainer's `checkpoint-N`: size and digest of every file.
+"""Manifest of the files beside our checkpoint in a Trainer's `checkpoint-N`: sizes and digests.
 
 The Trainer writes its small files before and after ours, so that none of ours can have their digests. The manifest is
 written when all but the Trainer's last file are there, and replaced by one that has that file too. It is a sealed file
-(`checkpoint.sealed`). A folder without one was saved by an earlier release, or its owner has changed a file on purpose
-and removed it.
+(`checkpoint.digest_json`). A folder without one was saved by an earlier release, or its owner has changed a file on
+purpose and removed it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.checkpoint import names
+from hyper_parallel.checkpoint import folder_names
+from hyper_parallel.checkpoint.digest_json import LARGEST, seal, unseal
 from hyper_parallel.checkpoint.durable import publish
-from hyper_parallel.checkpoint.sealed import LARGEST, seal, unseal
 from hyper_parallel.checkpoint.verify import file_damage
 from hyper_parallel.untrusted import is_plain_name, open_within, read_bytes
 
@@ -24,7 +24,7 @@ _FORMAT = "hyper-parallel manifest"
 
 def write_manifest(folder: Path) -> None:
     """Write the manifest of what is in `folder` now, but for our checkpoint, which has its own. Raises OSError."""
-    ours = {str(name) for name in names.committed(folder)}
+    ours = {str(name) for name in folder_names.committed(folder)}
     files: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

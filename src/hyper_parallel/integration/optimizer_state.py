@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hyper_parallel.checkpoint import Piece, Ranks
-from hyper_parallel.checkpoint.piece import dtype_name
 from hyper_parallel.checkpoint.reader import Checkpoint
+from hyper_parallel.checkpoint.shard import dtype_name
 from hyper_parallel.errors import CheckpointError, IntegrationError
-from hyper_parallel.integration.optimizer import Twin, Twins, find_twins, settings_of
+from hyper_parallel.integration.local_optimizer import Twin, Twins, find_twins, settings_of
 from hyper_parallel.layout import Layout
 
 OPTIMIZER = "optimizer."

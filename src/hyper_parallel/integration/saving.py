@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hyper_parallel.checkpoint.piece import dtype_name
-from hyper_parallel.checkpoint.ranks import agree
+from hyper_parallel.checkpoint.rank_agreement import agree
+from hyper_parallel.checkpoint.shard import dtype_name
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration import checkpoints
 from hyper_parallel.integration.checkpoints import SCHEDULER
-from hyper_parallel.integration.folder import read_folder, write_folder
+from hyper_parallel.integration.hf_folder import read_folder, write_folder
 from hyper_parallel.integration.manifest import MANIFEST, write_manifest
-from hyper_parallel.integration.ranks import ranks_of, together
-from hyper_parallel.integration.spread import Spread
+from hyper_parallel.integration.parallel_run import ParallelRun
+from hyper_parallel.integration.rank_agreement import ranks_of, together
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.adapters import without_adapters
+from hyper_parallel.shard.lora_adapters import without_adapters
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -46,7 +46,7 @@ _ARGUMENTS = "training_args.bin"
 class SpreadSaving(_Trainer):
     """The part of `SpreadTrainer` that saves and loads."""
 
-    spread: Spread | None = None
+    spread: ParallelRun | None = None
     """The spread model; None until the Trainer is made."""
     _in_checkpoint = False
     """Whether a `checkpoint-N` with our checkpoint is being written, and no plain folder."""
@@ -205,7 +205,7 @@ class SpreadSaving(_Trainer):
     # Inside.
 
     @property
-    def _spread_model(self) -> Spread:
+    def _spread_model(self) -> ParallelRun:
         assert self.spread is not None, "the model is spread when the Trainer is made"
         return self.spread
 

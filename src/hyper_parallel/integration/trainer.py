@@ -21,24 +21,24 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat import fsdp
 from hyper_parallel.config.train import LossConfig
-from hyper_parallel.eager import Swap
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.accelerate import SpreadAccelerator
-from hyper_parallel.integration.arguments import (
+from hyper_parallel.integration.batch_rows import Rows, rows_of, shifted
+from hyper_parallel.integration.local_optimizer import on_local
+from hyper_parallel.integration.memory_budget import Budget, check_budget, has_budget, under_budget
+from hyper_parallel.integration.parallel_run import Given, ParallelRun, read, strategy_of, world_size
+from hyper_parallel.integration.saving import SpreadSaving
+from hyper_parallel.integration.trainer_arguments import (
     adjusted,
     check_arguments,
     check_model,
     check_strategy,
     check_trainer,
 )
-from hyper_parallel.integration.budget import Budget, check_budget, has_budget, under_budget
-from hyper_parallel.integration.optimizer import on_local
-from hyper_parallel.integration.rows import Rows, rows_of, shifted
-from hyper_parallel.integration.saving import SpreadSaving
-from hyper_parallel.integration.spread import Given, Spread, read, strategy_of, world_size
-from hyper_parallel.shard.adapters import without_adapters
-from hyper_parallel.shard.documents import documents_known
+from hyper_parallel.offloading.autograd import Swap
+from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, cross_entropy_sum, valid_tokens
+from hyper_parallel.shard.packed_documents import documents_known
 
 _LOOKED_AT = 256
 """Rows whose length is looked at where the planner is asked."""
@@ -83,7 +83,7 @@ class SpreadTrainer(SpreadSaving):
         check_budget(strategy.memory, self._swap)
         self._whole_parameters = _count(model)
         within = has_budget(strategy, self._swap)
-        self.spread = Spread.over(model, strategy, device=args.device, traceable=within)
+        self.spread = ParallelRun.over(model, strategy, device=args.device, traceable=within)
         model.to(args.device)
         if within:
             self._budget = under_budget(self.spread, self._swap)

@@ -1,4 +1,4 @@
-"""Which releases of other people's packages the integrations were tested with.
+"""Tested releases of the packages that we integrate with.
 
 `TESTED` is the table; docs/versions.md and `hyper-parallel doctor` show it. Each integration calls `check` with what
 it stands on when a class of it is first used. Reads only what is installed; imports none of the packages.
@@ -49,7 +49,7 @@ TESTED = {
 
 
 @dataclass(frozen=True)
-class Row:
+class VersionRow:
     """A package of the table, as it is installed here."""
 
     package: str
@@ -74,9 +74,9 @@ class Row:
         return f"{self.installed or 'not installed'} ({state}{'; ' if state else ''}{needs})"
 
 
-def rows() -> list[Row]:
+def rows() -> list[VersionRow]:
     """The table, with what is installed."""
-    return [Row(package, _installed(package), releases) for package, releases in TESTED.items()]
+    return [VersionRow(package, _installed(package), releases) for package, releases in TESTED.items()]
 
 
 def check(*packages: str) -> None:
@@ -86,7 +86,7 @@ def check(*packages: str) -> None:
     IntegrationError for one that is missing or older than what is needed.
     """
     for package in packages:
-        row = Row(package, _installed(package), TESTED[package])
+        row = VersionRow(package, _installed(package), TESTED[package])
         floor = row.releases.floor
         if row.installed is None:
             raise IntegrationError(f"{package} is not installed; pip install '{package}>={floor}'")

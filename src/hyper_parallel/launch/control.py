@@ -1,4 +1,4 @@
-"""A worker's control thread: it takes signals and orders, and tells where the main thread is, whatever that does.
+"""A worker's control thread: receives signals and orders, reports where the main thread is.
 
 A Python signal handler runs only once the main thread is back in Python, which a collective or a compiler may keep it
 from for minutes. The interpreter's wakeup descriptor tells this thread at once.

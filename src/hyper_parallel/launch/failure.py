@@ -1,4 +1,4 @@
-"""How a worker failed, which failure began it, and what is shown of it."""
+"""Worker failures: the first one, its cause, and what is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's folder, which a run that was refused does not leave behind."""
+"""The run's folder, removed again when the run is refused."""
 
 from __future__ import annotations
 

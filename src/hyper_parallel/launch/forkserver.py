@@ -23,7 +23,7 @@ from typing import Any
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch.place import Place
+from hyper_parallel.launch.launcher_env import WorkerPlace
 from hyper_parallel.launch.stop import SAVE, STOPS
 
 _BOOT = (
@@ -77,7 +77,7 @@ class ForkServer:
 
     def start(
         self,
-        places: Sequence[Place],
+        places: Sequence[WorkerPlace],
         config: RunConfig,
         target: str,
         preload: Sequence[str],

@@ -20,8 +20,8 @@ from hyper_parallel.launch.failure import RESUME, Failure, cause
 from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
 from hyper_parallel.launch.heartbeat import Beat
+from hyper_parallel.launch.launcher_env import WorkerPlace, split_address
 from hyper_parallel.launch.lost_steps import watch_steps
-from hyper_parallel.launch.place import Place, split_address
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.stop import SAVE, STOPS, handling
 from hyper_parallel.launch.watchdog import Activities, Watchdog
@@ -57,7 +57,7 @@ def run_local(config: RunConfig, target: str) -> int:
         if listener is not None:
             port = listener.getsockname()[1]
         places = [
-            Place("local", launch.node_rank * share + index, world, index, share, host, port)
+            WorkerPlace("local", launch.node_rank * share + index, world, index, share, host, port)
             for index in range(share)
         ]
         folder = RunFolder(config.out)
@@ -99,7 +99,7 @@ class _Watch:
         self.activities = Activities({})
         self.left = False  # some worker ended because it was asked to before it had anything to save
 
-    def run(self, places: Sequence[Place], target: str, listener: socket.socket | None) -> int:
+    def run(self, places: Sequence[WorkerPlace], target: str, listener: socket.socket | None) -> int:
         handlers = {
             **dict.fromkeys(STOPS, lambda number, frame: self._ask(number)),
             SAVE: lambda number, frame: self._ask(number),

@@ -1,4 +1,4 @@
-"""What a run that did not reach its end has lost: the steps since its newest checkpoint, and what goes on from there.
+"""Lost steps: what an aborted run loses, since which checkpoint, and how to resume.
 
 Read from what the run leaves in its folder, so that it is known however the run ended.
 """
@@ -29,11 +29,11 @@ def watch_steps(out: str | Path) -> Callable[[], str | None]:
 
 
 def _lost(out: Path, done: int) -> str | None:
-    from hyper_parallel.checkpoint import names, verify
+    from hyper_parallel.checkpoint import folder_names, verify
 
     folder = out / "checkpoints"
     with contextlib.suppress(OSError):
-        for name in names.committed(folder):
+        for name in folder_names.committed(folder):
             if verify.reason_to_pass_over(folder / str(name)) is not None:
                 continue
             if name.step >= done:

@@ -1,4 +1,4 @@
-"""The meeting point of the workers, and what listens where.
+"""Rendezvous of the workers: addresses, ports, and who may connect.
 
 PyTorch's own store listens on every interface. Here rank 0's store is given a socket that is bound already:
 to loopback when all workers are on one machine, to the stated address otherwise. The socket is bound before
@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch.place import Place
+from hyper_parallel.launch.launcher_env import WorkerPlace
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def interface(place: Place) -> str | None:
+def interface(place: WorkerPlace) -> str | None:
     """The network interface for the workers' own connections; None leaves the choice to the library.
 
     Loopback when all workers are on this machine; otherwise the one through which the meeting point is
@@ -100,7 +100,7 @@ def _own_address(host: str) -> str | None:
     return None
 
 
-def open_store(place: Place, timeout: timedelta, listener: socket.socket | None) -> Store:
+def open_store(place: WorkerPlace, timeout: timedelta, listener: socket.socket | None) -> Store:
     """The key-value store that the process group is made from; rank 0 holds it, on `listener` when it is
     given.
 

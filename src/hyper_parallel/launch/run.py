@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from hyper_parallel.config import RunConfig
-from hyper_parallel.launch.joined import run_joined
+from hyper_parallel.launch.external_launcher import run_joined
+from hyper_parallel.launch.launcher_env import detect
 from hyper_parallel.launch.local import run_local
-from hyper_parallel.launch.place import detect
 
 
 def run(config: RunConfig, target: str) -> int:

@@ -163,10 +163,10 @@ def _work(job: _Job, index: int) -> int:
     from hyper_parallel.launch import logs
     from hyper_parallel.launch.control import CommandLink, ControlThread
     from hyper_parallel.launch.failure import Failure
-    from hyper_parallel.launch.place import Place
+    from hyper_parallel.launch.launcher_env import WorkerPlace
     from hyper_parallel.launch.worker import work
 
-    place = Place(**job.message["places"][index])
+    place = WorkerPlace(**job.message["places"][index])
     link = CommandLink(Connection(os.dup(job.reports[index])))
     terminal = (os.dup(job.terminal[0]), os.dup(job.terminal[1])) if place.rank == 0 else None
     listener = (

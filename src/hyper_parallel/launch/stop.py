@@ -1,7 +1,7 @@
 """Requests to a run: to stop, or to save a checkpoint and go on. Flags, and the signals that set them.
 
 A request reaches ranks at different moments. Ranks therefore agree before they act on one: the training step reduces
-the flags (`train.recipe`), so that all ranks stop or save after the same step.
+the flags (`step.recipe`), so that all ranks stop or save after the same step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The link between the workers of a launcher, which have no common parent of ours: the store that they meet at.
+"""The key-value store between workers of a launcher (torchrun, Slurm, MPI).
 
 A request to stop that reaches one of them is left there for all. So are heartbeats: rank 0 watches those of all ranks,
 and rank 1 that of rank 0. Rank 0's process may hold the store; where it is frozen the store does not answer, which is
@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.launch.heartbeat import Beat
-from hyper_parallel.launch.place import Place
+from hyper_parallel.launch.launcher_env import WorkerPlace
 from hyper_parallel.launch.stop import STOPS, stop_requested
 from hyper_parallel.launch.watchdog import LEAST_S, Activities, Suspect, Watchdog
 
@@ -51,7 +51,7 @@ class StoreLink:
     and over a connection of its own, since one that waits is not shared.
     """
 
-    def __init__(self, place: Place, timeout: float | None, failed: Callable[[Suspect], None]) -> None:
+    def __init__(self, place: WorkerPlace, timeout: float | None, failed: Callable[[Suspect], None]) -> None:
         self._place, self._failed = place, failed
         self._watched = list(range(place.world)) if place.rank == 0 else [0] if place.rank == 1 else []
         self._pause = max(POLL_S, len(self._watched) / READ_PER_S)

@@ -1,4 +1,4 @@
-"""Which rank stopped first, from the heartbeats of all: one that is silent, or one that the others wait for.
+"""Watchdog: names the rank that stopped first, from all heartbeats.
 
 Time is counted while the watcher runs and other ranks are heard, so that a run that is suspended as a whole, with its
 machine or by Ctrl-Z, is not taken for one that hangs.

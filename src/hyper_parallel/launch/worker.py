@@ -18,7 +18,7 @@ from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch import membership, rendezvous, stop
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.heartbeat import pulse
-from hyper_parallel.launch.place import Place
+from hyper_parallel.launch.launcher_env import WorkerPlace
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def find_target(name: str) -> Target:
 
 
 def work(
-    place: Place,
+    place: WorkerPlace,
     config: RunConfig,
     target: str,
     report: Callable[[Failure, Store | None], None],
@@ -105,7 +105,7 @@ def work(
         return failure.exit_code
 
 
-def _prepared(place: Place, config: RunConfig) -> Worker:
+def _prepared(place: WorkerPlace, config: RunConfig) -> Worker:
     """This process's threads, device and environment."""
     threads = config.launch.threads or max(1, _cores() // place.local_world)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the target starts; torch is loaded already
@@ -142,7 +142,7 @@ def _prepared(place: Place, config: RunConfig) -> Worker:
     return Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend)
 
 
-def _admitted(place: Place, config: RunConfig, timeout: timedelta, store: Store) -> Store:
+def _admitted(place: WorkerPlace, config: RunConfig, timeout: timedelta, store: Store) -> Store:
     """The store that all workers share, once this one has shown that it belongs to them."""
     token = membership.token_of(config.launch)
     if place.rank == 0:
@@ -151,11 +151,11 @@ def _admitted(place: Place, config: RunConfig, timeout: timedelta, store: Store)
     return membership.admitted(store, place.rank, place.world, token, timeout, attempt)
 
 
-def _begin(place: Place, worker: Worker, store: Store) -> None:
+def _begin(place: WorkerPlace, worker: Worker, store: Store) -> None:
     """Make the default process group."""
     import torch.distributed as dist
 
-    from hyper_parallel.compat.groups import collectives_begun
+    from hyper_parallel.compat.known_groups import collectives_begun
 
     dist.init_process_group(
         worker.backend.process_group, store=store, rank=place.rank, world_size=place.world, timeout=LIMIT
@@ -169,7 +169,7 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _say_who_can_reach(place: Place, has_token: bool) -> None:
+def _say_who_can_reach(place: WorkerPlace, has_token: bool) -> None:
     if place.world == 1 or rendezvous.is_loopback(place.host):
         return
     log.warning(
@@ -181,7 +181,7 @@ def _say_who_can_reach(place: Place, has_token: bool) -> None:
     )
 
 
-def _say_what_is_idle(place: Place) -> None:
+def _say_what_is_idle(place: WorkerPlace) -> None:
     from hyper_parallel import compat
 
     for found in compat.accelerators():
@@ -194,7 +194,7 @@ def _say_what_is_idle(place: Place) -> None:
         )
 
 
-def _leave_together(store: Store, place: Place, timeout: timedelta) -> None:
+def _leave_together(store: Store, place: WorkerPlace, timeout: timedelta) -> None:
     """Wait until every rank's target is done: a rank that leaves earlier takes its connections, and rank 0
     the store, from those that still use them.
     """

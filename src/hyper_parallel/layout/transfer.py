@@ -1,4 +1,4 @@
-"""Which rank sends which elements to which, for a tensor to go from one Layout to another.
+"""Resharding plan: which rank sends which elements to which, from one Layout to another.
 
 Every element that a rank needs comes from a rank that holds it: from itself if it does, else from the holder nearest
 in rank order, since neighbours share the fastest links. Of a source that is partial each part is sent, to be added up

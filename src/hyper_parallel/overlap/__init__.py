@@ -3,7 +3,7 @@
 `overlap` rewrites a step's graph so that collectives run while kernels do, as far as the simulation says that it pays.
 """
 
-from hyper_parallel.overlap.choose import Overlap, Overlapped, Tried, overlap
-from hyper_parallel.overlap.usual import Usual, layered
+from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline, layered
+from hyper_parallel.overlap.overlap_pass import Overlap, Overlapped, Tried, overlap
 
-__all__ = ["Overlap", "Overlapped", "Tried", "Usual", "layered", "overlap"]
+__all__ = ["FsdpBaseline", "Overlap", "Overlapped", "Tried", "layered", "overlap"]

@@ -1,4 +1,4 @@
-"""Several small collectives made one: their latency is paid once.
+"""Bucketing: several small collectives become one, which pays latency once.
 
 Gathers of weights that stand together, and reductions of the gradients of one layer, become one call of the coalesced
 operator. It moves the same bytes between the same memory, and each gradient's sum is taken in the order in which it was
@@ -19,13 +19,13 @@ from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import StepGraph, values_of
-from hyper_parallel.graph.effects import begun
-from hyper_parallel.graph.groups import group_name, is_collective, is_wait
-from hyper_parallel.graph.order import dependencies
-from hyper_parallel.graph.passes import SCHEDULE
+from hyper_parallel.graph.collective_groups import group_name, is_collective, is_wait
+from hyper_parallel.graph.dependencies import dependencies
+from hyper_parallel.graph.memory_effects import begun
+from hyper_parallel.graph.pass_manager import SCHEDULE
 from hyper_parallel.overlap.jobs import lanes_of
-from hyper_parallel.overlap.settle import settled
-from hyper_parallel.overlap.stored import kind_of, layer_of, reductions, runs
+from hyper_parallel.overlap.parameter_collectives import kind_of, layer_of, reductions, runs
+from hyper_parallel.overlap.priority_order import priority_order
 
 _ops = torch.ops._c10d_functional
 _COALESCED = {
@@ -127,7 +127,7 @@ def _order(step: StepGraph, buckets: Sequence[Sequence[fx.Node]]) -> list[fx.Nod
             wish[node] = (place[instead[begun(node)]] + 0.5, place[node])
             for user in node.users:
                 needs[instead.get(user, user)] |= waits[instead[begun(node)]]
-    return settled(left, needs, wish)
+    return priority_order(left, needs, wish)
 
 
 def _coalesced(step: StepGraph, buckets: Sequence[Sequence[fx.Node]], order: Sequence[fx.Node]) -> StepGraph:

@@ -1,4 +1,4 @@
-"""A step's nodes as jobs of a device: what each takes on a cluster, what it holds, and in which lane it runs.
+"""Jobs for list scheduling: duration, memory and queue of each node.
 
     seconds = device.seconds(work)                      of a kernel                  (`cluster.device`)
             = cluster.collective_seconds(...)           of a collective, alone       (`cluster.collective`)
@@ -19,12 +19,12 @@ from torch import fx
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, lifetimes, values_of
+from hyper_parallel.graph.collective_groups import is_collective, is_wait
 from hyper_parallel.graph.costs import costs
-from hyper_parallel.graph.effects import begun
-from hyper_parallel.graph.groups import is_collective, is_wait
-from hyper_parallel.graph.order import dependencies
-from hyper_parallel.overlap.arrange import COMPUTE, FREE, Job
-from hyper_parallel.program import Collective
+from hyper_parallel.graph.dependencies import dependencies
+from hyper_parallel.graph.memory_effects import begun
+from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job
+from hyper_parallel.trace import Collective
 
 _MICRO_BATCH = re.compile(r"micro\.(\d+)\.")
 """An input that a step is given for one micro-batch."""

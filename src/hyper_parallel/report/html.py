@@ -1,4 +1,4 @@
-"""What pages are made of: templates with slots, figures as cards, tables, and data inside a script element."""
+"""HTML building blocks: templates, cards, tables, embedded data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Timeline, or several beside each other, as one HTML file that needs nothing else: no network, no server.
+"""Timelines as one self-contained HTML page.
 
 Figures and tables are plain HTML. The timeline and the memory over time are drawn on canvases by `assets/page.js`
 from data that is embedded as JSON: times in nanoseconds, each the difference from the one before.
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from hyper_parallel.program import KINDS, Op, Span, Timeline
 from hyper_parallel.report.html import asset, badge, card, embedded, filled, sheet_table
 from hyper_parallel.report.perfetto import described, lanes
-from hyper_parallel.report.sheets import NONE, Fact, facts, heading, ranks_told, sheets, shown_together
+from hyper_parallel.report.sheets import NONE, Fact, describe_ranks, facts, heading, sheets, shown_together
+from hyper_parallel.trace import KINDS, Op, Span, Timeline
 from hyper_parallel.units import format_bytes, format_count
 
 
@@ -99,7 +99,7 @@ def _tables(shown: Sequence[Timeline]) -> str:
 def _data(timeline: Timeline) -> dict[str, Any]:
     """What the script draws."""
     labels: dict[tuple[str, ...], int] = {}
-    classes = [_class(timeline, name, labels) for name in timeline.program.ops]
+    classes = [_class(timeline, name, labels) for name in timeline.trace.ops]
     names: dict[str, int] = {}
     rows = [[names.setdefault(text, len(names)) for text in label] for label in labels]
     return {
@@ -121,9 +121,9 @@ def _class(timeline: Timeline, name: str, labels: dict[tuple[str, ...], int]) ->
             by_lane[span.engine].append(span)
     return {
         "name": name,
-        "ranks": ("ranks " if timeline.program.size(name) > 1 else "rank ") + ranks_told(timeline, name),
+        "ranks": ("ranks " if timeline.trace.size(name) > 1 else "rank ") + describe_ranks(timeline, name),
         "lanes": [{"name": lane, **_lane(of, labels)} for lane, of in by_lane.items()],
-        "memory": {tier: _memory(timeline, name, tier) for tier in timeline.program.tiers},
+        "memory": {tier: _memory(timeline, name, tier) for tier in timeline.trace.tiers},
     }
 
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hyper_parallel.program import Op, Span, Timeline, is_comm, is_compute
-from hyper_parallel.report.sheets import heading, ranks_told
+from hyper_parallel.report.sheets import describe_ranks, heading
+from hyper_parallel.trace import Op, Span, Timeline, is_comm, is_compute
 
 Event = dict[str, Any]
 
@@ -21,10 +21,10 @@ def perfetto(timeline: Timeline) -> str:
     """The trace as JSON text. Its process names and its metadata say `predicted` or `measured`."""
     events: list[Event] = []
     flows = 0
-    for pid, name in enumerate(timeline.program.ops, 1):
+    for pid, name in enumerate(timeline.trace.ops, 1):
         spans = timeline.of(name)
         tracks = lanes(spans)
-        told = f"{timeline.word} · {name} · ranks {ranks_told(timeline, name)}"
+        told = f"{timeline.word} · {name} · ranks {describe_ranks(timeline, name)}"
         events += _metadata(pid, told, tracks)
         numbers = {track: tid for tid, track in enumerate(tracks, 1)}
         events += _slices(pid, spans, numbers)
@@ -129,7 +129,7 @@ def _flows(pid: int, spans: Sequence[Span], numbers: dict[str, int], known: int)
 
 
 def _counters(timeline: Timeline, pid: int, name: str) -> Iterator[Event]:
-    for tier in timeline.program.tiers:
+    for tier in timeline.trace.tiers:
         curve = timeline.memory(name, tier)
         rows = zip(*curve.by_kind.values(), strict=True)
         last: tuple[float, tuple[int, ...]] | None = None

@@ -1,11 +1,11 @@
-"""What the table and the page show of a Timeline: the same facts and figures, formatted once."""
+"""Formatted facts of a Timeline, shared by the table and the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hyper_parallel.program import Alive, Sum, Timeline, pattern
+from hyper_parallel.trace import Alive, Sum, Timeline, pattern
 from hyper_parallel.units import format_bytes, format_count, format_duration
 
 ROWS = 14
@@ -39,10 +39,10 @@ class Fact:
 
 def heading(timeline: Timeline) -> str:
     """What is shown, in a line: predicted or measured, for what, from which constants."""
-    program = timeline.program
+    trace = timeline.trace
     where = timeline.cluster or timeline.device
-    ranks = f"{program.world} rank{'s' * (program.world != 1)}"
-    classes = f" in {len(program.ops)} classes" if len(program.ops) > 1 else ""
+    ranks = f"{trace.world} rank{'s' * (trace.world != 1)}"
+    classes = f" in {len(trace.ops)} classes" if len(trace.ops) > 1 else ""
     told = f"{timeline.word} step of {ranks}{classes} on {where}"
     if timeline.device and timeline.device != where:
         told += f" ({timeline.device})"
@@ -79,7 +79,7 @@ def facts(timeline: Timeline) -> list[Fact]:
             "masked, end to end", _percent(masked.end_to_end), "(T_comp + T_comm − step) / T_comm, each alone"
         )
     )
-    for tier in timeline.program.tiers:
+    for tier in timeline.trace.tiers:
         peak = timeline.peak_in(tier)
         has = timeline.capacity.get(tier)
         of = f" of {format_bytes(has)} ({_percent(peak.bytes / has)})" if has else ""
@@ -104,8 +104,8 @@ def sheets(timeline: Timeline) -> list[Sheet]:
         _sums("time by module", "module", timeline.by_module(), timeline.step),
         _sums("time by kind of work", "kind", timeline.by_kind(), timeline.step),
         _axes(timeline),
-        *(_kinds(timeline, tier) for tier in timeline.program.tiers),
-        *(_alive(timeline, tier) for tier in timeline.program.tiers),
+        *(_kinds(timeline, tier) for tier in timeline.trace.tiers),
+        *(_alive(timeline, tier) for tier in timeline.trace.tiers),
     ]
     return [sheet for sheet in made if sheet.rows]
 
@@ -137,15 +137,15 @@ def _balance(timeline: Timeline) -> Sheet:
 
 def _classes(timeline: Timeline) -> Sheet:
     """What differs between rank classes."""
-    program = timeline.program
+    trace = timeline.trace
     rows = []
-    if len(program.ops) > 1:
+    if len(trace.ops) > 1:
         for name, bubbles in timeline.bubbles_by_class.items():
             peak = timeline.peak_of(name)
             rows.append(
                 (
                     name,
-                    ranks_told(timeline, name),
+                    describe_ranks(timeline, name),
                     format_duration(timeline.step - bubbles.total),
                     format_duration(bubbles.communication),
                     format_duration(bubbles.imbalance),
@@ -242,16 +242,16 @@ def _alive(timeline: Timeline, tier: str) -> Sheet:
     return Sheet(f"alive at the peak of {tier} memory", columns, tuple(rows), left=4)
 
 
-def ranks_told(timeline: Timeline, name: str) -> str:
+def describe_ranks(timeline: Timeline, name: str) -> str:
     """The ranks of a class, as people write them: `0–7, 16`."""
     runs: list[list[int]] = []
-    for rank in sorted(rank for rank, of in timeline.program.classes.items() if of == name):
+    for rank in sorted(rank for rank, of in timeline.trace.classes.items() if of == name):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
     told = [f"{first}–{last}" if last > first else str(first) for first, last in runs]
-    return ", ".join(told[:3]) + (f", … ({timeline.program.size(name)} ranks)" if len(told) > 3 else "")
+    return ", ".join(told[:3]) + (f", … ({timeline.trace.size(name)} ranks)" if len(told) > 3 else "")
 
 
 def shown_together(timelines: Iterable[Timeline]) -> str:

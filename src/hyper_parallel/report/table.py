@@ -6,8 +6,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from hyper_parallel.program import Timeline
 from hyper_parallel.report.sheets import Fact, Sheet, facts, heading, sheets
+from hyper_parallel.trace import Timeline
 
 WIDTH = 120
 """Columns of the text, unless told otherwise."""
@@ -15,10 +15,12 @@ WIDTH = 120
 
 def table(timeline: Timeline, width: int = WIDTH) -> str:
     """Plain text, at most `width` columns wide. Its first word is `predicted` or `measured`."""
-    return told(heading(timeline), facts(timeline), sheets(timeline), timeline.word, width)
+    return render(heading(timeline), facts(timeline), sheets(timeline), timeline.word, width)
 
 
-def told(first: str, figures: Sequence[Fact], tables: Sequence[Sheet], word: str, width: int = WIDTH) -> str:
+def render(
+    first: str, figures: Sequence[Fact], tables: Sequence[Sheet], word: str, width: int = WIDTH
+) -> str:
     """Plain text, at most `width` columns wide: a line, then figures, then tables, each headed by `word`.
 
     `word` says what the numbers are: predicted, measured, forecast.

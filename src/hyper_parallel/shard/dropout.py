@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of (seed, step, module, global element), so that no strategy changes it.
+"""Reproducible dropout: the mask is a function of (seed, step, module, global element).
 
 The mask of an element is drawn by hashing its global indices — row of the step's batch, position, feature — with
 a key made from the seed, the step and the module's name. The hash is the 32-bit integer mixer of C. Wellons
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from hyper_parallel.errors import HyperParallelError, StrategyError
-from hyper_parallel.shard.axis import Axis
-from hyper_parallel.shard.context.split import PositionSplit
-from hyper_parallel.shard.wrap import Forward, wrap
+from hyper_parallel.shard.context.position_split import PositionSplit
+from hyper_parallel.shard.hooks import Forward, wrap
+from hyper_parallel.shard.mesh_axis import Axis
 
 POSITIONS = 1
 """The dim of activations on which positions lie."""

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.dropout import Site
+from hyper_parallel.shard.hooks import Forward, Wrapper, wrap
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.wrap import Forward, Wrapper, wrap
 
 _FUSED = ("flash", "flex", "paged", "kernels-")
 """How the names of those attention functions of Transformers begin that drop inside of kernels of their own."""

@@ -1,4 +1,4 @@
-"""`parallelize`: the declared strategy put into effect on a model, which stays the same object."""
+"""`parallelize`: applies a strategy to a model in place."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
-from hyper_parallel.shard.access import Access, Accesses, Dtypes, apply_access
-from hyper_parallel.shard.axis import MeshAxes
-from hyper_parallel.shard.boundary import apply_boundaries, apply_edges
-from hyper_parallel.shard.check import check_before_training, check_on_first_call
+from hyper_parallel.shard.activation_checkpointing import apply_recompute
 from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
-from hyper_parallel.shard.context.gathered import apply_gathered
+from hyper_parallel.shard.context.gather_positions import apply_gathered
 from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws, sites_of
-from hyper_parallel.shard.experts.boundary import apply_experts_plan
-from hyper_parallel.shard.experts.routing import Routing
+from hyper_parallel.shard.experts.load_balancing import Routing
+from hyper_parallel.shard.experts.token_layout import apply_experts_plan
+from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gathered
 from hyper_parallel.shard.functional_dropout import apply_functional_dropout
-from hyper_parallel.shard.groups import Groups
-from hyper_parallel.shard.handle import ShardedModel, attach, cut
 from hyper_parallel.shard.loss.root import apply_loss
-from hyper_parallel.shard.placed import placed_on
+from hyper_parallel.shard.mesh_axis import MeshAxes
+from hyper_parallel.shard.model_structure import layers_or_refuse, without_values
+from hyper_parallel.shard.parameter_access import Access, Accesses, Dtypes, apply_access
+from hyper_parallel.shard.placement import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
-from hyper_parallel.shard.recompute import apply_recompute
+from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.region_check import check_before_training, check_on_first_call
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.structure import layers_or_refuse, without_values
+from hyper_parallel.shard.sharded_model import ShardedModel, attach, cut
 from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
-from hyper_parallel.shard.towers import apply_towers
-from hyper_parallel.shard.zero import frees_after_forward, gathered_apart
+from hyper_parallel.shard.tensor_parallel import apply_boundaries, apply_edges
+from hyper_parallel.shard.vision_towers import apply_towers
 from hyper_parallel.strategy import Strategy
 
 Lowering = Literal["fsdp", "traceable"]
@@ -89,7 +89,7 @@ def parallelize(
     # Everything that may be refused is, before the model is touched.
     dtypes = compute_dtypes(model, strategy.precision)
     refuse_other_draws(model)
-    frees_after_forward(strategy.memory, gathered_apart(model, plan, dtypes))
+    frees_after_forward(strategy.memory, separately_gathered(model, plan, dtypes))
     recomputed = (
         layers_or_refuse(model, "memory.recompute: layer")[1]
         if strategy.memory.recompute == "layer"
@@ -262,7 +262,7 @@ def _fully_shard(
             scatter=levels.reduce_scatter if levels else None,
         )
 
-    apart = gathered_apart(model, plan, dtypes)
+    apart = separately_gathered(model, plan, dtypes)
     frees = frees_after_forward(strategy.memory, apart)
     for name, storage in apart.items():
         shard(model.get_submodule(name), storage, dtypes[name], frees[name])

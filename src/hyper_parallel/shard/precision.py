@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.compat.trees import mapped
+from hyper_parallel.compat.pytree import mapped
+from hyper_parallel.shard.hooks import Forward, Wrapper, wrap
 from hyper_parallel.shard.rules import matching_or_refuse
-from hyper_parallel.shard.wrap import Forward, Wrapper, wrap
 from hyper_parallel.strategy import Precision
 
 

@@ -1,4 +1,4 @@
-"""Which rule each module follows: from the model's own plan, from its structure, from the user.
+"""Sharding rules of each module: from Transformers' plan, from names and structure, from the user.
 
 Later sources win: Transformers' ``base_model_tp_plan`` (or, for a family that has none, the names that
 projections carry across families), then the input embedding and the output head, then `strategy.rules`.
@@ -13,7 +13,7 @@ from typing import Any, get_args
 from torch import nn
 
 from hyper_parallel.errors import StrategyError, nearest
-from hyper_parallel.shard.adapters import base_of, is_adapted, name_in_base, without_adapters
+from hyper_parallel.shard.lora_adapters import base_of, is_adapted, name_in_base, without_adapters
 from hyper_parallel.strategy.strategy import RuleName
 
 _FROM_TRANSFORMERS: Mapping[str, RuleName] = {

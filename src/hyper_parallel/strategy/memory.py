@@ -1,4 +1,4 @@
-"""What is sharded, kept, recomputed or moved: the ZeRO levels, recomputation, and HyperOffload's budgets in bytes."""
+"""`memory` section: ZeRO levels, recomputation, offload budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When collectives run: beside kernels, as far as that pays."""
+"""`overlap` section: scheduling of collectives beside computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which link level each axis lies, and how many devices a level joins.
+"""`placement` section: link level of each axis, and devices per level.
 
 Levels from the inside out: a `node`'s devices share the fastest links, a `supernode` joins nodes by links nearly as
 fast, the `network` joins what is left. The axes of an inner level are the inner ones in rank order, so neighbouring

@@ -1,4 +1,4 @@
-"""In which dtype parameters are kept, computed with and reduced, by module."""
+"""`precision` section: dtypes of parameters, computation and reductions, by module."""
 
 from __future__ import annotations
 

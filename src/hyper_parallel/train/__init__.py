@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.train.schedule import schedule
+from hyper_parallel.step.lr_schedule import schedule
 
 if TYPE_CHECKING:
     from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
-    from hyper_parallel.train.optimizer import Optimizer, build_optimizer, register_optimizer
+    from hyper_parallel.step.optimizer import Optimizer, build_optimizer, register_optimizer
     from hyper_parallel.train.summary import Summary
     from hyper_parallel.train.trackers import register_tracker
     from hyper_parallel.train.trainer import Trainer
@@ -30,12 +30,12 @@ __all__ = [
 
 # Most of this needs torch; a script that only asks for a schedule or starts workers does not pay for it.
 _HOME = {
-    "Optimizer": "hyper_parallel.train.optimizer",
+    "Optimizer": "hyper_parallel.step.optimizer",
     "Summary": "hyper_parallel.train.summary",
     "Trainer": "hyper_parallel.train.trainer",
-    "build_optimizer": "hyper_parallel.train.optimizer",
+    "build_optimizer": "hyper_parallel.step.optimizer",
     "causal_lm_loss": "hyper_parallel.shard.loss",
-    "register_optimizer": "hyper_parallel.train.optimizer",
+    "register_optimizer": "hyper_parallel.step.optimizer",
     "register_tracker": "hyper_parallel.train.trackers",
     "valid_tokens": "hyper_parallel.shard.loss",
 }

@@ -1,4 +1,4 @@
-"""What each worker of `hyper-parallel train` runs."""
+"""Worker entry of `hyper-parallel train`."""
 
 from __future__ import annotations
 

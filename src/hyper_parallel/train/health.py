@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from hyper_parallel.checkpoint.health import LARGEST_WEIGHT, unusable, usable
-from hyper_parallel.compat.absent import present
+from hyper_parallel.compat.paged_out_parameters import present
 from hyper_parallel.shard import sharded
-from hyper_parallel.train.batches import Batches, StepBatch
-from hyper_parallel.train.recipe import StepResult
-from hyper_parallel.train.state import RunState
+from hyper_parallel.step.batches import Batches, StepBatch
+from hyper_parallel.step.recipe import StepResult
+from hyper_parallel.train.checkpoint_state import RunState
 
 RECENT = 32
 """Steps."""

@@ -1,4 +1,4 @@
-"""What rank 0 shows: a live line on a terminal, a line now and then elsewhere, a summary at the end."""
+"""Progress on rank 0: a live line, log lines, a summary."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def line(step: int, steps: int, record: Mapping[str, float], eta: float, width: 
     return "  ".join(cells.values())
 
 
-def program(name: str) -> str:
+def trace(name: str) -> str:
     """`name` as a person can type it here: by its path where its environment is not the one on the search path."""
     mine = Path(sys.prefix) / "bin" / name
     found = shutil.which(name)
@@ -133,10 +133,10 @@ def shown(path: Path) -> Path:
 
 def _commands(summary: Summary, trackers: list[str], file: str) -> list[str]:
     more = "" if summary.stopped else f" train.steps={summary.steps * 2}"
-    commands = [f"{program('hyper-parallel')} train {shlex.quote(file)}{more}"]
+    commands = [f"{trace('hyper-parallel')} train {shlex.quote(file)}{more}"]
     if summary.checkpoint is not None:
         target = shlex.quote(f"{summary.out}/export")
-        commands.append(f"{program('hyper-parallel')} export {shlex.quote(summary.checkpoint)} {target}")
+        commands.append(f"{trace('hyper-parallel')} export {shlex.quote(summary.checkpoint)} {target}")
     if "tensorboard" in trackers:
-        commands.append(f"{program('tensorboard')} --logdir {shlex.quote(f'{summary.out}/tensorboard')}")
+        commands.append(f"{trace('tensorboard')} --logdir {shlex.quote(f'{summary.out}/tensorboard')}")
     return commands

@@ -1,4 +1,4 @@
-"""What a run does after a step whose loss or gradient norm is not finite, as `train.on_nonfinite` says.
+"""Recovery after a non-finite loss or gradient norm (`train.on_nonfinite`).
 
 The step has updated nothing, on any rank, and every rank has raised the same error: so each decides alike.
 
@@ -13,9 +13,12 @@ getting further, as IN_A_ROW says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hyper_parallel.errors import CheckpointError, NonFiniteError
+from hyper_parallel.step.recipe import StepResult
+from hyper_parallel.train.checkpoint_state import RunCheckpoints, RunState
 from hyper_parallel.train.health import Health
-from hyper_parallel.train.state import RunCheckpoints, RunState
 
 IN_A_ROW = {"skip": 8, "rollback": 3}
 _ADVICE = (
@@ -91,3 +94,40 @@ class Recovery:
         if state.healthy_batch is None:
             return "No healthy step came before, so that nothing tells whether the batch or the weights are to blame"
         return "The weights are healthy, as the batch before shows"
+
+
+class WeightWatch:
+    """Judges the weights by each step's loss, and marks checkpoints of ruined ones."""
+
+    def __init__(
+        self, health: Health, checkpoints: RunCheckpoints, note: Callable[[str], None], *, rollback: bool
+    ) -> None:
+        """`rollback`: ruined weights raise NonFiniteError, which goes back to a healthy checkpoint."""
+        self._health, self._checkpoints, self._note, self._rollback = health, checkpoints, note, rollback
+
+    def after_step(self, state: RunState, result: StepResult, consumed: int) -> None:
+        """Judge the weights before the step, and so the checkpoint that holds them.
+
+        Raises NonFiniteError where they are ruined and the run is to go back.
+        """
+        before = state.ruined
+        self._health.judge(state, result, consumed)
+        if before is not None and state.ruined is None:
+            self._note(
+                f"step {state.step}: the loss is as before its weights were ruined; checkpoints count again"
+            )
+        elif before is None and state.ruined is not None:
+            self._mark(state, state.step - 1, state.ruined)
+
+    def after_last_step(self, state: RunState) -> None:
+        """Judge the last checkpoint, after which no step follows that would tell. Raises as `after_step` does."""
+        if state.ruined is None and (why := self._health.ruined(state)) is not None:
+            state.ruined = why
+            self._mark(state, state.step, why)
+
+    def _mark(self, state: RunState, step: int, why: str) -> None:
+        """The weights after `step` updates are ruined."""
+        note = self._checkpoints.ruined(step, why)
+        self._note(note or f"the weights are ruined ({why}); checkpoints are passed over from here on")
+        if self._rollback:
+            raise NonFiniteError(f"step {state.step}: the weights are ruined")

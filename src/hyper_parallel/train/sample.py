@@ -1,4 +1,4 @@
-"""A sample of what the model writes, with every rank in step.
+"""Text sampling from the model during training.
 
 There is no cache: each token costs a forward pass over a window of fixed length, which any strategy that trains
 can do. Ranks never decide how many passes to make by what they computed, so they cannot lose each other. Every
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.shard.loss import logits_of
-from hyper_parallel.train.forward import inference
+from hyper_parallel.train.no_grad_forward import inference
 
 _STEP = 64
 

@@ -1,4 +1,4 @@
-"""What a run came to, as values and as text."""
+"""Summary of a run, as values and as text."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The run: what is built, resumed, trained, evaluated, saved, shown and sampled, and in which order."""
+"""Trainer: builds, resumes, trains, evaluates, saves and samples."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 from pathlib import Path
@@ -13,38 +12,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.checkpoint.durable import REFUSALS, explain, publish
-from hyper_parallel.config import RunConfig, dump
+from hyper_parallel.checkpoint.durable import REFUSALS, explain
+from hyper_parallel.config import RunConfig
 from hyper_parallel.config.train import LossConfig
+from hyper_parallel.data.export_assets import ends_of
 from hyper_parallel.errors import CheckpointError, ConfigError, HyperParallelError, NonFiniteError
 from hyper_parallel.launch import Worker, stop, stop_requested
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.shard import sharded
-from hyper_parallel.shard.experts.routing import by_layer, has_biases
-from hyper_parallel.train.assets import ends_of
-from hyper_parallel.train.batches import Batches
-from hyper_parallel.train.build import Built, build, fill
+from hyper_parallel.shard.experts.load_balancing import by_layer, has_biases
+from hyper_parallel.step.batches import Batches
+from hyper_parallel.step.build import Built, build, fill
+from hyper_parallel.step.capture_train_step import state as state_of
+from hyper_parallel.step.graph_executor import GraphStepper
+from hyper_parallel.step.profiling import Profiling
+from hyper_parallel.step.recipe import Recipe, StepResult
+from hyper_parallel.step.train_step import Stepper
+from hyper_parallel.train.checkpoint_state import RunCheckpoints, RunState
 from hyper_parallel.train.evaluate import Evaluation
-from hyper_parallel.train.graph_step import GraphStepper
 from hyper_parallel.train.health import Health
+from hyper_parallel.train.launch_workers import alone, run_on_workers
 from hyper_parallel.train.meter import Meter
-from hyper_parallel.train.profiling import Profiling
-from hyper_parallel.train.progress import Progress, shown
-from hyper_parallel.train.recipe import Recipe, StepResult
-from hyper_parallel.train.recovery import Recovery
+from hyper_parallel.train.progress import shown
+from hyper_parallel.train.recovery import Recovery, WeightWatch
+from hyper_parallel.train.reporter import Reporter
 from hyper_parallel.train.sample import sample
 from hyper_parallel.train.save_interval import SaveInterval
-from hyper_parallel.train.state import RunCheckpoints, RunState
-from hyper_parallel.train.step import Stepper
 from hyper_parallel.train.summary import Summary
-from hyper_parallel.train.trackers import RunInfo, Trackers, build_trackers
-from hyper_parallel.train.whole_step import state as state_of
-from hyper_parallel.train.workers import alone, run_on_workers
 
 log = logging.getLogger(__name__)
-
-RUN_FILE = "run.yaml"
-"""What a run does, with inheritance and overrides resolved, in the run's folder: a run file itself."""
 
 
 class Trainer:
@@ -90,7 +86,6 @@ class _Run:
 
     def __init__(self, config: RunConfig, model: nn.Module | None, worker: Worker) -> None:
         self.config, self.worker = config, worker
-        self.leads = worker.rank == 0
         self.built: Built = build(config, model, worker.device)
         self.model = self.built.model
         self.handle = sharded(self.model)
@@ -117,8 +112,7 @@ class _Run:
             raise
         self.checkpoints = RunCheckpoints(config, self.built, self.recipe.optimizer)
         self.state, self.start = RunState(), 0
-        self.progress: Progress | None = None
-        self.trackers = Trackers([])
+        self.reporter = Reporter(config, leads=worker.rank == 0)
         train = config.train
         text, device = self.built.text, worker.device
         self.batches = Batches(text.train, text.order, train.batch, train.micro_batch, self.handle, device)
@@ -142,11 +136,13 @@ class _Run:
         self.stepper: Stepper | GraphStepper = Stepper(self.recipe)
         self.health = Health(self.model, self.batches, lambda batch: self.stepper.probe(batch))
         self.recovery = Recovery(train.on_nonfinite, self.health, self.checkpoints, train.batch)
+        rollback = train.on_nonfinite == "rollback"
+        self.weights = WeightWatch(self.health, self.checkpoints, self.reporter.note, rollback=rollback)
         self.interval = SaveInterval(config.checkpoint)
         self.eval_after: float | None = None
         self.stopping = False
         self.profiling: Profiling | None = None
-        if train.profile is not None and self.leads:
+        if train.profile is not None and worker.rank == 0:
             self.profiling = Profiling(
                 train.profile,
                 Path(config.out),
@@ -162,7 +158,7 @@ class _Run:
             try:
                 summary = self._train()
             finally:
-                self.trackers.close()
+                self.reporter.close_trackers()
             if self.built.budget is not None and not self.built.fresh:
                 self.built.budget.bring_back()
         except BaseException as error:
@@ -173,13 +169,10 @@ class _Run:
                     self.checkpoints.finish()
             raise
         finally:
-            if self.progress is not None:
-                self.progress.close()
+            self.reporter.close()
             if self.built.budget is not None:
                 self.built.budget.close()
-        if self.progress is not None:
-            summary.write()
-            self.progress.summary(summary, list(self.config.trackers), str(Path(self.config.out) / RUN_FILE))
+        self.reporter.summary(summary)
         if dist.is_initialized():
             dist.barrier()  # whoever returns finds the files of the run complete
         return summary
@@ -189,17 +182,15 @@ class _Run:
         resumed, notes = self.checkpoints.resume()
         self.state = resumed or self.state
         self.start = self.state.step
-        if self.leads:
-            self.progress = Progress(self.start, self.config.train.steps)
-            self.trackers = self._open_files(self.start)
+        self.reporter.open(self.start)
         plans = self.built.budget.plans if self.built.budget is not None else []
         for note in (*plans, *notes):
-            self._note(note)
+            self.reporter.note(note)
 
     def _train(self) -> Summary:
         steps = self.config.train.steps
         if self.start >= steps:
-            self._note(
+            self.reporter.note(
                 f"nothing left to train: step {self.start} of {steps} is done; raise train.steps to go on"
             )
         if self.state.eval_before is None and self.start == 0:
@@ -228,45 +219,14 @@ class _Run:
         step = self.state.step
         self.state, notes = self.recovery.after(error, self.state)
         state = self.state
-        if state.step < step and self.leads:
-            # Steps that are done again stand in the files of the run once.
-            self.trackers.close()
-            self.trackers = self._open_files(state.step)
+        if state.step < step:
+            self.reporter.reopen(state.step)
         for note in notes:
-            self._note(note)
-        if self.leads:
-            self.trackers.log(state.step, {"skipped": float(state.skipped)})
+            self.reporter.note(note)
+        self.reporter.log(state.step, {"skipped": float(state.skipped)})
         if state.step > step and (state.step == self.config.train.steps or self.interval.reached(state.step)):
             self._save()
             self.interval.saved()
-
-    def _judge(self, result: StepResult, consumed: int) -> None:
-        """What the step says of the weights before it, and of the checkpoint that has these.
-
-        Raises NonFiniteError where they are ruined and the run is to go back.
-        """
-        state, before = self.state, self.state.ruined
-        self.health.judge(state, result, consumed)
-        if before is not None and state.ruined is None:
-            self._note(
-                f"step {state.step}: the loss is as before its weights were ruined; checkpoints count again"
-            )
-        elif before is None and state.ruined is not None:
-            self._say_ruined(state.step - 1, state.ruined)
-
-    def _judge_last(self) -> None:
-        """What the last checkpoint is worth, after which no step comes that would tell. Raises as `_judge` does."""
-        state = self.state
-        if state.ruined is None and (why := self.health.ruined(state)) is not None:
-            state.ruined = why
-            self._say_ruined(state.step, why)
-
-    def _say_ruined(self, step: int, why: str) -> None:
-        """The weights after `step` updates are ruined."""
-        note = self.checkpoints.ruined(step, why)
-        self._note(note or f"the weights are ruined ({why}); checkpoints are passed over from here on")
-        if self.config.train.on_nonfinite == "rollback":
-            raise NonFiniteError(f"step {self.state.step}: the weights are ruined")
 
     def _steps(self) -> bool:
         """All the steps that are left; whether the run was asked to stop before the last."""
@@ -296,7 +256,7 @@ class _Run:
                 )
             self.meter.end()
             for note in graphs.told() if graphs is not None else ():
-                self._note(note)
+                self.reporter.note(note)
             state.step, state.consumed = done, consumed
             state.tokens += self.tokens_per_step
             state.final_loss, state.grad_norm = result.loss, result.grad_norm
@@ -306,19 +266,19 @@ class _Run:
                 with pulse.operation("recording"):
                     self._record(step, result)
             with pulse.operation("judging the weights"):
-                self._judge(result, began)
+                self.weights.after_step(state, result, began)
             stopped = result.stop and not last
             saved = last or stopped or result.save or self.interval.reached(done)
             if result.save and not self.interval.elapsed():
                 stop.save_served()
-                self._note(f"saved step {done}, as asked")
+                self.reporter.note(f"saved step {done}, as asked")
             if saved:
                 self._save()
                 self.interval.saved()
             if last:
                 # Behind the save: a forward pass may count something in a buffer.
                 with pulse.operation("judging the weights"):
-                    self._judge_last()
+                    self.weights.after_last_step(state)
             if stopped:
                 return self._stopped()
             if last or (train.eval.every and done % train.eval.every == 0):
@@ -338,7 +298,9 @@ class _Run:
 
     def _stopped(self) -> bool:
         stop.request_stop()  # also where it was another rank that was asked
-        self._note(f"stopped after step {self.state.step}, as asked; the same command goes on from there")
+        self.reporter.note(
+            f"stopped after step {self.state.step}, as asked; the same command goes on from there"
+        )
         return True
 
     def _agree_to_stop(self) -> bool:
@@ -350,9 +312,7 @@ class _Run:
         return self.stopping
 
     def _record(self, step: int, result: StepResult) -> None:
-        """What the trackers and the terminal are given after `step`, counted from 0."""
-        if not self.leads:
-            return
+        """Report `step`, counted from 0."""
         rates = self.meter.rates()
         record = {
             "loss": result.loss,
@@ -367,17 +327,11 @@ class _Run:
             record["memory_stall"] = self.built.budget.stalled()
         if result.expert_imbalance is not None:
             record["expert_imbalance"] = result.expert_imbalance
-        self.trackers.log(step + 1, record)
-        assert self.progress is not None
-        left = self.config.train.steps - step - 1
-        self.progress.step(step + 1, record, left * rates.get("seconds", float("nan")))
+        self.reporter.step(step + 1, record, rates.get("seconds", float("nan")))
 
     def _record_experts(self, step: int, result: StepResult) -> None:
-        """A line of ``experts.jsonl``: too many numbers for a tracker, and for every step."""
-        if self.leads and result.expert_loads is not None:
-            loads = by_layer(self.handle, result.expert_loads)
-            with (Path(self.config.out) / "experts.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "loads": loads}) + "\n")
+        if result.expert_loads is not None:
+            self.reporter.experts(step, by_layer(self.handle, result.expert_loads))
 
     def _evaluate(self) -> float | None:
         """The held-out loss now, recorded; None when nothing is held out, and where the run is to stop first."""
@@ -385,9 +339,7 @@ class _Run:
             loss = self.evaluation.loss(self.model, self._agree_to_stop) if self.evaluation else None
         if loss is None:
             return None
-        if self.progress is not None:
-            self.trackers.log(self.state.step, {"eval_loss": loss})
-            self.progress.evaluation(self.state.step, loss)
+        self.reporter.evaluation(self.state.step, loss)
         return loss
 
     def _sample(self) -> str | None:
@@ -406,23 +358,8 @@ class _Run:
             seed=self.config.seed,
             ends=self._agree_to_stop,
         )
-        if self.leads:
-            self.trackers.text(self.state.step, "sample", text)
+        self.reporter.text(self.state.step, "sample", text)
         return text
-
-    def _open_files(self, start: int) -> Trackers:
-        """The run file and the trackers, of a run that goes on from the step `start`."""
-        out = Path(self.config.out)
-        # Whoever runs what is left goes on from there, and not once more from the step that was asked for.
-        once = self.config.checkpoint.model_copy(update={"resume_from": None})
-        publish(out / RUN_FILE, dump(self.config.model_copy(update={"checkpoint": once})).encode())
-        info = RunInfo(out, self.config.model_dump(mode="json"), start)
-        return build_trackers(self.config.trackers, info)
-
-    def _note(self, text: str) -> None:
-        log.info("%s", text)
-        if self.progress is not None:
-            self.progress.note(text)
 
     def _summary(self, stopped: bool, checkpoint: Path | None, text: str | None) -> Summary:
         state, rates = self.state, self.meter.overall()

@@ -1,4 +1,4 @@
-"""Proof that a strategy computes what one device computes: loss, gradient norm, every gradient and update."""
+"""Verification that a strategy computes what one device computes: loss, gradients and updates."""
 
 from hyper_parallel.verify.report import Report
 from hyper_parallel.verify.run import verify_file

@@ -10,13 +10,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.compat.fake import fake_ranks
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.config.run import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.shard import parallelize, sharded
-from hyper_parallel.train.build import unsharded
-from hyper_parallel.train.engine import check_length
+from hyper_parallel.step.build import unsharded
+from hyper_parallel.step.engine import check_length
 from hyper_parallel.verify.families import EXPERT_COUNTS
 from hyper_parallel.verify.fuzz import draw_case
 from hyper_parallel.verify.matrix import Cell, judged

@@ -1,4 +1,4 @@
-"""What a verification found: the differences, the tolerances with their reasons, and the verdict."""
+"""Verification report: differences, tolerances with reasons, and the verdict."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Report:
         return f"in float64, {len(self.parameters)} parameters agree within {TOLERANCE['float64']:.0e}"
 
 
-def settled(report: Report, one: StepOutcome, exact: tuple[StepOutcome, StepOutcome]) -> Report:
+def decided_in_float64(report: Report, one: StepOutcome, exact: tuple[StepOutcome, StepOutcome]) -> Report:
     """`report`, with its differences judged by the same steps in float64: one device's, the strategy's.
 
     All of them have updated from the gradients of `one`.

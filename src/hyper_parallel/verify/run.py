@@ -20,10 +20,10 @@ from hyper_parallel.launch import Worker
 from hyper_parallel.launch.stop import interruptible
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering
+from hyper_parallel.step.build import fill_model, transformers_config, unsharded
 from hyper_parallel.strategy import Precision, Strategy
-from hyper_parallel.train.build import fill_model, transformers_config, unsharded
 from hyper_parallel.verify.families import EXPERT_COUNTS
-from hyper_parallel.verify.report import Report, compare, settled
+from hyper_parallel.verify.report import Report, compare, decided_in_float64
 from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
 
 Driver = Literal["auto", "local", "gloo"]
@@ -131,7 +131,7 @@ def _decided(
             second = wide_step_of(model, config, strategy, batch, lowering, one.gradients, device)
     except (RuntimeError, TypeError, ValueError) as error:  # an operation that has no float64
         return replace(report, undecided=" ".join(str(error).split())[:300])
-    return settled(report, one, (first, second))
+    return decided_in_float64(report, one, (first, second))
 
 
 def _ranks(config: RunConfig) -> contextlib.AbstractContextManager[None]:

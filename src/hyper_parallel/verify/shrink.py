@@ -1,4 +1,4 @@
-"""Any family of Transformers at a size that a test can train: its default config with sizes cut, ratios kept.
+"""Shrinks any Transformers family to test size, with the ratios of its default config.
 
 A default config has the sizes of a published model. What is cut follows from what a key counts, which its name says
 across families: layers, heads, features of a head, other widths, experts, tokens, positions. Heads go to 8 and the

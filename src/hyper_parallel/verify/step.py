@@ -1,4 +1,4 @@
-"""One training step with its parts laid open: whole gradients and whole updated values, by parameter name.
+"""One training step that returns whole gradients and updated values by parameter name.
 
 The same code runs on one device, on simulated ranks and on real workers.
 """
@@ -14,9 +14,9 @@ from hyper_parallel.compat.local_tensor import agreed, each_rank, on_rank, one_d
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TextData
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
-from hyper_parallel.shard.handle import LOSS_AXES, cut
 from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
-from hyper_parallel.train.optimizer import build_optimizer
+from hyper_parallel.shard.sharded_model import LOSS_AXES, cut
+from hyper_parallel.step.optimizer import build_optimizer
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""Workload: the model's shape and what a step of it costs; the one FLOP convention, and so MFU, lives here.
+"""Workload: a model's shape and the FLOPs of a step; the FLOP and MFU convention.
 
 `published.shape("llama-3-405b")` is a published model's Shape.
 """

@@ -1,4 +1,4 @@
-"""A Transformers config as a Shape: the same dimensions under the names that families give them.
+"""Converts a Transformers config to a Shape.
 
 What a config leaves out is what its family's class has as default, as far as the shape depends on it: whether an MLP
 has a gate, whether the head is tied, which layers have a window.

@@ -1,4 +1,4 @@
-"""A Shape as a Transformers config: a model of the same dimensions, whose details are those of a known family.
+"""Converts a Shape to a Transformers config.
 
 A shape says nothing of norms, biases or positions, so that the family is the plainest one that has its parts:
 `deepseek_v3` for latent attention, `glm4_moe` for shared experts or dense layers among experts, `mixtral` for other

@@ -1,4 +1,4 @@
-"""What one operator does, in numbers that a device can price: FLOPs, bytes, and the shape that decides its rate.
+"""Work of one operator: FLOPs, bytes, and the shape that decides its efficiency.
 
 No torch here. `cluster.Device.seconds` turns a Work into seconds.
 """

@@ -1,4 +1,4 @@
-"""What a step trains: a model's shape, and how much of what it sees."""
+"""Workload: what a step trains, on how many tokens."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import TierError
 from hyper_parallel.launch import forkserver
-from hyper_parallel.offloading.tiers import FlashTier, file, locks
+from hyper_parallel.offloading.tiers import FlashTier, direct_file, locks
 
 MiB = 2**20
 CPU = backend("cpu")
@@ -139,7 +139,7 @@ def test_without_direct_input_and_output_the_log_says_so_once(
         return real(path, flags, *more)
 
     monkeypatch.setattr(os, "open", refuses)
-    monkeypatch.setattr(file, "_refused", set())
+    monkeypatch.setattr(direct_file, "_refused", set())
     with caplog.at_level(logging.WARNING), written(tmp_path) as first, written(tmp_path) as second:
         assert torch.equal(read(first), read(second))
     assert len([record for record in caplog.records if "does not support direct I/O" in record.message]) == 1

@@ -20,7 +20,7 @@ import torch
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import TierError
 from hyper_parallel.offloading.tiers import PoolTier, locks
-from hyper_parallel.offloading.tiers.lease import OWN, held
+from hyper_parallel.offloading.tiers.shared_lease import OWN, held
 
 MiB = 2**20
 CPU = backend("cpu")

@@ -1,5 +1,4 @@
-"""What is published of a device, by the name that PyTorch gives it: its dense peak FLOP/s (the denominator of MFU), and
-the preset of its machines."""
+"""Peak FLOP/s (the denominator of MFU) and machine preset of published devices, by PyTorch's device name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a step compiled by Inductor: which parts, their artifacts on disk, and the graph that calls them."""
+"""Compilation of graph regions by Inductor, with artifacts cached on disk."""
 
 from hyper_parallel.graph.compiled.compile import LIMIT_SECONDS, Compiled, compiled
 

@@ -1,4 +1,4 @@
-"""Regions of a step compiled: the same graph, in which each is one node that calls what Inductor made for it.
+"""Compiles regions of a step: each becomes one node that calls Inductor's code.
 
 Compiled arithmetic is not that of the operators one by one: sums are taken in another order, and several roundings to
 bf16 become one. docs/compile.md says by how much results differ.
@@ -18,7 +18,7 @@ from hyper_parallel.graph.compiled.artifacts import obtain, own
 from hyper_parallel.graph.compiled.digest import digest
 from hyper_parallel.graph.compiled.regions import Region, regions
 from hyper_parallel.graph.compiled.replace import replace
-from hyper_parallel.graph.nouns import StepGraph, values_of
+from hyper_parallel.graph.ir import StepGraph, values_of
 
 LIMIT_SECONDS = 900.0
 """After which no further region is compiled."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from hyper_parallel.graph.compiled.regions import Region
-from hyper_parallel.graph.nouns import Value, values_of
+from hyper_parallel.graph.ir import Value, values_of
 
 
 def digest(region: Region, environment: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Which nodes of a step are compiled together.
+"""Partition of a step into regions that are compiled together.
 
 A region is a run of neighbours in the order of the step, so replacing it by one node moves nothing past anything. It
 ends
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from hyper_parallel.graph.effects import draws_random, is_view, writes
-from hyper_parallel.graph.groups import is_wait
-from hyper_parallel.graph.nouns import StepGraph, values_of
+from hyper_parallel.graph.collective_groups import is_wait
+from hyper_parallel.graph.ir import StepGraph, values_of
+from hyper_parallel.graph.memory_effects import draws_random, is_view, writes
 
 _PHASES = frozenset({"forward", "loss", "backward"})
 _NAMESPACES = frozenset({"aten", "prims"})

@@ -1,4 +1,4 @@
-"""Regions exchanged for calls: each becomes one node, and the rest of the graph reads what that node gives."""
+"""Replaces each compiled region by one node."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from hyper_parallel.graph.compiled.regions import Region, again, original, takes_a_view
-from hyper_parallel.graph.effects import writes
-from hyper_parallel.graph.nouns import StepGraph, values_of
+from hyper_parallel.graph.ir import StepGraph, values_of
+from hyper_parallel.graph.memory_effects import writes
 
 Function = Callable[..., Sequence[torch.Tensor]]
 """A region's inputs to its outputs."""

@@ -1,8 +1,8 @@
 """LlamaFactory: the names that it imports when a run says `use_hyper_parallel: true`.
 
 `arguments` and `strategy` say what the user's fields mean; `trainer` is for the release 0.9.5. The main branch has a
-trainer of its own, which calls `prepared`, `stored`, `context_parallel` and `expert_parallel`. Each name is imported
-when it is first used, and LlamaFactory itself with the trainer only.
+trainer of its own, which calls `prepare_model`, `saving`, `context_parallel` and `expert_parallel`. Each name is
+imported when it is first used, and LlamaFactory itself with the trainer only.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
     from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model
-    from hyper_parallel.integration.llamafactory.prepared import (
+    from hyper_parallel.integration.llamafactory.prepare_model import (
         HSDPModule,
         clip_grad_norm_,
         fsdp2_prepare_model,
         hsdp_sync_stream,
         wrap_optimizer_with_skip_dtensor_dispatch,
     )
-    from hyper_parallel.integration.llamafactory.stored import (
+    from hyper_parallel.integration.llamafactory.saving import (
         export_to_hf_format,
         load_hsdp_model,
         load_hsdp_optimizer_and_scheduler,
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from hyper_parallel.integration.llamafactory.trainer import HyperParallelTrainer
 
 _HOMES = {
-    "HSDPModule": "prepared",
+    "HSDPModule": "prepare_model",
     "HyperParallelArguments": "arguments",
     "HyperParallelTrainer": "trainer",
-    "clip_grad_norm_": "prepared",
+    "clip_grad_norm_": "prepare_model",
     "ep_prepare_model": "expert_parallel",
-    "export_to_hf_format": "stored",
-    "fsdp2_prepare_model": "prepared",
-    "hsdp_sync_stream": "prepared",
-    "load_hsdp_model": "stored",
-    "load_hsdp_optimizer_and_scheduler": "stored",
-    "save_hsdp_checkpoint": "stored",
-    "wrap_optimizer_with_skip_dtensor_dispatch": "prepared",
+    "export_to_hf_format": "saving",
+    "fsdp2_prepare_model": "prepare_model",
+    "hsdp_sync_stream": "prepare_model",
+    "load_hsdp_model": "saving",
+    "load_hsdp_optimizer_and_scheduler": "saving",
+    "save_hsdp_checkpoint": "saving",
+    "wrap_optimizer_with_skip_dtensor_dispatch": "prepare_model",
 }
 
 __all__ = [

@@ -22,11 +22,11 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.rows import rows_of
+from hyper_parallel.integration.batch_rows import rows_of
 from hyper_parallel.platform import get_platform
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.documents import documents_known
 from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
+from hyper_parallel.shard.packed_documents import documents_known
 
 _whole: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """What `shard_inputs_for_cp` cut to the inputs that it was cut from."""

@@ -1,4 +1,4 @@
-"""Expert parallelism for LlamaFactory's main branch, which asks for it before it has the model spread."""
+"""Expert parallelism for LlamaFactory's main branch, which asks for it before the model is parallelized."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.llamafactory.strategy import given_strategy
-from hyper_parallel.integration.spread import strategy_of, world_size
+from hyper_parallel.integration.llamafactory.strategy import strategy_from_arguments
+from hyper_parallel.integration.parallel_run import strategy_of, world_size
 from hyper_parallel.shard.plan import make_plan
 
 
@@ -18,7 +18,7 @@ def ep_prepare_model(model: nn.Module, accelerator: Any, hp_args: Any) -> nn.Mod
     Returns the model. Raises IntegrationError or StrategyError, before anything is changed, where they cannot.
     """
     if int(hp_args.ep_size) > 1:
-        given = given_strategy(hp_args, world_size())
+        given = strategy_from_arguments(hp_args, world_size())
         strategy = strategy_of(given, model, world=world_size(), batch=1, length=0).strategy
         if not make_plan(model, strategy).experts:
             raise IntegrationError(

@@ -1,4 +1,4 @@
-"""LlamaFactory's own options beside a spread model: left to it, put into effect here, or refused by name."""
+"""LlamaFactory's own options on a parallelized model: passed through, implemented here, or refused."""
 
 from __future__ import annotations
 

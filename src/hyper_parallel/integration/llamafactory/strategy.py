@@ -1,4 +1,4 @@
-"""What HyperParallelArguments mean as a Strategy, for the number of workers that there are.
+"""HyperParallelArguments as a Strategy.
 
     world = replicate · fsdp_size · cp_size · tp_size,      fsdp_size left out: world ÷ (cp_size · tp_size)
     efsdp_size · ep_size = fsdp_size · cp_size · tp_size
@@ -15,11 +15,13 @@ from typing import Any
 from hyper_parallel.compat import registry
 from hyper_parallel.errors import IntegrationError, nearest
 from hyper_parallel.integration.llamafactory.arguments import DTYPES, HyperParallelArguments
-from hyper_parallel.integration.spread import Given
+from hyper_parallel.integration.parallel_run import Given
 
 
-def given_strategy(arguments: HyperParallelArguments, world: int, *, checkpoints: bool = False) -> Given:
-    """What to give `integration.spread.strategy_of`: the user's own strategy, or one made of the fields.
+def strategy_from_arguments(
+    arguments: HyperParallelArguments, world: int, *, checkpoints: bool = False
+) -> Given:
+    """What to give `integration.parallel_run.strategy_of`: the user's own strategy, or one made of the fields.
 
     `checkpoints`: LlamaFactory's own gradient checkpointing is on, which holds where nothing here says otherwise.
     Raises IntegrationError for fields that are wrong, or that do not fit `world` workers.

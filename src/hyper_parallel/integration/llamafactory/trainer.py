@@ -7,23 +7,23 @@ from typing import Any
 from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from torch import Tensor, nn
 
-from hyper_parallel.eager import Swap
+from hyper_parallel.integration.batch_rows import shifted
 from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
+from hyper_parallel.integration.llamafactory.error_lines import one_line_errors
 from hyper_parallel.integration.llamafactory.options import (
     check_options,
     keep_document_numbers,
     without_checkpointing,
 )
-from hyper_parallel.integration.llamafactory.strategy import check_device, given_strategy
-from hyper_parallel.integration.llamafactory.told import tell_on_one_line
-from hyper_parallel.integration.rows import shifted
-from hyper_parallel.integration.spread import world_size
+from hyper_parallel.integration.llamafactory.strategy import check_device, strategy_from_arguments
+from hyper_parallel.integration.parallel_run import world_size
 from hyper_parallel.integration.trainer import SpreadTrainer
 from hyper_parallel.integration.versions import check
+from hyper_parallel.offloading.autograd import Swap
 from hyper_parallel.shard.loss import valid_tokens
 
 check("llamafactory", "transformers", "accelerate", "peft", "torch")
-tell_on_one_line()
+one_line_errors()
 
 
 class HyperParallelTrainer(SpreadTrainer, CustomSeq2SeqTrainer):
@@ -48,7 +48,7 @@ class HyperParallelTrainer(SpreadTrainer, CustomSeq2SeqTrainer):
         checkpoints = without_checkpointing(model)
         keep_document_numbers(data_collator)
         super().__init__(
-            strategy=given_strategy(hp_args, world, checkpoints=checkpoints),
+            strategy=strategy_from_arguments(hp_args, world, checkpoints=checkpoints),
             swap=Swap(inputs=hp_args.activation_swap_inputs) if hp_args.activation_mode == "swap" else None,
             model=model,
             args=args,

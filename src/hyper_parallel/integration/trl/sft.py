@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer: the mixin before its own class, and what it computes beside Transformers' Trainer.
+"""TRL's SFTTrainer: the mixin, and the metrics that SFTTrainer adds.
 
 TRL prepares the data, and packs it, as ever. Its loss is the next-token loss, which a spread model computes itself; or
 with `loss_type="dft"` each token's, weighed by the token's own probability (Wu et al., arXiv 2508.05629):
@@ -18,7 +18,7 @@ from trl import SFTTrainer
 
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.trainer import SpreadTrainer
-from hyper_parallel.shard.adapters import without_adapters
+from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.loss import IGNORED
 
 

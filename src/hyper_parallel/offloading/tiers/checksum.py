@@ -1,4 +1,4 @@
-"""Whether bytes that come back from a disk are those that went there.
+"""Checksums of data on flash.
 
 A part is rows of blocks of 4 KiB, each block 1,024 words of 32 bits, x[row, lane]. With fixed odd weights w,
 

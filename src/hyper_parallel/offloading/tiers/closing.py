@@ -1,4 +1,4 @@
-"""How a tier ends: once, at the latest with its `with`, and of no use after that."""
+"""Closing a tier: once, at the latest at the end of its `with` block."""
 
 from __future__ import annotations
 

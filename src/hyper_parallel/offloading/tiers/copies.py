@@ -1,4 +1,4 @@
-"""Copies under way: waited for within a time limit, and ordered where two are about the same bytes."""
+"""Pending copies: waiting with a timeout, and ordering of copies of the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files on a fast disk.
+"""Flash tier: files on an SSD.
 
 A copy is cut into parts of 2 MiB, which lanes carry: device → buffer → disk, or back. Each part's checksum stays in
 this process's memory, so that a part of an earlier write that comes back is found as surely as a flipped bit.
@@ -20,9 +20,9 @@ from hyper_parallel.errors import FaultError, TierError
 from hyper_parallel.offloading.tiers.checksum import checksum
 from hyper_parallel.offloading.tiers.closing import Closing
 from hyper_parallel.offloading.tiers.copies import Copy, UnderWay
-from hyper_parallel.offloading.tiers.file import BLOCK, DirectFile
-from hyper_parallel.offloading.tiers.lanes import Job, Lanes
-from hyper_parallel.offloading.tiers.slots import Place, Slots, lay
+from hyper_parallel.offloading.tiers.direct_file import BLOCK, DirectFile
+from hyper_parallel.offloading.tiers.io_threads import Job, Lanes
+from hyper_parallel.offloading.tiers.slots import SlotPlacement, Slots, lay
 from hyper_parallel.offloading.tiers.spill import Spill
 from hyper_parallel.offloading.tiers.tier import TIME_LIMIT
 from hyper_parallel.units import format_bytes
@@ -31,7 +31,7 @@ PART = 2 * 2**20
 LANES = 3
 """In each direction at most. A lane computes checksums, and on a processor it copies: where the compute's threads have
 all cores, each further lane takes a core from a team that then waits for its slowest thread."""
-_Carry = Callable[[torch.Tensor, Stream, int, Place], None]
+_Carry = Callable[[torch.Tensor, Stream, int, SlotPlacement], None]
 """Carries a part of a copy, given a buffer, a stream, and the part's index and place in the copy."""
 
 
@@ -90,7 +90,7 @@ class FlashTier(Closing):
         copy.sums = [0] * len(_parts(place.bytes))
         file, move = self._file, self._backend.copy_bytes
 
-        def carry(buffer: torch.Tensor, stream: Stream, index: int, part: Place) -> None:
+        def carry(buffer: torch.Tensor, stream: Stream, index: int, part: SlotPlacement) -> None:
             padded = buffer[: _whole(part.bytes)]
             stream.run(lambda: move(padded[: part.bytes], x[part.first : part.last]))
             padded[part.bytes :] = 0
@@ -109,7 +109,7 @@ class FlashTier(Closing):
         copy = Copy(f"reading slot {slot} of the flash tier", place.first, x, self._limit, self._backend)
         file, move = self._file, self._backend.copy_bytes
 
-        def carry(buffer: torch.Tensor, stream: Stream, index: int, part: Place) -> None:
+        def carry(buffer: torch.Tensor, stream: Stream, index: int, part: SlotPlacement) -> None:
             padded, at = buffer[: _whole(part.bytes)], place.first + part.first
             _checked(file, padded, at, slot, source.sums[index])
             stream.run(lambda: move(x[part.first : part.last], padded[: part.bytes]))
@@ -136,7 +136,7 @@ class FlashTier(Closing):
         left, failures, lock = [len(parts)], list[BaseException](), threading.Lock()
         began: list[float] = []
 
-        def job(index: int, part: Place) -> Job:
+        def job(index: int, part: SlotPlacement) -> Job:
             def run(buffer: torch.Tensor, stream: Stream) -> None:
                 try:
                     if lanes.ending:
@@ -198,8 +198,8 @@ def _checked(file: DirectFile, padded: torch.Tensor, at: int, slot: int, expecte
         )
 
 
-def _parts(count: int) -> list[Place]:
-    return [Place(first, min(first + PART, count)) for first in range(0, count, PART)]
+def _parts(count: int) -> list[SlotPlacement]:
+    return [SlotPlacement(first, min(first + PART, count)) for first in range(0, count, PART)]
 
 
 def _whole(count: int) -> int:

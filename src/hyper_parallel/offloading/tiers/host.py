@@ -1,4 +1,4 @@
-"""The host's own memory."""
+"""Host tier: pinned host memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from hyper_parallel.compat import Backend
 from hyper_parallel.errors import TierError
-from hyper_parallel.offloading.tiers.memory import MemoryTier
+from hyper_parallel.offloading.tiers.memory_tier import MemoryTier
 from hyper_parallel.offloading.tiers.tier import TIME_LIMIT
 from hyper_parallel.units import format_bytes
 

@@ -1,4 +1,4 @@
-"""Locks on folders and files that the kernel lets go when their process ends, however it ends (flock(2)).
+"""File locks that the kernel releases when their process ends (flock(2)).
 
 A process is alive while its lock is held. Its number would say less: numbers are used again, and differ between
 containers that share a folder.

@@ -1,4 +1,4 @@
-"""Memory that several processes share by leases: one capacity for all of them."""
+"""Pool tier: one capacity that several processes of a machine share by leases."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.compat import Backend
-from hyper_parallel.offloading.tiers.lease import OWN, PREFIX, Lease
-from hyper_parallel.offloading.tiers.memory import MemoryTier
+from hyper_parallel.offloading.tiers.memory_tier import MemoryTier
+from hyper_parallel.offloading.tiers.shared_lease import OWN, PREFIX, Lease
 from hyper_parallel.offloading.tiers.tier import TIME_LIMIT
 
 SHARED = Path("/dev/shm")

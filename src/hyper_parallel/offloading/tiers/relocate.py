@@ -1,4 +1,4 @@
-"""The order in which pieces of a memory move to new places in the same memory, when some lie where others go.
+"""Order of moves when slots of a memory swap places within it.
 
 Piece i may be copied once every piece whose bytes it would write over has been. What waits in a circle is broken by
 copying one piece, the smallest, aside first.

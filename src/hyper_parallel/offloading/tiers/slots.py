@@ -1,4 +1,4 @@
-"""Which slot lies where in a tier, and what was written to it."""
+"""Slot table of a tier: offsets, and what each slot holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.offloading.tiers.copies import Copy
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotPlacement:
     """The bytes `first` … `last` − 1 of a tier."""
 
     first: int
@@ -23,7 +23,7 @@ class Place:
         """How many."""
         return self.last - self.first
 
-    def meets(self, other: Place) -> bool:
+    def meets(self, other: SlotPlacement) -> bool:
         """Whether they have a byte in common."""
         return self.first < other.last and other.first < self.last
 
@@ -34,7 +34,7 @@ class Slots:
 
     name: str
     """The tier's, for messages."""
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, SlotPlacement] = field(default_factory=dict)
     written: dict[int, Copy] = field(default_factory=dict)
     """Slot to the copy that put there what is in it."""
     _sharing: dict[int, list[int]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Slots:
         """Bytes of the tier up to the end of the last slot."""
         return max((place.last for place in self.places.values()), default=0)
 
-    def replaced(self, places: dict[int, Place]) -> Slots:
+    def replaced(self, places: dict[int, SlotPlacement]) -> Slots:
         """The same tier with other slots: those that stay hold what they held.
 
         Raises TierError if two of them would lie in the same bytes, or one has become too small for what is in it.
@@ -65,7 +65,7 @@ class Slots:
                     )
         return found
 
-    def for_write(self, slot: int, x: torch.Tensor) -> Place:
+    def for_write(self, slot: int, x: torch.Tensor) -> SlotPlacement:
         """Where the bytes of `x` go. What shares memory with the slot is gone from now on."""
         place = self._place(slot, x)
         if x.numel() > place.bytes:
@@ -75,9 +75,9 @@ class Slots:
             )
         for other in (slot, *self._sharing[slot]):
             self.written.pop(other, None)
-        return Place(place.first, place.first + x.numel())
+        return SlotPlacement(place.first, place.first + x.numel())
 
-    def for_read(self, slot: int, x: torch.Tensor) -> tuple[Place, Copy]:
+    def for_read(self, slot: int, x: torch.Tensor) -> tuple[SlotPlacement, Copy]:
         """Where the bytes for `x` come from, and the copy that put them there."""
         place = self._place(slot, x)
         source = self._source(slot, "read")
@@ -85,13 +85,13 @@ class Slots:
             raise TierError(
                 f"slot {slot} of the {self.name} tier holds {source.bytes} bytes, and {x.numel()} were to be read"
             )
-        return Place(place.first, place.first + x.numel()), source
+        return SlotPlacement(place.first, place.first + x.numel()), source
 
-    def for_work(self, slot: int) -> tuple[Place, Copy]:
+    def for_work(self, slot: int) -> tuple[SlotPlacement, Copy]:
         """Where the bytes are that were last written to a slot, and what put them there."""
         source = self._source(slot, "computed on by the host")
         first = self.places[slot].first
-        return Place(first, first + source.bytes), source
+        return SlotPlacement(first, first + source.bytes), source
 
     def _source(self, slot: int, wanted: str) -> Copy:
         source = self.written.get(slot)
@@ -102,7 +102,7 @@ class Slots:
             )
         return source
 
-    def _place(self, slot: int, x: torch.Tensor) -> Place:
+    def _place(self, slot: int, x: torch.Tensor) -> SlotPlacement:
         assert (x.dtype, x.dim(), x.is_contiguous()) == (torch.uint8, 1, True), "x is the bytes of a storage"
         if slot not in self.places:
             raise TierError(
@@ -113,12 +113,12 @@ class Slots:
 
 def lay(
     name: str, sizes: Mapping[int, int], offsets: Mapping[int, int] | None, align: int
-) -> dict[int, Place]:
+) -> dict[int, SlotPlacement]:
     """Slot to its place: where `offsets` say, or one after the other, each at a multiple of `align`."""
     if offsets is None:
         at, places = 0, {}
         for slot, count in sizes.items():
-            places[slot] = Place(at, at + count)
+            places[slot] = SlotPlacement(at, at + count)
             at += -(-count // align) * align
         return places
     for slot in sizes:
@@ -128,10 +128,10 @@ def lay(
             raise TierError(
                 f"slot {slot} of the {name} tier was given the offset {offsets[slot]}; it must be a multiple of {align}"
             )
-    return {slot: Place(offsets[slot], offsets[slot] + count) for slot, count in sizes.items()}
+    return {slot: SlotPlacement(offsets[slot], offsets[slot] + count) for slot, count in sizes.items()}
 
 
-def sharing(places: Mapping[int, Place]) -> dict[int, list[int]]:
+def sharing(places: Mapping[int, SlotPlacement]) -> dict[int, list[int]]:
     """Slot to the others that share a byte with it."""
     found: dict[int, list[int]] = {slot: [] for slot in places}
     open_: list[int] = []

@@ -1,4 +1,4 @@
-"""The folder of one tier on a disk: locked while its process lives, removed with it.
+"""Spill folder of a tier: locked while its process lives, removed afterwards.
 
     FOLDER/hyper-parallel-spill-<process>-<random>/slots-1
 

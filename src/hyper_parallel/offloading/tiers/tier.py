@@ -1,4 +1,4 @@
-"""What every tier can do."""
+"""Tier interface."""
 
 from __future__ import annotations
 

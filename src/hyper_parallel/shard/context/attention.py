@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.axis import Axis
 from hyper_parallel.shard.context.mask import ContextMask
-from hyper_parallel.shard.context.ring import Ring
+from hyper_parallel.shard.context.ring_attention import Ring
+from hyper_parallel.shard.mesh_axis import Axis
 
 NAME = "hyper_parallel_context"
 """The name under which attention and its mask are registered with Transformers."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyper_parallel.compat.fake import is_fake
+from hyper_parallel.compat.fake_process_group import is_fake
 from hyper_parallel.compat.local_tensor import each_rank, one_device
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.documents import documents_told
+from hyper_parallel.shard.packed_documents import known_documents
 
 
 def documents_of(positions: Tensor, padding: Any, rows: int, length: int) -> tuple[Tensor, Tensor] | None:
@@ -31,7 +31,7 @@ def documents_of(positions: Tensor, padding: Any, rows: int, length: int) -> tup
         positions = positions[0]
     begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
     documents = begins.long().cumsum(-1).expand(rows, -1)
-    told = documents_told()
+    told = known_documents()
     several = _any(begins) if told is None else told
     return (documents, documents) if several else None
 

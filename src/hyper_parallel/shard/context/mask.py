@@ -1,4 +1,4 @@
-"""The mask as a description instead of a tensor: what a query sees, for any two sets of positions.
+"""Attention masks as descriptions: which keys a query sees, for any two sets of positions.
 
 Transformers asks the mask function that is registered for an attention, and hands what it returns to every layer as
 its mask. So the description reaches the attention whenever a layer runs, recomputation included. What Transformers
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyper_parallel.compat.fake import is_fake
+from hyper_parallel.compat.fake_process_group import is_fake
 from hyper_parallel.compat.local_tensor import is_simulated, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Interval
-from hyper_parallel.shard.context.blocks import UNKNOWN, Documents
-from hyper_parallel.shard.context.split import PositionSplit, pieces
+from hyper_parallel.shard.context.block_schedule import UNKNOWN, Documents
+from hyper_parallel.shard.context.position_split import PositionSplit, position_chunks
 
 
 class Positions:
@@ -68,7 +68,9 @@ class Positions:
             lambda rank: torch.cat(
                 [
                     torch.arange(*piece, device=device)
-                    for piece in pieces(self.length, rings, (self._ring_index(rank) - distance) % rings)
+                    for piece in position_chunks(
+                        self.length, rings, (self._ring_index(rank) - distance) % rings
+                    )
                 ]
             )
         )

@@ -1,4 +1,4 @@
-"""Which method of context parallelism a model gets, and what no method can split, refused before anything is touched.
+"""Context-parallel plan: the method for a model, or a refusal before anything changes.
 
 `auto` goes by what a rank receives for one layer's attention, forward, with n ranks, S positions, H query and K
 key-value heads of d features that this rank's tensor index has:
@@ -20,9 +20,9 @@ from torch import nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Fold, Mesh
-from hyper_parallel.shard.adapters import without_adapters
+from hyper_parallel.shard.lora_adapters import without_adapters
+from hyper_parallel.shard.model_structure import Heads, heads_of, layers_or_refuse, text_config
 from hyper_parallel.shard.rules import decoder_of, has_encoder, is_transformers
-from hyper_parallel.shard.structure import Heads, heads_of, layers_or_refuse, text_config
 from hyper_parallel.strategy import Strategy
 
 RING, ULYSSES = "context_ring", "context_ulysses"

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on the longest position, computed from whole rows.
+"""Rotary embeddings with length-dependent frequencies, computed from whole rows.
 
 With ``dynamic`` and ``longrope`` scaling Transformers reads the longest position off those that it is given, which
 after the cut differ from rank to rank.
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.shard.context.mask import current
-from hyper_parallel.shard.wrap import Forward, wrap
+from hyper_parallel.shard.hooks import Forward, wrap
 
 _BY_LENGTH = ("dynamic", "longrope")
 

@@ -1,4 +1,4 @@
-"""Tokens on their way to the experts and back, nothing dropped.
+"""Expert dispatch: dropless all-to-all of tokens to experts and back.
 
 Each rank has T tokens, k experts chosen for each, and the weights of E/n of the E experts; n is the degree of the
 expert axis:
@@ -25,12 +25,12 @@ from torch import nn
 
 from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
-from hyper_parallel.compat.symbols import is_symbolic
-from hyper_parallel.graph.sizes import expected
-from hyper_parallel.shard.axis import Axis, _Moved
-from hyper_parallel.shard.experts.grouped import apply_experts
-from hyper_parallel.shard.experts.spread import even_load, evenly
-from hyper_parallel.shard.experts.uneven import ask
+from hyper_parallel.compat.symbolic_sizes import is_symbolic
+from hyper_parallel.graph.dynamic_sizes import expected
+from hyper_parallel.shard.experts.even_load import even_load, evenly
+from hyper_parallel.shard.experts.grouped_matmul import apply_experts
+from hyper_parallel.shard.experts.load_report import ask
+from hyper_parallel.shard.mesh_axis import Axis, _Moved
 
 Weights = Mapping[str, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""What the axes do to the experts of a mixture-of-experts layer.
+"""Expert-parallel plan of a mixture-of-experts layer.
 
 | rule | weights | tokens |
 |---|---|---|
@@ -19,8 +19,8 @@ from torch import nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import chunk
-from hyper_parallel.shard.plan.draft import Draft, Split
-from hyper_parallel.shard.plan.nouns import ExpertsPlan, Intervals
+from hyper_parallel.shard.plan.builder import PlanBuilder, Split
+from hyper_parallel.shard.plan.types import ExpertsPlan, Intervals
 from hyper_parallel.shard.rules import matching_or_refuse
 from hyper_parallel.strategy.strategy import RuleName
 
@@ -40,7 +40,7 @@ def is_concatenated(experts: nn.Module) -> bool:
     return type(experts).__name__ != "GptOssExperts" if told is None else bool(told)
 
 
-def plan_experts(draft: Draft) -> None:
+def plan_experts(draft: PlanBuilder) -> None:
     """Add what is done to experts, their routers and shared experts; before the tensor planner, which goes by rules.
 
     Raises StrategyError when the experts cannot be spread as the strategy says, with the reason.
@@ -49,7 +49,7 @@ def plan_experts(draft: Draft) -> None:
 
 
 class _ExpertsPlanner:
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: PlanBuilder) -> None:
         self.draft, self.mesh, self.strategy = draft, draft.mesh, draft.strategy
         self.expert = draft.mesh.size("expert")
         self.tensor = draft.mesh.size(draft.mesh.tensor)

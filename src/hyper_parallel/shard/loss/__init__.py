@@ -4,8 +4,8 @@
 """
 
 from hyper_parallel.shard.loss.causal_lm import causal_lm_loss
-from hyper_parallel.shard.loss.cross_entropy import IGNORED, cross_entropy_sum, valid_tokens
 from hyper_parallel.shard.loss.forward import logits_of
 from hyper_parallel.shard.loss.root import apply_loss
+from hyper_parallel.shard.loss.vocab_parallel_cross_entropy import IGNORED, cross_entropy_sum, valid_tokens
 
 __all__ = ["IGNORED", "apply_loss", "causal_lm_loss", "cross_entropy_sum", "logits_of", "valid_tokens"]

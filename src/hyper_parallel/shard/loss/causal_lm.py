@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.graph.phase import phase
-from hyper_parallel.shard.loss.cross_entropy import cross_entropy_sum
 from hyper_parallel.shard.loss.forward import call, logits_in
 from hyper_parallel.shard.loss.root import Request, root_of
+from hyper_parallel.shard.loss.vocab_parallel_cross_entropy import cross_entropy_sum
 
 
 def causal_lm_loss(

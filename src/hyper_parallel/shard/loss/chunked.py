@@ -1,4 +1,4 @@
-"""A sum over chunks of positions whose gradients are taken as soon as each chunk is computed.
+"""Chunked loss: a sum over position chunks, each with its gradient at once.
 
 What a chunk needs for its backward pass, its logits first of all, is gone before the next chunk begins, and the head
 is computed once (Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989, section 3.2, for any head). The

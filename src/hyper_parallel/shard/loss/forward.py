@@ -1,4 +1,4 @@
-"""Calling a model the way training does: no cache, positions given."""
+"""Calls a model as training does: no cache, explicit positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hyper_parallel.shard.adapters import without_adapters
+from hyper_parallel.shard.lora_adapters import without_adapters
 
 
 def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inputs: Any) -> Any:

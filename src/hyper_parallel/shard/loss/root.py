@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.phase import phase
-from hyper_parallel.shard.adapters import base_of, without_adapters
-from hyper_parallel.shard.axis import Axis
-from hyper_parallel.shard.experts.routing import auxiliary_loss
-from hyper_parallel.shard.handle import sharded
+from hyper_parallel.shard.experts.load_balancing import auxiliary_loss
+from hyper_parallel.shard.hooks import Forward, wrap
+from hyper_parallel.shard.lora_adapters import base_of, without_adapters
 from hyper_parallel.shard.loss.chunked import chunked_sum
-from hyper_parallel.shard.loss.cross_entropy import cross_entropy_sum
 from hyper_parallel.shard.loss.forward import logits_in
 from hyper_parallel.shard.loss.head import split_logits
-from hyper_parallel.shard.plan.nouns import Plan
+from hyper_parallel.shard.loss.vocab_parallel_cross_entropy import cross_entropy_sum
+from hyper_parallel.shard.mesh_axis import Axis
+from hyper_parallel.shard.model_structure import dim_of_features
+from hyper_parallel.shard.plan.types import Plan
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.structure import dim_of_features
-from hyper_parallel.shard.wrap import Forward, wrap
+from hyper_parallel.shard.sharded_model import sharded
 
 _ATTRIBUTE = "_hyper_parallel_loss"
 

@@ -1,7 +1,7 @@
-"""The plan: for every module and parameter of a model, what each axis does to it."""
+"""The sharding plan: what each axis does to every module and parameter of a model."""
 
-from hyper_parallel.shard.plan.draft import Draft
+from hyper_parallel.shard.plan.builder import PlanBuilder
 from hyper_parallel.shard.plan.make import make_plan
-from hyper_parallel.shard.plan.nouns import Intervals, ModulePlan, ParameterPlan, Plan, Region
+from hyper_parallel.shard.plan.types import Intervals, ModulePlan, ParameterPlan, Plan, Region
 
-__all__ = ["Draft", "Intervals", "ModulePlan", "ParameterPlan", "Plan", "Region", "make_plan"]
+__all__ = ["Intervals", "ModulePlan", "ParameterPlan", "Plan", "PlanBuilder", "Region", "make_plan"]

@@ -13,17 +13,17 @@ from torch import nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Mesh
-from hyper_parallel.shard.adapters import refuse_other_adapters
-from hyper_parallel.shard.context.gathered import plan_gathered
+from hyper_parallel.shard.context.gather_positions import plan_gathered
 from hyper_parallel.shard.context.plan import plan_context, with_context_folds
 from hyper_parallel.shard.experts.plan import plan_experts
-from hyper_parallel.shard.plan.draft import Draft
-from hyper_parallel.shard.plan.nouns import Plan
-from hyper_parallel.shard.plan.settle import settle_rules
-from hyper_parallel.shard.plan.tensor import plan_tensor
-from hyper_parallel.shard.structure import layers_of
-from hyper_parallel.shard.tensor2d.nouns import with_digits
+from hyper_parallel.shard.lora_adapters import refuse_other_adapters
+from hyper_parallel.shard.model_structure import layers_of
+from hyper_parallel.shard.plan.builder import PlanBuilder
+from hyper_parallel.shard.plan.inferred_rules import infer_rules
+from hyper_parallel.shard.plan.tensor1d import plan_tensor
+from hyper_parallel.shard.plan.types import Plan
 from hyper_parallel.shard.tensor2d.plan import plan_tensor_2d
+from hyper_parallel.shard.tensor2d.types import with_digits
 from hyper_parallel.strategy import Strategy
 
 
@@ -34,11 +34,11 @@ def make_plan(model: nn.Module, strategy: Strategy) -> Plan:
     _check_parameters(model, mesh, strategy.precision.param)
     refuse_other_adapters(model, split=mesh.size(mesh.tensor) > 1)
     found = layers_of(model)
-    draft = Draft(model, strategy, mesh, layers=found[0] if found else None)
+    draft = PlanBuilder(model, strategy, mesh, layers=found[0] if found else None)
     draft.context = context
     plan_experts(draft)
     if mesh.size(mesh.tensor) > 1:
-        settle_rules(draft)
+        infer_rules(draft)
         plan_tensor(draft)
         if mesh.size("tensor_y") > 1:
             plan_tensor_2d(draft)

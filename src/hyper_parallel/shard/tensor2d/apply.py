@@ -14,16 +14,16 @@ from torch import nn
 
 from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.axis import Axis, MeshAxes
-from hyper_parallel.shard.boundary import _entering, _leaving, _localise_heads
 from hyper_parallel.shard.dropout import Stretch
-from hyper_parallel.shard.plan.nouns import Plan
-from hyper_parallel.shard.structure import dim_of_features, is_conv1d
-from hyper_parallel.shard.tensor2d.gathered import GatheredInput
+from hyper_parallel.shard.hooks import Forward, all_positions, change_input, change_output, wrap
+from hyper_parallel.shard.mesh_axis import Axis, MeshAxes
+from hyper_parallel.shard.model_structure import dim_of_features, is_conv1d
+from hyper_parallel.shard.plan.types import Plan
 from hyper_parallel.shard.tensor2d.heads import ScatterHeads
 from hyper_parallel.shard.tensor2d.norm import distributed_norm
-from hyper_parallel.shard.tensor2d.nouns import FEATURES, SEQUENCE, Attention, Mlp, digit, part_of_x
-from hyper_parallel.shard.wrap import Forward, all_positions, change_input, change_output, wrap
+from hyper_parallel.shard.tensor2d.regather import GatheredInput
+from hyper_parallel.shard.tensor2d.types import FEATURES, SEQUENCE, Attention, Mlp, digit, part_of_x
+from hyper_parallel.shard.tensor_parallel import _entering, _leaving, _localise_heads
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hyper_parallel.shard.axis import Axis
-from hyper_parallel.shard.tensor2d.nouns import FEATURES, SEQUENCE
+from hyper_parallel.shard.mesh_axis import Axis
+from hyper_parallel.shard.tensor2d.types import FEATURES, SEQUENCE
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import nn
 
 from hyper_parallel.compat.local_tensor import one_device
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.axis import Axis
+from hyper_parallel.shard.mesh_axis import Axis
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 """The sum over ranks of what each has summed over its own features."""

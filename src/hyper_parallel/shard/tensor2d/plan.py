@@ -1,4 +1,4 @@
-"""The 2D plan: which regions of the 1D plan are upgraded, and how their weights lie.
+"""2D tensor-parallel plan: which 1D regions are upgraded, and their weight layouts.
 
 Every child of a layer is an attention or an MLP that 2D knows, a norm of the residual, something without weights, or
 a region that is entered by a swap of split features for split positions, inside of which the 1D plan holds.
@@ -11,15 +11,21 @@ from collections.abc import Iterable
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.plan.draft import Draft, Split
-from hyper_parallel.shard.plan.nouns import Intervals
-from hyper_parallel.shard.structure import Heads, dim_of_features, fused_parts, is_conv1d, layers_or_refuse
-from hyper_parallel.shard.tensor2d.choose import choose_mlp
+from hyper_parallel.shard.model_structure import (
+    Heads,
+    dim_of_features,
+    fused_parts,
+    is_conv1d,
+    layers_or_refuse,
+)
+from hyper_parallel.shard.plan.builder import PlanBuilder, Split
+from hyper_parallel.shard.plan.types import Intervals
+from hyper_parallel.shard.tensor2d.factorization import choose_mlp
 from hyper_parallel.shard.tensor2d.norm import Formula, formula_of, width_of
-from hyper_parallel.shard.tensor2d.nouns import Attention, Mlp, Tensor2D
+from hyper_parallel.shard.tensor2d.types import Attention, Mlp, Tensor2D
 
 
-def plan_tensor_2d(draft: Draft) -> None:
+def plan_tensor_2d(draft: PlanBuilder) -> None:
     """Upgrade the 1D plan, which has the sequence split, where tensor_y is above 1.
 
     Raises StrategyError when the features or the modules of a layer cannot be split over both axes.
@@ -28,7 +34,7 @@ def plan_tensor_2d(draft: Draft) -> None:
 
 
 class _Planner:
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: PlanBuilder) -> None:
         self.draft, self.mesh, self.names = draft, draft.mesh, draft.names
         self.x, self.y = draft.mesh.size("tensor_x"), draft.mesh.size("tensor_y")
         self.hidden = int(getattr(draft.config, "hidden_size", 0))

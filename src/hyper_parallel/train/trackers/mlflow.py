@@ -1,4 +1,4 @@
-"""MLflow; the run's id is kept in the run's folder, so that a resume goes on in the same run."""
+"""MLflow tracker; a resumed run continues the same MLflow run."""
 
 from __future__ import annotations
 

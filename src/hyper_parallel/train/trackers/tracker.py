@@ -1,4 +1,4 @@
-"""The seam between the loop and whatever keeps its metrics."""
+"""Tracker interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases; the run's id is kept in the run's folder, so that a resume goes on in the same run."""
+"""Weights & Biases tracker; a resumed run continues the same W&B run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,88 @@
+"""Rank agreement of a save: short texts gathered on the main thread, never concurrent with training's collectives."""
+
+from __future__ import annotations
+
+import json
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.errors import CheckpointError
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """The ranks that save or verify together, as one of them sees them."""
+
+    rank: int
+    world: int
+
+    def gather(self, text: str) -> list[str]:
+        """The text of every rank, in rank order; every rank calls this at the same point."""
+        ...
+
+
+class Alone:
+    """One process by itself."""
+
+    rank = 0
+    world = 1
+
+    def gather(self, text: str) -> list[str]:
+        """The text itself."""
+        return [text]
+
+
+class RankAgreement:
+    """A torch process group that can carry tensors of the CPU (gloo, or a mixed group that has it)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+
+    def gather(self, text: str) -> list[str]:
+        """Two all-gathers: of the lengths, and of the UTF-8 bytes padded to the longest."""
+        data = text.encode()
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(counts, torch.tensor([len(data)]), group=self._group)
+        lengths = [int(count) for count in counts]
+        padded = torch.frombuffer(bytearray(data.ljust(max(*lengths, 1))), dtype=torch.uint8)
+        rows = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(rows, padded, group=self._group)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def ranks_of(group: dist.ProcessGroup | Ranks | None, world: int, rank: int) -> Ranks:
+    """The ranks to agree with: `group`'s, or the default group's when `world` is more than one.
+
+    Raises CheckpointError if there is no group that the world needs, or if it is another one.
+    """
+    if group is None and world == 1:
+        return Alone()
+    if group is None:
+        if not dist.is_initialized():
+            raise CheckpointError(
+                f"a mesh of {world} ranks needs a process group to save with; call "
+                "torch.distributed.init_process_group first, or pass group="
+            )
+        group = dist.group.WORLD
+        assert group is not None
+    ranks = group if isinstance(group, Ranks) else RankAgreement(group)
+    if (ranks.rank, ranks.world) != (rank, world):
+        raise CheckpointError(
+            f"this is rank {ranks.rank} of {ranks.world} in the process group, but rank {rank} of {world} in "
+            "the "
+            "mesh; pass the group of the mesh's ranks, in the mesh's order"
+        )
+    return ranks
+
+
+def agree(ranks: Ranks, error: CheckpointError | None, note: str = "") -> str:
+    """Rank 0's `note` when no rank has an error; otherwise every rank raises the first rank's error."""
+    gathered = [json.loads(text) for text in ranks.gather(json.dumps([str(error) if error else None, note]))]
+    for rank, (message, _) in enumerate(gathered):
+        if message is not None:
+            raise CheckpointError(message if ranks.world == 1 else f"rank {rank}: {message}") from error
+    return str(gathered[0][1])

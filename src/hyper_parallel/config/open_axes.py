@@ -1,0 +1,38 @@
+"""`auto` axes in files that extend each other: an override replaces single axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hyper_parallel.strategy.axes import AUTO, AXIS_NAMES
+
+_ALL = dict.fromkeys((*AXIS_NAMES, "expert"), AUTO)
+
+
+def spelled_out(content: Any) -> Any:
+    """A file's content with `strategy: auto`, and `axes: auto`, written as one `auto` for each axis."""
+    if not isinstance(content, Mapping):
+        return content
+    found = dict(content)
+    if found.get("strategy") == AUTO:
+        found["strategy"] = {"axes": AUTO}
+    if isinstance(found.get("strategy"), Mapping):
+        found["strategy"] = spelled_out(found["strategy"])
+    if found.get("axes") == AUTO:
+        found["axes"] = _ALL
+    return found
+
+
+def one_tensor(data: Any) -> Any:
+    """Merged data in which a degree of `tensor` stands for an open `tensor_x`, or the other way round."""
+    if not isinstance(data, Mapping):
+        return data
+    found = dict(data)
+    if isinstance(found.get("strategy"), Mapping):
+        found["strategy"] = one_tensor(found["strategy"])
+    axes = found.get("axes")
+    if isinstance(axes, Mapping) and {"tensor", "tensor_x"} <= axes.keys():
+        open_ = next((name for name in ("tensor_x", "tensor") if axes[name] == AUTO), None)
+        found["axes"] = {name: degree for name, degree in axes.items() if name != open_}
+    return found

@@ -1,0 +1,113 @@
+"""Assets of an exported model: tokenizer, chat template and stop tokens.
+
+A model that was loaded from a folder keeps that folder's files. A generation config ends texts with every token that
+the training text ended texts or answers with: those that a chat template ends an answer with are often not the
+tokenizer's end-of-text token, and a model that was never told of them does not stop.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.data import TextData, Tokenizer
+from hyper_parallel.errors import ConfigError
+
+GENERATION = "generation_config.json"
+
+_OF_PROCESSORS = ("*processor_config.json",)
+_OF_TOKENIZERS = (
+    "*tokenizer*.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+)
+
+
+def assets_of(config: RunConfig, text: TextData, generation: dict[str, Any] | None) -> dict[str, bytes]:
+    """The files by name: of the folder that was loaded, of the tokenizer, and the generation config."""
+    source = config.model.path
+    files = {} if source is None else _files(Path(source), _OF_PROCESSORS)
+    files |= tokenizer_assets(text.tokenizer)
+    if generation is not None:
+        files[GENERATION] = (json.dumps(generation, indent=2, sort_keys=True) + "\n").encode()
+    return files
+
+
+def tokenizer_assets(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The tokenizer's files by name: as its folder has them, or written anew where it is of none."""
+    if tokenizer.folder is not None:
+        return _files(tokenizer.folder, _OF_TOKENIZERS)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return _files(Path(folder), ("*",))
+
+
+def generation_config(config: RunConfig, hf: Any, text: TextData) -> dict[str, Any] | None:
+    """How the model generates: as its folder says, or its Transformers config `hf`, and it ends with what the text ends
+    with. None for a module that is not Transformers'.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    from transformers import GenerationConfig, PretrainedConfig
+
+    if not isinstance(hf, PretrainedConfig):
+        return None
+    source = config.model.path
+    found = None if source is None else _read(Path(source).expanduser() / GENERATION)
+    if found is None:
+        found = json.loads(GenerationConfig.from_model_config(hf).to_json_string())
+    # Where it is set, Transformers makes the rest anew from config.json, whose ends are those of another text.
+    found.pop("_from_model_config", None)
+    if config.data.tokenizer.replace:  # the ids in the folder are those of the tokenizer that was replaced
+        found = {key: value for key, value in found.items() if not key.endswith("_token_id")}
+        found["bos_token_id"] = text.tokenizer.transformers.bos_token_id
+    own = _ids(found.get("eos_token_id"))
+    ends = list(dict.fromkeys((*own, *text.stops)))
+    found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    if found.get("pad_token_id") is None:
+        found["pad_token_id"] = text.tokenizer.pad
+    return dict(sorted(found.items()))
+
+
+def ends_of(generation: dict[str, Any] | None, text: TextData) -> frozenset[int]:
+    """The ids at which the model's text ends."""
+    return frozenset(text.stops) if generation is None else frozenset(_ids(generation["eos_token_id"]))
+
+
+def _ids(given: Any) -> list[int]:
+    return [] if given is None else [int(given)] if isinstance(given, int) else [int(one) for one in given]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: {path} cannot be read: {' '.join(str(error).split())[:200]}"
+        ) from error
+    ends = found.get("eos_token_id") if isinstance(found, dict) else "none"
+    if not isinstance(found, dict) or any(
+        not isinstance(one, int) for one in (ends if isinstance(ends, list) else [])
+    ):
+        raise ConfigError(
+            f"model.path: {path} is no generation config; put back the one that belongs to the weights"
+        )
+    return found
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> dict[str, bytes]:
+    found = {path.name: path for pattern in patterns for path in folder.expanduser().glob(pattern)}
+    return {name: path.read_bytes() for name, path in sorted(found.items()) if path.is_file()}

@@ -1,0 +1,197 @@
+"""A run's step as a Trace: captured with a few of its layers and micro-batches where those are alike, and repeated.
+
+The blocks that stand for others are compared op by op before they are repeated. Where they are not alike after all, the
+step is captured whole, which is as right and takes longer. With `whole` it always is.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.config import RunConfig
+from hyper_parallel.estimate.inspect import micro_batch
+from hyper_parallel.estimate.layer_instances import CapturedLayers, Layers, choose
+from hyper_parallel.estimate.layer_kinds import layer_kinds, with_layers
+from hyper_parallel.estimate.repeat_ops import Loop, Repeated, Tag, Unlike, repeat
+from hyper_parallel.estimate.resident_memory import count_micro_batches
+from hyper_parallel.graph import Pass, StepGraph
+from hyper_parallel.graph.lower import Lowered, lowered
+from hyper_parallel.graph.pass_manager import rewritten
+from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard.experts.even_load import assume_even_load
+from hyper_parallel.shard.graph_passes import passes_for
+from hyper_parallel.shard.plan import make_plan
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.engine import check_length
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.trace import Op, Trace
+
+MICRO = 5
+"""Micro-batches that are captured where there are more: the first two, the last two, and one that is repeated."""
+
+
+_BATCH = re.compile(r"^micro\.(\d+)\.")
+"""How `step.capture_train_step` names the inputs of a micro-batch."""
+_FEW = 1 << 20
+"""Bytes. What reads more of several layers at once grows with their number, which repeating does not tell; below that,
+as for the norms of all gradients, it does not matter."""
+
+
+def trace_of(
+    model: nn.Module,
+    config: RunConfig,
+    classes: Mapping[int, str],
+    *,
+    views: bool,
+    whole: bool = False,
+    then: Sequence[Pass] = (),
+    say: Callable[[str], None] = lambda _: None,
+    notes: list[str] | None = None,
+) -> Trace:
+    """The Trace of a run's step on ranks of one class. `model` is on the meta device, and is not changed.
+
+    `then` rewrites the whole step. `say` is told what is being done; to `notes` is added what was
+    repeated. Errors are those of `capture_step`.
+    """
+    (name,) = set(classes.values())
+    told = notes if notes is not None else []
+    micro_batches = count_micro_batches(config)
+    strategy = config.effective_strategy
+    plan = make_plan(model, strategy)
+    # What is gathered a layer ahead, or moved, does not stand in the layer that it belongs to: no layer is repeated.
+    whole = whole or bool(then)
+    kept = None if whole else choose(layer_kinds(model, plan, strategy))
+    captured = micro_batches if whole or micro_batches <= MICRO else MICRO
+    found: Repeated | None = None
+    if kept is not None or captured < micro_batches:
+        smaller, smaller_strategy = model, strategy
+        if kept is not None:
+            smaller, smaller_strategy = with_layers(model, plan, strategy, kept.layers)
+        shown = f"{len(kept.layers)} of {kept.total} layers, " if kept else ""
+        say(f"capturing {shown}{captured} of {micro_batches} micro-batches as rank 0 of {len(classes)}")
+        step = captured_step(smaller, config, smaller_strategy, captured)
+        say(f"{sum(1 for _ in step.nodes):,} nodes captured")
+        try:
+            found = _repeated(step, plan.layers, kept, captured, micro_batches, views)
+        except Unlike as error:
+            say(f"they are not alike ({error}); capturing all")
+        else:
+            if kept is not None:
+                told.append(
+                    f"{len(kept.layers)} of the {kept.total} layers were captured; those alike were repeated"
+                )
+            if captured < micro_batches:
+                told.append(
+                    f"{captured} of the {micro_batches} micro-batches were captured; one was repeated"
+                )
+    if found is None:
+        say(f"capturing all layers and micro-batches as rank 0 of {len(classes)}")
+        step = captured_step(model, config, strategy, micro_batches)
+        say(f"{sum(1 for _ in step.nodes):,} nodes captured")
+        if then:
+            say(f"rewriting it: {', '.join(one.name for one in then)}")
+            step = rewritten(step, then)
+        one = lowered(step, views=views)
+        return Trace({name: one.ops}, dict(classes), {name: one.resident}, 0.0, micro_batches)
+    return Trace({name: found.ops}, dict(classes), {name: found.resident}, 0.0, micro_batches)
+
+
+def captured_step(model: nn.Module, config: RunConfig, strategy: Strategy, micro_batches: int) -> StepGraph:
+    """The graph of a step of so many micro-batches, rewritten as training rewrites it."""
+    model = copy.deepcopy(model)
+    with fake_ranks(strategy.axes.world, 0):
+        parallelize(model, strategy, lowering="traceable")
+        check_length(sharded(model), config)
+        shape = BatchShape(
+            ((micro_batch(config), config.data.sequence),) * micro_batches, (False,) * micro_batches
+        )
+        with assume_even_load(load_of(strategy)):
+            step = capture_step(Recipe.of(config, model), shape)
+        return rewritten(step, passes_for(strategy))
+
+
+def load_of(strategy: Strategy) -> float:
+    """How many times their even share of the rows the rank's experts are taken to get: under a budget as many as
+    memory is kept for."""
+    memory, ranks = strategy.memory, strategy.axes.expert
+    return 1.0 if memory.device is None else min(memory.expert_load, float(ranks))
+
+
+def _repeated(
+    step: StepGraph,
+    prefix: str | None,
+    kept: CapturedLayers | None,
+    captured: int,
+    micro_batches: int,
+    views: bool,
+) -> Repeated:
+    found = lowered(step, views=views)
+    micro = micro_batch_of(found.ops)
+    made = Repeated(found.ops, found.resident, tuple(range(len(found.ops))))
+    if kept is not None and prefix is not None:
+        layers = Layers(step, prefix)
+        made = _of_all_layers(found, layers, kept)
+        micro = [micro[index] for index in made.origin]
+    if captured < micro_batches:
+        loop = Loop(captured // 2, micro_batches - captured + 1)
+        near = [tag if tag is not None and abs(tag - loop.middle) <= 1 else None for tag in micro]
+        batches = [(held, _batch_of(held.name)) for held in made.resident]
+        made = repeat(
+            made.ops, near, batches, loop, lambda name, _, copied: _batch_renamed(name, loop, copied)
+        )
+    return made
+
+
+def _of_all_layers(found: Lowered, layers: Layers, kept: CapturedLayers) -> Repeated:
+    tags = [None if layer is None else kept.block(layer) for layer in layers.of_all(found)]
+    for op, node in zip(found.ops, found.nodes, strict=True):
+        outside = layers.of(node) is None and layers.spans(node)
+        if outside and op.work is not None and op.work.read > _FEW:
+            raise Unlike(f"{op.name} reads {op.work.read:.0f} bytes of several layers at once")
+
+    def block_of(name: str) -> Tag:
+        layer = layers.named(name)
+        return None if layer is None else kept.block(layer)
+
+    return repeat(
+        found.ops,
+        tags,
+        [(held, block_of(held.name)) for held in found.resident],
+        kept.loop,
+        lambda name, _, copied: layers.rename(name, kept, copied),
+    )
+
+
+def _batch_of(name: str) -> Tag:
+    """The micro-batch that an input of the step is of."""
+    found = _BATCH.match(name)
+    return int(found[1]) if found else None
+
+
+def _batch_renamed(name: str, loop: Loop, copied: int) -> str:
+    at = _batch_of(name)
+    if at is None or at < loop.middle:
+        return name
+    shift = copied if at == loop.middle else loop.times - 1
+    return _BATCH.sub(f"micro.{at + shift}.", name)
+
+
+def micro_batch_of(ops: tuple[Op, ...]) -> list[Tag]:
+    """The micro-batch of each op, counted by the backward passes before it; None from the clipping on."""
+    found: list[Tag] = []
+    at, backward = 0, False
+    for op in ops:
+        if op.phase in ("clip", "optimizer"):
+            at = -1
+        elif at >= 0:
+            if backward and op.phase == "forward":
+                at += 1
+            backward = op.phase == "backward"
+        found.append(at if at >= 0 else None)
+    return found

@@ -1,0 +1,213 @@
+"""Report of an inspection, as a table and as JSON."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.estimate.activation_memory import Calls, collapsed
+from hyper_parallel.estimate.resident_memory import Gathered, ResidentBytes
+from hyper_parallel.units import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One parameter of a module pattern, or a module that has none and saves activations. Bytes are those of all the
+    modules that the pattern stands for."""
+
+    module: str
+    """The module's name, `*` for the index of a layer; empty for the model itself."""
+    count: int
+    """How many modules the pattern stands for."""
+    parameter: str
+    """The parameter's own name; empty for a module without one."""
+    layout: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Bytes saved for the backward pass that were made in the module; told once, with its first parameter."""
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Collectives of one step of one kind, over one axis."""
+
+    axis: str
+    level: str
+    """The link levels that the groups span; empty where no axis is placed."""
+    kind: str
+    count: int
+    bytes: int
+    """Bytes that the rank receives from others."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What one rank of a run keeps and sends. All figures are bytes."""
+
+    world: int
+    axes: dict[str, int]
+    rank: int
+    parameters: int
+    """Elements of the whole model."""
+    rows: list[ModuleRow]
+    gathered: Gathered
+    over: int
+    """The largest transient of the forward and backward pass, above the saved activations."""
+    collectives: list[CollectiveRow]
+    micro_batches: int
+    micro_batch: int
+    sequence: int
+    lowering: str
+    kinds: list[int]
+    """How many layers there are of each kind."""
+    whole: bool
+    """All layers were run; otherwise one and two of each kind."""
+    balanced: bool
+    """Tokens are taken to spread evenly over experts."""
+    notes: list[str]
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes of the rank, by what they are for."""
+        sums = {
+            column: sum(getattr(row, column) for row in self.rows)
+            for column in ("parameters", "gradients", "optimizer", "activations")
+        }
+        return {**sums, "gathered": self.gathered.total, "transient": self.over}
+
+    @property
+    def total(self) -> int:
+        """The sum of the totals: they do not all reach their most at once, so it bounds the peak from above."""
+        return sum(self.totals.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able, with totals and explanations."""
+        return {
+            **asdict(self),
+            "totals": self.totals,
+            "total": self.total,
+            "explanations": self.explanations(),
+        }
+
+    def explanations(self) -> list[str]:
+        """What is exact, what is measured how, and what was assumed."""
+        fsdp = self.lowering == "fsdp"
+        how = (
+            "all layers run"
+            if self.whole
+            else f"one and two layers of each of {len(self.kinds)} kinds ({', '.join(map(str, self.kinds))} layers) "
+            "run, and the rest added: layers of one kind cost the same"
+        )
+        lines = [
+            "exact: parameters, gradients and optimizer state, from every parameter's Layout; gathered, from the "
+            "modules that are gathered together (those that are not freed, two at once of those that are, and one's "
+            "gradients before they are reduced)",
+            "measured on fake tensors of the CPU, forward and backward pass of the model's own code: activations (what "
+            "is alive at the end of the forward pass and not computed from weights alone), transient (the most that is "
+            f"alive beyond that) and collectives ({'FSDP2 as in training' if fsdp else 'traceable gathers'}, the "
+            f"update included); {how}",
+            "assumed: every sequence is one document; several in a sequence add a mask unless context splits them"
+            + ("; tokens spread evenly over experts" if self.balanced else ""),
+            "the sum bounds the peak from above: not all of it is there at once; allocators and libraries add to it",
+        ]
+        return [*lines, *self.notes]
+
+    def table(self) -> str:
+        """For people."""
+        from rich.console import Console
+        from rich.table import Table
+
+        def table(columns: Sequence[str], left: int) -> Table:
+            made = Table(pad_edge=False)
+            for at, column in enumerate(columns):
+                made.add_column(column, justify="left" if at < left else "right", overflow="fold")
+            return made
+
+        modules = table(
+            ("module", "×", "parameter", "layout", "parameters", "gradients", "optimizer", "activations"), 1
+        )
+        modules.columns[2].justify = modules.columns[3].justify = "left"
+        shown = ""
+        for row in self.rows:
+            name = "″" if row.module == shown and shown else row.module or "(model)"
+            shown = row.module
+            sizes = (row.parameters, row.gradients, row.optimizer, row.activations)
+            cells = [format_bytes(size) if size else "–" for size in sizes]
+            modules.add_row(
+                name, str(row.count), row.parameter or "–", row.layout.replace("[", r"\[") or "–", *cells
+            )
+        calls = table(("axis", "level", "collective", "calls", "received"), 3)
+        for call in self.collectives:
+            calls.add_row(call.axis, call.level or "–", call.kind, str(call.count), format_bytes(call.bytes))
+        memory = table(("on this rank", "bytes"), 1)
+        for what, size in self.totals.items():
+            memory.add_row(what, format_bytes(size))
+        memory.add_section()
+        memory.add_row("sum", format_bytes(self.total))
+        out = io.StringIO()
+        console = Console(file=out, width=150)
+        degrees = " · ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one device"
+        console.print(
+            f"{format_count(self.parameters)} parameters on {self.world} ranks ({degrees}), as rank {self.rank} sees "
+            f"it: {self.micro_batches} micro-batches of {self.micro_batch} × {self.sequence} tokens a step",
+            markup=False,
+        )
+        console.print(modules)
+        console.print(memory)
+        console.print(calls if self.collectives else "no collectives")
+        for line in self.explanations():
+            console.print(f"- {line}", markup=False)
+        return out.getvalue()
+
+
+def parameter_rows(
+    model: nn.Module, layers: str | None, kept: Mapping[str, ResidentBytes], saved: Counter[str]
+) -> list[ModuleRow]:
+    """One row for each parameter of each module pattern, in the model's order."""
+    order: dict[str, int] = {}
+    for name, _ in model.named_modules():
+        pattern = collapsed(name, layers)
+        order[pattern] = order.get(pattern, 0) + 1
+    found: dict[tuple[str, str, str], list[ResidentBytes]] = {}
+    for name, one in kept.items():
+        module, _, own = name.rpartition(".")
+        found.setdefault((collapsed(module, layers), own, one.layout), []).append(one)
+    by_module: dict[str, list[tuple[str, str]]] = {}
+    for module, own, layout in found:
+        by_module.setdefault(module, []).append((own, layout))
+    rows = []
+    for module, count in order.items():
+        activations = saved[module]
+        for own, layout in by_module.get(module, []):
+            ones = found[module, own, layout]
+            rows.append(
+                ModuleRow(
+                    module,
+                    len(ones),
+                    own,
+                    layout,
+                    parameters=sum(one.parameter for one in ones),
+                    gradients=sum(one.gradient for one in ones),
+                    optimizer=sum(one.optimizer for one in ones),
+                    activations=activations,
+                )
+            )
+            activations = 0
+        if activations:
+            rows.append(ModuleRow(module, count, "", "", 0, 0, 0, activations))
+    assert sum(row.activations for row in rows) == saved.total()
+    return rows
+
+
+def collective_rows(calls: Calls) -> list[CollectiveRow]:
+    """One row for each axis, level and kind, the most bytes first."""
+    keys = {key[:3] for key in calls}
+    rows = [CollectiveRow(*key, calls[(*key, "count")], calls[(*key, "bytes")]) for key in keys]
+    return sorted(rows, key=lambda row: (-row.bytes, row.axis, row.level, row.kind))

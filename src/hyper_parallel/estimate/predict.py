@@ -1,0 +1,197 @@
+"""Prediction from a run file: its step is captured as one rank of a fake process group, then simulated.
+
+Every rank of a strategy runs the same ops on as many bytes (their indices differ, and weights that do not divide are
+taken as rank 0 has them), so that one rank class stands for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from hyper_parallel.cluster import MEASURED, Cluster
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.estimate.build_trace import load_of, trace_of
+from hyper_parallel.estimate.inspect import micro_batch, model_of
+from hyper_parallel.estimate.prediction import Prediction
+from hyper_parallel.graph import Pass
+from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
+from hyper_parallel.offloading.schedule.explain import explained
+from hyper_parallel.offloading.schedule.offload_pass import Offload
+from hyper_parallel.offloading.schedule.tier_capacities import spaces_of
+from hyper_parallel.overlap import Overlap
+from hyper_parallel.simulator import simulate
+from hyper_parallel.step.collective_order import schedule_for
+from hyper_parallel.step.out_of_memory import head_of
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.workload import flops_of_model
+
+Progress = Callable[[str], None]
+
+
+def predict_run(
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    model: nn.Module | None = None,
+    ordered: bool = False,
+    explain: bool = False,
+    progress: Progress | None = None,
+) -> Prediction:
+    """What a step of a run would take on a cluster. Nothing is allocated, and no data or weights are read.
+
+    `model`: on the meta device, in place of the one that the file describes. `ordered`: with the collectives in the
+    order that training on that cluster would choose, for which every layer is captured; otherwise in that of the
+    model's code, each waited for where it begins. `explain`: tell what a memory budget moves, and how far from the best
+    that is. `progress` is told what is being done.
+
+    Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
+    """
+    say = progress or (lambda _: None)
+    strategy = config.effective_strategy
+    if explain and strategy.memory.device is None:
+        raise ConfigError(
+            "--explain tells what a memory budget moves, and the file has none; set one, for example "
+            "strategy.memory.device=10GiB strategy.memory.host=64GiB"
+        )
+    notes: list[str] = []
+    world = strategy.axes.world
+    plain = model if model is not None else model_of(config, notes)
+    parameters = sum(p.numel() for p in plain.parameters())
+    tokens = config.train.batch * config.data.sequence
+    flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
+    views = prices_views(cluster)
+    schedule = schedule_of(strategy, cluster) if ordered else None
+    offload = _offload(strategy, cluster)
+    then = [one for one in (schedule, offload) if one is not None]
+    trace = trace_of(
+        plain,
+        config,
+        classes=dict.fromkeys(range(world), "all"),
+        views=views,
+        then=then,
+        say=say,
+        notes=notes,
+    )
+    if world > 1 and not ordered and strategy.overlap.schedule != "none":
+        notes.append("collectives are waited for where they begin; --ordered orders them as training would")
+    if offload is not None:
+        say("looking for bounds" if explain else "planned")
+        notes += [explained(found) if explain else str(found) for found in offload.found]
+    trace = replace(trace, model_flops=flops)
+    say(f"simulating {len(trace.ops['all']):,} ops on {cluster.name or cluster.source}")
+    timeline = simulate(trace, cluster, algorithm=_algorithm(strategy))
+    if any(_has_experts(name) for name, _ in plain.named_modules()):
+        notes.append(_loads(load_of(strategy)))
+    return Prediction(
+        timeline,
+        strategy,
+        parameters,
+        tokens,
+        config.data.sequence,
+        micro_batch(config),
+        head_of(plain),
+        tuple(notes),
+    )
+
+
+def schedule_of(strategy: Strategy, cluster: Cluster) -> Pass | None:
+    """What orders the collectives of a run on this cluster, as its training would.
+
+    On a cluster by name that is `Overlap` for it, since an accelerator has the preset of its name. A measured one is
+    taken for this machine's processor, on which training takes the usual order unless the file names a cluster.
+    """
+    asked = strategy.overlap
+    if (
+        strategy.axes.world > 1
+        and asked.schedule == "auto"
+        and asked.cluster is None
+        and cluster.name != MEASURED
+    ):
+        return Overlap(cluster, pieces=asked.pieces)
+    return schedule_for(strategy, "cpu")
+
+
+def _offload(strategy: Strategy, cluster: Cluster) -> Offload | None:
+    """What keeps the step within its budget, where it has one."""
+    if strategy.memory.device is None:
+        return None
+    spaces = spaces_of(strategy.memory, cluster, strategy.axes.world)
+    return Offload(cluster, strategy.memory.device, spaces, Choices.of(strategy.memory))
+
+
+def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluster:
+    """The cluster that a command names, as `ranks` workers of this run see it.
+
+    Raises ConfigError for a cluster that is not known or too small, and for ranks that the strategy does not have.
+    """
+    cluster = Cluster.named(name)
+    axes = config.effective_strategy.axes
+    world = axes.world
+    if ranks is not None and ranks != world:
+        degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in axes.order if axes.degree(axis) > 1)
+        raise ConfigError(
+            f"--ranks {ranks}: the strategy's axes multiply to {world} ({degrees or 'one rank'}); "
+            + _axes_for(ranks, world, axes.replicate, axes.shard)
+        )
+    if cluster.ranks is not None and not cluster.shared and cluster.ranks < world:
+        raise ConfigError(
+            f"--cluster {name}: has {cluster.ranks} devices, and the strategy's axes multiply to {world}; "
+            f"name {name.rpartition('x')[0] or name}x{world}, or make the axes smaller"
+        )
+    if world > 1 and not cluster.links and not cluster.shared:
+        raise ConfigError(
+            f"--cluster {name}: describes no links between devices, and the strategy has {world} ranks; measure "
+            "them with hyper-parallel calibrate --workers, or set axes of one rank"
+        )
+    return replace(cluster.for_workers(world), name=cluster.name or name)
+
+
+def prices_views(cluster: Cluster) -> bool:
+    """Whether a view takes time on this cluster's device: the host's, where it was measured."""
+    device = cluster.device
+    return device is not None and any(
+        table.kind == "view" or ".view" in table.op for table in device.efficiency.memory
+    )
+
+
+def _axes_for(ranks: int, world: int, replicate: int, shard: int) -> str:
+    """What to write so that the axes multiply to so many."""
+    if ranks % world == 0 and ranks > world:
+        times = ranks // world
+        return f"for {ranks} set strategy.axes.shard={shard * times} or strategy.axes.replicate={replicate * times}"
+    fixed = world // shard
+    if ranks % fixed == 0:
+        return f"for {ranks} set strategy.axes.shard={ranks // fixed}"
+    return f"choose degrees that multiply to {ranks} (its factors: {_factors(ranks)}), or leave --ranks out"
+
+
+def _factors(number: int) -> str:
+    found, divisor = [], 2
+    while number > 1 and divisor <= math.isqrt(number):
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return " · ".join(map(str, [*found, *([number] if number > 1 else [])])) or "1"
+
+
+def _algorithm(strategy: Strategy) -> str | None:
+    return "flat" if strategy.placement.collectives == "flat" else None
+
+
+def _loads(load: float) -> str:
+    if load == 1.0:
+        return "every expert is taken to get as many rows as the others"
+    return (
+        f"the rank's experts are taken to get {load:g} times their even share of the rows, as many as memory is kept "
+        "for (strategy.memory.expert_load)"
+    )
+
+
+def _has_experts(name: str) -> bool:
+    return name.rpartition(".")[2] == "experts"

@@ -1,0 +1,130 @@
+"""Prediction of a run: its Timeline, memory fit and assumptions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.graph import Kind, Lifetime
+from hyper_parallel.report import table
+from hyper_parallel.step.out_of_memory import remedies
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.trace import Peak, Timeline
+from hyper_parallel.units import format_bytes, format_count, format_duration
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one step of a run would take."""
+
+    timeline: Timeline
+    strategy: Strategy
+    parameters: int
+    """Of the whole model."""
+    tokens: int
+    """Of a step, all ranks together."""
+    sequence: int
+    micro_batch: int
+    """Rows that a rank computes at once."""
+    head: str | None = None
+    """The module that gives the logits."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, a sentence each."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        return self.tokens / self.timeline.step / self.timeline.trace.world
+
+    @property
+    def capacity(self) -> float | None:
+        """Bytes of a device's memory; None where the cluster does not tell."""
+        return self.timeline.capacity.get("device")
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the device's memory; None where that is not known."""
+        return None if self.capacity is None else self.timeline.peak.bytes <= self.capacity
+
+    @property
+    def remedies(self) -> list[str]:
+        """Keys of the run file that would make it fit, that which helps most first; none where it fits."""
+        if self.fits is not False:
+            return []
+        return remedies(*_alive(self.timeline.peak), self.strategy, self.head, self.micro_batch)
+
+    def text(self, width: int = 120) -> str:
+        """What the terminal is shown."""
+        timeline, trace = self.timeline, self.timeline.trace
+        peak = format_bytes(timeline.peak.bytes)
+        lines = [table(timeline, width).rstrip(), ""]
+        lines.append(
+            f"simulated: {format_count(self.parameters)} parameters, {format_count(self.tokens)} tokens a step in "
+            f"{trace.micro_batches} micro-batch{'es' * (trace.micro_batches != 1)} of {self.micro_batch} × "
+            f"{self.sequence}; predicted {format_duration(timeline.step)} a step, "
+            f"{self.tokens_per_second:,.0f} tokens/s on each device"
+        )
+        if self.fits:
+            lines.append(f"it fits: predicted peak {peak} of {format_bytes(self.capacity or 0)}")
+        elif self.fits is False:
+            lines.append(
+                f"IT DOES NOT FIT: predicted peak {peak} of {format_bytes(self.capacity or 0)} on each device"
+            )
+            lines += [f"  would help: {remedy}" for remedy in self.remedies]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data. Times are seconds, memory is bytes; all are predicted."""
+        timeline = self.timeline
+        masked = timeline.masked
+        bubbles = timeline.bubbles
+        return {
+            "predicted": timeline.predicted,
+            "cluster": timeline.cluster,
+            "device": timeline.device,
+            "source": timeline.source,
+            "ranks": timeline.trace.world,
+            "axes": {axis: self.strategy.axes.degree(axis) for axis in (*self.strategy.axes.order, "expert")},
+            "parameters": self.parameters,
+            "tokens": self.tokens,
+            "micro_batches": timeline.trace.micro_batches,
+            "step": timeline.step,
+            "tokens_per_second_per_device": self.tokens_per_second,
+            "mfu": timeline.mfu,
+            "computing": timeline.computing,
+            "communicating": timeline.communicating,
+            "exposed": timeline.exposed,
+            "masked": {"blocked": masked.blocked, "end_to_end": masked.end_to_end},
+            "waiting": {
+                "imbalance": bubbles.imbalance,
+                "fill_drain": bubbles.fill_drain,
+                "copies": bubbles.copies,
+                "runtime": bubbles.runtime,
+            },
+            "memory": {
+                "peak": timeline.peak.bytes,
+                "by_kind": timeline.peak_by_kind(),
+                "device": self.capacity,
+                "fits": self.fits,
+                "remedies": self.remedies,
+            },
+            "phases": {name: one.total for name, one in timeline.by_phase().items()},
+            "modules": {name: one.total for name, one in timeline.by_module().items()},
+            "kinds": {name: one.total for name, one in timeline.by_kind().items()},
+            "axes_communicating": {name: one.communication for name, one in timeline.by_axis().items()},
+            "notes": list(self.notes),
+        }
+
+
+def _alive(peak: Peak) -> tuple[list[Lifetime], dict[Kind, int]]:
+    """What is alive at a peak, as lifetimes."""
+    found: list[Lifetime] = []
+    kinds: Counter[Kind] = Counter()
+    for alive in peak.alive:
+        op, held = alive.op, alive.held
+        module, phase = (op.module, op.phase) if op else ("", "")
+        found.append(Lifetime(held.storage, held.bytes, held.kind, 0, 0, held.name or None, module, phase))
+        kinds[held.kind] += held.bytes
+    return found, kinds

@@ -1,0 +1,83 @@
+"""Process groups of a graph's collectives: their ranks and mesh axis.
+
+A graph names a group as the runtime does, which says nothing to a reader. `capture` takes no Strategy, so whoever made
+the groups tells it which name means what (`ShardedModel.process_groups`).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph.ir import StepGraph
+
+_ARGUMENT = "group_name"
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Ranks that a collective joins."""
+
+    name: str
+    """Of the process group, as the graph's nodes have it."""
+    axis: str
+    """Of the mesh: an axis, a joint such as ``shard*context``, or a fold such as ``expert``."""
+    ranks: tuple[int, ...]
+    """Global ranks in the group's order."""
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node begins a collective. Waiting for one is another node (`is_wait`)."""
+    return _functional(node) and not is_wait(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits until a collective is done."""
+    return _functional(node) and "wait" in str(node.target)
+
+
+def group_of(step: StepGraph, node: fx.Node) -> CollectiveGroup:
+    """The group of a node that begins a collective, or that waits for one.
+
+    Raises CaptureError when the step was captured without being told of that group.
+    """
+    while is_wait(node):
+        (begun,) = node.args
+        assert isinstance(begun, fx.Node)
+        node = begun
+    name = group_name(node)
+    found = step.groups.get(name)
+    if found is None:
+        told = ", ".join(sorted(step.groups)) or "none"
+        raise CaptureError(
+            f"the graph's {node.target} is over the process group {name!r}, of which the capture was not told "
+            f"(told of: {told}); give `capture` the axis and the ranks of each group in `groups`"
+        )
+    axis, ranks = found
+    return CollectiveGroup(name, axis, ranks)
+
+
+def group_name(node: fx.Node) -> str:
+    """The name of the process group of a node that begins a collective."""
+    assert is_collective(node), f"{node.target} begins no collective"
+    target: Any = node.target
+    at = next(i for i, argument in enumerate(target._schema.arguments) if argument.name == _ARGUMENT)
+    return str(node.kwargs[_ARGUMENT] if _ARGUMENT in node.kwargs else node.args[at])
+
+
+def ranks_of(step: StepGraph) -> list[int]:
+    """The global ranks that the step's collectives join, ascending; rank 0 where there are none."""
+    return sorted({rank for _, members in step.groups.values() for rank in members} | {0})
+
+
+def _functional(node: fx.Node) -> bool:
+    return _is_functional(node.target)
+
+
+@functools.cache
+def _is_functional(target: Any) -> bool:
+    return getattr(target, "namespace", "") == "_c10d_functional"

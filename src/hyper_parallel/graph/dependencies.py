@@ -1,0 +1,185 @@
+"""Dependencies that a graph's edges do not show: memory hazards, collective order, suspension points.
+
+A node must run after
+
+- the nodes that compute its arguments;
+- the last write to each storage that it reads, through whatever view (read after write);
+- every read of a storage that it writes, since the last write, and that write (write after read, write after write);
+- the collective before it in the same process group, since the other ranks run them in that order;
+- the node before it that draws from the same random generator;
+- host points, if it writes what outlives the step: nothing is updated before the host has looked at what it asked to
+  see. Host points keep their order, and run after the updates that were before them. Moving it is no update;
+- the host point before it, if it reads a number from a tensor: what is as large as that number is not there before the
+  host has looked.
+
+Any order that keeps these computes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from hyper_parallel.errors import GraphError
+from hyper_parallel.graph.collective_groups import group_name, is_collective
+from hyper_parallel.graph.ir import StepGraph
+from hyper_parallel.graph.memory_effects import draws_random, reads, writes
+from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.tier_ops import is_cache
+
+
+def dependencies(step: StepGraph, free: Collection[fx.Node] = ()) -> dict[fx.Node, set[fx.Node]]:
+    """Each computing node to the ones that must run before it; what follows from these is left out.
+
+    `free`: collectives whose place among the others of their group has yet to be chosen, on every rank alike.
+    """
+    found = _Found(step, free)
+    for node in step.nodes:
+        found.add(node)
+    return found.needs
+
+
+def check_order(
+    step: StepGraph,
+    order: Sequence[fx.Node],
+    free: Collection[fx.Node] = (),
+    needs: Mapping[fx.Node, Collection[fx.Node]] | None = None,
+) -> None:
+    """Raise GraphError unless the step's nodes may run in this order; `free` as of `dependencies`.
+
+    `needs`: the step's dependencies where they are known already.
+    """
+    needs = dependencies(step, free) if needs is None else needs
+    place = {node: at for at, node in enumerate(order)}
+    if len(place) != len(order) or place.keys() != needs.keys():
+        raise GraphError(
+            f"an order of {len(order)} nodes ({len(place)} different) is not one of the graph's {len(needs)}; "
+            "give each computing node of the graph once"
+        )
+    for node, before in needs.items():
+        late = {other for other in before if place[other] > place[node]}
+        if late:
+            # The first of them as the step has it, so that the same mistake has the same text in every process.
+            other = next(one for one in needs if one in late)
+            raise GraphError(
+                f"{node} ({node.target}) may not run before {other} ({other.target}): {_why(node, other)}"
+            )
+
+
+def legal(step: StepGraph, order: Sequence[fx.Node]) -> bool:
+    """Whether the step's nodes may run in this order."""
+    try:
+        check_order(step, order)
+    except GraphError:
+        return False
+    return True
+
+
+def reorder(
+    step: StepGraph,
+    order: Sequence[fx.Node],
+    free: Collection[fx.Node] = (),
+    needs: Mapping[fx.Node, Collection[fx.Node]] | None = None,
+) -> StepGraph:
+    """The same graph with its computing nodes in another order; `free` and `needs` as of `check_order`.
+
+    Raises GraphError when that order is not legal.
+    """
+    check_order(step, order, free, needs)
+    made, new = step.copied()
+    arrange(made, [new[node] for node in order])
+    return made
+
+
+def arrange(made: StepGraph, order: Iterable[fx.Node]) -> None:
+    """Put the computing nodes of a graph that is being made into an order, which is legal."""
+    end = made.output
+    for node in order:
+        end.prepend(node)
+
+
+def later(step: StepGraph, movable: Collection[fx.Node]) -> list[fx.Node]:
+    """The step's order with some nodes as late as what needs them allows; the others stay where they are.
+
+    Collectives among the movable ones find a new place among those of their group, so every rank must move the same.
+    """
+    nodes = list(step.nodes)
+    place = {node: at for at, node in enumerate(nodes)}
+    # From the end: when a movable node is reached, all that needs it has its place.
+    wanted: dict[fx.Node, int] = {}
+    needs = dependencies(step, movable)
+    for node in reversed(nodes):
+        place[node] = wanted.get(node, place[node])
+        for other in needs[node]:
+            if other in movable:
+                wanted[other] = min(place[node], wanted.get(other, place[node]))
+    return sorted(nodes, key=lambda node: (place[node], node not in movable))
+
+
+class _Found:
+    """Walks the nodes in order and remembers who touched what last."""
+
+    def __init__(self, step: StepGraph, free: Collection[fx.Node]) -> None:
+        self._free = free
+        self.needs: dict[fx.Node, set[fx.Node]] = {}
+        self._lasting = {storage.index for storage in step.storages if storage.name is not None}
+        self._wrote: dict[int, fx.Node] = {}
+        self._read: dict[int, list[fx.Node]] = {}
+        self._chains: dict[str, fx.Node] = {}
+        self._updates: list[fx.Node] = []
+        """Writes to what outlives the step, since the last host point."""
+
+    def add(self, node: fx.Node) -> None:
+        """One more node."""
+        needs = {source for source in node.all_input_nodes if source.op == "call_function"}
+        changed, looked_at = writes(node), reads(node)
+        for storage in looked_at | changed:
+            if storage in self._wrote:
+                needs.add(self._wrote[storage])
+        for storage in changed:
+            needs.update(self._read.pop(storage, ()))
+            self._wrote[storage] = node
+        for storage in looked_at - changed:
+            self._read.setdefault(storage, []).append(node)
+        if is_collective(node) and node not in self._free:
+            self._chain(node, f"group {group_name(node)}", needs)
+        if draws_random(node):
+            self._chain(node, "random", needs)
+        if node.target is HOST:
+            needs.update(self._updates)
+            self._updates.clear()
+            self._chain(node, "host", needs)
+        elif node.target is _NUMBER and "host" in self._chains:
+            needs.add(self._chains["host"])
+        elif changed & self._lasting and not is_cache(node):
+            self._updates.append(node)
+            if "host" in self._chains:
+                needs.add(self._chains["host"])
+        needs.discard(node)
+        self.needs[node] = needs
+
+    def _chain(self, node: fx.Node, name: str, needs: set[fx.Node]) -> None:
+        if name in self._chains:
+            needs.add(self._chains[name])
+        self._chains[name] = node
+
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
+def _why(node: fx.Node, other: fx.Node) -> str:
+    if other in node.all_input_nodes:
+        return "it uses its result"
+    if node.target is _NUMBER and other.target is HOST:
+        return "the host looks before it reads how large something is"
+    if node.target is HOST or other.target is HOST:
+        return "what the host is asked comes before the updates that follow it, and after those before it"
+    if writes(node) & writes(other):
+        return "both write to the same memory"
+    if writes(other) & reads(node):
+        return "it reads what that one writes"
+    if writes(node) & reads(other):
+        return "it writes what that one still reads"
+    return "other ranks, or the random generator, take them in this order"

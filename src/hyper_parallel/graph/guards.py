@@ -1,0 +1,111 @@
+"""Guards: questions about input values that a captured step depends on, such as an all-ones mask.
+
+A tensor of a capture has no values. Where one is computed from inputs alone, a small graph of its own computes it from
+the real ones, and the step goes on with the answer. The graph that is captured then is right for inputs of which the
+same questions have the same answers, and `Question.of` asks them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from hyper_parallel.compat.dispatch import outside_modes
+from hyper_parallel.graph.collective_groups import is_collective
+from hyper_parallel.graph.execute import Executable, executable
+from hyper_parallel.graph.ir import Input, StepGraph, Storage, values_of
+from hyper_parallel.graph.memory_effects import draws_random, touched, writes
+from hyper_parallel.graph.suspension import HOST
+
+Number = bool | int | float
+
+
+@dataclass(frozen=True)
+class Question:
+    """A number that the step read off a tensor."""
+
+    asks: Executable
+    answer: Number
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> Number:
+        """The answer for other inputs, by their names; of the same shapes."""
+        with outside_modes(), torch.no_grad():
+            return _number(self.asks.run(tensors)["answer"])
+
+    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether it is the same."""
+        found = self.of(tensors)
+        return found == self.answer or (math.isnan(found) and math.isnan(self.answer))
+
+
+class Questions:
+    """Answers a capture's questions from real tensors, by the names of the inputs that they are, and keeps them."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.asked: list[Question] = []
+
+    def ask(
+        self,
+        of: fx.Node,
+        graph: fx.Graph,
+        inputs: list[Input],
+        storages: list[Storage],
+        constants: Mapping[str, torch.Tensor],
+    ) -> Number | None:
+        """The one element of what `of` gives; None where it is not computed from the tensors alone.
+
+        `graph`: so far, with its inputs, storages and constants.
+        """
+        found = self._history(of, graph, inputs)
+        if found is None:
+            return None
+        kept, given = found
+        alone = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        for node in kept:
+            copied[node] = alone.node_copy(node, lambda source: copied[source])
+            copied[node].meta = dict(node.meta)
+        last = alone.output((copied[of],))
+        last.meta = dict(of.meta)
+        asks = executable(StepGraph(alone, given, ["answer"], storages, dict(constants)))
+        question = Question(asks, math.nan)
+        answer = question.of(self._tensors)
+        self.asked.append(Question(asks, answer))
+        return answer
+
+    def _history(
+        self, of: fx.Node, graph: fx.Graph, inputs: list[Input]
+    ) -> tuple[list[fx.Node], list[Input]] | None:
+        """All that made or changed what `of` gives, in order, and the inputs among it."""
+        needed = {value.storage for value in values_of(of)}
+        names = dict(zip((node for node in graph.nodes if node.op == "placeholder"), inputs, strict=True))
+        outside = {value.storage for node in names for value in values_of(node)}
+        kept: list[fx.Node] = []
+        wanted = {of}
+        for node in reversed(graph.nodes):
+            made = {value.storage for value in values_of(node)}
+            if node not in wanted and not (made | writes(node)) & needed:
+                continue
+            if node.op == "placeholder" and names[node].name not in self._tensors:
+                return None
+            if node.op == "call_function" and (node.target is HOST or draws_random(node)):
+                return None
+            if is_collective(node):
+                return None  # other ranks may not be asking
+            if writes(node) & outside:
+                return None  # asking twice would change it twice
+            kept.append(node)
+            needed |= touched(node)
+            wanted.update(node.all_input_nodes)
+        kept.reverse()
+        return kept, [names[node] for node in kept if node.op == "placeholder"]
+
+
+def _number(tensor: torch.Tensor) -> Number:
+    found: Number = tensor.item()
+    return found

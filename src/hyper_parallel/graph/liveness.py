@@ -1,0 +1,159 @@
+"""Liveness analysis: the lifetime and kind of each storage, and live bytes over time.
+
+A storage is born with the first node that gives a value in it and dies after the last one that uses any view of it;
+what is read from outside is there from the beginning to the end. One whose memory is given up and taken again (`cache`)
+has several lives, and lies in other tiers meanwhile; state that rests in a slot for good has none. The clock is the
+place of a node in the graph. The peak is exact for what the graph allocates; memory that a kernel takes and gives back
+inside itself is not seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from hyper_parallel.graph.collective_groups import is_wait
+from hyper_parallel.graph.dynamic_sizes import known
+from hyper_parallel.graph.ir import Kind, StepGraph, values_of
+from hyper_parallel.graph.memory_effects import begun, touched, writes
+from hyper_parallel.graph.tier_ops import detach, prefetch
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """One storage, or one of its lives."""
+
+    storage: int
+    bytes: int
+    kind: Kind
+    born: int
+    """Index of the node that makes it; -1 when it comes from outside."""
+    died: int
+    """Index of the last node that uses it; the number of nodes when it outlives the step."""
+    name: str | None
+    """Of the input, or of the parameter whose gradient it is."""
+    module: str
+    phase: str
+
+
+def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[Lifetime]:
+    """Every life of every storage that the step uses, in order of birth; `sizes` gives the symbols values."""
+    nodes = list(step.nodes)
+    born: dict[int, int] = {}
+    died: dict[int, int] = {}
+    moves: dict[int, list[tuple[int, bool]]] = defaultdict(list)
+    """Of each storage: where its memory is taken again (True) or given up."""
+    outside = step.outside
+    returned = {value.storage for node in step.output.all_input_nodes for value in values_of(node)}
+    for at, node in enumerate(nodes):
+        for value in values_of(node):
+            born.setdefault(value.storage, at)
+            died[value.storage] = max(died.get(value.storage, at), at)
+        # What a collective was given is held until it has been waited for.
+        for storage in touched(node) | (touched(begun(node)) if is_wait(node) else set()):
+            died[storage] = at
+        if node.target in (prefetch, detach):
+            (storage,) = touched(node)
+            moves[storage].append((at, node.target is prefetch))
+    weights = of_weights(step, nodes)
+    away = {slot.storage for slot in step.slots.values() if slot.rest == "away"}
+    found = []
+    for storage, entry in outside.items():
+        if storage in away and not moves[storage]:
+            continue
+        size = known(step.storages[storage].bytes, sizes or {})
+        for since, until in _lives(-1, len(nodes), moves[storage]):
+            found.append(Lifetime(storage, size, entry.kind, since, until, entry.name, *_where(nodes, since)))
+    for storage, at in sorted(born.items(), key=lambda entry: entry[1]):
+        if storage in outside or step.storages[storage].name is not None:
+            continue
+        node, last = nodes[at], nodes[died[storage]]
+        end = len(nodes) if storage in returned else died[storage]
+        size = known(step.storages[storage].bytes, sizes or {})
+        kind = _kind(step, storage, node, last, weights)
+        of = step.gradients.get(storage)
+        for since, until in _lives(at, end, moves[storage]):
+            found.append(Lifetime(storage, size, kind, since, until, of, *_where(nodes, since)))
+    return sorted(found, key=lambda life: life.born) if any(moves.values()) else found
+
+
+def _where(nodes: list[fx.Node], born: int) -> tuple[str, str]:
+    return ("", "") if born < 0 else (nodes[born].meta["module"], nodes[born].meta["phase"])
+
+
+def _lives(born: int, died: int, moves: list[tuple[int, bool]]) -> Iterator[tuple[int, int]]:
+    """(first, last) node of each stretch in which a storage has memory."""
+    # What is taken before it is given up was away as the step began.
+    here = not moves or not moves[0][1]
+    for at, taken in moves:
+        assert taken is not here, f"memory is {'taken' if taken else 'given up'} twice at node {at}"
+        if here:
+            yield born, at
+        born, here = at, taken
+    if here:
+        yield born, died
+
+
+def _kind(step: StepGraph, storage: int, born: fx.Node, last: fx.Node, weights: set[int]) -> Kind:
+    if storage in step.gradients:
+        return "gradient"
+    if storage in weights:
+        return "parameter"
+    early = born.meta["phase"] in ("forward", "loss") and not born.meta["recomputed"]
+    return "activation" if early and last.meta["phase"] == "backward" else "temporary"
+
+
+def of_weights(step: StepGraph, nodes: list[fx.Node]) -> set[int]:
+    """Storages computed from parameters alone: gathered or cast ones."""
+    kinds = {storage: entry.kind == "parameter" for storage, entry in step.outside.items()}
+    found = set()
+    for node in nodes:
+        sources = [value.storage for source in node.all_input_nodes for value in values_of(source)]
+        alone = bool(sources) and all(kinds.get(storage, False) for storage in sources)
+        for storage in (*(value.storage for value in values_of(node)), *writes(node)):
+            kinds[storage] = alone and kinds.get(storage, True)
+    for storage, alone in kinds.items():
+        if alone and step.storages[storage].name is None:
+            found.add(storage)
+    return found
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The worst moment of a step."""
+
+    bytes: int
+    """Alive at once, what comes from outside included."""
+    at: int
+    """Index of the node."""
+    by_kind: dict[Kind, int]
+    alive: list[Lifetime]
+    """Largest first."""
+
+
+def peak(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> Peak:
+    """How many bytes are alive at the worst moment, and which."""
+    return peak_of(lifetimes(step, sizes))
+
+
+def peak_of(found: list[Lifetime]) -> Peak:
+    """The worst moment of storages whose lifetimes are given."""
+    changes: Counter[int] = Counter()
+    for life in found:
+        changes[life.born] += life.bytes
+        changes[life.died + 1] -= life.bytes
+    alive = most = 0
+    at = -1
+    for moment in sorted(changes):
+        alive += changes[moment]
+        if alive > most:
+            most, at = alive, moment
+    there = sorted((x for x in found if x.born <= at <= x.died), key=lambda x: (-x.bytes, x.storage))
+    by_kind: Counter[Kind] = Counter()
+    for life in there:
+        by_kind[life.kind] += life.bytes
+    return Peak(most, at, dict(by_kind), there)

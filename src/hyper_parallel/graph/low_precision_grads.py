@@ -1,0 +1,66 @@
+"""Low-precision gradients: kept in the dtype they were cast from until the update.
+
+A product in bfloat16 gives a gradient in bfloat16, which is cast to the parameter's float32 at once and waits for the
+update in twice the bytes. Here it waits as it was made, and is cast a second time where it is used next:
+
+    g = cast(n) … uses … update(g)    →    g = cast(n) … early uses;  … g' = cast(n);  late uses, update(g')
+
+The same kernel runs on the same bits, so that g' = g. It helps where early uses end soon (`nearer.sums_at_birth`) and
+late ones stand together (`nearer.updates_together`). What a gradient is added to (several micro-batches), what is
+reduced in float32 and what the host updates with stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from hyper_parallel.graph.dynamic_sizes import known
+from hyper_parallel.graph.host_update import is_update, storages_of
+from hyper_parallel.graph.ir import StepGraph, values_of
+from hyper_parallel.graph.matmuls import operator_name
+from hyper_parallel.graph.memory_effects import touched, writes
+from hyper_parallel.graph.recompute import recompute, repeatable
+
+
+def narrow(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> StepGraph:
+    """The step with gradients that wait in fewer bits, where they can; `sizes` gives the symbols values."""
+    nodes = list(step.nodes)
+    users: dict[int, list[int]] = {}
+    for at, node in enumerate(nodes):
+        for storage in touched(node) | {value.storage for value in values_of(node)}:
+            users.setdefault(storage, []).append(at)
+    bytes_of = [known(storage.bytes, dict(sizes or {})) for storage in step.storages]
+    to_host = {storage for node in nodes if is_update(node) for storage in storages_of(node)}
+    lates: dict[int, int] = {}
+    sources: dict[int, int] = {}
+    """Gradient to what it was cast from."""
+    for storage in step.gradients:
+        places = users.get(storage, [])
+        if storage in to_host or len(places) < 2 or operator_name(nodes[places[0]]) != "_to_copy":
+            continue
+        (source,) = touched(nodes[places[0]]) or {storage}
+        if bytes_of[source] < bytes_of[storage] and step.storages[source].name is None:
+            # Up to the first write: behind that it is no longer what was cast.
+            until = next((at for at in places[1:] if storage in writes(nodes[at])), places[-1])
+            gaps = pairwise(places[: places.index(until) + 1])
+            _, lates[storage] = max(gaps, key=lambda gap: gap[1] - gap[0])
+            sources[storage] = source
+    chosen = repeatable(step, lates, collectives="none", lates=lates)
+    kept = {sources[storage] for storage in chosen}
+    made = recompute(step, chosen, collectives="none", kept=kept, lates=lates)
+    named = {sources[storage]: step.gradients[storage] for storage in chosen}
+    made.gradients = {**made.gradients, **named, **_repeated(made)}
+    return made
+
+
+def _repeated(step: StepGraph) -> dict[int, str]:
+    """Storages of the repetitions of gradients, to the names of their parameters."""
+    of = {node.name: value.storage for node in step.nodes for value in values_of(node)}
+    return {
+        value.storage: step.gradients[of[node.meta["origin"]]]
+        for node in step.nodes
+        if node.meta["recomputed"] and of.get(node.meta.get("origin", "")) in step.gradients
+        for value in values_of(node)
+    }

@@ -1,0 +1,346 @@
+"""Pass manager: graph passes with declared requirements, checked before and validated after.
+
+A pass never changes the graph that it is given. What validation proves of its result: the graph is well formed; inputs
+and outputs are the same; and every node that was there before still reads what the same writes left in memory, and
+still runs after everything that it had to run after. A node that a pass makes again from another one is held to the
+same (`meta["origin"]`, the name of the node that it repeats). Of a storage whose memory was given up nothing is read
+before it was brought back, nothing changes or frees what a copy still reads, and between two steps everything is where
+its slot says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import fx
+
+from hyper_parallel.errors import GraphError
+from hyper_parallel.graph import host_update
+from hyper_parallel.graph.collective_groups import is_collective, is_wait
+from hyper_parallel.graph.dependencies import dependencies
+from hyper_parallel.graph.ir import StepGraph, values_of
+from hyper_parallel.graph.memory_effects import begun, is_view, reads, touched, writes
+from hyper_parallel.graph.tier_ops import detach, is_cache, prefetch, slot_of, store
+
+SCHEDULE = "schedule"
+"""What a pass provides that chooses the order of collectives too: the same on every rank, by what all ranks know."""
+
+
+class Pass(Protocol):
+    """One rewrite."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """What earlier passes must have provided."""
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What later passes may rely on."""
+
+    @property
+    def conflicts(self) -> frozenset[str]:
+        """What no earlier pass may have provided."""
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """The rewritten graph; `step` stays as it is."""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A function of a graph as a pass."""
+
+    name: str
+    does: Callable[[StepGraph], StepGraph]
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """The rewritten graph."""
+        return self.does(step)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one pass made of a graph."""
+
+    name: str
+    before: StepGraph
+    after: StepGraph
+
+
+def run_passes(step: StepGraph, passes: Sequence[Pass]) -> list[Ran]:
+    """Run passes one after the other; the last one's `after` is the result.
+
+    Raises GraphError when a pass requires what none before it provides, or conflicts with what one did: before any
+    has run; and when what a pass made is not the same step.
+    """
+    check_declared(passes)
+    ran: list[Ran] = []
+    for one in passes:
+        before = ran[-1].after if ran else step
+        after = one(before)
+        try:
+            validate(before, after, chosen=SCHEDULE in one.provides)
+        except GraphError as error:
+            raise GraphError(f"pass {one.name!r}: {error}") from None
+        ran.append(Ran(one.name, before, after))
+    return ran
+
+
+def rewritten(step: StepGraph, passes: Sequence[Pass]) -> StepGraph:
+    """What the passes make of a graph. Raises GraphError as `run_passes` does."""
+    ran = run_passes(step, passes)
+    return ran[-1].after if ran else step
+
+
+def check_declared(passes: Iterable[Pass]) -> None:
+    """Raise GraphError unless each pass finds what it requires, and nothing that it conflicts with."""
+    provided: dict[str, str] = {}
+    for one in passes:
+        missing = sorted(one.requires - provided.keys())
+        if missing:
+            there = ", ".join(provided) or "nothing"
+            raise GraphError(
+                f"pass {one.name!r} requires {', '.join(missing)}, and the passes before it provide {there}; "
+                "put the pass that provides it first"
+            )
+        for known in sorted(one.conflicts & provided.keys()):
+            raise GraphError(
+                f"pass {one.name!r} conflicts with {known}, which pass {provided[known]!r} provides; "
+                f"put {one.name!r} before it, or leave one of the two out"
+            )
+        provided.update(dict.fromkeys(sorted(one.provides), one.name))
+
+
+def validate(before: StepGraph, after: StepGraph, *, chosen: bool = False) -> None:
+    """Raise GraphError unless `after` is well formed and computes what `before` does, as far as order can tell.
+
+    `chosen`: the collectives of a group may be in another order than before.
+    """
+    try:
+        after.graph.lint()
+    except RuntimeError as error:
+        raise GraphError(f"the graph is not well formed: {error}") from None
+    _same_ends(before, after)
+    for node in after.nodes:
+        _check_meta(node)
+    _same_order(before, after, [node for node in before.nodes if is_collective(node)] if chosen else [])
+    _same_contents(before, after)
+
+
+def _same_ends(before: StepGraph, after: StepGraph) -> None:
+    if before.inputs != after.inputs:
+        raise GraphError("the inputs are not the same as before")
+    if before.outputs != after.outputs:
+        raise GraphError(f"the outputs are {after.outputs}, and were {before.outputs}")
+
+    def returned(step: StepGraph) -> list[tuple[object, ...]]:
+        return [
+            (value.shape, value.dtype) for node in step.output.all_input_nodes for value in values_of(node)
+        ]
+
+    if returned(before) != returned(after):
+        raise GraphError("an output has another shape or dtype than before")
+
+
+def _check_meta(node: fx.Node) -> None:
+    missing = {"phase", "module", "recomputed"} - node.meta.keys()
+    if missing:
+        raise GraphError(f"{node} ({node.target}) lacks meta {', '.join(sorted(missing))}")
+
+
+def _same_order(before: StepGraph, after: StepGraph, free: Collection[fx.Node]) -> None:
+    place = {node.name: at for at, node in enumerate(after.nodes)}
+    for node in after.nodes:
+        for call in host_update.calls_of(node) if host_update.is_update(node) else ():
+            place[call.name] = place[node.name]
+    for node, needs in dependencies(before, free).items():
+        for other in needs:
+            if place.get(other.name, -1) > place.get(node.name, len(place)):
+                raise GraphError(f"{node} ({node.target}) now runs before {other} ({other.target})")
+
+
+def _same_contents(before: StepGraph, after: StepGraph) -> None:
+    known = _last_writers(before)
+    for name, (origin, seen) in _writers_seen(after).items():
+        for storage, writer in seen.items():
+            expected = known.get(origin, {}).get(storage, writer)
+            if writer != expected:
+                raise GraphError(
+                    f"{name} now reads memory as {writer or 'the step found it'}"
+                    f"{' left it' if writer else ''}, and not as {expected or 'the step found it'}"
+                    f"{' left it' if expected else ''}"
+                )
+
+
+def _last_writers(step: StepGraph) -> dict[str, dict[int, str]]:
+    return {name: seen for name, (_, seen) in _writers_seen(step).items()}
+
+
+def _writers_seen(step: StepGraph) -> dict[str, tuple[str, dict[int, str]]]:
+    """Each node's name to its origin, and to the last write to each storage that it reads, "" where there is none."""
+    wrote: dict[int, str] = {}
+    found = {}
+    copies = _Copies(step, wrote)
+    for node in step.nodes:
+        origin = node.meta.get("origin", node.name)
+        if is_cache(node):
+            copies.moved(node)
+            continue
+        if host_update.is_update(node):
+            found.update(copies.updated(node))
+            continue
+        waited = is_wait(node)
+        if not is_view(node):
+            looked_at = touched(begun(node)) if waited else reads(node) | touched(node)
+            for storage in looked_at:
+                _check_there(node, storage, wrote.get(storage, ""))
+            found[node.name] = (origin, {s: wrote.get(s, "") for s in looked_at})
+        for storage in writes(node):
+            copies.check_read(node, storage)
+            # Collectives that are made one bring their results at any of their waits.
+            wrote[storage] = "a collective" if waited else origin
+    copies.check_end()
+    return found
+
+
+_AWAY, _COMING = "no memory", "a copy that was not waited for"
+
+
+class _Copies:
+    """Follows what cache operators make of the contents of storages: `wrote`, the last writer of each."""
+
+    def __init__(self, step: StepGraph, wrote: dict[int, str]) -> None:
+        self._slots, self._wrote = step.slots, wrote
+        self._held: dict[int, str] = {}
+        """Slot to the last writer of what was stored there."""
+        self._coming: dict[int, str] = {}
+        """Storage to the last writer of what it is being filled with."""
+        self._gone: dict[int, str] = {}
+        """Storage to the last writer of what was given up."""
+        self._stored: set[int] = set()
+        """Slots whose store was not waited for."""
+        self._reading: dict[int, set[int]] = {}
+        """Storage to the slots that it is being copied to."""
+        for number, slot in step.slots.items():
+            if slot.rest != "step":
+                if step.storages[slot.storage].name is None:
+                    raise GraphError(f"slot {number} does not hold storage {slot.storage} as a step begins")
+                self._held[number] = ""
+                self._stored.add(number)  # in the step before, as far as this one knows
+            if slot.rest == "away":
+                wrote[slot.storage] = _AWAY
+        # A copy that a step begins last is waited for in the next one.
+        last = {slot_of(node): node for node in (step.nodes if step.slots else ()) if is_cache(node)}
+        for number, node in last.items():
+            if node.target is prefetch and step.slots[number].rest == "here":
+                wrote[step.slots[number].storage], self._coming[step.slots[number].storage] = _COMING, ""
+            if node.target is store and step.slots[number].rest == "here":
+                self._reading.setdefault(step.slots[number].storage, set()).add(number)
+
+    def moved(self, node: fx.Node) -> None:
+        """A cache operator."""
+        number, (storage,) = slot_of(node), touched(node)
+        slot, now = self._slots[number], self._wrote.get(storage, "")
+        if (slot.storage, slot.tier) != (storage, node.args[2]):
+            raise GraphError(f"{node} moves storage {storage}, and slot {number} is storage {slot.storage}'s")
+        if node.target is prefetch:
+            if now != _AWAY or number not in self._held:
+                raise GraphError(f"{node}: storage {storage} has memory, or slot {number} holds nothing yet")
+            self._coming[storage] = self._held[number]
+            self._wrote[storage] = _COMING
+        elif node.target is store:
+            _check_there(node, storage, now)
+            self._held[number] = now
+            self._stored.add(number)
+            self._reading.setdefault(storage, set()).add(number)
+        elif node.target is detach:
+            _check_there(node, storage, now)
+            if number in self._stored or self._held.get(number) != now:
+                raise GraphError(
+                    f"{node} gives up what slot {number} does not hold: store it, and wait for it"
+                )
+            self.check_read(node, storage)
+            self._gone[storage] = now
+            self._wrote[storage] = _AWAY
+        else:
+            self._stored.discard(number)
+            self._reading.get(storage, set()).discard(number)
+            if now == _COMING:
+                self._wrote[storage] = self._coming.pop(storage)
+
+    def updated(self, node: fx.Node) -> dict[str, tuple[str, dict[int, str]]]:
+        """An update: each of its calls as if it were a node. Without slots it is still to be given some."""
+        storages, slots = host_update.storages_of(node), host_update.slots_of(node)
+        # Taken along when it begins, so that they need to be there no longer than that.
+        given = [next(values_of(source)).storage for source in host_update.host_arguments_of(node)]
+        for storage in given:
+            _check_there(node, storage, self._wrote.get(storage, ""))
+        if slots:
+            for storage, number in zip(storages, slots, strict=True):
+                self._check_slot(node, storage, number)
+        now = {
+            storage: self._held[slots[at]] if slots else self._wrote.get(storage, "")
+            for at, storage in enumerate(storages)
+        }
+        found = {}
+        for call in host_update.calls_of(node):
+            seen = {given[at]: self._wrote.get(given[at], "") for at in call.given}
+            seen.update((storages[at], now[storages[at]]) for at in call.moved)
+            found[call.name] = (call.name, seen)
+            now.update((storages[at], call.name) for at in call.writes)
+        for at, (storage, writer) in enumerate(now.items()):
+            if slots:
+                self._held[slots[at]] = self._gone[storage] = writer
+            else:
+                self._wrote[storage] = writer
+        return found
+
+    def check_read(self, node: fx.Node, storage: int) -> None:
+        """Raise GraphError where a node changes or gives up what is still being copied."""
+        for number in sorted(self._reading.get(storage, ())):
+            raise GraphError(
+                f"{node} ({node.target}) changes storage {storage} or gives it up while it is being copied to slot "
+                f"{number}: wait for that first"
+            )
+
+    def _check_slot(self, node: fx.Node, storage: int, number: int) -> None:
+        slot = self._slots[number]
+        if (slot.storage, slot.tier) != (storage, host_update.tier_of(node)):
+            raise GraphError(
+                f"{node} updates storage {storage}, and slot {number} is storage {slot.storage}'s"
+            )
+        now = self._wrote.get(storage, "")
+        if now != _AWAY or self._held.get(number) != self._gone.get(storage, ""):
+            raise GraphError(
+                f"{node} ({node.target}) works in slot {number}, which is not where storage {storage} is: store it "
+                "there, and give its memory up"
+            )
+
+    def check_end(self) -> None:
+        """Raise GraphError unless the next step finds things as this one did."""
+        for number, slot in self._slots.items():
+            now = self._wrote.get(slot.storage, "")
+            if slot.rest == "away" and (
+                now != _AWAY or self._held[number] != self._gone.get(slot.storage, "")
+            ):
+                raise GraphError(f"at the end storage {slot.storage} does not rest in slot {number} alone")
+            now = self._coming.get(slot.storage, now) if now == _COMING and slot.rest == "here" else now
+            if slot.rest == "here" and (now in (_AWAY, _COMING) or self._held.get(number) != now):
+                raise GraphError(f"at the end slot {number} does not hold what storage {slot.storage} does")
+        here = {slot.storage for slot in self._slots.values() if slot.rest == "here"}
+        for storage, now in self._wrote.items():
+            if now == _COMING and storage not in here:
+                raise GraphError(f"nothing waits for what storage {storage} is being filled with")
+
+
+def _check_there(node: fx.Node, storage: int, now: str) -> None:
+    if now in (_AWAY, _COMING):
+        raise GraphError(f"{node} ({node.target}) needs storage {storage}, which holds {now}")

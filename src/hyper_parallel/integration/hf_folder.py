@@ -1,0 +1,176 @@
+"""Hugging Face folders: written from a parallelized model, and read into one.
+
+A parameter at a time is gathered, and only rank 0 keeps it, in host memory: what it holds at the end is one whole model
+in the dtype that is written. Transformers' own `save_pretrained` then writes it, so that names, ties, generation config
+and custom code are as it has them; of a model with adapters PEFT's writes the adapters alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.checkpoint.export import MODEL
+from hyper_parallel.checkpoint.shard import dtype_name
+from hyper_parallel.compat import fsdp
+from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.integration.rank_agreement import ranks_of, together
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
+from hyper_parallel.shard.safetensors_folder import Folder
+from hyper_parallel.train.checkpoint_state import model_shards
+
+ADAPTERS = "adapter_model.safetensors"
+"""The file that PEFT keeps adapters in."""
+
+
+def write_folder(
+    handle: ShardedModel,
+    out: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Write the model to `out`, as `from_pretrained` loads it. A collective; rank 0 writes.
+
+    `tokenizer`: what else has a `save_pretrained` and belongs there, a tokenizer or processor. Floating-point tensors
+    are written as they are stored, or as `dtype`. `max_shard_size`: bytes or ``"5GB"``, above which there are several
+    files with an index; left out, what Transformers takes.
+
+    Raises CheckpointError, on all ranks, if the folder cannot be written.
+    """
+    target = Path(out)
+    fsdp.free_gathered(handle.model)
+    held = _gathered(handle, dtype)
+    ranks = ranks_of(handle)
+    with together(ranks, target):
+        if ranks.rank == 0:
+            target.mkdir(parents=True, exist_ok=True)
+            _save(handle.model, target, held, max_shard_size)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(target)
+
+
+@torch.no_grad()
+def read_folder(handle: ShardedModel, folder: str | os.PathLike[str]) -> None:
+    """Fill a spread model from what `write_folder` or `save_pretrained` wrote. A collective; each reads its pieces.
+
+    Of a model with adapters the adapters are read, and the rest stays.
+
+    Raises CheckpointError, on all ranks, when a tensor is missing, has another shape, or a file cannot be read.
+    """
+    source = Path(folder)
+    fsdp.free_gathered(handle.model)
+    ranks = ranks_of(handle)
+    with together(ranks, source, "read"):
+        if without_adapters(handle.model) is handle.model:
+            _read(handle, source)
+        else:
+            _read_adapters(handle, source)
+
+
+def _gathered(handle: ShardedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Name in the model to whole tensor in host memory, on rank 0; empty elsewhere."""
+    wanted = _of_adapters(handle)
+    held: dict[str, Tensor] = {}
+    for name, piece in model_shards(handle).items():
+        name = name.removeprefix(MODEL)
+        if wanted is not None and name not in wanted:
+            continue
+        with torch.no_grad(), present(piece.local):
+            whole = handle.gather(piece.local, piece.layout)
+            if handle.rank == 0:
+                kind = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+                # A copy, since memory that a budget lends is taken back.
+                held[name] = whole.to("cpu", kind, copy=True)
+    return held
+
+
+def _of_adapters(handle: ShardedModel) -> set[str] | None:
+    """The parameters that PEFT writes: the adapters' own, what is trained beside them, and the embeddings, which it
+    writes where they were resized. None where there are no adapters.
+    """
+    model: Any = handle.model
+    if without_adapters(model) is model:
+        return None
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embeddings = {id(p) for module in ends if module is not None for p in module.parameters()}
+    return {
+        p.name
+        for p in handle.parameters()
+        if p.parameter.requires_grad or id(p.parameter) in embeddings or name_in_base(p.name, model) is None
+    }
+
+
+def _save(model: Any, out: Path, held: dict[str, Tensor], max_shard_size: int | str | None) -> None:
+    limit = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    if hasattr(model, "save_pretrained"):
+        floating = {tensor.dtype for tensor in held.values() if tensor.is_floating_point()}
+        model.save_pretrained(out, state_dict=held, **limit)  # which empties what it is given
+        _name_dtype(out / "config.json", floating)
+        return
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, out / "model.safetensors")
+
+
+def _name_dtype(config: Path, floating: set[torch.dtype]) -> None:
+    """Transformers loads in the type that the config names, and notes that of the model, not of what was written."""
+    if len(floating) != 1 or not config.is_file():  # adapters have no config.json
+        return
+    content = json.loads(config.read_text(encoding="utf-8"))
+    if content.get("dtype") != (dtype := dtype_name(floating.pop())):
+        config.write_text(
+            json.dumps({**content, "dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
+
+
+def _read(handle: ShardedModel, folder: Path) -> None:
+    here = handle.mesh.coordinate(handle.rank)
+    with Folder(folder) as files:
+        for name, piece in model_shards(handle).items():
+            found = files.find(name.removeprefix(MODEL), handle.model, piece.layout.shape)
+            if found is None:
+                raise CheckpointError(
+                    f"{folder}: no tensor {name.removeprefix(MODEL)!r}; the folder holds another model's weights"
+                )
+            with present(piece.local, changed=True):
+                for box in piece.layout.boxes(here):
+                    piece.local[box.local_slices].copy_(found[box.global_slices])
+
+
+def _read_adapters(handle: ShardedModel, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    model: Any = handle.model
+    here = handle.mesh.coordinate(handle.rank)
+    known = {p.name: p for p in handle.parameters()}
+    for adapter in model.peft_config:
+        path = folder / ADAPTERS if adapter == "default" else folder / adapter / ADAPTERS
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; the folder holds no adapter {adapter!r}")
+        for name, whole in load_file(path).items():
+            parameter = known.get(_name_in_model(name, adapter, known))
+            if parameter is None:
+                raise CheckpointError(f"{path}: there is no place for {name!r}; it is of other adapters")
+            if tuple(whole.shape) != parameter.layout.shape:
+                raise CheckpointError(
+                    f"{path}: {name!r} has shape {list(whole.shape)}, the model needs {list(parameter.layout.shape)}"
+                )
+            with present(parameter.local, changed=True):
+                for box in parameter.layout.boxes(here):
+                    parameter.local[box.local_slices].copy_(whole[box.global_slices])
+
+
+def _name_in_model(name: str, adapter: str, known: Any) -> str:
+    """The parameter that PEFT wrote as `name`, which leaves the adapter's name out."""
+    owner, _, own = name.rpartition(".")
+    candidates = (f"{owner}.{adapter}.{own}", f"{owner}.modules_to_save.{adapter}.{own}", name)
+    return next((candidate for candidate in candidates if candidate in known), name)

@@ -1,0 +1,222 @@
+"""A parallelized model under another trainer: row assignment and reduction of the ranks' values.
+
+    world = replicate · shard · context · tensor
+    data ranks = replicate · shard
+    loss ranks = data ranks · context
+
+Ranks that differ in other axes than `replicate` and `shard` share a data index: they see the same rows. What they
+compute of the loss is summed over the loss ranks; those along the tensor axes all have the same part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from hyper_parallel.config import load, load_strategy
+from hyper_parallel.config.yaml12 import parse
+from hyper_parallel.errors import DataError, IntegrationError
+from hyper_parallel.integration.auto_strategy import AutoRequest, planned
+from hyper_parallel.integration.broadcast_values import as_on_rank_0
+from hyper_parallel.integration.streamed_sharding import parallelize_streamed
+from hyper_parallel.shard import ShardedModel, parallelize, sharded
+from hyper_parallel.shard.parallelize import Lowering
+from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.strategy import AXIS_NAMES, Strategy
+
+Given = Strategy | str | Path | Mapping[str, Any] | None
+"""How a strategy may be given: itself, a dict, a YAML file (a strategy's or a run's), ``"auto"``, or nothing."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelRun:
+    """A spread model, and what a trainer's loop has to know of the ranks."""
+
+    handle: ShardedModel
+
+    @classmethod
+    def over(
+        cls,
+        model: nn.Module,
+        strategy: Strategy,
+        *,
+        device: torch.device | None = None,
+        traceable: bool = False,
+    ) -> ParallelRun:
+        """Spread `model` in place, with rank 0's values on every rank; `traceable`: so that a graph can be made of it.
+
+        `device`: where its pieces go; from elsewhere one tensor after the other goes there, never the whole model.
+
+        Raises StrategyError where the strategy does not fit the model, IntegrationError where it does not fit the
+        number of processes.
+        """
+        check_world(strategy, world_size())
+        as_on_rank_0(model)
+        lowering: Lowering = "traceable" if traceable else "fsdp"
+        if device is not None and any(p.device.type != device.type for p in model.parameters()):
+            return cls(parallelize_streamed(model, strategy, device, lowering=lowering))
+        return cls(sharded(parallelize(model, strategy, lowering=lowering)))
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.handle.mesh.world
+
+    @property
+    def data_ranks(self) -> int:
+        """How many shares of the batch there are: replicate · shard."""
+        return self._size(ROW_AXES)
+
+    @property
+    def data_index(self) -> int:
+        """Which of them this rank computes."""
+        return self.handle.data_index
+
+    @property
+    def loss_ranks(self) -> int:
+        """How many parts a loss is the sum of: replicate · shard · context."""
+        return self._size(LOSS_AXES)
+
+    def sum_of_data(self, x: Tensor) -> Tensor:
+        """The sum over the shares of the batch of what each says of its rows, on every rank."""
+        return self.handle.all_reduce(x, ROW_AXES)
+
+    def sum_of_parts(self, x: Tensor) -> Tensor:
+        """The whole loss, on every rank, from each one's part."""
+        return self.handle.all_reduce(x, LOSS_AXES)
+
+    @torch.no_grad()
+    def gather(self, x: Tensor) -> Tensor:
+        """[d0, ...] of each share of the batch, one after the other: [data_ranks · d0, ...]; a number counts as [1].
+
+        Every rank gives the same shape.
+        """
+        x = x.reshape(1) if x.dim() == 0 else x.contiguous()
+        told = x.to(torch.uint8) if x.dtype == torch.bool else x
+        for name in reversed(ROW_AXES):
+            told = self.handle.axes[name].gather(told, 0)
+        return told.to(x.dtype)
+
+    def gather_object(self, what: T) -> list[T]:
+        """What each share of the batch has, in their order."""
+        if self.world == 1:
+            return [what]
+        every: list[Any] = [None] * self.world
+        dist.all_gather_object(every, what)
+        found: dict[int, T] = {}
+        for rank in range(self.world):
+            found.setdefault(self.handle.data_index_of(rank), every[rank])
+        return [found[index] for index in range(self.data_ranks)]
+
+    def check_same_rows(self, rows: Sequence[Tensor]) -> None:
+        """See that ranks of one share of the batch were given the same `rows`; a collective.
+
+        Raises DataError on every rank where some were not.
+        """
+        if self.world == self.data_ranks:
+            return
+        mine = [tuple(x.shape) for x in rows], [int(x.long().sum()) for x in rows]
+        every: list[Any] = [None] * self.world
+        dist.all_gather_object(every, mine)
+        first: dict[int, int] = {}
+        for rank, theirs in enumerate(every):
+            like = first.setdefault(self.handle.data_index_of(rank), rank)
+            if theirs != every[like]:
+                raise DataError(
+                    f"ranks {like} and {rank} compute on the same rows, by the strategy's axes, but were given "
+                    "different ones; a dataset or collator that draws random numbers must draw the same ones in every "
+                    "process (seed it by args.seed, not by the rank)"
+                )
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.handle.mesh.size(axis) for axis in axes)
+
+
+@dataclass(frozen=True)
+class ResolvedStrategy:
+    """A strategy without open axes."""
+
+    strategy: Strategy
+    accumulation: int = 1
+    """By what the steps of accumulation are multiplied, so that the global batch is that of plain data parallelism:
+    1 unless the planner chose the axes."""
+
+
+def strategy_of(
+    given: Given, model: nn.Module, *, world: int, batch: int, length: int, rows: int | None = None
+) -> ResolvedStrategy:
+    """The strategy that was meant, for so many ranks; a collective where the planner is asked.
+
+    None shards everything over all ranks. Only the planner hears of the rest: `batch` rows a step over all ranks,
+    `rows` that one rank computes at once (left out: its even share), of `length` positions; 0 where that is not known.
+    Raises ConfigError for a file or dict that is none, or that does not fit `world`.
+    """
+    strategy = read(given, world)
+    if strategy.open:
+        strategy = planned(AutoRequest(strategy, model, batch, rows or max(1, batch // world), length), world)
+        return ResolvedStrategy(strategy, world // strategy.axes.data)
+    check_world(strategy, world)
+    return ResolvedStrategy(strategy)
+
+
+def check_world(strategy: Strategy, world: int) -> None:
+    """Raise IntegrationError where the axes do not multiply to the number of processes."""
+    axes = strategy.axes
+    if axes.world == world:
+        return
+    degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in AXIS_NAMES if axes.degree(axis) > 1)
+    raise IntegrationError(
+        f"the strategy's axes multiply to {axes.world} ({degrees or 'no axis'}), and there "
+        f"{'is 1 process' if world == 1 else f'are {world} processes'}; start {axes.world} "
+        f"(torchrun --nproc-per-node {axes.world} …), or make the axes multiply to {world}"
+    )
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def read(given: Given, world: int) -> Strategy:
+    """The strategy that was written; it may have open axes. Raises ConfigError for a file or dict that is none."""
+    if isinstance(given, Strategy):
+        return given
+    if given is None:
+        return Strategy(axes={"shard": world})
+    if isinstance(given, Mapping):
+        return _of_dict(dict(given))
+    if given == "auto":
+        return Strategy.model_validate("auto")
+    return _of_file(Path(given))
+
+
+def _of_dict(given: dict[str, Any]) -> Strategy:
+    try:
+        return Strategy.model_validate(given)
+    except ValidationError as error:
+        told = "; ".join(
+            f"{'.'.join(str(at) for at in one['loc']) or 'strategy'}: {one['msg'].removeprefix('Value error, ')}"
+            for one in error.errors()
+        )
+        raise IntegrationError(f"strategy: {told}") from None
+
+
+def _of_file(path: Path) -> Strategy:
+    """A strategy's own file, or the strategy of a run file."""
+    if not path.is_file():
+        raise IntegrationError(
+            f"strategy: there is no file {path}; give a Strategy, a dict, the path of a strategy or run file, or 'auto'"
+        )
+    content = parse(path.read_text(encoding="utf-8"), str(path))
+    of_a_run = isinstance(content, dict) and not {"model", "data", "train"}.isdisjoint(content)
+    return load(path).strategy if of_a_run else load_strategy(path)

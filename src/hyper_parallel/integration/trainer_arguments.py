@@ -1,0 +1,162 @@
+"""A Trainer's arguments under a strategy: mapped, or refused where they cannot be honoured.
+
+Nothing that was written is silently ignored: it is put into effect here, left to the Trainer, or refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.errors import IntegrationError
+from hyper_parallel.strategy import Strategy
+
+_SPREADS = "the strategy spreads the model; leave it out, or leave the strategy to it"
+_CASTS = "the model computes in the strategy's dtypes; leave it out"
+_REFUSED = {
+    "fsdp": _SPREADS,
+    "deepspeed": _SPREADS,
+    "parallelism_config": _SPREADS,
+    "fp16": "there is no scaling of losses; use bf16, which needs none",
+    "fp16_full_eval": _CASTS,
+    "bf16_full_eval": _CASTS,
+    "torch_compile": "it would trace past what spreads the model; leave it out",
+    "use_liger_kernel": "the loss is computed in chunks, split over the vocabulary, without it; leave it out",
+    "auto_find_batch_size": "ranks that ran out of memory alone would leave the others waiting; set "
+    "per_device_train_batch_size",
+}
+"""Arguments of a Trainer that cannot be honoured, and why."""
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse what asks Transformers or Accelerate to spread the model, and what a spread model cannot do.
+
+    Raises IntegrationError for the first.
+    """
+    for name, why in _REFUSED.items():
+        if getattr(args, name, None):
+            raise IntegrationError(f"{name} cannot be used with a HyperParallel trainer: {why}")
+    if args.n_gpu > 1:
+        raise IntegrationError(
+            f"one process sees {args.n_gpu} devices, over which Transformers would copy the model; start one process "
+            f"for each: torchrun --nproc-per-node {args.n_gpu} …"
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise IntegrationError(
+            "average_tokens_across_devices=False asks for the mean of each rank's mean; the loss here is the mean over "
+            "all tokens of the step, on any number of ranks; leave it out"
+        )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what a Trainer was told by its environment, or was given beside its arguments. Raises IntegrationError."""
+    for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
+        if enabled:
+            raise IntegrationError(
+                f"accelerate launch was told to use {name}, and the strategy spreads the model; start the script with "
+                "torchrun, or with an accelerate config that says distributed_type: MULTI_GPU"
+            )
+    if trainer.optimizer is not None:
+        raise IntegrationError(
+            "optimizers=… holds the parameters of the model before it was spread; give optimizer_cls_and_kwargs, or "
+            "args.optim"
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that somebody else has spread or quantised. Raises IntegrationError."""
+    seen: Any = model
+    if getattr(seen, "is_quantized", False) or getattr(seen, "hf_quantizer", None) is not None:
+        raise IntegrationError(
+            f"this {type(model).__name__} is quantised, and weights of a few bits cannot be split; load it without "
+            "quantization_config"
+        )
+    if (
+        getattr(seen, "is_distributed_loading_by_transformers", False)
+        or (getattr(seen, "tp_size", None) or 1) > 1
+    ):
+        raise IntegrationError(
+            f"this {type(model).__name__} was split by Transformers while it was loaded; load it without tp_plan and "
+            "distributed_config, and give the strategy to the trainer"
+        )
+    places = {
+        str(device) for device in (getattr(seen, "hf_device_map", None) or {}).values() if device != "cpu"
+    }
+    if len(places) > 1 or "disk" in places:
+        raise IntegrationError(
+            f"device_map put this {type(model).__name__} on {', '.join(sorted(places))}; load it without device_map"
+        )
+
+
+def check_strategy(strategy: Strategy, trainer: Any) -> None:
+    """Refuse arguments that do not go with the axes. Raises IntegrationError."""
+    args, axes = trainer.args, strategy.axes
+    splits = axes.context > 1 or strategy.sequence or axes.tensor_y > 1
+    if args.neftune_noise_alpha is not None and splits:
+        raise IntegrationError(
+            "neftune_noise_alpha draws noise for whole rows, which the strategy splits; leave it out, or split no "
+            "positions (context, sequence, tensor_y)"
+        )
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and axes.data != axes.world:
+        raise IntegrationError(
+            "train_sampling_strategy='batch_rebalance' deals rows to every rank, but the strategy has ranks that share "
+            "them; use 'group_by_length'"
+        )
+    if getattr(args, "predict_with_generate", False) and splits:
+        raise IntegrationError(
+            "predict_with_generate computes one position at a time, and the strategy splits positions (context, "
+            "sequence, tensor_y); leave it out and evaluate by the loss, or split none"
+        )
+
+
+def adjusted(strategy: Strategy, args: Any, model: nn.Module) -> Strategy:
+    """The strategy with what the arguments and the model say where it says nothing.
+
+    Parameters stay in the dtype of those that are trained. `bf16` computes in bfloat16, and so does a model that was
+    loaded in it. Transformers' gradient checkpointing becomes `memory.recompute: layer`, and is switched off.
+    Raises IntegrationError for a model in another dtype, and for checkpointing that the strategy contradicts.
+    """
+    trained = {p.dtype for p in model.parameters() if p.requires_grad} or {
+        p.dtype for p in model.parameters()
+    }
+    strange = trained - {torch.float32, torch.bfloat16}
+    if strange:
+        raise IntegrationError(
+            f"parameters in {', '.join(str(dtype) for dtype in sorted(strange, key=str))} cannot be trained; load the "
+            "model in float32 or bfloat16 (dtype=…)"
+        )
+    kept = "float32" if torch.float32 in trained else "bfloat16"
+    halves = args.bf16 or kept == "bfloat16"
+    said = strategy.precision.model_fields_set
+    precision = {"param": kept, "compute": "bfloat16" if halves else "float32"}
+    found = strategy.precision.model_copy(
+        update={key: value for key, value in precision.items() if key not in said}
+    )
+    return _recomputed(strategy.model_copy(update={"precision": found}), args)
+
+
+def _recomputed(strategy: Strategy, args: Any) -> Strategy:
+    # `activation_checkpointing` is what Transformers calls it since 5.20; the older name is kept beside it.
+    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name)]
+    if not any(getattr(args, name) for name in names):
+        return strategy
+    if strategy.memory.recompute == "none":
+        raise IntegrationError(
+            f"{names[-1]}=True recomputes layers, and the strategy says memory.recompute: none; say one of them"
+        )
+    options = {
+        key: value
+        for name in names
+        for key, value in (getattr(args, f"{name}_kwargs", None) or {}).items()
+        if key != "use_reentrant"
+    }
+    if options:
+        raise IntegrationError(
+            f"{names[-1]}_kwargs: {', '.join(sorted(options))} cannot be honoured; layers are recomputed whole, each "
+            "of them (memory.recompute: layer)"
+        )
+    for name in names:
+        setattr(args, name, False)
+    return strategy.model_copy(update={"memory": strategy.memory.model_copy(update={"recompute": "layer"})})

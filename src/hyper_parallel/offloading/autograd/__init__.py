@@ -1,0 +1,10 @@
+"""Memory budgets for your own training loop, or Transformers' Trainer: `hp.offload(model, budget=…)`.
+
+The two passes of a model are captured as one step, planned as one, and run as autograd asks for them.
+"""
+
+from hyper_parallel.offloading.autograd.activation_swap import Swap
+from hyper_parallel.offloading.autograd.api import offload, release
+from hyper_parallel.offloading.autograd.offloaded_forward import Offloaded
+
+__all__ = ["Offloaded", "Swap", "offload", "release"]

@@ -1,0 +1,92 @@
+"""Call signature: tensors of a call apart from everything that selects its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.compat.dispatch import autocast_state
+from hyper_parallel.compat.pytree import flatten, unflatten
+from hyper_parallel.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Stands for the tensor with this number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """The arguments of a call."""
+
+    tensors: tuple[torch.Tensor, ...]
+    """Each once, however often it was given."""
+    leaves: tuple[Any, ...]
+    """All leaves of the arguments, a `TensorSlot` for each tensor."""
+    shape: Any
+    """Of the tree."""
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallSignature:
+        """Raises CaptureError for an argument that cannot be told from another one."""
+        leaves, shape = flatten((tuple(args), dict(kwargs)))
+        tensors: dict[int, torch.Tensor] = {}
+        numbers: dict[int, int] = {}
+        found: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                number = numbers.setdefault(id(leaf), len(numbers))
+                tensors[number] = leaf
+                found.append(TensorSlot(number))
+                continue
+            if not isinstance(leaf, Hashable):
+                raise CaptureError(
+                    f"the model is called with a {type(leaf).__name__}, of which hp.offload cannot tell whether it is "
+                    "the same the next time; give it tensors, numbers and strings, in lists, tuples and dicts"
+                )
+            found.append(leaf)
+        return cls(tuple(tensors.values()), tuple(found), shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors, as inputs of a step."""
+        return tuple(f"input.{number}" for number in range(len(self.tensors)))
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """The tensors by their names."""
+        return dict(zip(self.names, self.tensors, strict=True))
+
+    def run(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """The call, on other tensors."""
+        leaves = [tensors[leaf.number] if isinstance(leaf, TensorSlot) else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(leaves, self.shape)
+        return function(*args, **kwargs)
+
+    def key(self, model: nn.Module, settings: Hashable) -> Hashable:
+        """Equal for calls of which one graph serves both, as far as can be told without looking at values. `settings`:
+        what decides beside tensors what the model's modules compute (`settings.Settings`)."""
+        state = (*model.parameters(), *model.buffers())
+        device = state[0].device.type
+        return (
+            tuple((type(leaf), leaf) for leaf in self.leaves),
+            self.shape,
+            tuple(_kind(tensor) for tensor in self.tensors),
+            tuple(_kind(tensor) for tensor in state),
+            settings,
+            autocast_state(device),
+        )
+
+    def __str__(self) -> str:
+        """What is said of its shape."""
+        return ", ".join(" × ".join(map(str, tensor.shape)) or "1" for tensor in self.tensors)
+
+
+def _kind(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

@@ -1,0 +1,166 @@
+"""The replaced `forward` of an offloaded model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.errors import BudgetError, HyperParallelError
+from hyper_parallel.offloading.autograd.call_signature import CallSignature
+from hyper_parallel.offloading.autograd.capture_passes import state_of
+from hyper_parallel.offloading.autograd.parallel_context import Around
+from hyper_parallel.offloading.autograd.plan_cache import Plans
+from hyper_parallel.offloading.autograd.rank_agreement import agreed
+from hyper_parallel.offloading.autograd.resident_memory import ResidentMemory
+from hyper_parallel.offloading.autograd.two_passes import Ready, Run, TwoPasses
+from hyper_parallel.offloading.runtime.expert_overflow import TooUneven, changed_before, wanted
+
+log = logging.getLogger(__name__)
+
+
+class Offloaded:
+    """Called as the model's forward. A call that needs no gradients runs the model's own, as it is."""
+
+    __wrapped__: Any
+
+    def __init__(self, model: nn.Module, plans: Plans, around: Around | None = None) -> None:
+        """`around`: the surroundings of a model that is spread."""
+        self._around = around
+        self._model = weakref.ref(model)
+        self._own = model.__dict__.get("forward")
+        """What stood in the place of the class's forward before, if anything did."""
+        self._plans = plans
+        self._held = ResidentMemory(model)
+        self._run: weakref.ref[Run] | None = None
+        functools.update_wrapper(self, model.forward)
+        del self.__wrapped__  # which would keep the model alive
+        self.__signature__ = inspect.signature(model.forward)
+        self._caches = "use_cache" in self.__signature__.parameters
+        weakref.finalize(model, plans.close)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What each plan comes to, in a line."""
+        return tuple(self._plans.notes)
+
+    # A graph of its own: torch.compile of a model around it compiles what is around it.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own forward returns.
+
+        The backward pass of an earlier call is not possible any more. Of a spread model every rank calls it, and where
+        one cannot run its passes all raise. Raises CaptureError where it cannot be captured, BudgetError where no plan
+        meets the budget, TierError where a memory fails, and FollowsError where something of this is so on other ranks
+        only.
+        """
+        model = self._model()
+        assert model is not None, "it is being called"
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
+            return self._forward(*args, **kwargs)
+        self._give_way()
+        if self._caches:
+            # Keys and values for later calls: a step of training has no use for them, and they would stay.
+            kwargs.setdefault("use_cache", False)
+        ready, outputs = self._run_forward(model, args, kwargs)
+        self._held.gave(outputs)
+        return ready.passes.result(outputs)
+
+    def _run_forward(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Ready, Sequence[Tensor]]:
+        """The plan of a call, and what its forward pass gives."""
+        handle = self._around.handle if self._around is not None else None
+        ready, call = agreed(handle, lambda: self._ready(model, args, kwargs))
+        while True:
+            tensors = {**{name: x for name, (_, x) in state_of(model).items()}, **call.named}
+            run = Run(ready, tensors, self._around, self._plans.load)
+            self._run = weakref.ref(run)
+            try:
+                outputs = TwoPasses.apply(run, ready.passes, *(tensors[name] for name in ready.passes.wanted))
+            except TooUneven as uneven:
+                ready, call = self._ready_for(uneven.load, ready, lambda: self._ready(model, args, kwargs))
+                continue
+            run.gave(outputs)
+            return ready, outputs
+
+    def _ready(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Ready, CallSignature]:
+        """The plan of a call, and the call. No collective."""
+        around = self._around
+        call = CallSignature.of(args if around is None else (around.given(), *args), kwargs)
+        held = self._held.bytes(call.tensors, next(model.parameters()).device)
+        return self._plans.ready(model, self._captured, call, held), call
+
+    def _ready_for(
+        self, load: float, before: Ready, make: Callable[[], tuple[Ready, CallSignature]]
+    ) -> tuple[Ready, CallSignature]:
+        """A plan with memory for experts' rows that are `load` times their even share. A collective."""
+        assert self._around is not None
+        why = changed_before(before.passes.step)
+        if why is not None:
+            raise BudgetError(
+                f"hp.offload: a rank's experts were to get {load:.3g} times their share of rows: {why}"
+            )
+        generous, just = wanted(load)
+        self._plans.load = generous
+        try:
+            return agreed(self._around.handle, make)
+        # On every rank, if on any: all try once more.
+        except Exception:
+            self._plans.load = just
+            return agreed(self._around.handle, make)
+
+    def _captured(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, for a capture; of a spread model the first argument is what it finds around it."""
+        if self._around is None:
+            return self._forward(*args, **kwargs)
+        given, *rest = args
+        with self._around.within(given):
+            return self._forward(*rest, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        if self._own is not None:
+            return self._own(*args, **kwargs)
+        model: Any = self._model()
+        return type(model).forward(model, *args, **kwargs)
+
+    def _give_way(self) -> None:
+        """Nothing is kept any more for a backward pass that did not come."""
+        run = self._run() if self._run is not None else None
+        if run is not None:
+            run.give_way()
+
+    def close(self) -> None:
+        """The model runs as it did before, and the memory beside the device is given back."""
+        self._give_way()
+        model = self._model()
+        if model is not None and model.__dict__.get("forward") is self:
+            del model.__dict__["forward"]
+            if self._own is not None:
+                model.__dict__["forward"] = self._own
+        self._held.close()
+        self._plans.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model has a forward of its own, and no budget."""
+        model: Any = self._model()
+        copy = memo.get(id(model))
+        if copy is None:
+            self.__reduce_ex__(2)
+        return types.MethodType(type(model).forward, copy)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise HyperParallelError(
+            "a model under hp.offload is not saved as a whole; save model.state_dict(), or call "
+            "hyper_parallel.release(model) first"
+        )

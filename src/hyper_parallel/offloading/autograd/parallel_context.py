@@ -1,0 +1,150 @@
+"""Context of a parallelized model's passes: loss request, dropout counters, saved gathers, expert loads.
+
+A forward pass of a model that `parallelize` spread is told things by its surroundings: which loss is asked for
+(`causal_lm_loss`), for which rows of which step random numbers are drawn, whether rows hold several documents, and what
+earlier micro-batches of the step have kept. To a graph of it they are arguments like the others. What it leaves there
+(weights and gradients for later micro-batches, each expert's load) are results, put in their places when the backward
+pass is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.graph import StepGraph, rewritten
+from hyper_parallel.offloading.runtime.expert_overflow import loads_shown
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.activation_checkpointing import left_to_the_graph
+from hyper_parallel.shard.dropout import Draw, draw_at_hand, drawing
+from hyper_parallel.shard.graph_passes import computed_again, passes_for
+from hyper_parallel.shard.loss.root import Request, root_of
+from hyper_parallel.shard.model_structure import layers_or_refuse
+from hyper_parallel.shard.packed_documents import known_documents
+from hyper_parallel.shard.saved_gathers import Item, current_gathers
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Names of what is kept, in order: one leaf of a call, however they look."""
+
+    names: tuple[Item, ...]
+
+
+class Around:
+    """The surroundings of one spread model."""
+
+    def __init__(self, handle: ShardedModel) -> None:
+        self.handle = handle
+        self._root = root_of(handle.model)
+        self._given: Mapping[Item, Tensor] = {}
+        self._kept: Any = None
+        self._counts: dict[str, Tensor] = {}
+
+    def given(self) -> dict[str, Any]:
+        """What a call made now would find, as a tree of tensors and of what is hashable: an argument of the call."""
+        return {
+            "loss": self._loss(),
+            "draw": _draw(),
+            # The graph follows it by itself; to calls it says which are of one kind.
+            "documents": known_documents(),
+            "kept": self._what_is_kept(),
+        }
+
+    def _loss(self) -> Any:
+        request = self._root.request if self._root is not None else None
+        if request is None:
+            return None
+        tokens = request.tokens
+        # A number would have a plan of its own.
+        tokens = tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.float32)
+        return request.labels, tokens, request.options, request.micro_batches
+
+    def _what_is_kept(self) -> Any:
+        between = current_gathers()
+        if between is None:
+            return None
+        contents = between.contents
+        return between.at_hand, _Items(tuple(contents)), list(contents.values())
+
+    # While a call is captured.
+
+    @contextlib.contextmanager
+    def within(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, a forward pass of the model finds what `given` says, of other tensors; `left` says what it left."""
+        routing = self.handle.routing
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(left_to_the_graph())
+            if self.handle.plan.experts:
+                stack.enter_context(loads_shown(self.handle))
+            if given["loss"] is not None:
+                assert self._root is not None
+                stack.enter_context(self._root.requested(Request(*given["loss"])))
+            if given["draw"] is not None:
+                stack.enter_context(drawing(Draw(*given["draw"])))
+            self._given, self._kept = {}, None
+            between = current_gathers()
+            if between is not None:
+                _, items, tensors = given["kept"]
+                self._given = dict(zip(items.names, tensors, strict=True))
+                self._kept = stack.enter_context(between.stand_in(self._given))
+            if routing is None:
+                yield
+                return
+            before, routing.counts = routing.counts, {}
+            try:
+                yield
+            finally:
+                self._counts, routing.counts = routing.counts, before
+                routing.logits.clear()
+
+    def left(self) -> dict[Item, Tensor | None]:
+        """What both passes of the captured call leave around them, by what it is; None for what they were given."""
+        found: dict[Item, Tensor | None] = {("count", name): x for name, x in self._counts.items()}
+        if self._kept is not None:
+            for item, tensor in self._kept.contents.items():
+                found[item] = None if self._given.get(item) is tensor else tensor
+        self._given, self._kept, self._counts = {}, None, {}
+        return found
+
+    def rewritten(self, step: StepGraph, again: list[str]) -> StepGraph:
+        """The captured passes as the strategy wants them: layers computed again (those named, or all by
+        `memory.recompute`), and weights gathered again."""
+        strategy = self.handle.strategy
+        if strategy.memory.recompute == "layer":
+            name, found = layers_or_refuse(self.handle.model, "memory.recompute: layer")
+            again = [f"{name}.{index}" for index in range(len(found))]
+        step = computed_again(step, again, alone=strategy.axes.world == 1) if again else step
+        return rewritten(step, passes_for(strategy))
+
+    # When a call has run.
+
+    def leave(self, left: Mapping[Item, Tensor | None]) -> None:
+        """Put what a run of both passes left in its places: of `left`, None is what was there before."""
+        between, routing = self.handle.kept, self.handle.routing
+        before, contents = between.contents, {}
+        for what, tensor in left.items():
+            kind, name = what
+            if kind == "count":
+                assert isinstance(name, str)
+                assert routing is not None
+                assert tensor is not None
+                routing.counts[name] = routing.counts[name] + tensor if name in routing.counts else tensor
+            else:
+                contents[what] = before[what] if tensor is None else tensor
+        between.replace(contents)
+
+
+def _draw() -> Any:
+    draw = draw_at_hand()
+    if draw is None:
+        return None
+    step = draw.step if isinstance(draw.step, Tensor) else torch.tensor(draw.step, dtype=torch.int64)
+    if step.device != draw.rows.device:
+        step = step.to(draw.rows.device)
+    return draw.seed, step, draw.rows

@@ -1,0 +1,219 @@
+"""Plan cache: one offload plan for each kind of call, made on first use."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat import backend
+from hyper_parallel.errors import BudgetError
+from hyper_parallel.graph import StepGraph, balanced_sizes, executable
+from hyper_parallel.graph.dynamic_sizes import largest_sizes
+from hyper_parallel.offloading import Runtime
+from hyper_parallel.offloading.autograd.activation_swap import Swap
+from hyper_parallel.offloading.autograd.call_signature import CallSignature
+from hyper_parallel.offloading.autograd.capture_passes import Passes, capture_passes, late
+from hyper_parallel.offloading.autograd.check_capture import Check
+from hyper_parallel.offloading.autograd.module_settings import Settings
+from hyper_parallel.offloading.autograd.parallel_context import Around
+from hyper_parallel.offloading.autograd.resident_memory import with_resident_inputs
+from hyper_parallel.offloading.autograd.two_passes import Ready
+from hyper_parallel.offloading.runtime.open_tiers import cluster_for, machine_of, measured, open_tiers
+from hyper_parallel.offloading.schedule.allowed_rewrites import ANY, Choices
+from hyper_parallel.offloading.schedule.build_problem import build_problem
+from hyper_parallel.offloading.schedule.offload_pass import planned
+from hyper_parallel.offloading.schedule.slot_allocator import SlotAllocator
+from hyper_parallel.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_UNKNOWN = 1 << 40
+"""Bytes of a device about which nothing is said."""
+
+MANY = 8
+"""Plans from which on it is said that calls differ much."""
+
+
+class Plans:
+    """Memory beside the device, and the plans that use it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int | Swap,
+        host: int | None,
+        flash: str | Path | None,
+        cluster: Cluster | None,
+        through: Sequence[str] | None,
+        keep: bool,
+        around: Around | None = None,
+        check: bool = True,
+    ) -> None:
+        """Takes the tiers, and measures how fast they are. `through`, `keep`, `around`: as `capture_passes` has them.
+        `check`: each capture is held against the model's own passes. Raises TierError."""
+        self._check = check and around is None
+        self._around = around
+        strategy = around.handle.strategy if around is not None else None
+        self._choices = Choices.of(strategy.memory) if strategy is not None else ANY
+        self.load = strategy.memory.expert_load if strategy is not None else 1.0
+        """How many times their even share of the rows a rank's experts may get, in plans from now on; the same on all
+        ranks, so that all stop where it is not enough."""
+        self._budget, self._through, self._keep = budget, through, keep
+        self._backend = backend(device.type)
+        self._backend.return_memory()
+        if cluster is None and strategy is not None:
+            cluster = cluster_for(strategy, device.type)
+        self._cluster = cluster or machine_of(self._backend)
+        self._tiers = open_tiers(self._backend, host=host, flash=flash)
+        try:
+            self._spaces = measured(
+                self._tiers, self._backend, _UNKNOWN if isinstance(budget, Swap) else budget, updates=False
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._settings = Settings()
+        self._known: dict[Hashable, list[Ready]] = defaultdict(list)
+        self._shelves = SlotAllocator.of(self._tiers)
+        self._numbers = itertools.count()
+        self._most: dict[str, int] = {}
+        """The most bytes of each thing that were held beside a call."""
+        self.notes: list[str] = []
+        """What each plan comes to, in a line."""
+
+    def ready(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: CallSignature,
+        held: Mapping[str, int],
+    ) -> Ready:
+        """The plan for a call while so much else is on the device; made now where there is none.
+
+        Raises CaptureError, BudgetError, TierError.
+        """
+        self._most = {name: max(count, self._most.get(name, 0)) for name, count in held.items()}
+        known = self._known.get(call.key(model, self._settings.of(model)), [])
+        inputs = call.named
+        for at, ready in enumerate(known):
+            if all(question.holds(inputs) for question in ready.passes.questions):
+                more = any(count > ready.held[name] for name, count in held.items())
+                if more or (ready.load is not None and ready.load < self.load):
+                    known[at] = self._again(ready, call, held)
+                return known[at]
+        begun = time.perf_counter()
+        with self._settings.followed(model):
+            passes = capture_passes(model, forward, call, self._through, self._keep, self._around)
+        log.info(
+            "hp.offload: both passes as a graph: %d nodes, captured in %.1f s (inputs: %s)",
+            len(list(passes.step.nodes)),
+            time.perf_counter() - begun,
+            call,
+        )
+        ready = self._fitting(passes, call, held)
+        if self._check:
+            self._checked(model, forward, call, ready)
+        # Not `known`: the forward pass may have shown which settings it changes by itself.
+        self._known[call.key(model, self._settings.of(model))].append(ready)
+        if sum(map(len, self._known.values())) == MANY:
+            log.warning(
+                "hp.offload has made %d plans, one for each shape of input: inputs of few shapes (padded, packed) and "
+                "numbers given as tensors save the time that plans take",
+                MANY,
+            )
+        return ready
+
+    def _checked(
+        self, model: nn.Module, forward: Callable[..., Any], call: CallSignature, ready: Ready
+    ) -> None:
+        """Raises CaptureError where a plan does not give what the model's own passes give."""
+        begun = time.perf_counter()
+        try:
+            Check(model, forward, call, ready, self._backend).run(self._tiers, ready.budget, self._reserve)
+        except BaseException:
+            self._shelves = self._shelves.without(ready.number)
+            self._reserve()
+            raise
+        log.info("hp.offload: checked against the model's own passes in %.1f s", time.perf_counter() - begun)
+
+    def _reserve(self) -> None:
+        """Have the plans' slots in the tiers; nothing in them is needed between calls."""
+        for name, tier in self._tiers.items():
+            places = self._shelves.tiers[name].places
+            tier.reserve({})
+            tier.reserve(places.sizes, places.offsets)
+
+    def _again(self, ready: Ready, call: CallSignature, held: Mapping[str, int]) -> Ready:
+        """In the place of a plan for which too much is held."""
+        before, self._shelves = self._shelves, self._shelves.without(ready.number)
+        try:
+            return self._fitting(ready.passes, call, held)
+        except BudgetError:
+            self._shelves = before
+            raise
+
+    def _fitting(self, passes: Passes, call: CallSignature, held: Mapping[str, int]) -> Ready:
+        """A plan with room for the most of each thing that was ever held, if there is one, else for what is held now.
+
+        Once there was more of one thing, and now there is of another: soon there may be of both.
+        """
+        if self._most != held:
+            with contextlib.suppress(BudgetError):
+                return self._planned(passes, call, self._most)
+        return self._planned(passes, call, held)
+
+    def _planned(self, passes: Passes, call: CallSignature, held: Mapping[str, int]) -> Ready:
+        begun = time.perf_counter()
+        number = next(self._numbers)
+        step = with_resident_inputs(passes.step, held)
+        try:
+            found = planned(
+                step,
+                self._cluster,
+                self._bytes(step),
+                self._spaces,
+                self._shelves,
+                number,
+                self.load,
+                self._choices,
+            )
+        except BudgetError as error:
+            raise BudgetError(
+                f"hp.offload: {error.why}; give hp.offload a larger budget, or more memory beside the device (host=, "
+                "flash=), or call the model with fewer rows",
+                error.why,
+                error.floor,
+            ) from error
+        self._shelves = found.shelves
+        self._reserve()
+        beyond = sum(held.values())
+        note = f"{found} (inputs: {call}; beside them {format_bytes(beyond)} are held)"
+        log.info("hp.offload: %s, planned in %.1f s", note, time.perf_counter() - begun)
+        self.notes.append(note)
+        runtime = Runtime(found.step, self._tiers)
+        run = executable(found.step, cache=runtime)
+        budget = found.problem.budget
+        return Ready(passes, run, runtime, dict(held), late(found.step), number, found.load, budget)
+
+    def _bytes(self, step: StepGraph) -> int:
+        """What a step may hold."""
+        if not isinstance(self._budget, Swap):
+            return self._budget
+        sizes, largest = balanced_sizes(step), largest_sizes(step, self.load)
+        problem = build_problem(step, self._cluster, _UNKNOWN, self._spaces, sizes, largest)
+        return self._budget.budget(step, problem)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for tier in self._tiers.values():
+            tier.close()

@@ -1,0 +1,216 @@
+"""Suspended execution: a forward pass that stops before its backward pass, as one autograd function."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.compat.dispatch import below_autograd, version
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.graph import Executable
+from hyper_parallel.offloading import Runtime
+from hyper_parallel.offloading.autograd.capture_passes import TURN, Passes
+from hyper_parallel.offloading.autograd.parallel_context import Around
+from hyper_parallel.offloading.runtime.expert_overflow import ROWS, TooUneven
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Two passes with their moves."""
+
+    passes: Passes
+    executable: Executable
+    runtime: Runtime
+    held: Mapping[str, int]
+    """What else may be on the device meanwhile."""
+    late: frozenset[str]
+    """What may not change between the passes (`passes.late`)."""
+    number: int
+    """By which the plans know it."""
+    load: float | None
+    """How many times their even share of the rows a rank's experts may get; None where no size depends on it."""
+    budget: int
+    """Bytes of the device that they keep within."""
+
+
+class Run:
+    """One call of a model and, later, its backward pass. Alive, it holds what the backward pass needs."""
+
+    def __init__(
+        self,
+        ready: Ready,
+        tensors: Mapping[str, Tensor],
+        around: Around | None = None,
+        load: float = 1.0,
+    ) -> None:
+        """`tensors`: state and inputs by their names. `around`: where a spread model's passes leave what they leave.
+        `load`: how many times their even share of the rows experts may get, the same on every rank; the plan's own is
+        as much or more."""
+        self._ready, self._around, self._load = ready, around, load
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._steps: Generator[Any, Any, tuple[Tensor, ...]] | None = ready.executable.function(
+            [self._tensors.get(name, _NOTHING) for name in ready.executable.inputs]
+        )
+        self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._results: list[weakref.ref[Tensor] | None] = []
+        self._over = ""
+        """Why there is no backward pass any more."""
+
+    def forward(self) -> list[Tensor]:
+        """What the model gives, known to nobody's autograd.
+
+        Raises TooUneven before there is memory for experts' rows that are more than planned for, on every rank.
+        """
+        point, values = self._send(None)
+        while point == ROWS:
+            load = float(values[0])
+            if load > self._load:
+                self._stop("the plan has no memory for as many rows as the model's experts were to get")
+                raise TooUneven(load)
+            point, values = self._send(None)
+        assert point == TURN, point
+        passes = self._ready.passes
+        shown = values[: len(passes.outputs)]
+        looked_at = {f"output.{at}": tensor for at, tensor in enumerate(shown)} | self._tensors
+        self._versions = {
+            name: (tensor.detach(), version(tensor))
+            for name, tensor in looked_at.items()
+            if name in self._ready.late
+        }
+        # Not the run's own tensors: those would come to hold, by autograd, the run that holds them.
+        return [tensor.detach() for tensor in shown]
+
+    def gave(self, results: Sequence[Tensor]) -> None:
+        """What the caller got, of which some may have to be let go of."""
+        self._results = [
+            None if output.kept else weakref.ref(tensor)
+            for tensor, output in zip(results, self._ready.passes.outputs, strict=True)
+        ]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The gradients of `passes.wanted`, of those of the outputs."""
+        self._check(gradients)
+        passes = self._ready.passes
+        pending = [
+            gradient.detach().to(output.dtype).contiguous().view(-1)
+            for output, gradient in zip(passes.outputs, gradients, strict=True)
+            if output.through and gradient is not None
+        ]
+        pending.reverse()
+        answer: Tensor | None = pending.pop()
+        while True:
+            try:
+                self._send(answer)
+            except StopIteration as stop:
+                found = dict(zip(self._ready.executable.outputs, stop.value, strict=True))
+                break
+            answer = pending.pop() if pending else None
+        self._steps, self._tensors, self._over = None, {}, _RAN
+        if self._around is not None:
+            self._around.leave(
+                {what: None if name is None else found[name] for what, name in passes.left.items()}
+            )
+        # Tensors of nobody else's: of one that a thread of gloo still holds, autograd would keep a copy.
+        made = [found.get(f"gradient.{name}") for name in passes.wanted]
+        return tuple(None if gradient is None else gradient.detach() for gradient in made)
+
+    def _check(self, gradients: Sequence[Tensor | None]) -> None:
+        """Raises HyperParallelError for what the graph is not of."""
+        if self._steps is None:
+            raise HyperParallelError(self._over)
+        if torch.is_grad_enabled():
+            raise HyperParallelError(
+                "create_graph=True: a model under hp.offload has no gradients of gradients; "
+                "call hyper_parallel.release(model) first to compute them"
+            )
+        outputs = self._ready.passes.outputs
+        came = [o.name for o, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+        meant = [o.name for o in outputs if o.through]
+        if came != meant:
+            names = ", ".join(repr(name) for name in dict.fromkeys(came))
+            raise HyperParallelError(
+                f"gradients came back for {_listed(came)} of what the model returned, and the plan is for "
+                f"{_listed(meant)}; say so beforehand: hp.offload(model, …, through=({names},))"
+            )
+        for name, (tensor, before) in self._versions.items():
+            if version(tensor) != before:
+                raise HyperParallelError(
+                    f"{name} was changed in place after the model was called, and its backward pass needs it as it "
+                    "was; change a clone, or change it after backward()"
+                )
+        self._versions = {}  # with which some of the results would stay
+        for output, result in zip(outputs, self._results, strict=True):
+            if result is not None and result() is not None:
+                raise HyperParallelError(
+                    f"the model's {output.name!r} is still held as its backward pass begins, and the plan gives its "
+                    "memory to others (keep_results=False); let go of it before backward(), or leave "
+                    "keep_results=False out"
+                )
+
+    def _send(self, answer: Tensor | None) -> tuple[str, Sequence[Tensor]]:
+        assert self._steps is not None
+        try:
+            with below_autograd():
+                found: tuple[str, Sequence[Tensor]] = self._steps.send(answer)
+                return found
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._stop(f"the passes of this call were stopped: {error}")
+            raise
+
+    def give_way(self) -> None:
+        """There is no backward pass of it any more, and nothing is kept for one: the model is called again."""
+        if self._steps is not None:
+            self._stop(_GAVE_WAY)
+
+    def _stop(self, why: str) -> None:
+        """It goes no further: the model's state is on the device, and no copy is under way."""
+        assert self._steps is not None
+        self._steps.close()
+        self._steps, self._over, self._versions = None, why, {}
+        state = {name: x for name, x in self._tensors.items() if not name.startswith("input.")}
+        self._ready.runtime.stopped(state)
+        self._tensors = {}
+
+
+_NOTHING = torch.empty(0)
+"""In the place of an input that nobody looks at."""
+_RAN = (
+    "the backward pass of a model under hp.offload runs once, and this one has run; call the model again "
+    "(retain_graph=True keeps nothing of it)"
+)
+_GAVE_WAY = (
+    "a model under hp.offload was called again before the backward pass of this call, for which nothing is kept any "
+    "more: its plan is for one forward pass and its backward pass. Call backward() first, give all inputs to one "
+    "call, or make the other call inside torch.no_grad()"
+)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in dict.fromkeys(names)) or "nothing"
+
+
+class TwoPasses(torch.autograd.Function):
+    """A run's two passes as one operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, passes: Passes, *wanted: Tensor) -> tuple[Tensor, ...]:
+        """The outputs. `wanted`: the tensors that have a gradient."""
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        outputs = run.forward()
+        ctx.mark_non_differentiable(
+            *(x for x, output in zip(outputs, passes.outputs, strict=True) if not output.differentiable)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Of each argument."""
+        return (None, None, *ctx.run.backward(gradients))

@@ -1,0 +1,197 @@
+"""Earliest-deadline-first scheduling of stores and evictions, by simulating the step.
+
+A link out that is idle begins the store that is needed first among those that may begin: of what is idle already what
+became idle first, else of what is in use still what becomes idle first (earliest deadline first, Jackson 1955). So what
+is idle never waits for more than one store of what is not, and what is final early leaves as soon as it is idle.
+
+What is asked for is bytes, whoever's they are. So the one to wait for is always the next that is over. A few steps
+are run, and the last one counts, in which copies of those before may still be under way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from hyper_parallel.offloading.schedule.idle_intervals import Ints
+from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.transfer_layout import Layout
+
+STEPS = 3
+"""As many as a copy of the step before, which was late because of one before it, takes to show."""
+
+
+def edf_schedule(problem: Problem, layout: Layout) -> bool:
+    """Set the stores and leaves of `layout`; False, and nothing changes, where that would break the budget."""
+    store, leave = layout.store.copy(), layout.leave.copy()
+    _Run(problem, layout).go()
+    layout.store[:] = np.minimum(layout.store, layout.leave)
+    layout.count()
+    if layout.fits():
+        return True
+    layout.store[:], layout.leave[:] = store, leave
+    layout.count()
+    return False
+
+
+class _Open(NamedTuple):
+    """A store that may begin. The least one begins first."""
+
+    idle: int
+    """Place from which on the storage is not in use."""
+    used: int
+    row: int
+    base: int
+    """Place 0 of the step that its gap is counted in."""
+
+
+class _Under(NamedTuple):
+    """A store under way."""
+
+    over: float
+    row: int
+    base: int
+
+
+class _Run:
+    """Several steps, node by node. Places count on from each step into the next one."""
+
+    def __init__(self, problem: Problem, layout: Layout) -> None:
+        gaps, n = layout.gaps, layout.gaps.nodes
+        self._layout, self._seconds = layout, np.diff(problem.starts).tolist()
+        self._begin, self._fetch, self._use = (defaultdict[int, list[int]](list) for _ in range(3))
+        rows = layout.rows
+        for row in rows[np.lexsort((rows, gaps.used[rows] - layout.fetch[rows]))].tolist():
+            self._fetch[int(layout.fetch[row]) % n].append(row)
+            if gaps.returns[row]:
+                self._use[int(gaps.first_use[row])].append(row)
+        for row in rows[layout.stores[rows]].tolist():
+            self._begin[int(gaps.open[row]) % n].append(row)
+        self._over = (_without(layout) - layout.budget).tolist()
+        self._sizes, self._spaces = gaps.bytes.tolist(), layout.chosen.space.tolist()
+        self._opens, self._after, self._used = gaps.open.tolist(), gaps.after.tolist(), gaps.used.tolist()
+        self._out, self._back = gaps.out.tolist(), gaps.back.tolist()
+        self._last = np.minimum(layout.fetch - 1, gaps.until).tolist()
+        self._updates = {update[0]: update for update in gaps.updates}
+        self._stored: dict[int, float] = {}
+        """Of each row, when its store is over."""
+        self._now, self._away = 0.0, 0
+        self._gone: set[int] = set()
+        self._free = [0.0 for _ in problem.spaces]
+        """When each link out is."""
+        self._open: list[list[_Open]] = [[] for _ in problem.spaces]
+        self._waiting = 0
+        """How many those are."""
+        self._under: list[_Under] = []
+        """Of storages that are idle; what is over first comes first."""
+        self._early: dict[int, list[_Under]] = defaultdict(list)
+        """Of storages that are in use still, by the place at which they are idle."""
+
+    def go(self) -> None:
+        """Run them."""
+        n = self._layout.gaps.nodes
+        free = [0.0 for _ in self._free]
+        host, here = 0.0, dict[int, float]()
+        """Of each row, when its fetch is over."""
+        done: dict[int, float] = {}
+        """Of each row, when the host has done what its fetch brings."""
+        eventful = {*self._begin, *self._fetch, *self._use, *self._updates}
+        for at in range(STEPS * n):
+            node = at % n
+            came = self._now
+            if node not in eventful and at not in self._early:
+                # Most nodes: nothing changes but the time, and what its passing allows.
+                while (self._under or self._waiting) and self._leaves(
+                    at, came, self._away < self._over[node]
+                ):
+                    self._fill(at, came, self._now)
+                self._now += self._seconds[node]
+                self._fill(at, came, self._now)
+                continue
+            for row in self._fetch.get(node, ()):
+                if row in self._gone:
+                    self._gone.discard(row)
+                    self._away -= self._sizes[row]
+            for row in self._begin.get(node, ()):
+                base = at - self._opens[row]
+                one = _Open(base + self._after[row], base + self._used[row], row, base)
+                heappush(self._open[self._spaces[row]], one)
+                self._waiting += 1
+            for under in self._early.pop(at, ()):
+                heappush(self._under, under)
+            self._fill(at, came, came)
+            while self._leaves(at, came, self._away < self._over[node]):
+                self._fill(at, came, self._now)
+            for row in self._fetch.get(node, ()):
+                space = self._spaces[row]
+                begin = max(self._now, free[space], done.get(row, 0.0))
+                here[row] = free[space] = begin + self._back[space][row]
+            for row in self._use.get(node, ()):
+                self._now = max(self._now, here.get(row, 0.0))
+            if node in self._updates:
+                _, seconds, gradient, parameter = self._updates[node]
+                host = max(self._now, host, self._stored.get(gradient, 0.0)) + seconds
+                done[parameter] = host
+            self._now += self._seconds[node]
+            self._fill(at, came, self._now)
+
+    def _fill(self, at: int, came: float, until: float) -> None:
+        """Begin stores while a link out would be idle before a time."""
+        if not self._waiting or min(self._free) >= until:
+            return
+        for space, waiting in enumerate(self._open):
+            while waiting and self._free[space] < until:
+                self._store(space, at, came)
+
+    def _store(self, space: int, at: int, came: float) -> None:
+        """Begin the store that is needed first, at a place to which the host came at a time."""
+        one = heappop(self._open[space])
+        self._waiting -= 1
+        self._free[space] = max(came, self._free[space]) + self._out[space][one.row]
+        self._layout.store[one.row] = at - one.base
+        self._stored[one.row] = self._free[space]
+        under = _Under(self._free[space], one.row, one.base)
+        if one.idle <= at:
+            heappush(self._under, under)
+        else:
+            self._early[one.idle].append(under)
+
+    def _leaves(self, at: int, came: float, needed: bool) -> bool:
+        """Let one leave that is stored, or has to leave; False where there is none."""
+        if not self._under:
+            waiting = [
+                (max(came, self._free[space]) + self._out[space][queue[0].row], space)
+                for space, queue in enumerate(self._open)
+                if queue
+                and queue[0].idle <= at
+                and (needed or at >= queue[0].base + self._last[queue[0].row])
+            ]
+            if not waiting:
+                return False
+            self._store(min(waiting)[1], at, came)
+        over, row, base = self._under[0]
+        last = base + self._last[row]
+        if over > self._now and not needed and at < last:
+            return False
+        heappop(self._under)
+        if at <= last:
+            self._now = max(self._now, over)
+            self._gone.add(row)
+            self._away += self._sizes[row]
+            self._layout.leave[row] = at - base
+        return True
+
+
+def _without(layout: Layout) -> Ints:
+    """Live bytes at each node if nobody left who has to be stored."""
+    gaps, n = layout.gaps, layout.gaps.nodes
+    change = np.zeros(2 * n + 1, dtype=np.int64)
+    rows = np.flatnonzero(layout.stores)
+    np.add.at(change, layout.leave[rows], gaps.bytes[rows])
+    np.subtract.at(change, layout.fetch[rows], gaps.bytes[rows])
+    here = np.cumsum(change[: 2 * n])
+    found: Ints = layout.live + here[:n] + here[n:]
+    return found

@@ -1,0 +1,254 @@
+"""Incremental layout: a small plan under thousands of changes, with its step time kept up to date.
+
+`Layout` and `replay` are for plans of any size. Of a few dozen moves their arrays cost more than what is in them, so
+that here bytes are counted in lists, the events of a step are kept in order and only those of changed moves are sorted
+in anew, and a run of the step is given up as soon as it waits for longer than is asked for.
+
+What is counted is `replay`'s: a step that begins with copies under way is never quicker than one that begins with
+none, so that the stall of the first of some steps in a row is never more than that of those that repeat.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+
+import numpy as np
+
+from hyper_parallel.offloading.schedule.idle_intervals import Gaps
+from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.selection import Chosen
+from hyper_parallel.offloading.schedule.transfer_layout import Layout, intervals_of
+
+STEPS = 16
+"""After which the last one counts, though they do not repeat."""
+CLOSE = 1e-9
+"""Of a step: what is as near as this from one step to the next repeats."""
+_STORE, _LEAVE, _FETCH, _USE, _UPDATE = range(5)
+
+_Event = tuple[int, int, int, int, float, int, float]
+"""Place, what begins or is waited for there, how soon it is waited for, gap; seconds into the step, link, seconds."""
+
+
+class Facts:
+    """What does not change of a problem, in lists: of each gap, unless said otherwise."""
+
+    def __init__(self, problem: Problem, gaps: Gaps) -> None:
+        self.gaps, self.nodes = gaps, gaps.nodes
+        starts = [start - problem.starts[0] for start in problem.starts]
+        self.step = starts[-1]
+        self.seconds = [*starts[:-1], *(self.step + start for start in starts)]
+        """Of each place of two steps: when the host comes there if nothing waits."""
+        self.bytes: list[int] = gaps.bytes.tolist()
+        self.open: list[int] = gaps.open.tolist()
+        self.after: list[int] = gaps.after.tolist()
+        self.used: list[int] = gaps.used.tolist()
+        self.until: list[int] = gaps.until.tolist()
+        self.since: list[int] = gaps.since.tolist()
+        self.must: list[bool] = gaps.must.tolist()
+        self.returns: list[bool] = gaps.returns.tolist()
+        self.clean: list[bool] = gaps.clean.tolist()
+        self.out: list[list[float]] = gaps.out.tolist()
+        self.back: list[list[float]] = gaps.back.tolist()
+        alike = {version: rows[np.argsort(gaps.turn[rows])].tolist() for version, rows in gaps.alike.items()}
+        self.alike: list[list[int]] = [alike[version] for version in gaps.version.tolist()]
+        """The gaps of its version, in turn."""
+        self.around: list[list[tuple[int, int]]] = [[] for _ in range(self.nodes)]
+        """Of each node: the gaps that hold it, and its place in each."""
+        for row, (after, used) in enumerate(zip(self.after, self.used, strict=True)):
+            for at in range(after, used):
+                self.around[at % self.nodes].append((row, at))
+
+
+class Draft:
+    """Moves of the chosen gaps; the places of others mean nothing. `layout` is left as it is."""
+
+    def __init__(self, facts: Facts, layout: Layout) -> None:
+        self.facts, self.budget = facts, layout.budget
+        self.chosen: Chosen = layout.chosen
+        self.taken: list[bool] = layout.chosen.flags.tolist()
+        self.leave: list[int] = layout.leave.tolist()
+        self.fetch: list[int] = layout.fetch.tolist()
+        self.store: list[int] = layout.store.tolist()
+        self.live: list[int] = layout.live.tolist()
+        self.waits: list[int] = []
+        """Gaps whose copies were waited for when the step was last run."""
+        self._events: list[list[_Event]] = [[] for _ in self.taken]
+        self._order: list[_Event] = []
+        for place, seconds, gradient, parameter in facts.gaps.updates:
+            self._order.append((place, _UPDATE, 0, parameter, facts.seconds[place], gradient, seconds))
+        self._changed = {row for row, taken in enumerate(self.taken) if taken}
+
+    def copy(self) -> Draft:
+        """One that changes by itself."""
+        other = object.__new__(Draft)
+        other.facts, other.budget, other.chosen = self.facts, self.budget, self.chosen
+        other.waits = self.waits
+        other.taken, other.live = self.taken.copy(), self.live.copy()
+        other.leave, other.fetch, other.store = self.leave.copy(), self.fetch.copy(), self.store.copy()
+        other._events, other._order = self._events.copy(), self._order.copy()
+        other._changed = self._changed.copy()
+        return other
+
+    def layout(self, like: Layout) -> Layout:
+        """The same moves as arrays; `like`: one of the same problem."""
+        other = like.copy()
+        other.chosen = self.chosen.copy()
+        other.leave, other.fetch, other.store = (
+            np.array(places, dtype=np.int64) for places in (self.leave, self.fetch, self.store)
+        )
+        other.count()
+        return other
+
+    def leave_at(self, row: int, place: int) -> None:
+        """Leave earlier or later."""
+        self._add(self.leave[row], place, self.facts.bytes[row])
+        self.leave[row] = place
+        self.store[row] = min(self.store[row], place)
+        self._changed.add(row)
+
+    def fetch_at(self, row: int, place: int) -> None:
+        """Come back earlier or later."""
+        self._add(self.fetch[row], place, -self.facts.bytes[row])
+        self.fetch[row] = place
+        self._changed.add(row)
+
+    def store_at(self, row: int, place: int) -> None:
+        """Begin the copy out earlier or later."""
+        self.store[row] = place
+        self._changed.add(row)
+
+    def drop(self, row: int) -> None:
+        """Stay here instead."""
+        self._add(self.leave[row], self.fetch[row], self.facts.bytes[row])
+        self.taken[row] = False
+        self.chosen = self.chosen.copy()
+        self.chosen.drop(row)
+        self._changed.update(self.facts.alike[row])
+
+    def join(self, row: int, store: int, leave: int, fetch: int) -> bool:
+        """Go as well; False where no space has room."""
+        chosen = self.chosen.copy()
+        if not chosen.add(row):
+            return False
+        self.chosen, self.taken[row] = chosen, True
+        self.store[row], self.leave[row], self.fetch[row] = store, leave, fetch
+        self._add(leave, fetch, -self.facts.bytes[row])
+        # Where there is not room for all, a storage's other gaps may have to go to another space with it.
+        self._changed.update(self.facts.alike[row] if chosen.ample else self.rows)
+        return True
+
+    @property
+    def rows(self) -> list[int]:
+        """The chosen gaps, ascending."""
+        return [row for row, taken in enumerate(self.taken) if taken]
+
+    def carries(self, row: int) -> bool:
+        """Whether a chosen gap carries the store of its version."""
+        facts = self.facts
+        return not facts.clean[row] and next(one for one in facts.alike[row] if self.taken[one]) == row
+
+    def latest(self, row: int, last: int) -> int:
+        """The place up to `last` until which it could stay before it leaves."""
+        limit, n, live = self.budget - self.facts.bytes[row], self.facts.nodes, self.live
+        for place in range(self.leave[row], last):
+            if live[place % n] > limit:
+                return place
+        return max(last, self.leave[row])
+
+    def earliest(self, row: int, first: int) -> int:
+        """The place from `first` on from which it could be here again."""
+        limit, n, live = self.budget - self.facts.bytes[row], self.facts.nodes, self.live
+        for place in range(self.fetch[row], first, -1):
+            if live[(place - 1) % n] > limit:
+                return place
+        return min(first, self.fetch[row])
+
+    def stall(self, most: float = math.inf) -> tuple[float, int]:
+        """Seconds of a step in which nodes wait, infinity where they are more than `most`; and events looked at."""
+        self._sort()
+        facts, order = self.facts, self._order
+        step, count = facts.step, len(self.taken)
+        out, back, worked = [0.0] * count, [0.0] * count, [0.0] * count
+        free = [0.0] * (2 * len(facts.out))
+        host, since, before = 0.0, 0.0, [-1.0]
+        stall, work = 0.0, 0
+        for _ in range(STEPS):
+            work += len(order)
+            stall, waits = 0.0, []
+            for _, what, _, row, at, link, taken in order:
+                now = since + at + stall
+                if what in (_USE, _LEAVE):
+                    over = back[row] if what == _USE else out[row]
+                    if over > now:
+                        stall += over - now
+                        if stall > most:
+                            return math.inf, work
+                        waits.append(row)
+                    continue
+                if what == _UPDATE:
+                    host = worked[row] = max(now, host, out[link]) + taken
+                    continue
+                begun = free[link] if free[link] > now else now
+                if what == _STORE:
+                    free[link] = out[row] = begun + taken
+                else:
+                    free[link] = back[row] = max(begun, worked[row]) + taken
+            since += step + stall
+            # What decides the next step: what the links and the host still have to do.
+            left = [stall, max(0.0, host - since), *(max(0.0, until - since) for until in free)]
+            if not any(left[1:]) or all(
+                abs(one - other) <= CLOSE * step for one, other in zip(left, before, strict=False)
+            ):
+                break
+            before = left
+        self.waits = waits
+        return stall, work
+
+    def _sort(self) -> None:
+        """Bring the events of changed gaps into their order."""
+        order = self._order
+        for row in self._changed:
+            for event in self._events[row]:
+                del order[bisect_left(order, event)]
+            self._events[row] = found = self._of(row) if self.taken[row] else []
+            for event in found:
+                insort(order, event)
+        self._changed.clear()
+
+    def _of(self, row: int) -> list[_Event]:
+        facts, n = self.facts, self.facts.nodes
+        space, leave, fetch, used = (
+            int(self.chosen.space[row]),
+            self.leave[row],
+            self.fetch[row],
+            self.facts.used[row],
+        )
+        found: list[_Event] = []
+        if self.carries(row):
+            store = self.store[row]
+            found = [
+                _event(facts, store % n, _STORE, leave - store, row, 2 * space, facts.out[space][row]),
+                _event(facts, leave % n, _LEAVE, 0, row),
+            ]
+        if facts.returns[row]:
+            found += [
+                _event(facts, fetch % n, _FETCH, used - fetch, row, 2 * space + 1, facts.back[space][row]),
+                _event(facts, used % n, _USE, 0, row),
+            ]
+        return found
+
+    def _add(self, first: int, last: int, count: int) -> None:
+        """Bytes more at each place from one to another, as many less where the second is the earlier one."""
+        if last < first:
+            first, last, count = last, first, -count
+        live = self.live
+        for begin, end in intervals_of(first, last, self.facts.nodes):
+            for place in range(begin, end):
+                live[place] += count
+
+
+def _event(
+    facts: Facts, place: int, what: int, soon: int, row: int, link: int = 0, taken: float = 0.0
+) -> _Event:
+    return place, what, soon, row, facts.seconds[place], link, taken

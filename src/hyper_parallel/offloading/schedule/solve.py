@@ -1,0 +1,206 @@
+"""Offload scheduler: chooses which storages move, where and when, under a budget in bytes.
+
+1. `floor`: what cannot be met is refused, and what can be is met.
+2. `greedy_selection` chooses gaps, in a few tastes; none is best for all problems.
+3. `placement` finds the places of their moves, and `replay` says how long the step takes with them. With the times that
+   come out the places are found again, while that helps. A store begins as soon as what it copies is final and the
+   link has nothing more urgent to do; where a few large copies would be in the way, only when its storage is idle.
+4. The best plan is improved: a few of its gaps are given up, the planner mends the hole, and what is better stays.
+   Of a small problem the best few are polished instead: single places are changed, thousands of times.
+
+All is exact where it comes to bytes, and decided by `replay` where it comes to time. The same problem gives the same
+plan in every process: there are no clocks and no hashes in it, and ties are broken by the storages' numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hyper_parallel.offloading.schedule.edf_schedule import edf_schedule
+from hyper_parallel.offloading.schedule.greedy_selection import Cover, HeuristicWeights
+from hyper_parallel.offloading.schedule.idle_intervals import Gaps, Ints, gaps_of
+from hyper_parallel.offloading.schedule.local_search import polish
+from hyper_parallel.offloading.schedule.minimum_budget import farthest, floor_of, no_room, refusal
+from hyper_parallel.offloading.schedule.placement import advance, delay, guess, prune, repair
+from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.selection import Chosen
+from hyper_parallel.offloading.schedule.transfer_layout import Layout, Times
+from hyper_parallel.offloading.schedule.transfers import Move, Plan, Replayed, replay
+
+TASTES = (
+    HeuristicWeights("never", by_time=False, stall=1.0),
+    HeuristicWeights("also", by_time=False, stall=1.0),
+    HeuristicWeights("also", by_time=False, stall=3.0),
+    HeuristicWeights("also", by_time=True, stall=3.0),
+    HeuristicWeights("first", by_time=True, stall=1.0),
+)
+QUICK = TASTES[1]
+"""The one that is nearest to the best of all most often."""
+CHOICES = 1500
+"""Gaps chosen, by all tastes together, after which no other taste is tried."""
+FEW = 100
+"""Gaps in a plan up to which stores are tried as well that begin only when their storage is idle."""
+ROUNDS = 4
+"""Times that places are found again with the times that came out."""
+WORK = 100_000
+"""Nodes and moves that are looked at to improve a plan: many tries of a small one, a few of a large one."""
+TRIES = 100
+"""At most, unless the caller says otherwise."""
+EVENTS = 80_000
+"""Events that are looked at for each try, where plans are so small that `TRIES` are within `WORK`."""
+BEGUN = 8
+"""Plans that are polished then, at most, of which no two take the same gaps."""
+HIDDEN = 1e-9
+"""Of a step's seconds: less stall than this is none."""
+
+
+def choose(problem: Problem, *, tries: int = TRIES, quick: bool = False) -> Plan:
+    """The quickest plan found that never holds more than `problem.budget` bytes.
+
+    `tries`: how often to try to improve it, at most. `quick`: gaps are chosen by one taste only, for a search
+    that weighs one problem against others, in about a third of the time and some percent slower. Raises BudgetError,
+    which says what is needed, where no plan of
+    this planner meets the budget.
+    """
+    base = np.array(problem.profile(), dtype=np.int64)
+    peak, working_set = int(base.max(initial=0)), problem.working_set
+    gaps = gaps_of(problem)
+    floor = floor_of(problem, gaps, base)
+    if problem.budget < floor.bytes:
+        raise refusal(problem, floor.bytes)
+    if not floor.chosen.holds:
+        raise no_room(problem)
+    if peak <= problem.budget and not problem.updates:
+        return Plan((), peak, replay(problem, ()).seconds, 0.0, floor.bytes, working_set)
+    best = _Planner(problem, gaps, base, 0 if quick else tries, quick).plan(floor.chosen)
+    live = max(problem.profile(best.moves))
+    assert live <= problem.budget
+    return Plan(best.moves, live, best.replayed.seconds, best.replayed.stall, floor.bytes, working_set)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan that meets the budget."""
+
+    layout: Layout
+    moves: tuple[Move, ...]
+    replayed: Replayed
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Lower is better: quicker, then less to move."""
+        rows = self.layout.rows
+        return self.replayed.seconds, int(self.layout.gaps.bytes[rows].sum())
+
+
+class _Planner:
+    def __init__(self, problem: Problem, gaps: Gaps, base: Ints, tries: int, quick: bool) -> None:
+        self._problem, self._gaps, self._base, self._tries = problem, gaps, base, tries
+        self._quick = quick
+        self._idle = replace(gaps, open=gaps.after)
+        """As if no store could begin before its storage is idle."""
+        self._hidden = HIDDEN * (problem.starts[-1] - problem.starts[0])
+
+    def plan(self, frugal: Chosen) -> _Found:
+        """The best plan found; `frugal` is one that meets every budget that can be met."""
+        plans: list[_Found] = []
+        for found in self._candidates():
+            plans.append(found)
+            if found.replayed.stall <= self._hidden:
+                return found
+        if not plans:
+            # No space has room for what was chosen. This one fits; it is only slow.
+            layout = farthest(self._gaps, self._base, self._problem.budget, frugal)
+            assert layout.fits()
+            plans.append(self._replayed(layout))
+            plans += self._refined(frugal.copy(), Times.replayed(plans[0].replayed))
+        best = min(plans, key=lambda one: one.rank)
+        if best.replayed.stall <= self._hidden:
+            return best
+        improved = self._improved(best)
+        work = self._gaps.nodes + 8 * max(one.layout.rows.size for one in (best, improved))
+        if not 0 < work * self._tries <= WORK or improved.replayed.stall <= self._hidden:
+            return improved
+        return self._polished([improved, *plans])
+
+    def _polished(self, plans: list[_Found]) -> _Found:
+        """The best of small plans, and of what becomes of the quickest ones by changes of single places."""
+        plans.sort(key=lambda one: one.rank)
+        begun: dict[bytes, Layout] = {}
+        for one in plans:
+            begun.setdefault(one.layout.chosen.flags.tobytes(), one.layout)
+        layouts = list(begun.values())[:BEGUN]
+        work = self._tries * EVENTS
+        layout, replayed = polish(self._problem, self._gaps, layouts, work, self._hidden)
+        return min(plans[0], _Found(layout, layout.moves(self._problem), replayed), key=lambda one: one.rank)
+
+    def _improved(self, best: _Found) -> _Found:
+        """Give a few gaps up, perhaps of those waited for, or take more, mend what that breaks, keep what is better."""
+        draw = random.Random(0)
+        moved = best.layout.rows.size
+        storage, gap = self._gaps.storage.tolist(), self._gaps.gap.tolist()
+        for _ in range(min(self._tries, WORK // (self._gaps.nodes + 8 * moved))):
+            if best.replayed.stall <= self._hidden:
+                break
+            chosen = best.layout.chosen.copy()
+            rows = best.layout.rows[~self._gaps.must[best.layout.rows]].tolist()
+            others = np.flatnonzero(~chosen.flags).tolist()
+            late = [row for row in rows if (storage[row], gap[row]) in best.replayed.waits]
+            given = late if late and draw.random() < 0.5 else rows
+            for row in draw.sample(given, min(len(given), draw.randint(0, 3))):
+                chosen.drop(row)
+            for row in draw.sample(others, min(len(others), draw.randint(0, 2))):
+                chosen.add(row)
+            gaps = draw.choice((self._gaps, self._idle)) if moved <= FEW else self._gaps
+            for found in self._refined(chosen, Times.replayed(best.replayed), 2, gaps):
+                best = min(best, found, key=lambda one: one.rank)
+        return best
+
+    def _candidates(self) -> Iterator[_Found]:
+        choices = 0
+        if self._quick:
+            covered = Cover(self._problem, self._gaps, self._problem.budget).choose(
+                QUICK, Chosen(self._problem, self._gaps)
+            )
+            times = Times.stalled(self._problem, covered.stalls)
+            for gaps in (self._gaps, self._idle):
+                yield from self._refined(covered.chosen, times, ROUNDS - 1, gaps)
+            return
+        for gaps, most in ((self._gaps, CHOICES), (self._idle, FEW * len(TASTES))):
+            cover = Cover(self._problem, gaps, self._problem.budget)
+            for taste in TASTES:
+                if choices > most:
+                    return
+                covered = cover.choose(taste, Chosen(self._problem, self._gaps))
+                choices += int(covered.chosen.flags.sum())
+                times = Times.stalled(self._problem, covered.stalls)
+                yield from self._refined(covered.chosen, times, gaps=gaps)
+
+    def _refined(
+        self, chosen: Chosen, times: Times, rounds: int = ROUNDS, gaps: Gaps | None = None
+    ) -> Iterator[_Found]:
+        """Places for gaps, found again and again while the step becomes quicker."""
+        gaps = gaps or self._gaps
+        least = np.inf
+        for _ in range(rounds):
+            layout, stored = guess(gaps, self._base, self._problem.budget, chosen.copy(), times)
+            if not repair(layout, times, stored):
+                return
+            edf_schedule(self._problem, layout)
+            dropped = prune(layout)
+            advance(layout, times)
+            delay(layout, times, stored)
+            found = self._replayed(layout)
+            yield found
+            if found.replayed.seconds >= least and not dropped:
+                return
+            least = min(least, found.replayed.seconds)
+            chosen, times = layout.chosen, Times.replayed(found.replayed)
+
+    def _replayed(self, layout: Layout) -> _Found:
+        moves = layout.moves(self._problem)
+        return _Found(layout, moves, replay(self._problem, moves))

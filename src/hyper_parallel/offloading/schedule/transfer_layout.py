@@ -1,0 +1,164 @@
+"""Live bytes under the selected transfers, kept up to date while the planner shifts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.offloading.schedule.idle_intervals import Flags, Floats, Gaps, Ints
+from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.selection import Chosen
+from hyper_parallel.offloading.schedule.transfers import Move, Replayed
+
+
+@dataclass(frozen=True)
+class Times:
+    """When the host is where: seconds at each place of two steps, as predicted."""
+
+    arrives: Floats
+    """The host comes there."""
+    starts: Floats
+    """The node there starts, after its waits."""
+    step: float
+
+    @classmethod
+    def of(cls, arrives: Sequence[float] | Floats, starts: Sequence[float] | Floats) -> Times:
+        """From those of one step, the step's end included."""
+        step = float(arrives[-1])
+        return cls(_twice(arrives), _twice(starts), step)
+
+    @classmethod
+    def replayed(cls, replay: Replayed) -> Times:
+        """As they come to be."""
+        return cls.of(replay.arrives, replay.starts)
+
+    @classmethod
+    def stalled(cls, problem: Problem, stalls: Floats) -> Times:
+        """Of the problem with stalls before nodes."""
+        starts = np.asarray(problem.starts) - problem.starts[0]
+        until = np.append(np.cumsum(stalls), stalls.sum())
+        later = starts + until
+        return cls.of(later - np.append(stalls, 0.0), later)
+
+    def comes(self, places: Ints) -> Floats:
+        """When the host comes to places, also to those of the step before."""
+        found: Floats = self.arrives[places % (self.arrives.size // 2)]
+        return found + self.step * (places // (self.arrives.size // 2))
+
+
+def _twice(times: Sequence[float] | Floats) -> Floats:
+    step = np.asarray(times)
+    return np.concatenate([step[:-1], step[:-1] + step[-1], [2 * step[-1]]])
+
+
+class Layout:
+    """Moves of the chosen gaps. The places of other gaps mean nothing, nor does `store` of who carries none."""
+
+    def __init__(self, gaps: Gaps, base: Ints, budget: int, chosen: Chosen, leave: Ints, fetch: Ints) -> None:
+        self.gaps, self.base, self.budget, self.chosen = gaps, base, budget, chosen
+        self.leave, self.fetch = leave, fetch
+        self.store: Ints = gaps.after.copy()
+        self.since: Ints = gaps.since
+        """Of each gap, from which place on a fetch finds what it is to bring."""
+        self.live: Ints = base
+        self.count()
+
+    def copy(self) -> Layout:
+        """One that changes by itself."""
+        other = object.__new__(Layout)
+        other.gaps, other.base, other.budget, other.since = self.gaps, self.base, self.budget, self.since
+        other.chosen = self.chosen.copy()
+        other.leave, other.fetch, other.store = self.leave.copy(), self.fetch.copy(), self.store.copy()
+        other.live = self.live.copy()
+        return other
+
+    def count(self) -> None:
+        """Find the live bytes anew."""
+        n, gaps = self.gaps.nodes, self.gaps
+        rows = self.rows
+        change = np.zeros(2 * n + 1, dtype=np.int64)
+        np.subtract.at(change, self.leave[rows], gaps.bytes[rows])
+        np.add.at(change, self.fetch[rows], gaps.bytes[rows])
+        away = np.cumsum(change[: 2 * n])
+        self.live = self.base + away[:n] + away[n:]
+
+    @property
+    def rows(self) -> Ints:
+        """Of the chosen gaps, ascending."""
+        return np.flatnonzero(self.chosen.flags)
+
+    @property
+    def stores(self) -> Flags:
+        """Which of them carry a store."""
+        return self.gaps.stores(self.chosen.flags)
+
+    def fits(self) -> bool:
+        """Whether the budget is met everywhere."""
+        return int(self.live.max(initial=0)) <= self.budget
+
+    def most(self, first: int, last: int) -> int:
+        """Live bytes at the worst place of a stretch."""
+        return max(int(self.live[a:z].max(initial=0)) for a, z in intervals_of(first, last, self.gaps.nodes))
+
+    def add(self, first: int, last: int, count: int) -> None:
+        """Live bytes more at each place of a stretch."""
+        for begin, end in intervals_of(first, last, self.gaps.nodes):
+            self.live[begin:end] += count
+
+    def leave_at(self, row: int, place: int) -> None:
+        """Leave earlier or later."""
+        was = int(self.leave[row])
+        count = int(self.gaps.bytes[row])
+        self.add(min(was, place), max(was, place), -count if place < was else count)
+        self.leave[row] = place
+        self.store[row] = min(int(self.store[row]), place)
+
+    def fetch_at(self, row: int, place: int) -> None:
+        """Come back earlier or later."""
+        was = int(self.fetch[row])
+        count = int(self.gaps.bytes[row])
+        self.add(min(was, place), max(was, place), count if place < was else -count)
+        self.fetch[row] = place
+
+    def drop(self, row: int) -> None:
+        """Stay here instead."""
+        self.add(int(self.leave[row]), int(self.fetch[row]), int(self.gaps.bytes[row]))
+        self.chosen.drop(row)
+
+    def join(self, row: int, leave: int, fetch: int) -> bool:
+        """Go as well; False where no space has room."""
+        if not self.chosen.add(row):
+            return False
+        self.leave[row], self.fetch[row] = leave, fetch
+        self.add(leave, fetch, -int(self.gaps.bytes[row]))
+        return True
+
+    def moves(self, problem: Problem) -> tuple[Move, ...]:
+        """In the order of places and storages."""
+        gaps, stores = self.gaps, self.stores
+        found = [
+            Move(
+                int(gaps.storage[row]),
+                problem.spaces[int(self.chosen.space[row])].name,
+                int(gaps.gap[row]),
+                int(self.store[row]) if stores[row] else None,
+                int(self.leave[row]),
+                int(self.fetch[row]),
+            )
+            for row in self.rows.tolist()
+        ]
+        found.sort(
+            key=lambda move: (move.leave if move.store is None else move.store, move.storage, move.gap)
+        )
+        return tuple(found)
+
+
+def intervals_of(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
+    """A stretch of places of two steps as stretches of one."""
+    if last <= count:
+        return ((first, last),)
+    if first >= count:
+        return ((first - count, last - count),)
+    return ((first, count), (0, last - count))

@@ -1,0 +1,205 @@
+"""The planner's answer as text: the best strategies and why the first one wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.planner import format
+from hyper_parallel.planner.metrics import Figures
+from hyper_parallel.planner.search import PRUNED
+from hyper_parallel.planner.solve import PrintedAnswer
+from hyper_parallel.report.sheets import NONE, Fact, Sheet
+from hyper_parallel.report.table import render as text_of
+from hyper_parallel.units import format_bytes, format_count, format_duration
+
+WORD = "forecast"
+
+DIFFER = 0.05
+"""A share of a step beyond which forecast and prediction are said to differ."""
+
+
+def heading(one: PrintedAnswer) -> str:
+    """What is answered: the model, the step, the machine."""
+    question, work = one.question, one.question.workload
+    shape = work.shape
+    active = f", {format_count(shape.active_parameters)} a token" if shape.experts else ""
+    what = f"{shape.name or 'the model'} ({format_count(shape.parameters)} parameters{active})"
+    step = f"{work.batch:,} × {work.sequence:,} tokens, {work.precision}, {work.optimizer}"
+    where = question.cluster.name or question.cluster.source
+    return f"{WORD} of steps of {what}, {step}, on {question.devices:,} devices of {where}"
+
+
+def facts(one: PrintedAnswer) -> list[Fact]:
+    """The figures of the best strategy."""
+    best = one.best[0]
+    interval = f"{WORD} seconds of a step; 90% of measured steps lie within {format.between(best)}"
+    return [
+        Fact("best strategy", format.axes(best.strategy), format.settings(best.strategy)),
+        Fact("step", format_duration(best.seconds), interval),
+        Fact("MFU", f"{best.mfu:.1%}", "model FLOPs / (step · devices · peak FLOP/s)"),
+        Fact("tokens/s", f"{best.tokens_per_second:,.0f}", "of each device"),
+        Fact(
+            "peak memory",
+            format_bytes(best.peak),
+            f"of {format_bytes(best.capacity)} ({best.peak / best.capacity:.0%}), the fullest device",
+        ),
+        Fact(
+            "exposed communication",
+            format_duration(best.communicating),
+            f"{best.communicating / best.seconds:.1%} of the step",
+        ),
+        Fact("bubble", format_duration(best.waiting), f"{best.waiting / best.seconds:.1%} of the step"),
+        *_cost(one, best),
+    ]
+
+
+def _cost(one: PrintedAnswer, best: Figures) -> list[Fact]:
+    price, tokens = one.question.price, one.tokens
+    if not tokens:
+        return []
+    days = best.seconds * tokens / best.tokens / 86400
+    found = [Fact("a run", f"{days:,.1f} days", f"{WORD} for {format_count(tokens)} tokens")]
+    if price:
+        meaning = f"{WORD}: {best.device_hours * tokens / best.tokens:,.0f} device hours at {price:g} each"
+        found.append(Fact("its cost", f"{best.cost(price, tokens):,.0f}", meaning))
+    return found
+
+
+def choices(one: PrintedAnswer) -> Sheet:
+    """The best strategies, a row each; a strategy to compare with comes last."""
+    rows = [_row(str(place), found, one.best[0]) for place, found in enumerate(one.best, 1)]
+    if one.compared is not None:
+        rows.append(_row("yours", one.compared, one.best[0]))
+    return Sheet(
+        f"the best {len(one.best)} of {_count(one.answer.counted)} strategies",
+        ("", "axes", "settings", "step (90%)", "beside", "MFU", "tokens/s", "peak", "exposed", "bubble"),
+        tuple(rows),
+        left=3,
+        note="beside: to the best; exposed: communication that nothing hides; tokens/s: of each device",
+    )
+
+
+def _row(name: str, one: Figures, best: Figures) -> tuple[str, ...]:
+    return (
+        name,
+        format.axes(one.strategy),
+        format.settings(one.strategy),
+        f"{format_duration(one.seconds)} ({format.between(one)})",
+        "" if one is best else format.signed(one.seconds / best.seconds - 1),
+        f"{one.mfu:.1%}",
+        f"{one.tokens_per_second:,.0f}",
+        format_bytes(one.peak) + ("" if one.fits else ": does not fit"),
+        f"{one.communicating / one.seconds:.1%}",
+        f"{one.waiting / one.seconds:.1%}",
+    )
+
+
+def simulated(one: PrintedAnswer) -> Sheet:
+    """What the simulator says of the best, beside the forecast."""
+    rows = []
+    for place, found in enumerate(one.refined, 1):
+        best = one.best[place - 1]
+        if found.seconds is None or found.peak is None:
+            rows.append((str(place), found.reason, format_duration(best.seconds), NONE, NONE, NONE))
+            continue
+        apart = found.seconds / best.seconds - 1
+        said = "they differ" if abs(apart) > DIFFER else "they agree"
+        if found.fits is False:
+            said += "; ITS PREDICTED PEAK DOES NOT FIT"
+        rows.append(
+            (
+                str(place),
+                f"{said}; {found.reason}" if found.reason else said,
+                format_duration(best.seconds),
+                format_duration(found.seconds),
+                format.signed(apart),
+                f"{format_bytes(best.peak)} / {format_bytes(found.peak)}",
+            )
+        )
+    return Sheet(
+        "beside the simulation of its step",
+        ("", "", "forecast", "predicted", "beside", "peak, forecast / predicted"),
+        tuple(rows),
+        left=2,
+        note=f"predicted: the step's graph, simulated; they differ where it is over {DIFFER:.0%} off{_quickest(one)}",
+    )
+
+
+def _quickest(one: PrintedAnswer) -> str:
+    found = one.refined[one.chosen]
+    if one.chosen == 0 or found.seconds is None:
+        return ""
+    return f"; simulated, {one.chosen + 1} is the quickest ({format_duration(found.seconds)}), and --out writes it"
+
+
+def searched(one: PrintedAnswer) -> Sheet:
+    """How many strategies there are, and by what most were left out."""
+    answer = one.answer
+    rows = [("legal strategies", f"{answer.counted:,}")]
+    rows += [(f"left out: {PRUNED[bound]}", f"{count:,}") for bound, count in answer.pruned.items() if count]
+    rows.append(("forecast", f"{answer.weighed:,}"))
+    return Sheet(
+        "what was searched",
+        ("", "strategies"),
+        tuple(rows),
+        note=f"in {format_duration(answer.seconds)}; {_gap(one)}",
+    )
+
+
+def _gap(one: PrintedAnswer) -> str:
+    """How far the answer may be from the model's optimum."""
+    gap = one.answer.gap
+    if gap <= 0:
+        return "no strategy is better by this model: what was left out cannot be, by proved bounds"
+    return f"no strategy is better than the best by more than {gap:.2%}, by a proved bound"
+
+
+def sheets(one: PrintedAnswer) -> list[Sheet]:
+    """All tables, in the order in which they are read."""
+    refined = [simulated(one)] if one.refined else []
+    return [choices(one), *refined, *one.why.sheets, searched(one)]
+
+
+def text(one: PrintedAnswer, width: int = 140) -> str:
+    """For the terminal. The first word is `forecast`."""
+    body = text_of(heading(one), facts(one), sheets(one), WORD, width).rstrip()
+    ends = [*one.why.sentences, *(f"note: {note}" for note in one.notes)]
+    return "\n".join([body, "", *ends])
+
+
+def to_json(one: PrintedAnswer) -> dict[str, Any]:
+    """The same as plain data. Times are seconds, memory is bytes; all are forecast."""
+    question, work = one.question, one.question.workload
+    return {
+        "forecast": True,
+        "model": work.shape.name,
+        "parameters": work.shape.parameters,
+        "active_parameters": work.shape.active_parameters,
+        "batch": work.batch,
+        "sequence": work.sequence,
+        "precision": work.precision,
+        "cluster": question.cluster.name,
+        "devices": question.devices,
+        "objective": question.objective,
+        "best": [found.to_json() for found in one.best],
+        "compared": None if one.compared is None else one.compared.to_json(),
+        "predicted": [
+            {
+                "step_time_s": found.seconds,
+                "peak_bytes": found.peak,
+                "fits": found.fits,
+                "reason": found.reason,
+            }
+            for found in one.refined
+        ],
+        "counted": one.answer.counted,
+        "pruned": dict(one.answer.pruned),
+        "gap": one.answer.gap,
+        "search_seconds": one.answer.seconds,
+        "why": one.why.to_json(),
+        "notes": list(one.notes),
+    }
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number < 10**7 else format_count(number)

@@ -1,0 +1,111 @@
+"""Worker entry of a run with open axes: agree on the strategy, then train."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from hyper_parallel.compat.store import broadcast_from_rank_0
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import ConfigError, HyperParallelError
+from hyper_parallel.launch import Worker
+from hyper_parallel.launch.stop import interruptible
+from hyper_parallel.planner.auto import saved_choice
+from hyper_parallel.planner.auto.choose import Choice, choose
+from hyper_parallel.planner.auto.machine import machine_of
+from hyper_parallel.planner.auto.measure_candidates import tried
+from hyper_parallel.planner.auto.resolved import Overrides, resolved
+from hyper_parallel.train.entry import main as train
+from hyper_parallel.units import format_duration
+
+log = logging.getLogger(__name__)
+
+TARGET = f"{__name__}:main"
+"""How `launch.run` is told of `main`."""
+TRIES = 6
+"""Strategies that are tried where the file does not say how many, on processors: a step is short there, and what was
+tried leaves nothing behind. On accelerators its communicators would keep memory."""
+SHARE = 0.5
+"""Of the memory that those that are tried may take together, to be stepped in turns; else one is built at a time."""
+_KEY = "hyper_parallel/strategy"
+
+
+def main(config: RunConfig, worker: Worker) -> None:
+    """Train what `config` declares, with the strategy that rank 0 chooses."""
+    with interruptible():
+        config = together(config, worker)
+    train(config, worker)
+
+
+def together(config: RunConfig, worker: Worker) -> RunConfig:
+    """The run with its strategy, the same on every rank. Each raises what rank 0 finds wrong."""
+    text = None
+    if worker.rank == 0:
+        try:
+            found = _choices(config, worker)
+            room = worker.backend.memory_total() * SHARE / worker.local_world
+            at_once = sum(one.peak for one in found) <= room
+            text = json.dumps({"choices": [asdict(one) for one in found], "at_once": at_once})
+        except HyperParallelError as error:
+            text = json.dumps({"error": str(error)})
+    told = json.loads(broadcast_from_rank_0(_KEY, text))
+    if "error" in told:
+        raise ConfigError(told["error"])
+    choices = [Choice(one["laid"], one["name"], tuple(one["lines"])) for one in told["choices"]]
+    runs = [resolved(config, one.laid) for one in choices]
+    best, more = 0, []
+    if len(runs) > 1:
+        say = _say if worker.rank == 0 else lambda _: None
+        seconds = tried(runs, worker, at_once=told["at_once"], say=say)
+        best = min(range(len(runs)), key=lambda at: (seconds[at] or math.inf, at))
+        more = [_beside(choices, seconds, best)]
+    if worker.rank == 0 and choices[best].lines:
+        _write(config, choices[best].laid, [*choices[best].lines, *more])
+    return runs[best]
+
+
+def _choices(config: RunConfig, worker: Worker) -> list[Choice]:
+    """What rank 0 finds: the run's strategy, or some of which a trial tells the quickest. One that was kept has no
+    lines."""
+    laid, said = saved_choice.saved_choice(config, worker.world)
+    if said:
+        _say(said)
+    if laid is not None:
+        return [Choice(laid, "", ())]
+    found = choose(config, machine_of(config, worker, _say), worker.world, _say)
+    count = config.strategy.tries
+    if count is None:
+        count = TRIES if worker.backend.name == "cpu" else 0
+    if config.strategy.memory.device is not None:
+        count = 0  # what a budget moves is planned for one strategy at a time
+    return [replace(found, close=()), *found.close[: max(count - 1, 0)]]
+
+
+def _beside(choices: Sequence[Choice], seconds: Sequence[float | None], best: int) -> str:
+    """What a trial found, in a line."""
+    took = ["cannot run" if one is None else format_duration(one) for one in seconds]
+    others = "; ".join(
+        f"{one.name}: {took[at]}"
+        for at, one in sorted(enumerate(choices), key=lambda pair: seconds[pair[0]] or math.inf)
+        if at != best
+    )
+    return f"of {len(choices)} that were tried, it took the least: {took[best]} a step; {others}"
+
+
+def _write(config: RunConfig, laid: Overrides, lines: Sequence[str]) -> None:
+    """Say what was chosen, and write it to the run's folder."""
+    for line in lines:
+        _say(line)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    saved_choice.write(out, laid, lines)
+
+
+def _say(text: str) -> None:
+    """On the terminal, which rank 0 has, and in its log."""
+    log.info("strategy: %s", text)
+    print(f"strategy: {text}", flush=True)  # noqa: T201

@@ -1,0 +1,84 @@
+"""The planner query of a run file with open axes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import RunConfig
+from hyper_parallel.data.tokenizer import load as load_tokenizer
+from hyper_parallel.planner.framework_profiles import profile
+from hyper_parallel.planner.query import Question
+from hyper_parallel.step.build import transformers_config
+from hyper_parallel.strategy import AXIS_NAMES
+from hyper_parallel.workload.shape import Shape
+from hyper_parallel.workload.workload import Precision, Workload
+
+_PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
+_LEVELS = {"optimizer": 1, "gradients": 2, "parameters": 3}
+
+
+def question_of(config: RunConfig, cluster: Cluster, world: int, top: int) -> Question:
+    """The question: everything that the file writes is fixed, the rest is what `train` can run.
+
+    A memory budget takes the place of the device's memory. Raises ConfigError for a model that cannot be read.
+    """
+    budget = config.strategy.memory.device
+    if budget is not None and cluster.device is not None:
+        memory = replace(cluster.device.memory, bytes=min(cluster.device.memory.bytes, budget), ranks=1)
+        cluster = replace(cluster, device=replace(cluster.device, memory=memory))
+    return Question(
+        workload=workload_of(config),
+        cluster=cluster,
+        profile=profile("hyper-parallel"),
+        devices=world,
+        fix=_fixed(config),
+        top=top,
+        runnable=True,
+    )
+
+
+def workload_of(config: RunConfig) -> Workload:
+    """What a step of the run computes."""
+    fields: dict[str, Any] = transformers_config(config.model).to_dict()
+    given = config.model.config
+    if given is not None and "vocab_size" not in given:
+        # As training fills it in, but for a tokenizer that is yet to be trained: that may come out smaller.
+        path = config.data.tokenizer.path
+        fields["vocab_size"] = (
+            config.data.tokenizer.trained_size if path is None else load_tokenizer(path).vocab_size
+        )
+    return Workload(
+        Shape.of_config(fields, str(fields.get("model_type", "the model"))),
+        config.train.batch,
+        config.data.sequence,
+        precision_of(config),
+        config.train.optimizer.name,
+    )
+
+
+def precision_of(config: RunConfig) -> Precision:
+    """What products are computed in."""
+    return _PRECISIONS[config.strategy.precision.compute]
+
+
+def _fixed(config: RunConfig) -> dict[str, Any]:
+    """Columns of the strategy that the file writes."""
+    strategy = config.strategy
+    axes, chosen = strategy.axes, strategy.chosen
+    fixed: dict[str, Any] = {
+        axis: axes.degree(axis) for axis in (*AXIS_NAMES, "expert") if axis not in axes.open
+    }
+    if config.train.micro_batch is not None:
+        fixed["micro"] = config.train.micro_batch
+    if "memory.shard" not in chosen:
+        fixed["zero"] = (0, _LEVELS[strategy.memory.shard])
+    if "memory.recompute" not in chosen:
+        fixed["recompute"] = "full" if strategy.memory.recompute == "layer" else "none"
+    if "context.method" not in chosen and strategy.context.method != "auto":
+        fixed["method"] = strategy.context.method
+    if "sequence" not in chosen and not strategy.sequence and axes.tensor_y == 1:
+        # The second side of 2D tensor parallelism splits the sequence whatever the file says.
+        fixed["sequence_parallel"] = 0
+    return fixed

@@ -1,0 +1,43 @@
+"""A run file with the planner's choice filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hyper_parallel import config as files
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import RunConfig
+from hyper_parallel.planner.metrics import Figures
+from hyper_parallel.planner.run_file import strategy_of
+
+Overrides = Mapping[str, Any]
+"""What is laid on a run file: the section `strategy`, and of `train` the micro-batch."""
+
+
+def overrides_of(config: RunConfig, found: Figures, cluster: Cluster) -> dict[str, Any]:
+    """What is laid on the run file for a strategy of the planner's: only keys that the file leaves open."""
+    made = strategy_of(found, cluster, [])
+    strategy: dict[str, Any] = {"axes": made["axes"] or {"replicate": 1}}
+    for key in config.strategy.chosen:
+        section, _, name = key.rpartition(".")
+        if not section:
+            strategy[name] = made.get(name, False)
+        elif name in made.get(section, {}):
+            strategy.setdefault(section, {})[name] = made[section][name]
+    if "placement" in made and not config.strategy.placement.given:
+        strategy["placement"] = made["placement"]
+    return {"train": {"micro_batch": int(found.strategy["micro"])}, "strategy": strategy}
+
+
+def resolved(config: RunConfig, laid: Overrides, source: str = "the planned strategy") -> RunConfig:
+    """The run with what was chosen. Raises ConfigError where the two do not go together."""
+    data = config.model_dump(mode="json")
+    strategy = {
+        key: value for key, value in data["strategy"].items() if key not in ("chosen", "cluster", "tries")
+    }
+    for key, value in laid["strategy"].items():
+        inside = isinstance(value, Mapping) and key != "axes"
+        strategy[key] = {**strategy[key], **value} if inside else value
+    train = {**data["train"], **laid["train"]}
+    return files.from_dict({**data, "strategy": strategy, "train": train}, source=source)

@@ -1,0 +1,1 @@
+"""The cost model: closed forms over a table's columns; `step.forecast` combines them."""

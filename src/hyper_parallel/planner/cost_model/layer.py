@@ -1,0 +1,179 @@
+"""One transformer layer on one rank, forward and backward, for a micro-batch of T = micro · sequence / context tokens.
+
+Products, in the shapes that a rank of the tensor axes (P = x · y of them) multiplies:
+
+    attention   [T, h] · [h, (H + 2K) d / P]  and  [T, H d / P] · [H d / P, h]         `_projections`
+    MLP         [T, h] · [h, (1 + gated) f / P]  and  [T, f / P] · [f / P, h]          `_dense`
+    experts     E / expert of them, each with its share of T · chosen rows             `_routed`
+
+A backward pass multiplies twice as much. Multi-head latent attention (arXiv 2405.04434, section 2.1) has its own five
+products. Attention's scores and sums over values are 2 T H (d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a
+query sees on average (`workload.flops`), 2.5 times as many backward (Dao, arXiv 2307.08691, section 3.1), at a rate by
+architecture (`FUSED`). Without a fused kernel the scores also go through memory seven times.
+
+Elementwise operators are counted in bytes: norms, residuals and their gradients nine times the hidden state, split
+over P where the sequence is; activations of the MLP as wide as its features; rotations of queries and keys. Linear
+layers of 8 and 4 bits read their inputs once more to scale them.
+
+Host: a layer's kernels cost the host `launch` each (`_kernels`); where that is longer than the device is busy, it is
+what a pass takes, and collectives come on top, since ranks wait for the slowest host. Recorded graphs, which hold
+attention and routers but not the experts, launch for half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.planner.codes import ARCHITECTURES
+from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.cost_model.dims import keys_seen, routed_share
+from hyper_parallel.planner.cost_model.kernels import Products, moved
+from hyper_parallel.planner.cost_model.layer_collectives import Exchanged, exchanged
+from hyper_parallel.planner.cost_model.rank_groups import Ranks
+from hyper_parallel.planner.table import PRECISIONS, Array, Table
+
+FUSED = {
+    "volta": 0.30,
+    "ampere": 0.60,
+    "hopper": 0.50,
+    "blackwell": 0.45,
+    "blackwell-ultra": 0.45,
+    "ascend": 0.55,
+}
+"""Shares of the 16-bit peak that fused attention reaches forward and backward together: FlashAttention-2 on A100
+(arXiv 2307.08691, figure 5), FlashAttention-2 and 3 on H100 (2407.08608, figures 5 and 6), kernels of SimuMax's
+tables on B200; Ascend's is an estimate."""
+
+SINCE_HOPPER = ("hopper", "blackwell", "blackwell-ultra")
+OF_SECOND = 0.7
+"""The share of these rates that FlashAttention-2 reaches since Hopper: 0.35 of the peak (arXiv 2407.08608,
+abstract and figures 5 and 6)."""
+
+BACKWARD_BYTES = 1.6
+"""Bytes of the backward pass of elementwise operators to those of the forward pass."""
+BACKWARD_LAUNCHES = 1.7
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Seconds of a layer's passes on one rank; each column is the mean over the model's layers."""
+
+    products: Array
+    """Forward: matrix products of linear layers and experts."""
+    attention: Array
+    elementwise: Array
+    launches: Array
+    """The host's, forward."""
+    apart: Exchanged
+    """What collectives add."""
+    forward: Array
+    backward: Array
+    again: Array
+    """What is computed once more before the backward pass."""
+
+
+def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
+    """A layer of each configuration."""
+    tokens = t.micro * t.sequence / t.context
+    with_experts = routed_share(t)
+    multiply = Products(t, k)
+    products = _projections(t, ranks, multiply, tokens)
+    products = products + (1 - with_experts) * _dense(t, ranks, multiply, tokens)
+    if np.any(t.experts > 0):
+        products = products + with_experts * _routed(t, k, ranks, multiply, tokens)
+    attention, unfused = _attention(t, k, ranks, tokens)
+    elementwise = moved(t, k, _bytes(t, ranks, tokens, with_experts)) * k.elementwise
+    elementwise = elementwise * np.where(t.fused > 0, 1.0, k.unfused) + unfused
+    scaled = moved(t, k, _scaled(t, ranks, tokens, with_experts))
+    apart = exchanged(t, k, ranks, tokens, with_experts, attention)
+    launches = _kernels(t, k, with_experts) * k.launch
+    busy = products + attention + elementwise + scaled
+    back = 2 * products + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
+    forward = np.maximum(busy, launches) + apart.forward
+    backward = np.maximum(back, BACKWARD_LAUNCHES * launches) + apart.backward
+    again = np.where(t.recompute == 2, forward, np.where(t.recompute == 1, unfused + 0.2 * elementwise, 0.0))
+    return Layer(
+        products, attention, elementwise + scaled, launches, apart, forward, backward, again * t.recomputed
+    )
+
+
+def _projections(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
+    heads = t.heads / ranks.tensor
+    keys = np.maximum(t.kv_heads / ranks.tensor, 1.0)
+    has_latent = t.key_rank > 0
+    plain: Array = np.zeros(1)
+    if not np.all(has_latent):
+        plain = multiply(tokens, (heads + 2 * keys) * t.head_dim, t.hidden)
+        plain = plain + multiply(tokens, t.hidden, heads * t.head_dim)
+    if not np.any(has_latent):
+        return plain
+    wide = heads * (t.plain + t.rotary)
+    queries = np.where(
+        t.query_rank > 0,
+        multiply(tokens, t.query_rank, t.hidden) + multiply(tokens, wide, t.query_rank),
+        multiply(tokens, wide, t.hidden),
+    )
+    latent = queries + multiply(tokens, t.key_rank + t.rotary, t.hidden)
+    latent = latent + multiply(tokens, heads * (t.plain + t.value), t.key_rank)
+    latent = latent + multiply(tokens, t.hidden, heads * t.value)
+    return np.where(has_latent, latent, plain)
+
+
+def _dense(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
+    features = t.ffn / ranks.tensor
+    return multiply(tokens, (1 + t.gated) * features, t.hidden) + multiply(tokens, t.hidden, features)
+
+
+def _routed(t: Table, k: Constants, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
+    """Routed and shared experts of a layer, forward."""
+    held = np.maximum(t.experts / t.expert, 1.0)
+    # Ranks of the tensor axes that are not used to spread experts split their features; either way each does 1/P.
+    rows = tokens * t.chosen / ranks.tensor / held
+    one = multiply(rows, (1 + t.gated) * t.expert_ffn, t.hidden) + multiply(rows, t.hidden, t.expert_ffn)
+    # A framework that exchanges tokens ahead of time is timed with routing that is forced to be even.
+    uneven = np.where(t.graphs > 0, 1.0, k.imbalance)
+    shared = t.shared_ffn / ranks.tensor
+    besides = multiply(tokens, (1 + t.gated) * shared, t.hidden) + multiply(tokens, t.hidden, shared)
+    return held * one * k.grouped * uneven + besides
+
+
+def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Array, Array]:
+    """Seconds of attention's arithmetic, and of its scores' way through memory where no kernel fuses them."""
+    shares = np.array([FUSED.get(name, 0.5) for name in ARCHITECTURES])[t.architecture.astype(np.intp)]
+    heads = t.heads / ranks.tensor
+    width = np.where(t.key_rank > 0, t.plain + t.rotary + t.value, 2 * t.head_dim)
+    flops = 2 * tokens * heads * width * keys_seen(t)
+    quality = np.where((t.flash > 0) & (t.flash < 1), t.flash, 1.0)
+    since = np.isin(t.architecture, [ARCHITECTURES.index(name) for name in SINCE_HOPPER])
+    quality = np.where((t.flash == 2) & since, OF_SECOND, quality)
+    seconds = flops / (t.peak16 * shares * k.attention * quality)
+    scores = t.micro * heads * t.sequence**2 / t.context
+    return seconds, np.where(t.flash > 0, 0.0, moved(t, k, 2 * 7 * scores))
+
+
+def _bytes(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
+    """Bytes read and written by a layer's elementwise operators, forward, 2 an element."""
+    outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
+    routed = t.chosen * (3 * t.expert_ffn + 8 * t.hidden) + 3 * t.shared_ffn
+    wide = (with_experts * routed + (1 - with_experts) * 3 * t.ffn) / ranks.tensor
+    return 2 * (9 * outside * t.hidden + tokens * wide + 3 * tokens * t.heads * t.head_dim / ranks.tensor)
+
+
+def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
+    """Bytes of scaling the inputs of linear layers into fewer bits."""
+    few = t.precision >= PRECISIONS.index("fp8")
+    if not few.any():
+        return np.zeros(1)
+    outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
+    routed = t.chosen * (t.expert_ffn + t.hidden)
+    wide = (with_experts * routed + (1 - with_experts) * t.ffn) + t.heads * t.head_dim
+    blocks = np.where(t.precision > PRECISIONS.index("fp8"), 1.3, 1.0)
+    return np.where(few, 4 * blocks * (2 * outside * t.hidden + tokens * wide / ranks.tensor), 0.0)
+
+
+def _kernels(t: Table, k: Constants, with_experts: Array) -> Array:
+    """Launches of a layer's forward pass."""
+    plain = np.where(t.fused > 0, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
+    return (plain + with_experts * k.routing) * np.where(t.graphs > 0, 0.5, 1.0)

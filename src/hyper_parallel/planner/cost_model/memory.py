@@ -1,0 +1,191 @@
+"""Bytes of the fullest rank, by kind, and whether they fit. No number of the peak is fitted.
+
+**State.** A parameter takes `weight_bytes`, its gradient `gradient_bytes`, its optimizer state `state_bytes`: 2 + 4 +
+12 for AdamW in mixed precision with gradients summed in 32 bits, and 2 + 2 + 12 = 16 where they are not (ZeRO, arXiv
+1910.02054, section 3.1; Megatron's distributed optimizer has 6 + 12 / d). ZeRO 1 splits the state over d = shard ·
+context, 2 also the gradients, 3 also the parameters (section 5). Experts are held by fewer ranks and split over what
+is left, d · P / expert of them. In 8 bits a weight is kept once for each direction of its product, in place of its 16
+bits: as many bytes (Transformer Engine's 8-bit primary weights).                                         (`_state`)
+
+**Layers at work.** A framework that does not sum gradients within its products (`fused` is 0) has each gradient in the
+weights' format beside the sum; one that does still makes one of each shape, a layer's (Transformer Engine's dummy
+gradients). ZeRO 3 has two layers gathered, the one at work and the next, and ZeRO 2 and 3 one layer's whole gradient.
+
+**Activations.** `activations.saved_activations` of each token and layer, and what goes to the next stage or into the
+head, times the micro-batches that wait (`stages.waiting`).
+
+**Head.** The last stage has `logit_bytes` of T · V / P logits, in full precision twice as many (2205.05198, 4.3).
+
+**Work.** While a layer goes back its widest gradients exist, with sequence parallelism a gathered hidden state and its
+gradient, with context parallelism the keys and values that come and go. They are not there while logits are: the
+larger of both counts.                                                                                  (`_working`)
+
+**Host.** What is on the host is not on the device, and has to fit there (`on_host`, HOST_PART of its bytes); the
+buffers that its copies pass through are not counted.
+
+**Fits.** An allocator reserves more than it has given out, and the driver's and the collectives' own buffers lie
+outside of it: peak · slack + outside ≤ capacity, and each stage has work (`fits`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.cost_model.activations import SavedActivations, element_bytes, saved_activations
+from hyper_parallel.planner.cost_model.parameters import attention_parameters
+from hyper_parallel.planner.cost_model.stages import Stage, placed, stages
+from hyper_parallel.planner.table import Array, Table
+
+HOST_PART = 0.8
+"""The part of the host's memory that a run may use: the rest is the system's, the data's and the framework's."""
+
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "working")
+"""What the bytes of a rank are for; `gathered` are whole weights and gradients of the layers at work."""
+
+
+def memory(t: Table) -> dict[str, Array]:
+    """Bytes of the fullest rank by kind of KINDS; their sum is its peak of allocated bytes."""
+    counted = by_stage(t)
+    if len(counted) == 1:
+        return counted[0]
+    peaks = np.stack([np.broadcast_to(_sum(kinds), t.n) for kinds in counted])
+    fullest = np.argmax(peaks, axis=0)
+    return {
+        kind: np.choose(fullest, [np.broadcast_to(kinds[kind], t.n) for kinds in counted]) for kind in KINDS
+    }
+
+
+def by_stage(t: Table) -> list[dict[str, Array]]:
+    """Bytes by kind of KINDS of a rank of each stage that may be the fullest (`stages`)."""
+    held, per_token = _held(t), saved_activations(t)
+    return [_counted(t, stage, held, per_token) for stage in stages(t)]
+
+
+def fits(t: Table, peak: Array, k: Constants) -> npt.NDArray[np.bool_]:
+    """Whether a peak of allocated bytes fits the device, what is moved fits the host, and every stage has work."""
+    return np.asarray(within(t, peak, k) & (on_host(t) <= t.host_bytes * HOST_PART), dtype=np.bool_)
+
+
+def within(t: Table, peak: Array, k: Constants) -> npt.NDArray[np.bool_]:
+    """Whether a peak fits the device, whatever the host holds, and every stage has work."""
+    return np.asarray((peak * k.slack + k.outside <= t.capacity) & placed(t), dtype=np.bool_)
+
+
+def on_host(t: Table) -> Array:
+    """Bytes of the rank with most of them in the host's memory."""
+    moved = (t.state_on_host > 0) | (t.activations_on_host > 0)
+    if not np.any(moved):
+        return np.zeros(1)
+    here = t.replaced(state_on_host=0.0, activations_on_host=0.0)
+    most: Array = np.zeros(1)
+    for kinds in by_stage(here):
+        most = np.maximum(
+            most, t.state_on_host * kinds["optimizer"] + t.activations_on_host * kinds["activations"]
+        )
+    return most
+
+
+def handed(t: Table) -> Array:
+    """Bytes that one micro-batch leaves on a rank for its backward pass, on the device and the host together."""
+    here = t.replaced(activations_on_host=0.0)
+    per_token, most = saved_activations(here), np.zeros(1)
+    for stage in stages(here):
+        most = np.maximum(most, stage.dense * per_token.dense + stage.routed * per_token.routed)
+    return most * t.micro * t.sequence / t.context
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Elements that a rank holds of a layer, before any sharding over data."""
+
+    dense: Array
+    """Of a layer without experts."""
+    besides: Array
+    """Of a layer with experts, these apart."""
+    experts: Array
+    expert: Array
+    """Of one expert."""
+    table: Array
+    """Of the embedding, or of the head."""
+
+
+def _held(t: Table) -> _Held:
+    ranks = t.tensor_x * t.tensor_y
+    wide = (2 + t.gated) * t.hidden
+    attention = attention_parameters(t) / ranks + 2 * t.hidden
+    # Without an expert axis the tensor axes split the experts' features.
+    expert = wide * t.expert_ffn / np.where(t.expert > 1, 1.0, ranks)
+    return _Held(
+        attention + wide * t.ffn / ranks,
+        attention + wide * t.shared_ffn / ranks + t.hidden * t.experts,
+        expert * t.experts / np.maximum(t.expert, 1.0),
+        expert,
+        t.vocabulary * t.hidden / ranks,
+    )
+
+
+def _counted(t: Table, stage: Stage, held: _Held, per_token: SavedActivations) -> dict[str, Array]:
+    """Bytes of a rank of a stage."""
+    ranks = t.tensor_x * t.tensor_y
+    tokens = t.micro * t.sequence / t.context
+    handed_on = element_bytes(t) * t.hidden / np.where(t.sequence_parallel > 0, ranks, 1.0)
+    each = stage.dense * per_token.dense + stage.routed * per_token.routed + handed_on
+    kinds = _state(t, stage, held)
+    kinds["activations"] = stage.waiting * tokens * each * (1 - t.activations_on_host)
+    logits = stage.head * tokens * t.vocabulary / ranks * t.logit_bytes * element_bytes(t) / 2
+    has_layers = stage.dense + stage.routed > 0
+    working = np.where(has_layers, tokens * (_working(t, ranks) + per_token.again), 0.0)
+    at_head = logits > working
+    kinds["logits"] = np.where(at_head, logits, 0.0)
+    kinds["working"] = np.where(at_head, 0.0, working)
+    return kinds
+
+
+def _state(t: Table, stage: Stage, held: _Held) -> dict[str, Array]:
+    """Parameters, gradients and optimizer state, and what exists whole while a layer is at work."""
+    tables = stage.embedding + stage.head - stage.embedding * stage.head * t.tied
+    plain = stage.dense * held.dense + stage.routed * held.besides + tables * held.table
+    spread = stage.routed * held.experts
+    share = t.shard * t.context
+    ranks = t.tensor_x * t.tensor_y
+    apart = np.where(t.expert > 1, np.maximum(share * ranks / np.maximum(t.expert, 1.0), 1.0), share)
+
+    def split(level: int) -> Array:
+        """Elements on a rank where ZeRO splits them from this level on."""
+        return np.where(t.zero >= level, plain / share + spread / apart, plain + spread)
+
+    summed_apart = (t.fused == 0) & (t.zero < 2) & (t.gradient_bytes > t.weight_bytes)
+    gradient = t.gradient_bytes + np.where(summed_apart, t.weight_bytes, 0.0)
+    layer = np.where(stage.routed > 0, held.besides + held.experts, held.dense)
+    # Experts have one shape, so that one gradient serves them all.
+    shapes = np.where(stage.routed > 0, held.besides + held.expert, held.dense)
+    size = np.minimum(t.weight_bytes, element_bytes(t))
+    gathered = np.where((t.fused > 0) & (t.zero < 2), size * shapes, 0.0)
+    gathered = np.where(t.zero == 2, t.gradient_bytes * layer, gathered)
+    gathered = np.where(t.zero >= 3, 3 * size * layer, gathered)
+    return {
+        "parameters": t.weight_bytes * split(3),
+        "gradients": gradient * split(2),
+        "optimizer": t.state_bytes * (1 - t.state_on_host) * split(1),
+        "gathered": np.where((t.zero >= 2) & (share <= 1), 0.0, gathered),
+    }
+
+
+def _working(t: Table, ranks: Array) -> Array:
+    """Bytes of a token while a layer goes back."""
+    features = np.where(t.experts > 0, t.chosen * t.expert_ffn + t.shared_ffn, t.ffn)
+    rows = np.where(t.experts > 0, t.chosen * t.hidden, 0.0)
+    passed = np.where(t.context > 1, 4 * np.maximum(t.kv_heads / ranks, 1.0) * t.head_dim, 0.0)
+    wide: Array = ((2 + t.gated) * features + 2 * rows) / ranks + 2 * t.hidden + passed
+    return element_bytes(t) * wide
+
+
+def _sum(kinds: dict[str, Array]) -> Array:
+    total: Array = np.zeros(1)
+    for kind in KINDS:
+        total = total + kinds[kind]
+    return total

@@ -1,0 +1,124 @@
+"""Per-step costs outside micro-batches: gradient reduction, weight gathers, optimizer.
+
+**Gradients** of N parameters on n ranks that see other tokens are reduced and, where the optimizer's state is split
+(ZeRO-1, 2; Rajbhandari et al., arXiv 1910.02054), new parameters gathered:
+
+    gather((gradient bytes + e) N)      as `links.Group.gather`; an all-reduce of gradients costs as much or more
+
+e are the bytes that a weight is computed in: 2, in float32 4.
+`hidden_data` of it goes beside the backward pass where a framework does so, as far as that lasts. Experts are reduced
+over the ranks that share them.
+
+**Gathered weights** (ZeRO-3): each layer's, before each of its passes; gradients are scattered as they come. What takes
+longer than the pass shows, and the rest slows the pass it runs beside by `beside` (13% on NVLink: Galvatron, arXiv
+2211.13878; Calculon has 15% there and 2% on InfiniBand). Where it slows the pass by its whole time, as workers do whose
+cores move what they send, the two take turns.
+
+**The optimizer** reads and writes 28 bytes a parameter of Adam in mixed precision: gradient, master value, two moments,
+and the parameter. State that lies in the host's memory is fetched and stored beside the passes, activations too; what
+does not fit there shows (HyperOffload, arXiv 2602.00748).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.cost_model.activations import element_bytes
+from hyper_parallel.planner.cost_model.memory import handed
+from hyper_parallel.planner.cost_model.parameters import ParameterCounts
+from hyper_parallel.planner.cost_model.rank_groups import Ranks
+from hyper_parallel.planner.table import Array, Table
+
+UPDATE_BYTES = 28.0
+"""Read and written a parameter: gradient 4, master 8, moments 16; the parameter's 2 are within what is rounded here."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Seconds of a layer's gathers over `shard`, in each pass; 0 below ZeRO-3."""
+
+    forward: Array
+    backward: Array
+
+
+def gathered(t: Table, ranks: Ranks, held: ParameterCounts) -> Gathered:
+    """Weights of a mean layer: gathered forward, and backward with gradients scattered."""
+    if not np.any(t.zero >= 3):
+        return Gathered(np.zeros(1), np.zeros(1))
+    group = ranks.gathering
+    size = element_bytes(t)
+    once = group.gather(size * held.layer) + np.where(
+        held.experts > 0, ranks.reducing_experts.gather(size * held.experts), 0.0
+    )
+    once = np.where((t.zero >= 3) & (group.ranks > 1), once, 0.0)
+    return Gathered(once, 2 * once)
+
+
+def overlapped_pass(k: Constants, busy: Array, collective: Array) -> Array:
+    """Seconds of a pass with a collective beside it."""
+    if k.beside >= 1.0:
+        return busy + collective
+    share = np.minimum(1.0, collective / np.maximum(busy, 1e-12))
+    return np.maximum(busy * (1 + k.beside * share), collective)
+
+
+def reduced(
+    t: Table, k: Constants, ranks: Ranks, held: ParameterCounts, stage_layers: Array, stage: Array
+) -> Array:
+    """Seconds of the gradients' reduction that nothing hides; `stage` is a micro-batch's time on a stage."""
+    elements = stage_layers * held.layer + held.embedding
+    bytes = t.gradient_bytes + element_bytes(t)
+    seconds = np.where(ranks.same > 1, ranks.reducing.gather(bytes * elements), 0.0)
+    if np.any(t.experts > 0):
+        experts = stage_layers * held.experts
+        shared = ranks.same * ranks.tensor > t.expert
+        seconds = seconds + np.where(
+            (t.experts > 0) & shared, ranks.reducing_experts.gather(bytes * experts), 0.0
+        )
+    # Weights split for good are reduced layer by layer, which `gathered` counts.
+    seconds = np.where(t.zero >= 3, 0.0, seconds)
+    hidden = np.minimum(k.hidden_data * seconds, 0.7 * stage) * t.overlap_data
+    return seconds - hidden
+
+
+def summed(t: Table, k: Constants, held: ParameterCounts, stage_layers: Array) -> Array:
+    """Seconds of adding a micro-batch's gradients of a rank to those before it.
+
+    A product that adds into the sum reads and writes it; where none does, the gradient is written and read besides.
+    """
+    elements = stage_layers * (held.layer + held.experts) + held.embedding
+    bytes = 2 * t.gradient_bytes + np.where(t.fused > 0, 0.0, 4.0)
+    # Whole gradients do not outlive a layer where parameters are split for good.
+    return np.where(t.zero >= 3, 0.0, bytes * elements / (t.hbm * k.memory))
+
+
+def updated(
+    t: Table, k: Constants, ranks: Ranks, held: ParameterCounts, stage_layers: Array
+) -> tuple[Array, Array]:
+    """Seconds of the update, and bytes of state that it works on, on a rank."""
+    sharded = np.where(t.zero >= 1, t.shard * t.context, 1.0)
+    experts_sharded = np.where(t.zero >= 1, np.maximum(sharded * ranks.tensor / t.expert, 1.0), 1.0)
+    elements = (
+        stage_layers * held.layer + held.embedding
+    ) / sharded + stage_layers * held.experts / experts_sharded
+    return UPDATE_BYTES * elements / (t.hbm * k.memory), t.state_bytes * elements
+
+
+def fetched(t: Table, state: Array, passes: tuple[Array, Array], times: Array) -> Array:
+    """Seconds that copies to the host and back add to a step.
+
+    `passes`: of a micro-batch on a stage, forward and backward; `times`: how many there are in a step. Activations go
+    out beside the forward pass that makes them and come back beside the backward pass that needs them; state goes both
+    ways at once, beside what is left of the passes.
+    """
+    if not np.any((t.state_on_host > 0) | (t.activations_on_host > 0)):
+        return np.zeros(1)
+    rate = np.maximum(t.host_rate, 1.0)
+    forward, backward = passes
+    left = t.activations_on_host * handed(t) / rate
+    late = times * (np.maximum(left - forward, 0.0) + np.maximum(left - backward, 0.0))
+    free = times * np.maximum(np.minimum(forward, backward) - left, 0.0) * 2
+    return np.asarray(late + np.maximum(t.state_on_host * state / rate - free, 0.0))

@@ -1,0 +1,215 @@
+"""Cross-validation by source: estimates for sources that the fit has not seen.
+
+Each source is held out whole, constants are fitted on the others (`solve`), and its rows are forecast with them. Every
+(source, hardware) weighs the same:
+
+| figure | what |
+|---|---|
+| `step` | mean over groups of the mean of abs(forecast / measured − 1), and of its median |
+| `null` | the same of one constant share of the peak, fitted in the same way |
+| `memory` | the first for the peak of memory |
+| `ordered` | of pairs of one model on one cluster whose tokens/s are more than 15% apart, those in the right order |
+| `picked` | of the sets of such rows, those in which the row forecast to be best is within 10% of the best |
+| `ordered_alike`, `picked_alike` | the same for rows of one batch and length only, which are harder to tell apart |
+| `caught`, `alarms` | of the rows that failed, those called unfit; of those that ran, those called unfit |
+| `held` | of the rows, those within their 90% interval, which comes from the residuals of other sources |
+
+Rows of an interactive figure whose repeats differ by 5–25% count by their upper envelope: what reaches `ENVELOPE` of
+the peak in model FLOPs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.cost_model.memory import fits, memory
+from hyper_parallel.planner.cost_model.step import seconds_by_kind, sum_of
+from hyper_parallel.planner.error_interval import quantiles
+from hyper_parallel.planner.fit.map_estimate import solve
+from hyper_parallel.planner.mfu import flops_per_token, peak
+from hyper_parallel.planner.table import Array, Table
+
+ENVELOPE = 0.20
+APART = 1.15
+NEAR = 0.90
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Published runs: what was configured and what was measured; nan where a source does not state it."""
+
+    table: Table
+    sources: NDArray[np.str_]
+    hardware: NDArray[np.str_]
+    models: NDArray[np.str_]
+    seconds: Array
+    peak: Array
+    """Bytes."""
+    ran: NDArray[np.bool_]
+    timed: NDArray[np.bool_]
+    """Rows whose times count."""
+
+    @property
+    def groups(self) -> NDArray[np.str_]:
+        """Source and hardware of each row."""
+        return np.array(
+            [f"{source}, {name}" for source, name in zip(self.sources, self.hardware, strict=True)]
+        )
+
+    def sets(self, *, alike: bool) -> NDArray[np.str_]:
+        """Source, model, hardware and devices of each row: rows of a set are alternatives.
+
+        `alike`: of one batch and length too, so that only how the model is spread differs.
+        """
+        t = self.table
+        columns = (t.devices, t.sequence, t.batch) if alike else (t.devices,)
+        names = [
+            self.sources,
+            self.models,
+            self.hardware,
+            *(np.broadcast_to(column, t.n) for column in columns),
+        ]
+        return np.array([", ".join(map(str, row)) for row in zip(*names, strict=True)])
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What `judge` found; see the module's table."""
+
+    groups: tuple[str, ...]
+    rows: tuple[int, ...]
+    bias: tuple[float, ...]
+    step: tuple[float, ...]
+    medians: tuple[float, ...]
+    null: tuple[float, ...]
+    memory: dict[str, float]
+    ordered: tuple[int, int]
+    picked: tuple[int, int]
+    ordered_alike: tuple[int, int]
+    picked_alike: tuple[int, int]
+    caught: tuple[int, int]
+    alarms: tuple[int, int]
+    held: tuple[float, ...]
+    forecast: Array
+    """Seconds of each row, its source held out."""
+    residuals: tuple[float, float]
+    """Quantiles of the logarithms of forecast over measured."""
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """Hold each source out in turn."""
+    timed = evidence.timed
+    forecast, null = np.full(timed.size, np.nan), np.full(timed.size, np.nan)
+    for source in np.unique(evidence.sources[timed]):
+        own = timed & (evidence.sources == source)
+        rest = timed & ~own
+        constants = solve(evidence.table.take(rest), evidence.seconds[rest], evidence.groups[rest])
+        forecast[own] = seconds_of(evidence.table.take(own), constants)
+        null[own] = _null(evidence, rest, own)
+    residual = np.log(forecast / evidence.seconds)
+    groups = np.unique(evidence.groups[timed])
+    members = [timed & (evidence.groups == group) for group in groups]
+    weights = _weights(evidence.groups[timed])
+    held = _held(evidence, residual, timed)
+    return Judgement(
+        groups=tuple(groups),
+        rows=tuple(int(own.sum()) for own in members),
+        bias=tuple(float(np.median(np.exp(residual[own]) - 1)) for own in members),
+        step=tuple(_error(forecast[own], evidence.seconds[own]) for own in members),
+        medians=tuple(float(np.median(_errors(forecast[own], evidence.seconds[own]))) for own in members),
+        null=tuple(_error(null[own], evidence.seconds[own]) for own in members),
+        memory=_memory(evidence),
+        **_choices(evidence, forecast, alike=False),
+        **_choices(evidence, forecast, alike=True),
+        **_unfit(evidence),
+        held=tuple(float(held[own].mean()) for own in members),
+        forecast=forecast,
+        residuals=quantiles(residual[timed], weights),
+    )
+
+
+def seconds_of(table: Table, constants: Constants) -> Array:
+    """Seconds of a step of each row."""
+    return np.broadcast_to(sum_of(seconds_by_kind(table, constants)), table.n)
+
+
+def _errors(forecast: Array, measured: Array) -> Array:
+    return np.abs(forecast / measured - 1)
+
+
+def _error(forecast: Array, measured: Array) -> float:
+    return float(_errors(forecast, measured).mean())
+
+
+def _weights(groups: NDArray[np.str_]) -> Array:
+    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    return 1.0 / counts[index]
+
+
+def _null(evidence: Evidence, rest: NDArray[np.bool_], own: NDArray[np.bool_]) -> Array:
+    """Model FLOPs at one share of the peak: the weighted median of those that the other sources reached."""
+    t = evidence.table
+    ideal = np.broadcast_to(t.batch * t.sequence * flops_per_token(t) / (t.devices * peak(t)), t.n)
+    share = ideal[rest] / evidence.seconds[rest]
+    order = np.argsort(share)
+    sums = np.cumsum(_weights(evidence.groups[rest])[order])
+    return np.asarray(ideal[own] / share[order][np.searchsorted(sums, sums[-1] / 2)])
+
+
+def _held(evidence: Evidence, residual: Array, timed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    held = np.zeros(timed.size, bool)
+    for source in np.unique(evidence.sources[timed]):
+        own = timed & (evidence.sources == source)
+        rest = timed & ~own
+        low, high = quantiles(residual[rest], _weights(evidence.groups[rest]))
+        held[own] = (low <= residual[own]) & (residual[own] <= high)
+    return held
+
+
+def _choices(evidence: Evidence, forecast: Array, *, alike: bool) -> dict[str, tuple[int, int]]:
+    """Pairs in order, and sets whose best was picked."""
+    right = pairs = good = chosen = 0
+    sets = evidence.sets(alike=alike)
+    tokens = np.broadcast_to(evidence.table.batch * evidence.table.sequence, evidence.table.n)
+    for name in np.unique(sets[evidence.timed]):
+        rows = np.flatnonzero(evidence.timed & (sets == name))
+        if rows.size < 2:
+            continue
+        measured, found = np.log(tokens[rows] / evidence.seconds[rows]), np.log(tokens[rows] / forecast[rows])
+        one, other = np.triu_indices(rows.size, 1)
+        apart = measured[one] - measured[other]
+        counted = np.abs(apart) > np.log(APART)
+        right += int(np.sum(counted & (np.sign(apart) == np.sign(found[one] - found[other]))))
+        pairs += int(counted.sum())
+        good += int(measured[np.argmax(found)] >= measured.max() + np.log(NEAR))
+        chosen += 1
+    suffix = "_alike" if alike else ""
+    return {f"ordered{suffix}": (right, pairs), f"picked{suffix}": (good, chosen)}
+
+
+def _memory(evidence: Evidence) -> dict[str, float]:
+    """Mean error of the peak, by group."""
+    known = evidence.ran & np.isfinite(evidence.peak)
+    found = np.broadcast_to(sum_of(memory(evidence.table)), evidence.table.n)
+    return {
+        str(group): _error(found[own], evidence.peak[own])
+        for group in np.unique(evidence.groups[known])
+        if (own := known & (evidence.groups == group)).any()
+    }
+
+
+def _unfit(evidence: Evidence) -> dict[str, tuple[int, int]]:
+    """Failed rows called unfit, of those of sources that tell of failures; and false alarms among their others."""
+    telling = np.isin(evidence.sources, np.unique(evidence.sources[~evidence.ran]))
+    t = evidence.table
+    found = np.broadcast_to(sum_of(memory(t)), t.n)
+    unfit = ~np.broadcast_to(fits(t, found, Constants()), t.n)
+    failed, ran = telling & ~evidence.ran, telling & evidence.ran
+    return {
+        "caught": (int((unfit & failed).sum()), int(failed.sum())),
+        "alarms": (int((unfit & ran).sum()), int(ran.sum())),
+    }

@@ -1,0 +1,350 @@
+"""Rows of a CSV of training runs, with defaults filled in and unsupported rows named.
+
+Empty cells are filled with what the row's framework does by default (`planner.framework_profiles`), what is published
+of its model and of its machine, and arithmetic: the ranks that see different data are devices / (tensor · pipeline ·
+context). Each such cell is named with what was taken. A row that cannot be is unsupported, with the reason; nothing
+here raises for what stands in a row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.fit.csv_cells import Cells, read
+from hyper_parallel.planner.fit.hardware import machine
+from hyper_parallel.planner.fit.models import sequence_of, shape_of
+from hyper_parallel.planner.framework_profiles import (
+    MEGATRON_LM,
+    TORCHTITAN,
+    TORCHTITAN_COMPILED,
+    Profile,
+    profile_of,
+)
+from hyper_parallel.planner.table import COLUMNS, PRECISIONS, SPREAD, Table, of_profile, of_workload
+from hyper_parallel.workload.shape import Shape
+from hyper_parallel.workload.workload import Precision, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """What became of one row of the CSV."""
+
+    line: int
+    """Of the file; the header is line 1."""
+    id: str
+    source: str
+    model: str
+    hardware: str
+    framework: str
+    profile: str = ""
+    """The framework's profile."""
+    cluster: str = ""
+    """The preset of its machine."""
+    filled: Mapping[str, str] = field(default_factory=dict)
+    """By column: what was taken for an empty cell, and from where."""
+    unsupported: str = ""
+    """Why there is no forecast; empty where there is."""
+    index: int | None = None
+    """The row of the table; None where it is unsupported."""
+
+
+def rows(runs: str | Path | Iterable[Mapping[str, object]]) -> tuple[Table, list[RunRow]]:
+    """The table of the runs that can be forecast, and a Row for each run, in the file's order.
+
+    `runs`: a CSV file, or records of the same columns. What was measured is dropped before anything is read. Raises
+    DataError for a file that is no such CSV.
+    """
+    columns: list[Mapping[str, float]] = []
+    found = []
+    for cells in read(runs):
+        row, made = _row(cells, len(columns))
+        found.append(row)
+        if made is not None:
+            columns.append(made)
+    table = Table(**{name: np.array([made[name] for made in columns], dtype=np.float64) for name in COLUMNS})
+    return table, found
+
+
+def _row(cells: Cells, index: int) -> tuple[RunRow, Mapping[str, float] | None]:
+    profile = profile_of(cells.text("framework"))
+    if profile is TORCHTITAN and "8" in cells.text("precision"):
+        profile = TORCHTITAN_COMPILED  # its 8-bit products are made for torch.compile, and slow without
+    kept = {
+        "line": cells.line,
+        "id": cells.text("row_id"),
+        "source": cells.text("source_id"),
+        "model": cells.text("model"),
+        "hardware": cells.text("hardware"),
+        "framework": cells.text("framework"),
+        "profile": profile.name,
+    }
+    try:
+        cluster, made, filled = _columns(cells, profile)
+    except (ConfigError, DataError) as error:
+        return RunRow(**kept, unsupported=str(error)), None  # type: ignore[arg-type]
+    return RunRow(**kept, cluster=cluster, filled=filled, index=index), made  # type: ignore[arg-type]
+
+
+def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float], dict[str, str]]:
+    """The preset, the columns and what was filled in. Raises ConfigError or DataError for a row that is none."""
+    if cells.extra:
+        raise DataError(f"line {cells.line} has {cells.extra} cells more than the header has columns")
+    if re.search("lora", cells.option("task"), re.IGNORECASE):
+        raise ConfigError("it trains adapters (task=LoRA), whose step is not that of the whole model")
+    cluster, made, filled = machine(cells)
+    shape, taken = shape_of(cells, profile)
+    filled |= taken
+    sequence = sequence_of(cells, shape, filled)
+    spread = _spread(cells, profile, shape, made["node"], filled)
+    precision = _precision(cells, cluster, profile, filled)
+    batch = spread.pop("batch")
+    workload = Workload(shape, int(batch), sequence, precision)
+    facts = of_profile(profile)
+    if spread["pipeline"] > 1 and spread["zero"] == 3 and profile.defaults.gathered_in_pipelines:
+        # What is split between steps only: the float32 parameters, which count as the optimizer's state.
+        spread["zero"] = 1.0
+        facts |= {"weight_bytes": 2.0, "state_bytes": facts["state_bytes"] + facts["weight_bytes"]}
+    if cells.option("mp_mode") == "PURE":
+        # Composer's FSDP reduces gradients in the dtype that it computes in.
+        facts["gradient_bytes"] = 2.0
+    if cluster == "v100" or (profile is MEGATRON_LM and "selective" in cells.text("recompute").lower()):
+        # FlashAttention has no kernels for Volta; and Megatron's selective recomputation (arXiv 2205.05198) computes
+        # again what FlashAttention would never have stored.
+        facts["flash"] = 0.0
+    return cluster, {**of_workload(workload), **made, **facts, **SPREAD, **spread}, filled
+
+
+def _spread(
+    cells: Cells, profile: Profile, shape: Shape, node: float, filled: dict[str, str]
+) -> dict[str, float]:
+    """The columns of how a run is spread, and `batch`."""
+    degrees = {}
+    for column in ("tp", "pp", "cp"):
+        degrees[column] = _count(cells, column, 1, "not split", filled)
+    model = math.prod(degrees.values())
+    devices, data = cells.count("n_devices"), cells.count("dp")
+    if devices is None:
+        if data is None:
+            raise ConfigError("the column n_devices is empty; give the number of devices")
+        devices = data * model
+        filled["n_devices"] = f"{devices}, dp · tp · pp · cp"
+    if devices % model:
+        raise ConfigError(
+            f"{devices} devices are no multiple of tp · pp · cp = {degrees['tp']} · {degrees['pp']} · {degrees['cp']}; "
+            "mend the row's degrees"
+        )
+    if data is not None and data * model != devices:
+        filled["dp"] = (
+            f"{devices // model}, n_devices / (tp · pp · cp), and not {data}, which contradicts them"
+        )
+    data = devices // model
+    zero, shard = _zero(cells, profile, data, node, filled)
+    micro, batch = _batch(cells, data, zero, filled)
+    made = {
+        "devices": devices,
+        "batch": batch,
+        "micro": micro,
+        "tensor_x": degrees["tp"],
+        "pipeline": degrees["pp"],
+        "context": degrees["cp"],
+        "replicate": data // shard,
+        "shard": shard,
+        "zero": zero,
+        "expert": _expert(cells, shape, devices // degrees["pp"], filled),
+        "sequence_parallel": _sequence_parallel(cells, profile, degrees["tp"], filled),
+        **_pipeline(cells, profile, shape, degrees["pp"], filled),
+        **_recompute(cells, profile, shape, degrees["pp"], filled),
+        **_offload(cells),
+    }
+    return {name: float(value) for name, value in made.items()}
+
+
+def _count(cells: Cells, column: str, otherwise: int, why: str, filled: dict[str, str]) -> int:
+    stated = cells.count(column)
+    if stated is None:
+        filled[column] = f"{otherwise}, {why}"
+        return otherwise
+    return stated
+
+
+def _zero(cells: Cells, profile: Profile, data: int, node: float, filled: dict[str, str]) -> tuple[int, int]:
+    """The level of ZeRO, and over how many of the ranks that see different data."""
+    fsdp = cells.text("fsdp").upper()
+    if fsdp.replace(".", "").isdigit():
+        group = cells.count("fsdp", least=0) or 0
+        if group > 1:
+            return 3, group if data % group == 0 else data
+        if group == 1:
+            return 3, data
+    elif fsdp in ("FULL_SHARD", "TRUE", "YES", "FULLY_SHARD"):
+        return 3, data
+    elif fsdp == "HYBRID_SHARD":
+        return 3, math.gcd(data, int(min(node, data)))
+    elif fsdp == "SHARD_GRAD_OP":
+        return 2, data
+    elif fsdp not in ("", "NO_SHARD", "FALSE", "NO", "NONE"):
+        raise cells.malformed(
+            "fsdp", "0, a number of ranks, FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD"
+        )
+    zero = cells.count("zero", least=0)
+    named = re.search(r"zero[-_ ]?([0-3])|fsdp", cells.text("framework").lower())
+    if zero is None and named and not fsdp:
+        zero = int(named[1] or 3)
+        filled["zero"] = f"{zero}, of the framework's name"
+    if zero is None:
+        # Where a row says that its FSDP is off, the framework's default of it is no default.
+        zero = profile.defaults.zero if not fsdp or profile.defaults.zero < 3 else 0
+        filled["zero"] = f"{zero}, the default of {profile.name}"
+    if zero > 3:
+        raise cells.malformed("zero", "0, 1, 2 or 3")
+    return (zero, data) if zero else (0, 1)
+
+
+def _batch(cells: Cells, data: int, zero: int, filled: dict[str, str]) -> tuple[int, int]:
+    """Sequences of a micro-batch, and of a step."""
+    batch, micro, times = cells.count("gbs"), cells.count("mbs"), cells.count("grad_accum")
+    if batch is None:
+        if micro is None or times is None:
+            raise ConfigError("the column gbs is empty; give the sequences of a step")
+        batch = data * micro * times
+        filled["gbs"] = f"{batch}, dp · mbs · grad_accum"
+    if batch < data:
+        raise ConfigError(
+            f"a batch of {batch} sequences leaves some of {data} data-parallel ranks without one"
+        )
+    if micro is None and times:
+        micro = max(1, batch // (data * times))
+        filled["mbs"] = f"{micro}, gbs / (dp · grad_accum)"
+    elif micro is None:
+        micro = batch // data if zero == 3 else 1
+        filled["mbs"] = f"{micro}, one micro-batch, as is usual with ZeRO-3" if zero == 3 else "1"
+    if micro * data > batch:
+        filled["mbs"] = (
+            f"{batch // data}, all that a batch of {batch} has for each of {data} ranks, and not {micro}"
+        )
+        micro = batch // data
+    return micro, batch
+
+
+def _expert(cells: Cells, shape: Shape, ranks: int, filled: dict[str, str]) -> int:
+    """Ranks over which experts are spread; `ranks` are those of a pipeline stage."""
+    if not shape.experts:
+        return 1
+    stated = _count(cells, "ep", 1, "not split", filled)
+    most = math.gcd(math.gcd(stated, ranks), shape.experts)
+    if most != stated:
+        filled["ep"] = f"{most}: {stated} divides neither a stage's {ranks} ranks nor {shape.experts} experts"
+    return most
+
+
+def _sequence_parallel(cells: Cells, profile: Profile, tensor: int, filled: dict[str, str]) -> int:
+    stated = cells.count("sp", least=0)
+    if tensor == 1:
+        return 0
+    if stated is None:
+        stated = int(profile.defaults.sequence_parallel)
+        filled["sp"] = f"{stated}, the default of {profile.name}"
+    return min(stated, 1)
+
+
+def _pipeline(
+    cells: Cells, profile: Profile, shape: Shape, stages: int, filled: dict[str, str]
+) -> dict[str, float]:
+    """Parts of a rank and the schedule. Interleaved stages are of two layers where that divides, else of one."""
+    words = cells.text("pp_schedule").lower()
+    virtual = cells.count("vp")
+    usual = words or profile.defaults.schedule
+    if stages == 1:
+        return {"virtual": 1, "schedule": code("schedule", "1f1b")}
+    if virtual is None:
+        virtual = 1
+        if "interleaved" in usual:
+            layers = math.ceil(shape.layers / stages)
+            virtual = layers // 2 if layers % 2 == 0 else layers
+            filled["vp"] = f"{virtual}, interleaved stages of {layers // virtual} layers"
+    names = {
+        "gpipe": "gpipe",
+        "zb-h1": "zb-h1",
+        "zbh1": "zb-h1",
+        "zb-v": "zb-v",
+        "zbv": "zb-v",
+        "dualpipe": "dualpipe",
+    }
+    found = next((name for word, name in names.items() if word in usual), None)
+    if found is None:
+        found = "interleaved" if virtual > 1 else "1f1b"
+    if not words:
+        filled["pp_schedule"] = found
+    return {"virtual": virtual, "schedule": code("schedule", found)}
+
+
+def _recompute(
+    cells: Cells, profile: Profile, shape: Shape, stages: int, filled: dict[str, str]
+) -> dict[str, float]:
+    """What is computed again, and in which share of the layers."""
+    words = cells.text("recompute").lower()
+    share = 1.0
+    if not words:
+        kind = profile.defaults.recompute
+        filled["recompute"] = f"{kind}, the default of {profile.name}"
+    elif found := re.search(r"recompute-num-layers[ =](\d+)", words):
+        kind = "full"
+        if "uniform" not in words:
+            # Megatron's block method computes the first layers of each stage again.
+            share = min(1.0, int(found[1]) / max(1, math.ceil(shape.layers / stages)))
+    elif re.match(r"(full|layers?|true)\b", words):
+        kind = "full"
+    elif re.match(r"(none|no|false|0)\b", words):
+        kind = "none"
+    elif "selective" in words or "core_attn" in words:
+        kind = "selective"
+    else:
+        kind = "none"
+        filled["recompute"] = f"none: {words} are small parts of a layer, and no formula here describes them"
+    if kind == "selective" and profile.defaults.selective:
+        kind, share = "full", profile.defaults.selective
+    return {"recompute": code("recompute", kind), "recomputed": share}
+
+
+def _offload(cells: Cells) -> dict[str, float]:
+    words = cells.text("offload").lower()
+    if words in ("", "none", "no", "0", "false"):
+        return {}
+    optimizer = any(word in words for word in ("optim", "adam", "state"))
+    activations = "activ" in words
+    if not optimizer and not activations:
+        raise cells.malformed("offload", "none, or the words optimizer or activations")
+    return {"state_on_host": float(optimizer), "activations_on_host": float(activations)}
+
+
+def _precision(cells: Cells, cluster: str, profile: Profile, filled: dict[str, str]) -> Precision:
+    """What products are computed in."""
+    words = cells.text("precision").lower().replace("_", "-")
+    if not words:
+        filled["precision"] = f"{profile.defaults.precision}, the default of {profile.name}"
+        return profile.defaults.precision
+    if "fp4" in words:
+        return "nvfp4"
+    if "fp8" in words:
+        if "mx" in words:
+            return "mxfp8"
+        if "alt-recipe" in words:
+            # The other scaling of the two that a release prints: by block, in hardware on Blackwell alone.
+            scaled: Precision = "mxfp8" if cluster.startswith(("b", "gb")) else "fp8"
+            filled["precision"] = f"{scaled}, the other granularity of the release"
+            return scaled
+        return "fp8"
+    for word, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"), ("float16", "fp16")):
+        if word in words:
+            return "bf16" if name == "bf16" else "fp16"
+    if words in ("fp32", "float32", "tf32"):
+        return "fp32"
+    raise cells.malformed("precision", f"one of {', '.join(PRECISIONS)}, or words that hold one")

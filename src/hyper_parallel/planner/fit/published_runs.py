@@ -1,0 +1,71 @@
+"""Published runs as tables: configurations and measurements.
+
+Seconds of a step come from `iter_time_s`, or from tokens/s of a device or of all. The peak is in bytes; a source says
+GB or GiB. Rows of the playbook's interactive figure (S01) count for times by their upper envelope only, and fine-tuning
+rows do not count, since their FLOPs are others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from hyper_parallel.planner.fit.cross_validation import ENVELOPE, Evidence
+from hyper_parallel.planner.fit.csv_cells import records
+from hyper_parallel.planner.fit.csv_rows import rows
+from hyper_parallel.planner.mfu import mfu
+
+INTERACTIVE = "S01"
+"""The source whose repeats differ by 5–25%."""
+
+
+def evidence(*paths: str | Path) -> Evidence:
+    """Every run of some CSVs that can be forecast, with what was measured."""
+    given = [record for path in paths for record in records(path)]
+    table, found = rows(given)
+    supported = [(row, record) for row, record in zip(found, given, strict=True) if row.index is not None]
+    seconds = np.array([_seconds(record) for _, record in supported])
+    # A step's time from tokens/s needs the batch, which may have been filled in.
+    rate = np.array(
+        [_rate(record, devices) for (_, record), devices in zip(supported, table.devices, strict=True)]
+    )
+    seconds = np.where(np.isnan(seconds), table.batch * table.sequence / rate, seconds)
+    sources = np.array([row.source for row, _ in supported])
+    ran = np.array([record["status"] == "ok" for _, record in supported])
+    tuned = np.array([bool(re.search(r"task=(SFT|LoRA)", record["notes"])) for _, record in supported])
+    timed = ran & np.isfinite(seconds) & ~tuned
+    timed &= ~((sources == INTERACTIVE) & (mfu(table, seconds) < ENVELOPE))
+    return Evidence(
+        table=table,
+        sources=sources,
+        hardware=np.array([row.hardware for row, _ in supported]),
+        models=np.array([row.model for row, _ in supported]),
+        seconds=seconds,
+        peak=np.array([_peak(record) for _, record in supported]),
+        ran=ran,
+        timed=timed,
+    )
+
+
+def _number(record: Mapping[str, str], column: str) -> float:
+    text = record.get(column) or ""
+    return float(text) if text else math.nan
+
+
+def _seconds(record: Mapping[str, str]) -> float:
+    return _number(record, "iter_time_s")
+
+
+def _rate(record: Mapping[str, str], devices: float) -> float:
+    """Tokens/s of all devices."""
+    total = _number(record, "tokens_per_s_total")
+    return _number(record, "tokens_per_s_per_device") * devices if math.isnan(total) else total
+
+
+def _peak(record: Mapping[str, str]) -> float:
+    unit = 2**30 if "GiB" in record.get("mem_kind", "") else 1e9
+    return _number(record, "mem_gb") * unit

@@ -1,0 +1,363 @@
+"""Framework profiles: default settings of Megatron, DeepSpeed and others, from their documentation.
+
+A `Profile` has two sorts of facts. Those of `Profile` itself say how a step runs whatever its user asks for, and are
+columns of the table. Its `Defaults` say what an option is that the user has not written, and what a word of theirs
+means; rows of published runs are filled with them, and the output names each.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from hyper_parallel.errors import ConfigError, nearest
+from hyper_parallel.workload.workload import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """Options as they are where nobody has set them."""
+
+    zero: int = 0
+    """0 to 3, over the ranks that see different data."""
+    sequence_parallel: bool = False
+    """Where tensor parallelism is used."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    precision: Precision = "bf16"
+    schedule: Literal["1f1b", "interleaved", "dualpipe"] = "1f1b"
+    """Of pipelines."""
+    vocabulary: int = 50257
+    """Tokens; 50257 is GPT-2's, which Megatron and what follows it are shipped with."""
+    selective: float = 0.0
+    """What the word "selective" means of recomputation. 0: the scores of attention, as in Megatron. Else a share of the
+    layers, whole, or as much of each."""
+    gathered_in_pipelines: bool = False
+    """With a pipeline weights that are split for good stay gathered, and gradients whole, from a step's first
+    micro-batch to its last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a framework does, beyond what its user spreads over which axes.
+
+    Shares are 0 or 1 where documentation says that something is not done, or done.
+    """
+
+    name: str
+    source: str
+    """Where its facts stand."""
+    fused: float = 1.0
+    """Elementwise operators and norms are fused into few kernels."""
+    flash: float = 1.0
+    """Attention's scores stay on the chip: 1 by the best kernels that a device has; a share of their rate by others; 2
+    by FlashAttention-2, PyTorch's copy or its own package, which knows no instruction that is newer than Ampere."""
+    overlap_data: float = 1.0
+    """Gradients are reduced, and weights gathered, beside computation."""
+    overlap_tensor: float = 0.0
+    """The collectives of a layer's split products run beside them, in parts."""
+    overlap_expert: float = 0.0
+    """Tokens travel to experts and back beside the computation of others."""
+    graphs: float = 0.0
+    """Kernels are launched from recorded graphs."""
+    balanced: float = 0.0
+    """Pipeline stages are cut by cost, the head's included, and not by a number of layers."""
+    greedy: float = 0.0
+    """That cut fills a stage until it exceeds its share of the cost; where the last are never reached, a run fails."""
+    dedup: float = 0.0
+    """A token that goes to several experts of a node crosses the network once."""
+    gradient_bytes: float = 4.0
+    """Bytes of a gradient's element, as it is summed over micro-batches and ranks."""
+    weight_bytes: float = 2.0
+    """Bytes of a parameter as ranks keep it between steps, a float32 master in the optimizer's state not counted."""
+    state_bytes: float = 12.0
+    """Bytes of a parameter's optimizer state, a float32 master included: AdamW's two moments and a master are 12."""
+    logit_bytes: float = 8.0
+    """Bytes of a logit while the loss goes back: in 16 bits and in float32, the float32 gradient in its copy's place,
+    and the gradient in 16 bits. A loss that keeps a float32 copy more takes 12, one within the 16-bit logits 4."""
+    regathers: float = 1.0
+    """A product whose input is split by tokens keeps its part, and gathers it again for its gradient."""
+    tuned: float = 0.0
+    """Kernels of products are chosen for Hopper by Transformer Engine or XLA, not as PyTorch's library offers them; a
+    half says that it is not known."""
+    defaults: Defaults = field(default_factory=Defaults)
+
+
+GENERIC = Profile(
+    name="generic",
+    source=(
+        "what most frameworks for large models share: fused attention, reduction beside the backward pass, float32 "
+        "gradients, the optimizer's state split over data-parallel ranks, activations split beside tensor parallelism"
+    ),
+    tuned=0.5,
+    defaults=Defaults(zero=1, sequence_parallel=True),
+)
+
+MEGATRON_LM = Profile(
+    name="megatron-lm",
+    source=(
+        "Megatron Core's guide: recommended are --use-distributed-optimizer, --overlap-grad-reduce and "
+        "--sequence-parallel; gradients of bfloat16 are summed in float32; fused kernels of Transformer Engine"
+    ),
+    tuned=1,
+    defaults=Defaults(zero=1, sequence_parallel=True),
+)
+
+MEGATRON_DEEPSPEED = Profile(
+    name="megatron-deepspeed",
+    source=(
+        "Megatron-DeepSpeed: attention's scores are stored; DeepSpeed's overlap_comm is false below ZeRO-3, its "
+        "float16 gradients are reduced as they are"
+    ),
+    fused=0,
+    flash=0,
+    overlap_data=0,
+    gradient_bytes=2,
+    defaults=Defaults(precision="fp16"),
+)
+
+DEEPSPEED = Profile(
+    name="deepspeed",
+    source="DeepSpeed's configuration: overlap_comm is true for ZeRO-3; gradients are reduced in the training dtype",
+    fused=0,
+    gradient_bytes=2,
+    logit_bytes=12,
+    regathers=0,
+    defaults=Defaults(zero=3),
+)
+
+NEMO = Profile(
+    name="nemo",
+    source=(
+        "NVIDIA NeMo 24.07, performance guide: ub_tp_comm_overlap, the distributed optimizer with "
+        "overlap_grad_sync, sequence_parallel; its launcher's configs have grad_sync_dtype bf16"
+    ),
+    overlap_tensor=1,
+    gradient_bytes=2,
+    tuned=1,
+    defaults=Defaults(zero=1, sequence_parallel=True),
+)
+
+MEGATRON_BRIDGE = Profile(
+    name="megatron-bridge",
+    source=(
+        "Megatron-Bridge, performance guide: overlap of tensor and data parallelism, the distributed optimizer; its "
+        "flex dispatcher sends a token to a node once; its recipes of mixtures have the precision-aware optimizer: "
+        "gradients and moments in bfloat16, a float32 master"
+    ),
+    overlap_tensor=1,
+    dedup=1,
+    gradient_bytes=2,
+    state_bytes=8,
+    tuned=1,
+    defaults=Defaults(zero=1, sequence_parallel=True),
+)
+
+MEGATRON_BRIDGE_RECIPES = replace(
+    MEGATRON_BRIDGE,
+    name="megatron-bridge-recipes",
+    source=(
+        "Megatron-Bridge, scripts/performance: recorded graphs of kernels, grad_reduce_in_fp32 false, layers laid "
+        "out so that embedding and loss count as layers; DeepEP or HybridEP, which send a token to a node once"
+    ),
+    graphs=1,
+    balanced=1,
+    gradient_bytes=2,
+)
+
+MEGATRON_BRIDGE_HYBRIDEP = replace(
+    MEGATRON_BRIDGE_RECIPES,
+    name="megatron-bridge-hybridep",
+    source=f"{MEGATRON_BRIDGE_RECIPES.source}; with HybridEP exchanges of experts run beside computation",
+    overlap_expert=1,
+)
+
+MEGASCALE = Profile(
+    name="megascale",
+    source=(
+        "MegaScale, arXiv 2402.15627, sections 3.2 and 3.3: collectives of tensor, pipeline and data parallelism "
+        "beside computation, FlashAttention-2, fused LayerNorm and GELU, ZeRO-2"
+    ),
+    overlap_tensor=1,
+    tuned=1,
+    defaults=Defaults(zero=2, sequence_parallel=True),
+)
+
+NANOTRON = Profile(
+    name="nanotron",
+    source=(
+        "nanotron v0.5: pipeline blocks by get_block_compute_costs, the head's included; with ZeRO-1 and "
+        "accumulate_grad_in_fp32 gradients are reduced after the backward pass; FlashAttention, SwiGLU by PyTorch; "
+        "tp_recompute_allgather is true"
+    ),
+    fused=0,
+    flash=2,
+    overlap_data=0,
+    balanced=1,
+    greedy=1,
+    logit_bytes=12,
+    defaults=Defaults(zero=1, vocabulary=131072),
+)
+
+LLM_FOUNDRY = Profile(
+    name="llm-foundry",
+    source=(
+        "llm-foundry's benchmarks of training: FSDP FULL_SHARD, which gathers ahead; parameters kept in float32 and "
+        "gathered in bfloat16; attn_impl flash; low-precision LayerNorm; loss_fn fused_crossentropy"
+    ),
+    fused=0,
+    flash=0.5,
+    gradient_bytes=4,
+    weight_bytes=4,
+    state_bytes=8,
+    logit_bytes=4,
+    defaults=Defaults(zero=3, vocabulary=50368),
+)
+
+FSDP = Profile(
+    name="fsdp",
+    source="PyTorch's FSDP: gathers ahead, parameters kept in float32, gradients reduced in float32 unless told",
+    fused=0,
+    flash=2,
+    weight_bytes=4,
+    state_bytes=8,
+    logit_bytes=12,
+    regathers=0,
+    defaults=Defaults(zero=3),
+)
+
+TORCHTITAN = Profile(
+    name="torchtitan",
+    source=(
+        "torchtitan, arXiv 2410.06511 and its code: FSDP2; the first and the last stage have a layer less; "
+        "activation_checkpoint.mode selective computes every other layer again, or every other product; "
+        "fsdp_reshard_after_forward default keeps weights gathered with pipelines; compile is off unless asked for, "
+        "and the loss then keeps the logits' float32 copy, its log-softmax and both gradients"
+    ),
+    fused=0,
+    flash=2,
+    balanced=1,
+    weight_bytes=4,
+    state_bytes=8,
+    logit_bytes=14,
+    regathers=0,
+    defaults=Defaults(
+        zero=3,
+        sequence_parallel=True,
+        recompute="selective",
+        vocabulary=128256,
+        selective=0.5,
+        gathered_in_pipelines=True,
+    ),
+)
+
+TORCHTITAN_COMPILED = replace(
+    TORCHTITAN,
+    name="torchtitan-compiled",
+    source="torchtitan with --training.compile: torch.compile of each layer and the loss fuses elementwise operators",
+    fused=1,
+    logit_bytes=12,
+)
+
+MINDSPEED = Profile(
+    name="mindspeed-llm",
+    source=(
+        "MindSpeed-LLM 1.0: its table of performance has MC2 on, which runs collectives of tensor parallelism beside "
+        "products; fused attention, RMSNorm, rotation and SwiGLU; its scripts pass --use-distributed-optimizer"
+    ),
+    overlap_tensor=1,
+    defaults=Defaults(zero=1, sequence_parallel=True),
+)
+
+HAI_LLM = Profile(
+    name="hai-llm",
+    source=(
+        "DeepSeek-V3, arXiv 2412.19437, section 3.2: DualPipe, exchanges of experts beside computation, a token sent "
+        "to a node once, ZeRO-1; gradients and their sums in float32, moments in bfloat16"
+    ),
+    overlap_expert=1,
+    dedup=1,
+    state_bytes=8,
+    defaults=Defaults(zero=1, precision="fp8", schedule="dualpipe", vocabulary=129280),
+)
+
+META = Profile(
+    name="meta-llama-3",
+    source=(
+        "The Llama 3 herd of models, arXiv 2407.21783, section 3.3: FSDP that splits state and gradients and does not "
+        "gather weights again for the backward pass, float32 gradients, interleaved stages, a layer less on the first "
+        "and on the last of them"
+    ),
+    balanced=1,
+    tuned=1,
+    defaults=Defaults(zero=2, sequence_parallel=True, schedule="interleaved", vocabulary=128256),
+)
+
+MAXTEXT = Profile(
+    name="maxtext",
+    source="MaxText's documentation: XLA fuses elementwise operators, its scheduler hides collectives; fsdp by default",
+    overlap_tensor=1,
+    weight_bytes=4,
+    state_bytes=8,
+    tuned=1,
+    defaults=Defaults(zero=3, sequence_parallel=True, recompute="full"),
+)
+
+HYPER_PARALLEL = Profile(
+    name="hyper-parallel",
+    source=(
+        "docs/overlap.md, docs/experts.md and strategy.precision: weights gathered a layer ahead, gradients reduced "
+        "beside the next layer; parameters and both moments in float32; kernels as the model's code has them"
+    ),
+    fused=0,
+    flash=2,
+    weight_bytes=4,
+    state_bytes=8,
+    logit_bytes=12,
+    regathers=0,
+    defaults=Defaults(zero=3),
+)
+
+_BY_PATTERN: tuple[tuple[str, Profile], ...] = (
+    (r"hyper[-_ ]?parallel", HYPER_PARALLEL),
+    (r"megatron[-_ ]?deepspeed", MEGATRON_DEEPSPEED),
+    (r"bridge.*hybridep", MEGATRON_BRIDGE_HYBRIDEP),
+    (r"bridge.*(nemo|recipes)", MEGATRON_BRIDGE_RECIPES),
+    (r"bridge", MEGATRON_BRIDGE),
+    (r"nemo", NEMO),
+    (r"megascale", MEGASCALE),
+    (r"mindspeed|mindformers|modellink", MINDSPEED),
+    (r"hai[-_ ]?llm|dualpipe", HAI_LLM),
+    (r"^meta\b|llama[-_ ]?3 (report|paper|herd)", META),
+    (r"maxtext|\bjax\b", MAXTEXT),
+    (r"llm[-_ ]?foundry|composer|mosaic", LLM_FOUNDRY),
+    (r"torch[-_ ]?titan.*compile", TORCHTITAN_COMPILED),
+    (r"torch[-_ ]?titan", TORCHTITAN),
+    (r"nanotron|picotron", NANOTRON),
+    (r"megatron", MEGATRON_LM),
+    (r"deepspeed", DEEPSPEED),
+    (r"fsdp|accelerate", FSDP),
+)
+"""The first pattern that is found in a framework's name, in lower case, decides."""
+
+PROFILES: dict[str, Profile] = {p.name: p for p in (GENERIC, *(p for _, p in _BY_PATTERN))}
+"""By name."""
+
+
+def profile_of(framework: str) -> Profile:
+    """The profile of a framework as published runs name it, `Megatron-LM 0.14 / TE 2.11`; the generic one for others.
+
+    >>> profile_of("nanotron v0.5").balanced
+    1
+    """
+    name = framework.lower()
+    return next((found for pattern, found in _BY_PATTERN if re.search(pattern, name)), GENERIC)
+
+
+def profile(name: str) -> Profile:
+    """A profile by its own name. Raises ConfigError for a name that is not known, with the nearest."""
+    if name not in PROFILES:
+        raise ConfigError(
+            f"there is no framework profile {name!r}{nearest(name, PROFILES)}; known are {', '.join(PROFILES)}"
+        )
+    return PROFILES[name]

@@ -1,0 +1,244 @@
+"""Lower bounds for partial strategies, by which the search prunes.
+
+With m micro-batches, p stages, L layers, and a step as `cost_model.step` has it,
+
+    step = (m · pace + m · sends + bubble + gradients + optimizer + host + fixed) · (1 + straggling)
+
+each bound is the same sum with terms left out or made smaller. All terms are at least 0.
+
+**`Bounds.alone`**, from tensor, context, expert and micro-batch alone: m · pace ≥ (m / p)(L · layer + head), since a
+slowest stage is no faster than the mean one; gathers, recompute and everything outside the passes are left out, and a
+layer's collectives are those of the best order in which nothing else lies between their ranks. Its proof needs inner
+links to be at least as fast as outer ones; where a cluster's are not, all are taken for its fastest.
+
+**`Bounds.splits`**, with the degrees, ZeRO level, method and order: the passes at the mean stage's pace, and what is
+outside of them; bubble and sends are left out. DualPipe hides exchanges of experts, so it is bounded apart (`dual`).
+
+What has to be computed again to fit at all, a share w of the layers (`floor`), lengthens a layer's passes by at least w
+times the forward pass that `layer` counts, launches and context's exchange left out; where gathers cover the backward
+pass and more, all but what they exceed (1 + `beside`) of it by, as that much more is hidden (`_longer`).
+
+**`Bounds.scheduled`**, with the schedule: pace, bubble and sends as forecast. The reduction of gradients hides behind
+at most 0.7 of a stage's time (`cost_model.optimizer_step.reduced`), so a stage that is longer by d saves at most 0.7 d
+of it.
+
+Where stages are cut by cost (`by_cost`), the mean stage's pace stands for it: recompute may make the cut more even.
+
+**Recompute and offload** never make a step shorter than without: they lengthen passes (m ≥ 1 of them, against 0.7 that
+may hide) and add copies, with such stages apart. So a bound without them holds with them.
+
+**`Bounds.floor`**, bytes: what is on the host takes none of the device's memory, but the host has only so many; each
+way of recompute keeps the least where it holds for all layers. Of schedules that give a rank one end of the model 1F1B
+has the fewest micro-batches waiting: interleaved p - i + (p - 2 i - 1) / v + i, which is no less than p - i at stages
+0, 1 and p - 1 with v ≤ any and p ≥ 2, and GPipe all (`cost_model.stages.waiting`). The least over the ways, and over
+those that give a rank one end or both, is the floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hyper_parallel.planner.codes import ORDERS, SCHEDULES
+from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.cost_model.memory import HOST_PART, by_stage
+from hyper_parallel.planner.cost_model.optimizer_step import gathered
+from hyper_parallel.planner.cost_model.parameters import held
+from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
+from hyper_parallel.planner.cost_model.rank_groups import Ranks
+from hyper_parallel.planner.cost_model.step import seconds_by_kind, sum_of
+from hyper_parallel.planner.memory_bounds import ROUNDING, Room
+from hyper_parallel.planner.space import NONE, SELECTIVE, Array, Columns, StrategySpace, full_like, unique
+from hyper_parallel.planner.table import SPREAD, Table
+
+PASSES = ("products", "attention", "elementwise", "again", "tensor", "expert", "context", "launches")
+"""Parts of a forecast that are a layer's passes, gathers of split weights apart."""
+INTERLEAVED, ZB_V, DUALPIPE = (SCHEDULES.index(name) for name in ("interleaved", "zb-v", "dualpipe"))
+_HIDING = 0.7
+_ROWS = 4096
+"""Rows at once: their columns stay in a core's cache."""
+_CLOSE = 1 - 1e-9
+"""A bound and the forecast that it bounds are sums in another order; they may differ by rounding."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What is known of rows before their schedule, recompute and offload."""
+
+    seconds: Array
+    """At least; of a step."""
+    rest: Array
+    """Seconds beside the pipeline: gradients, optimizer, fixed."""
+    layer: Array
+    """Seconds of a layer's passes for a micro-batch."""
+    head: Array
+    weights: Array
+    """Seconds of the products of a stage's layers, forward."""
+    stage: Array
+    """A stage's seconds that `rest` has been computed with."""
+    send: Array
+    """Seconds of sends for a micro-batch and one part of a rank."""
+
+    def take(self, index: Any) -> Splits:
+        """The rows of an index."""
+        return Splits(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+
+
+class Bounds:
+    """Bounds for one question's space."""
+
+    def __init__(self, space: StrategySpace, base: Table, constants: Constants, bounded: bool = True) -> None:
+        """`bounded`: by the host's memory."""
+        self.space, self.base, self.constants = space, base, constants
+        self.host = float(base.host_bytes[0]) * HOST_PART if bounded else np.inf
+        """Bytes that may lie on the host."""
+        self.slower = 1 + constants.straggling * np.log2(max(space.devices / 8, 1.0))
+
+    def table(self, rows: Columns, **columns: Array | float) -> Table:
+        """The rows as a table."""
+        return self.base.replaced(**{**{name: rows[name] for name in rows if name in SPREAD}, **columns})
+
+    def alone(self, rows: Columns) -> Array:
+        """Seconds of a step at least, of rows of degrees and micro-batch. [n]"""
+        names = ("tensor_x", "tensor_y", "context", "expert", "micro", "dual")
+        first, which = unique({name: rows[name] for name in names})
+        one = {name: rows[name][first] for name in names}
+        one |= full_like(one, pipeline=1.0, replicate=1.0, shard=1.0)
+        split, parent = self.space.splits.expand({**one, "shard": np.full(first.size, 2.0)})
+        split["shard"] = np.ones(parent.size)
+        least = np.full(first.size, np.inf)
+        base, constants = self.base, self.constants
+        if not self._ordered():
+            best = np.maximum(np.maximum(base.node_rate, base.supernode_rate), base.network_rate)
+            base = base.replaced(node=np.inf, node_rate=best)
+            share, hop = max(constants.inside, constants.across), min(constants.hop, constants.net_hop)
+            constants = replace(constants, inside=share, hop=hop)
+        # Levels of ZeRO change nothing in the passes of a step without data ranks.
+        some = split["zero"] == split["zero"].min() if parent.size else np.zeros(0, dtype=bool)
+        split, parent = {name: column[some] for name, column in split.items()}, parent[some]
+        for order in self._orders():
+            for start in range(0, parent.size, _ROWS):
+                part = slice(start, start + _ROWS)
+                spread = {name: split[name][part] for name in split if name in SPREAD}
+                dual = split["dual"][part] * DUALPIPE
+                spread |= {"zero": np.zeros(1), "order": np.full(1, float(order)), "schedule": dual}
+                table = base.replaced(**spread, batch=spread["micro"])
+                parts = seconds_by_kind(table, constants)
+                passes = sum_of({name: parts[name] for name in (*PASSES, "head")})
+                np.minimum.at(least, parent[part], np.broadcast_to(passes, dual.size))
+        times = self.space.batch / (rows["replicate"] * rows["shard"] * rows["micro"] * rows["pipeline"])
+        found: Array = (times * least[which] + self.constants.fixed) * self.slower * _CLOSE
+        return found
+
+    def _orders(self) -> list[int]:
+        """Orders that differ where nothing is split over data and stages."""
+        found: dict[tuple[str, ...], int] = {}
+        for index, order in enumerate(ORDERS):
+            found.setdefault(tuple(name for name in order if name not in ("data", "pipeline")), index)
+        return list(found.values())
+
+    def _ordered(self) -> bool:
+        """Whether inner links are at least as fast as outer ones; a supernode of one node has none of its own."""
+        base, k = self.base, self.constants
+        several = base.supernode > base.node
+        inner = np.where(several, np.minimum(base.node_rate, base.supernode_rate), base.node_rate)
+        rates = (~several | (base.node_rate >= base.supernode_rate)) & (
+            inner * k.inside >= base.network_rate * k.across
+        )
+        return bool(np.all(rates)) and k.net_hop >= k.hop
+
+    def splits(self, rows: Columns, again: Array | float = 0.0) -> Splits:
+        """Bounds of rows whose schedule, recompute and offload are open; `again`: share of layers computed again."""
+        # Two parts a rank: no schedule that shares out layers finer has a shorter slowest stage.
+        two = (rows["pipeline"] > 1) & (rows["dual"] == 0)
+        schedule = np.where(two, float(INTERLEAVED), rows["dual"] * DUALPIPE)
+        table = self.table(rows, virtual=np.where(two, 2.0, 1.0), schedule=schedule)
+        parts = seconds_by_kind(table, self.constants)
+        m, each = micro_batches(table), table.layers / table.pipeline
+        passes = sum_of({name: parts[name] for name in (*PASSES, "gathers")})
+        layer, head = passes / (m * each), parts["head"] * table.pipeline / m
+        rest = sum_of({name: parts[name] for name in ("sums", "gradients", "optimizer", "fixed")})
+        mean = (passes + parts["head"]) / m
+        stage = mean + parts["uneven"] / m
+        longer = self._longer(table, parts, again)
+        layer, mean = layer + longer, mean + each * longer
+        hidden = _HIDING * np.maximum(mean - stage, 0.0)
+        seconds = (m * mean + np.maximum(rest - hidden, 0.0)) * self.slower * _CLOSE
+        weights = parts["products"] / (3 * m)
+        found = (seconds, rest, layer, head, weights, stage, parts["sends"] / (m * table.virtual))
+        return Splits(*(np.broadcast_to(column, two.size) for column in found))
+
+    def _longer(self, table: Table, parts: Mapping[str, Array], again: Array | float) -> Array:
+        """Seconds at least that a layer's passes are longer where so many of the layers are computed again."""
+        times = micro_batches(table) * table.layers / table.pipeline
+        exchanged = (parts["tensor"] + parts["expert"]) / 2
+        forward = parts["products"] / 3 + parts["attention"] / 3.5 + parts["elementwise"] / 2.6 + exchanged
+        backward = 2 * parts["products"] / 3 + 2.5 * parts["attention"] / 3.5
+        backward = backward + 1.6 * parts["elementwise"] / 2.6 + exchanged
+        gathers = gathered(table, Ranks(table, self.constants), held(table)).backward
+        # Gathers that take longer than the backward pass hide what comes beside them.
+        covered = np.maximum(gathers - (1 + self.constants.beside) * backward / times, 0.0)
+        longer: Array = np.maximum(again * forward / times - covered, 0.0)
+        return longer
+
+    def scheduled(self, rows: Columns, known: Splits) -> Array:
+        """Seconds of a step at least, of rows whose recompute and offload are open. [n]"""
+        table = self.table(rows)
+        m = micro_batches(table)
+        mean = (table.layers * known.layer + known.head) / table.pipeline
+        # Cut by cost, stages of longer layers may be cut more evenly, but not beyond the mean.
+        stage = np.where(by_cost(table), mean, pace(table, known.layer, known.head))
+        sends = known.send * table.virtual
+        waits = bubble(table, stage + sends, known.weights)
+        longer = np.maximum(stage - known.stage, 0.0)
+        seconds = m * (stage + sends) + waits + np.maximum(known.rest - _HIDING * longer, 0.0)
+        return np.broadcast_to(seconds * self.slower * _CLOSE, rows["micro"].size)
+
+    def floor(self, rows: Columns) -> tuple[Array, Array]:
+        """Bytes of the fullest rank, and share of layers computed again, at least, whatever else is open. [n]
+
+        The share is that with which the device is not exceeded: 0 where some way without full recompute may fit.
+        """
+        space, k = self.space, self.constants
+        device = (float(self.base.capacity[0]) - k.outside) / k.slack
+        most = [float(space.on_host[name].max()) for name in ("state_on_host", "activations_on_host")]
+        n = rows["micro"].size
+        least, again = np.full(n, np.inf), np.full(n, 1.0)
+        # Where a rank has both ends of the model, its stages are others.
+        ends = (
+            [0.0, float(ZB_V)]
+            if np.any(rows["pipeline"] > 1) and np.any(self.base.dense_layers > 0)
+            else [0.0]
+        )
+        modes = {mode for mode, _ in space.again}
+        # Where a kernel keeps the scores on the chip there is nothing that attention's core would forget.
+        if NONE in modes and np.all(self.base.flash > 0):
+            modes.discard(SELECTIVE)
+        for schedule in ends:
+            schedules = np.where(rows["dual"] > 0, float(DUALPIPE), schedule)
+            nothing = self.table(rows, recompute=float(NONE), recomputed=0.0, schedule=schedules)
+            all_kept = by_stage(nothing)
+            for mode in modes:
+                table = nothing.replaced(recompute=float(mode), recomputed=1.0)
+                kept = all_kept if mode == NONE else by_stage(table)
+                any_number = (mode, None) in space.again
+                room = Room.of(all_kept, kept) if any_number else Room.of(kept)
+                floor = room.floor(most[0], most[1], self.host, float(any_number))
+                least = np.minimum(least, floor)
+                if any_number:
+                    again = np.minimum(
+                        again, room.again(most[0], most[1], device * (1 + ROUNDING), self.host)
+                    )
+                else:
+                    again = np.where(floor <= device * (1 + ROUNDING), 0.0, again)
+        return least * _CLOSE, again * _CLOSE
+
+
+def by_cost(table: Table) -> npt.NDArray[np.bool_]:
+    """Whether stages are cut by what their layers cost, so that the cut is another with recompute."""
+    found: npt.NDArray[np.bool_] = (table.balanced > 0) & (table.pipeline > 1) & (table.virtual <= 1)
+    return found

@@ -1,0 +1,114 @@
+"""Closed-form memory bounds over recomputation and offload choices.
+
+Of a rank with F fixed bytes, O of optimizer state and A of activations, the shares s and a of which lie on the host,
+and with the share w of its layers computed again,
+
+    device   F + (1 - s) O + (1 - a) (A - w E) ≤ (capacity - outside) / slack
+    host     s O + a (A - w E) ≤ host                        (`cost_model.memory`, which is linear in s, in a, and in w)
+
+so that each rank needs at least so large a w, and the group the largest of these (`Room.least`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Stages = list[dict[str, Array]]
+"""Bytes by kind of a rank of each stage."""
+ROUNDING = 1e-10
+"""Of a limit: how far this sum and the model's, which adds in another order, may be apart."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of the ranks that may be the fullest; columns are [ranks, n]."""
+
+    fixed: Array
+    state: Array
+    activations: Array
+    fewer: Array
+    """Activations that are not kept where all layers are computed again; zeros where how many is given."""
+
+    @classmethod
+    def of(cls, kept: Stages, again: Stages | None = None) -> Room:
+        """Of what `cost_model.memory.by_stage` says of rows with nothing on the host.
+
+        `again`: the same with all layers computed again, where any number may be.
+
+        The fixed bytes are those of `again`: what a layer that is computed again needs does not depend on how many are.
+        """
+        last = again if again is not None else kept
+        n = max(column.size for stage in (*kept, *last) for column in stage.values())
+
+        def column(stages: Stages, *kinds: str) -> Array:
+            return np.stack([sum((stage[kind] for kind in kinds), np.zeros(n)) for stage in stages])
+
+        activations = column(kept, "activations")
+        others = (kind for kind in kept[0] if kind not in ("optimizer", "activations"))
+        return cls(
+            column(last, *others),
+            column(kept, "optimizer"),
+            activations,
+            activations - column(last, "activations"),
+        )
+
+    def take(self, index: Any) -> Room:
+        """The rows of an index."""
+        return Room(*(getattr(self, name)[:, index] for name in self.__dataclass_fields__))
+
+    def peak(self, state: Array | float, moved: Array | float, share: Array | float = 0.0) -> Array:
+        """Bytes of the fullest rank's device, with shares on the host and of layers computed again. [n]"""
+        left = self.activations - share * self.fewer
+        peak: Array = np.max(self.fixed + (1 - state) * self.state + (1 - moved) * left, axis=0)
+        return peak
+
+    def elsewhere(self, state: Array | float, moved: Array | float, share: Array | float = 0.0) -> Array:
+        """Bytes on the host of the rank with most of them. [n]"""
+        left = self.activations - share * self.fewer
+        found: Array = np.max(state * self.state + moved * left, axis=0)
+        return found
+
+    def floor(self, state: float, moved: float, host: float, share: float = 0.0) -> Array:
+        """Bytes of the fullest rank at least, with no more than these shares, and `host` bytes, on the host. [n]
+
+        A byte on the host is one less on the device, so that the most there are what is left.
+        """
+        left = self.activations - share * self.fewer
+        gone = np.minimum(state * self.state + moved * left, host)
+        floor: Array = np.max(self.fixed + self.state + left - gone, axis=0)
+        return floor
+
+    def least(self, state: Array, moved: Array, device: float, host: float) -> Array:
+        """The least share of layers that has to be computed again to fit, with each pair of shares; inf: more than all.
+
+        [n, pairs]
+        """
+        state, moved = state[:, None, None], moved[:, None, None]
+        over = self.fixed + (1 - state) * self.state + (1 - moved) * self.activations - device
+        least = _share(over, (1 - moved) * self.fewer)
+        over = state * self.state + moved * self.activations - host
+        found: Array = np.maximum(least, _share(over, moved * self.fewer)).T
+        return found
+
+    def again(self, state: float, moved: float, device: float, host: float) -> Array:
+        """Share of layers at least that have to be computed again with no more than these shares on the host. [n]
+
+        Below the floor's two sides: all shares moved, and all of the host in use.
+        """
+        left = self.fixed + (1 - state) * self.state + (1 - moved) * self.activations
+        kept = self.fixed + self.state + self.activations
+        return np.maximum(
+            _share(left - device, (1 - moved) * self.fewer), _share(kept - device - host, self.fewer)
+        )
+
+
+def _share(over: Array, fewer: Array) -> Array:
+    """How much of `fewer` the rank with most needs, not to be `over`. [..., ranks, n] to [..., n]"""
+    needed = np.where(over > 0, np.inf, 0.0)
+    share: Array = np.max(np.divide(over, fewer, out=needed, where=(over > 0) & (fewer > 0)), axis=-2)
+    return np.where(share > 1, np.inf, share)

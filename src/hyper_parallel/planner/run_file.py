@@ -1,0 +1,145 @@
+"""Writes a planned strategy as a run file for `train`.
+
+What `train` cannot run yet is written all the same, each with a note at the head of the file: a pipeline (`train` then
+refuses the file, saying so), precisions below 16 bits, and recomputation of some layers only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import yaml12
+from hyper_parallel.planner import format
+from hyper_parallel.planner.codes import ORDERS
+from hyper_parallel.planner.metrics import Figures
+from hyper_parallel.planner.query import Question
+from hyper_parallel.workload.to_config import to_config
+
+GIB = 1 << 30
+LEVELS: Mapping[int, str] = {1: "optimizer", 2: "gradients", 3: "parameters"}
+"""What `memory.shard` calls the ZeRO levels."""
+
+_DTYPES = {
+    "fp32": {"param": "float32", "compute": "float32", "reduce": "float32"},
+    "bf16": {"param": "float32", "compute": "bfloat16", "reduce": "float32"},
+}
+
+
+@dataclass(frozen=True)
+class PlannedRunFile:
+    """A run file."""
+
+    data: Mapping[str, Any]
+    """Its keys and values."""
+    text: str
+    """YAML, with what was forecast and the notes as comments at its head."""
+    notes: Sequence[str]
+    runs: bool
+    """Whether `train` can run it as it stands."""
+
+
+def planned_run_file(
+    found: Figures, question: Question, model: Mapping[str, Any] | None = None, on_host: float = 0.0
+) -> PlannedRunFile:
+    """The run file of a strategy.
+
+    `model`: the section `model` of the file, where it is known; else a config of the shape's dimensions. `on_host`:
+    bytes that each rank has in the host's memory.
+    """
+    notes: list[str] = []
+    work, shape = question.workload, question.workload.shape
+    if model is None:
+        model = {"config": to_config(shape, work.sequence)}
+        notes.append(
+            f"model.config has the dimensions of {shape.name or 'the model'} in the plainest family that has them"
+        )
+    train: dict[str, Any] = {
+        "batch": work.batch,
+        "micro_batch": int(found.strategy["micro"]),
+        "optimizer": {"name": work.optimizer},
+    }
+    strategy = strategy_of(found, question.cluster, notes)
+    if on_host:
+        train["engine"] = "graph"
+        strategy["memory"] |= {
+            "device": f"{math.ceil(found.peak / GIB)}GiB",
+            "host": f"{math.ceil(on_host / GIB)}GiB",
+        }
+        notes.append("what lies on the host is written as a budget; which bytes move is planned by train")
+    strategy["precision"] = _DTYPES.get(work.precision, _DTYPES["bf16"])
+    if work.precision not in _DTYPES:
+        notes.append(
+            f"train does not compute in {work.precision} yet; the file says bfloat16, which is slower"
+        )
+    data = {
+        "version": 1,
+        "out": f"runs/{shape.name or 'planned'}",
+        "model": dict(model),
+        "data": {"train": "python-stdlib", "sequence": work.sequence},
+        "train": train,
+        "strategy": strategy,
+    }
+    notes.append("data.train is a placeholder: name your text")
+    runs = found.strategy["pipeline"] == 1
+    head = [
+        f"Written by hyper-parallel plan for {shape.name or 'a model'} on {question.devices:,} devices of "
+        f"{question.cluster.name or question.cluster.source}.",
+        f"Forecast: a step in {format.seconds(found)}; MFU {found.mfu:.1%}; peak {format.memory(found)}.",
+        *notes,
+    ]
+    text = "".join(f"# {line}\n" for line in head) + yaml12.write(data)
+    return PlannedRunFile(data, text, tuple(notes), runs)
+
+
+def strategy_of(found: Figures, cluster: Cluster, notes: list[str]) -> dict[str, Any]:
+    """The section `strategy` of a run file; what it cannot say is added to `notes`."""
+    given = found.strategy
+    axes = _axes(given)
+    made: dict[str, Any] = {"axes": axes}
+    if given["expert"] != 1:
+        axes["expert"] = given["expert"]
+    if given["pipeline"] != 1:
+        made["pipeline"] = {"schedule": given["schedule"], "virtual": given["virtual"]}
+        notes.append(
+            "train cannot run a pipeline yet and refuses this file; `plan --runnable` keeps to what it can"
+        )
+    if given["sequence_parallel"] and given["tensor_x"] != 1:
+        made["sequence"] = True
+    if given["context"] != 1:
+        made["context"] = {"method": given["method"]}
+    if cluster.node and cluster.node < found.devices:
+        inside = {"node": cluster.node}
+        if cluster.supernode and cluster.supernode < found.devices:
+            inside["supernode"] = cluster.supernode
+        made["placement"] = {"devices": inside}
+    made["memory"] = _memory(given, notes)
+    return made
+
+
+def _axes(given: format.Strategy) -> dict[str, Any]:
+    """Degrees above 1, outer to inner."""
+    inner_first = next(order for order in ORDERS if " ".join(order) == given["order"])
+    names: list[str] = []
+    for name in reversed(inner_first):
+        names += ["replicate", "shard"] if name == "data" else [name]
+    return {name: given[name] for name in names if given[name] != 1}
+
+
+def _memory(given: format.Strategy, notes: list[str]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    level = int(given["zero"])
+    if level:
+        made["shard"] = LEVELS[level]
+    kind, share = given["recompute"], float(given["recomputed"])
+    made["recompute"] = "layer" if kind == "full" else "none"
+    if kind == "full" and share < 1:
+        notes.append(f"train recomputes all layers or none; the forecast recomputes {share:.0%} of them")
+    if kind == "selective":
+        notes.append(
+            "train has no selective recomputation; fused attention keeps no scores, so the file says none"
+        )
+    return made

@@ -1,0 +1,150 @@
+"""Answers a query: searches, explains, and writes the run file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.planner import format, runnable
+from hyper_parallel.planner.choice import Answer
+from hyper_parallel.planner.constants import Constants, fitted
+from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.explain import Explanation, explain
+from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
+from hyper_parallel.planner.run_file import PlannedRunFile, planned_run_file
+from hyper_parallel.planner.search import answer
+from hyper_parallel.planner.sweep import ask
+from hyper_parallel.planner.table import Table
+from hyper_parallel.planner.user_strategy import user_strategy
+
+
+class NothingFitsError(ConfigError):
+    """No strategy fits the devices' memory; says what the smallest needs, and what would make it fit."""
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What the simulator predicts of a strategy's real step."""
+
+    seconds: float | None
+    """None where the step cannot be captured."""
+    peak: float | None
+    """Bytes."""
+    reason: str = ""
+    """Why there is no prediction, or what it leaves out."""
+    fits: bool | None = None
+    """Whether the predicted peak is within a device's memory; None where there is no prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrintedAnswer:
+    """What is shown of an answer."""
+
+    question: Question
+    answer: Answer
+    best: Sequence[Figures]
+    why: Explanation
+    files: Sequence[PlannedRunFile]
+    """The best as run files, in their order."""
+    refined: Sequence[Refined] = field(default_factory=tuple)
+    """What the simulator says of the first of `best`, where it was asked."""
+    compared: Figures | None = None
+    """A strategy that the user gave, by the same model."""
+    tokens: float = 0.0
+    """Of the whole run; 0: not given."""
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def chosen(self) -> int:
+        """The place in `best` of what is written: of those that were simulated and fit the quickest, else the first."""
+        timed = [
+            (found.seconds, place)
+            for place, found in enumerate(self.refined)
+            if found.seconds is not None and found.fits is not False
+        ]
+        return min(timed)[1] if timed else 0
+
+
+def solve(
+    question: Question,
+    constants: Constants | None = None,
+    *,
+    compare: Path | None = None,
+    tokens: float = 0.0,
+    model: Mapping[str, Any] | None = None,
+) -> PrintedAnswer:
+    """What is shown of a question's answer.
+
+    `compare`: a file with a strategy of the user's. `tokens`: of the whole run. `model`: the section `model` of a run
+    file, where it is known. Raises ConfigError for a question of which nothing is legal, NothingFitsError where nothing
+    fits.
+    """
+    known = constants or fitted()
+    notes: list[str] = []
+    row = Table.of(question.workload, question.cluster, question.profile, devices=float(question.devices))
+    other = None if compare is None else row.replaced(**user_strategy(compare, question, notes))
+    found = answer(question, known)
+    if not found.best:
+        raise NothingFitsError(_floor(found, known))
+    best = [_figures(choice.table, known) for choice in found.best]
+    return PrintedAnswer(
+        question=question,
+        answer=found,
+        best=best,
+        why=explain(found.best[0].table, question, known),
+        files=[
+            planned_run_file(one, question, model, _on_host(choice.table, known))
+            for one, choice in zip(best, found.best, strict=True)
+        ],
+        compared=None if other is None else _figures(other, known),
+        tokens=tokens,
+        notes=[*runnable.note((str(place), one) for place, one in enumerate(best, 1)), *notes],
+    )
+
+
+def _figures(row: Table, constants: Constants) -> Figures:
+    return figures(row, forecast(row, constants))[0]
+
+
+def _on_host(row: Table, constants: Constants) -> float:
+    """Bytes that a rank of a strategy has in the host's memory."""
+    here = row.replaced(state_on_host=0, activations_on_host=0)
+    return float(forecast(here, constants).peak.max() - forecast(row, constants).peak.max())
+
+
+def _floor(found: Answer, constants: Constants) -> str:
+    """Why nothing fits, and what would."""
+    question = found.question
+    assert found.smallest is not None
+    least = _figures(found.smallest.table, constants)
+    more = next(
+        (devices for devices in _more(question.devices) if ask(question.on(devices), constants).fits), None
+    )
+    name, where = (
+        question.workload.shape.name or "the model",
+        question.cluster.name or question.cluster.source,
+    )
+    helps = [] if more is None else [f"{more:,} devices (forecast; --fit finds the fewest)"]
+    if question.runnable:
+        helps.append("leaving out --runnable")
+    if question.fix:
+        helps.append("fixing less")
+    if question.workload.sequence > 1024:
+        helps.append("a shorter sequence")
+    return (
+        f"{name} fits no strategy on {question.devices:,} devices of {where}: the smallest of {found.counted:,} needs "
+        f"{format.memory(least)} on a device (forecast; {format.axes(least.strategy)}, "
+        f"{format.settings(least.strategy)}); "
+        f"what would make it fit: {', or '.join(helps) or 'devices with more memory'}"
+    )
+
+
+def _more(devices: int) -> Iterator[int]:
+    """Twice as many, and so on, six times."""
+    for power in range(1, 7):
+        if devices << power <= LARGEST_CLUSTER:
+            yield devices << power

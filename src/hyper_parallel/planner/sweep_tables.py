@@ -1,0 +1,165 @@
+"""Tables of sweeps: scaling, longest sequence, fewest devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.planner import format, runnable
+from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.sweep import Point
+from hyper_parallel.report.sheets import NONE, Sheet
+from hyper_parallel.report.table import render as text_of
+from hyper_parallel.units import format_bytes, format_count, format_duration
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """A table of several answers, and what it says in a sentence."""
+
+    heading: str
+    sheet: Sheet
+    sentences: tuple[str, ...]
+    rows: tuple[dict[str, Any], ...]
+
+    def text(self, width: int = 140) -> str:
+        """For the terminal. The first word is `forecast`."""
+        body = text_of(self.heading, [], [self.sheet], "forecast", width).rstrip()
+        return "\n".join([body, "", *self.sentences])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; times are seconds, memory is bytes; all are forecast."""
+        return {"forecast": True, "says": list(self.sentences), "points": list(self.rows)}
+
+
+def scaling(points: Sequence[Point], tokens: float = 0.0) -> SweepTable:
+    """The best step for each number of devices, beside what the first would give if it scaled ideally."""
+    first = next((_best(point) for point in points if point.fits), None)
+    rows = []
+    for point in points:
+        best = _best(point)
+        if best is None or first is None:
+            rows.append((f"{point.question.devices:,}", point.reason, *[NONE] * 6))
+            continue
+        rows.append(
+            (
+                f"{best.devices:,}",
+                f"{format.axes(best.strategy)}; {format.settings(best.strategy)}",
+                _step(best),
+                f"{best.mfu:.1%}",
+                f"{best.tokens_per_second * best.devices:,.0f}",
+                f"{best.tokens_per_second / first.tokens_per_second:.1%}",
+                format_bytes(best.peak),
+                _cost(best, point.question, tokens),
+            )
+        )
+    sheet = Sheet(
+        "how the step scales",
+        ("devices", "best strategy", "step (90%)", "MFU", "tokens/s, all", "of ideal", "peak", "cost"),
+        tuple(rows),
+        left=2,
+        note="of ideal: tokens/s of a device beside those of the first row; the batch is the same in all rows"
+        + _cost_note(points[0].question, tokens),
+    )
+    return _made(points, sheet, ())
+
+
+def lengths(points: Sequence[Point]) -> SweepTable:
+    """The best step for each length of a sequence, and the longest of these that fits."""
+    rows = []
+    for point in points:
+        best, work = _best(point), point.question.workload
+        head = (f"{work.sequence:,}", f"{work.batch:,}")
+        if best is None:
+            rows.append((*head, point.reason, *[NONE] * 4))
+            continue
+        how = f"{format.axes(best.strategy)}; {format.settings(best.strategy)}"
+        speed = f"{best.tokens_per_second:,.0f}"
+        rows.append((*head, how, _step(best), f"{best.mfu:.1%}", speed, format_bytes(best.peak)))
+    sheet = Sheet(
+        "how long sequences can be",
+        ("tokens a sequence", "sequences", "best strategy", "step (90%)", "MFU", "tokens/s", "peak"),
+        tuple(rows),
+        left=3,
+        note="as many tokens a step in all rows, as near as whole sequences come; tokens/s: of each device",
+    )
+    asked = sorted(point.question.workload.sequence for point in points)
+    fitting = [point.question.workload.sequence for point in points if point.fits]
+    if not fitting:
+        longest = "none of these lengths fits (forecast)"
+    elif max(fitting) == asked[-1]:
+        longest = f"{asked[-1]:,} tokens fit, the longest that was asked for; longer ones may fit as well (forecast)"
+    else:
+        more = min(length for length in asked if length > max(fitting))
+        longest = (
+            f"the longest of these lengths that fits: {max(fitting):,} tokens; {more:,} do not (forecast)"
+        )
+    beyond = points[-1].question.workload
+    known = beyond.shape.positions
+    notes = (f"{beyond.shape.name} is made for {known:,} tokens",) if 0 < known < beyond.sequence else ()
+    return _made(points, sheet, (longest, *notes))
+
+
+def fewest(question: Question, point: Point | None, tokens: float = 0.0) -> SweepTable:
+    """The fewest devices on which it fits. Raises ConfigError where it fits on none."""
+    name, where = (
+        question.workload.shape.name or "the model",
+        question.cluster.name or question.cluster.source,
+    )
+    if point is None:
+        raise ConfigError(
+            f"{name} fits on no number of devices of {where} with this batch and sequence: a stage of one layer is too "
+            "large for a device; try a shorter sequence, a smaller batch, or devices with more memory"
+        )
+    made = scaling([point], tokens)
+    says = f"{name} fits on {point.question.devices:,} devices of {where}, and on no fewer (forecast)"
+    return SweepTable(made.heading, made.sheet, (says, *made.sentences), made.rows)
+
+
+def _made(points: Sequence[Point], sheet: Sheet, sentences: tuple[str, ...]) -> SweepTable:
+    question = points[0].question
+    shape, work = question.workload.shape, question.workload
+    heading = (
+        f"forecast of steps of {shape.name or 'the model'} ({format_count(shape.parameters)} parameters; "
+        f"{format_count(work.tokens)} tokens, {work.precision}) on {question.cluster.name or question.cluster.source}"
+    )
+    shown = [(f"the best on row {place}", _best(point)) for place, point in enumerate(points, 1)]
+    notes = runnable.note((name, best) for name, best in shown if best is not None)
+    return SweepTable(heading, sheet, (*sentences, *notes), tuple(_row(point) for point in points))
+
+
+def _row(point: Point) -> dict[str, Any]:
+    best, work = _best(point), point.question.workload
+    head = {
+        "devices": point.question.devices,
+        "sequence": work.sequence,
+        "batch": work.batch,
+        "fits": point.fits,
+    }
+    return head | ({"reason": point.reason} if best is None else {"best": best.to_json()})
+
+
+def _best(point: Point) -> Figures | None:
+    if point.answer is None or not point.answer.best:
+        return None
+    choice = point.answer.best[0]
+    return figures(choice.table, choice.forecast)[0]
+
+
+def _step(best: Figures) -> str:
+    return f"{format_duration(best.seconds)} ({format.between(best)})"
+
+
+def _cost(best: Figures, question: Question, tokens: float) -> str:
+    if not question.price:
+        return NONE
+    return f"{best.cost(question.price, tokens or best.tokens):,.{0 if tokens else 2}f}"
+
+
+def _cost_note(question: Question, tokens: float) -> str:
+    if not question.price:
+        return ""
+    return f"; cost: of {format_count(tokens) + ' tokens' if tokens else 'a step'} at {question.price:g} a device hour"

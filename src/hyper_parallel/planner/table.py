@@ -1,0 +1,350 @@
+"""Table of configurations, one row each, with a column for each field.
+
+Every column is a float64 array of [n], or of [1] where one value holds for all rows, so that a formula is plain
+arithmetic on columns and costs the same for a published run as for the millionth strategy of a search. A choice among
+names is a code: the index into the tuple of names beside it (`PRECISIONS`, `RECOMPUTE`, …).
+
+    devices = replicate · shard · context · tensor_x · tensor_y · pipeline          `expert` folds over the inner ones
+    batch   = replicate · shard · micro · micro-batches of a step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.planner.codes import (
+    ARCHITECTURES,
+    CODES,
+    architecture,
+)
+from hyper_parallel.planner.framework_profiles import Profile
+from hyper_parallel.workload.workload import PRECISIONS, Workload
+
+__all__ = [
+    "COLUMNS",
+    "PRECISIONS",
+    "PROFILE_COLUMNS",
+    "SPREAD",
+    "Array",
+    "Table",
+    "of_cluster",
+    "of_profile",
+    "of_workload",
+]
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """Configurations as columns. Raises ValueError where columns differ in length."""
+
+    # What is trained. As in `workload.Shape`; latent attention's dims are 0 where there is none.
+    layers: Array
+    hidden: Array
+    heads: Array
+    kv_heads: Array
+    head_dim: Array
+    ffn: Array
+    gated: Array
+    vocabulary: Array
+    tied: Array
+    experts: Array
+    chosen: Array
+    expert_ffn: Array
+    shared_ffn: Array
+    dense_layers: Array
+    query_rank: Array
+    key_rank: Array
+    plain: Array
+    rotary: Array
+    value: Array
+    window: Array
+    windowed: Array
+
+    sequence: Array
+    """Tokens."""
+    batch: Array
+    """Sequences of a step, on all devices."""
+    precision: Array
+    """Code in PRECISIONS."""
+
+    devices: Array
+    node: Array
+    """Devices in a node; inf where all are in one."""
+    supernode: Array
+    """Devices in a supernode; 1 where there is none."""
+    peak16: Array
+    """Dense FLOP/s of matrix products in bfloat16, as the maker states it."""
+    peak8: Array
+    """In 8 bits; the 16-bit rate where the device has none."""
+    peak4: Array
+    """In 4 bits; the 8-bit rate where the device has none."""
+    capacity: Array
+    """Bytes of a device's memory."""
+    hbm: Array
+    """B/s of a device's memory."""
+    node_rate: Array
+    """B/s of a device within the node, one way, as the maker states it."""
+    supernode_rate: Array
+    """B/s of a device within the supernode, one way; the network's where there is no supernode."""
+    network_rate: Array
+    """B/s of a device on the network, one way."""
+    host_rate: Array
+    """B/s between a device and its host's memory, each way while both are used; 0 where the cluster describes none."""
+    host_bytes: Array
+    """A device's part of the memory of its host and of a pool; 0 where the cluster describes none."""
+    architecture: Array
+    """Code in ARCHITECTURES."""
+
+    replicate: Array
+    """Copies of the parameters that see other data."""
+    shard: Array
+    """Ranks that share a copy as `zero` says, and see other data."""
+    context: Array
+    """Ranks that split each sequence."""
+    tensor_x: Array
+    tensor_y: Array
+    pipeline: Array
+    """Stages."""
+    virtual: Array
+    """Parts of the model that a rank holds; 1: not interleaved."""
+    expert: Array
+    """Ranks over which experts are spread; folds over shard, context and tensor."""
+    zero: Array
+    """What is split over `shard`: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    sequence_parallel: Array
+    """1: what is not split over tensor is split by tokens (arXiv 2205.05198, section 4.2)."""
+    micro: Array
+    """Sequences of a micro-batch on a rank."""
+    recompute: Array
+    """Code in RECOMPUTE."""
+    recomputed: Array
+    """Share of the layers that `recompute` holds for, 0 to 1."""
+    schedule: Array
+    """Code in SCHEDULES."""
+    state_on_host: Array
+    """Share of the optimizer's state that lies in the host's memory, 0 to 1."""
+    activations_on_host: Array
+    """Share of what the backward pass needs that waits in the host's memory, 0 to 1."""
+    method: Array
+    """Code in CONTEXT_METHODS."""
+    order: Array
+    """Code in ORDERS."""
+
+    # What the framework does; as in `profiles.Profile`.
+    fused: Array
+    flash: Array
+    overlap_data: Array
+    overlap_tensor: Array
+    overlap_expert: Array
+    graphs: Array
+    balanced: Array
+    greedy: Array
+    dedup: Array
+    gradient_bytes: Array
+    weight_bytes: Array
+    state_bytes: Array
+    logit_bytes: Array
+    regathers: Array
+    tuned: Array
+
+    def __post_init__(self) -> None:
+        for name in COLUMNS:
+            object.__setattr__(self, name, _column(name, getattr(self, name)))
+        self._check()
+
+    def _check(self) -> None:
+        sizes = {getattr(self, name).size for name in COLUMNS} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"columns of one table are of one length, or of 1; got {sorted(sizes)}")
+
+    @property
+    def n(self) -> int:
+        """Rows."""
+        sizes = {getattr(self, name).size for name in COLUMNS} - {1}
+        return sizes.pop() if sizes else 1
+
+    def take(self, index: Any) -> Table:
+        """The rows of an index, a slice, an array of indices, or an array of n truth values."""
+        rows = np.atleast_1d(np.arange(self.n)[index])
+        if rows.size == 1:
+            return Table(**{name: _cell(getattr(self, name), rows) for name in COLUMNS})
+        keep = {name: getattr(self, name) for name in COLUMNS}
+        taken = {name: column if column.size == 1 else column[rows] for name, column in keep.items()}
+        if rows.size != self.n and all(column.size == 1 for column in taken.values()):
+            # All columns hold for all rows: one is written out, which says how many rows there are.
+            taken["layers"] = np.repeat(taken["layers"], rows.size)
+        return Table(**taken)
+
+    def replaced(self, **columns: npt.ArrayLike) -> Table:
+        """This table with other columns; numbers stand for columns of [1]."""
+        if not columns.keys() <= _NAMES:
+            raise TypeError(f"a table has no columns {sorted(columns.keys() - _NAMES)}")
+        made = object.__new__(Table)
+        # Searches ask often: columns that stay have been looked at.
+        made.__dict__.update(self.__dict__, **{name: _column(name, value) for name, value in columns.items()})
+        made._check()
+        return made
+
+    def names(self, column: str) -> list[Any]:
+        """What a column's codes stand for, one for each row."""
+        codes = np.broadcast_to(getattr(self, column), self.n)
+        return [CODES[column][int(code)] for code in codes]
+
+    @classmethod
+    def of(cls, workload: Workload, cluster: Cluster, profile: Profile, **spread: npt.ArrayLike) -> Table:
+        """One workload on one cluster, spread as the columns of `spread` say; what they leave out is not split.
+
+        `devices` may stand in `spread`; else it is what the cluster says, or the product of the axes. Raises
+        ConfigError for a cluster that does not describe its device.
+        """
+        columns: dict[str, Any] = {**of_workload(workload), **of_cluster(cluster), **of_profile(profile)}
+        columns |= {**SPREAD, **spread}
+        if "devices" not in columns:
+            axes = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
+            product = math.prod(np.asarray(columns[axis], dtype=np.float64) for axis in axes)
+            columns["devices"] = cluster.ranks if cluster.ranks else product
+        return cls(**columns)
+
+    @classmethod
+    def stacked(cls, tables: Sequence[Table]) -> Table:
+        """The rows of all tables, in order. Raises ValueError for none."""
+        if not tables:
+            raise ValueError("there is no table to stack")
+        rows = [table.n for table in tables]
+
+        def column(name: str) -> Array:
+            parts = [np.broadcast_to(getattr(table, name), n) for table, n in zip(tables, rows, strict=True)]
+            return np.concatenate(parts)
+
+        return cls(**{name: column(name) for name in COLUMNS})
+
+
+COLUMNS = tuple(field.name for field in fields(Table))
+"""The columns' names, in order."""
+_NAMES = frozenset(COLUMNS)
+
+SPREAD: Mapping[str, float] = {
+    "replicate": 1,
+    "shard": 1,
+    "context": 1,
+    "tensor_x": 1,
+    "tensor_y": 1,
+    "pipeline": 1,
+    "virtual": 1,
+    "expert": 1,
+    "zero": 0,
+    "sequence_parallel": 0,
+    "micro": 1,
+    "recompute": 0,
+    "recomputed": 1,
+    "schedule": 0,
+    "state_on_host": 0,
+    "activations_on_host": 0,
+    "method": 0,
+    "order": 0,
+}
+"""Nothing is split, nothing computed again: what a strategy leaves out."""
+
+
+def _column(name: str, values: npt.ArrayLike) -> Array:
+    column = np.atleast_1d(np.asarray(values, dtype=np.float64))
+    if column.ndim != 1:
+        raise ValueError(f"the column {name} has {column.ndim} dims; a column has one")
+    return column
+
+
+def _cell(column: Array, rows: npt.NDArray[np.intp]) -> Array:
+    return column if column.size == 1 else column[rows]
+
+
+_SHAPE = (*COLUMNS[: COLUMNS.index("dense_layers") + 1], "window", "windowed")
+"""The columns that a Shape has as fields of its own."""
+
+
+def of_workload(workload: Workload) -> dict[str, float]:
+    """The columns of what is trained."""
+    shape, latent = workload.shape, workload.shape.latent
+    columns = {name: float(getattr(shape, name)) for name in _SHAPE}
+    for name in ("query_rank", "key_rank", "plain", "rotary", "value"):
+        columns[name] = float(getattr(latent, name)) if latent else 0.0
+    columns |= {"sequence": workload.sequence, "batch": workload.batch}
+    columns["precision"] = PRECISIONS.index(workload.precision)
+    return columns
+
+
+def of_cluster(cluster: Cluster) -> dict[str, float]:
+    """The columns of the machine, `devices` where the cluster has so many.
+
+    Raises ConfigError where it describes no device, or no link.
+    """
+    device = cluster.device
+    if device is None:
+        raise ConfigError(
+            f"the cluster {cluster.name or cluster.source!r} says nothing of its devices; name a preset, or give its "
+            "file the section `device`"
+        )
+    peak16 = device.peak("bfloat16")
+    peak8 = max(peak16, _peak(device.matrix, "float8_e4m3fn", peak16))
+    columns = {
+        "node": float(cluster.node or math.inf),
+        "supernode": float(cluster.supernode or 1),
+        "peak16": peak16,
+        "peak8": peak8,
+        "peak4": max(peak8, _peak(device.matrix, "float4_e2m1fn_x2", peak8)),
+        "capacity": device.memory.bytes,
+        "hbm": device.memory.read,
+        "architecture": float(ARCHITECTURES.index(architecture(device.name))),
+        **_of_host(cluster),
+    }
+    for level, stands_in in (
+        ("node", ("supernode", "network")),
+        ("supernode", ("network", "node")),
+        ("network", ("supernode", "node")),
+    ):
+        # A level that a cluster lacks is joined by no group; its column repeats the next one's.
+        names = [name for name in (level, *stands_in) if name in cluster.links]
+        if not names:
+            raise ConfigError(
+                f"the cluster {cluster.name or cluster.source!r} describes no link between its devices; give "
+                "`links` a level node, supernode or network with a bandwidth and a latency"
+            )
+        link = cluster.links[names[0]]
+        columns[f"{level}_rate"] = link.bandwidth
+    if cluster.ranks:
+        columns["devices"] = float(cluster.ranks)
+    return columns
+
+
+def _of_host(cluster: Cluster) -> dict[str, float]:
+    """What a device has beside its own memory. Its link's rate, or its part of the host's where that is less."""
+    if "host" not in cluster.links or cluster.host is None:
+        return {"host_rate": 0.0, "host_bytes": 0.0}
+    host, pool = cluster.host, cluster.pool
+    # Copies out and back share the host's memory, whose reads and writes share one bandwidth.
+    rate = min(cluster.links["host"].reached, min(host.read, host.write) / (2 * host.ranks))
+    return {
+        "host_rate": rate,
+        "host_bytes": host.bytes / host.ranks + (pool.bytes / pool.ranks if pool else 0.0),
+    }
+
+
+def of_profile(profile: Profile) -> dict[str, float]:
+    """The columns of what a framework does."""
+    return {name: float(getattr(profile, name)) for name in PROFILE_COLUMNS}
+
+
+PROFILE_COLUMNS = COLUMNS[COLUMNS.index("fused") :]
+
+
+def _peak(peaks: Mapping[str, float], dtype: str, otherwise: float) -> float:
+    return peaks.get(dtype, otherwise)

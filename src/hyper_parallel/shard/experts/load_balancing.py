@@ -1,0 +1,209 @@
+"""Expert load balancing: load of each expert, auxiliary loss, bias update.
+
+Auxiliary loss, as Transformers' ``load_balancing_loss_func`` has it (Switch Transformer, arXiv 2101.03961, equations
+4 to 6), over the R rows that routers see: all layers, all tokens of a global micro-batch:
+
+    L = E · Σ_e f_e · P_e,    f_e = (times that e is among the k chosen) / R,    P_e = (sum of e's probabilities) / R
+
+Both are taken over all ranks that see other tokens, so that neither the value nor its gradient depends on the axes.
+f has no gradient; each rank's part is linear in its own probabilities.
+
+Bias correction (DeepSeek-V3; arXiv 2408.15664, algorithm 1): after a step, b_e += rate · sign(mean load − load_e),
+with the loads of the whole batch, equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.compat.local_tensor import per_rank
+from hyper_parallel.shard.experts.dispatch import count
+from hyper_parallel.shard.hooks import Forward, wrap
+from hyper_parallel.shard.model_structure import text_config
+from hyper_parallel.shard.plan.types import ExpertsPlan, Plan
+from hyper_parallel.shard.sharded_model import LOSS_AXES, ShardedModel, sharded
+
+BIAS = "e_score_correction_bias"
+"""The buffer by which families with a corrected router name its bias."""
+
+
+@dataclass(eq=False)
+class Routing:
+    """What has been seen of a model's routers since somebody asked. `of` makes one that watches a model."""
+
+    experts: dict[str, ExpertsPlan]
+    own_tokens: bool
+    """Ranks of the tensor axes see different tokens."""
+    coefficient: float = 0.0
+    """Of the auxiliary loss; 0 when the model's config does not ask for it."""
+    top_k: int = 0
+    watching: bool = False
+    """A forward pass of the training is running; recomputed layers and evaluation are not counted."""
+    counts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By experts module, int64[E]: rows sent to each expert, added up."""
+    logits: list[torch.Tensor] = field(default_factory=list)
+    """[T, E] of each router, of the last forward pass."""
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan) -> Routing:
+        """Watch the model's layers and, if its config asks for the auxiliary loss, its routers."""
+        config: Any = text_config(model)
+        own_tokens = any(experts.own_tokens for experts in plan.experts.values())
+        routing = cls(dict(plan.experts), own_tokens)
+        if getattr(config, "output_router_logits", False):
+            routing.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
+            routing.top_k = int(config.num_experts_per_tok)
+        layers = plan.layers or ""
+        wrap(model.get_submodule(layers.rpartition(".")[0]), routing._watch)
+        if routing.coefficient:
+            for module, index in _routers(model):
+                wrap(module, routing._recorder(index))
+        return routing
+
+    def count(self, name: str, ids: torch.Tensor) -> None:
+        """Add the rows that `ids`, int64[..., k], send to each expert of a module."""
+        if self.watching:
+            found = count(ids.flatten(), self.experts[name].count)
+            self.counts[name] = self.counts[name] + found if name in self.counts else found
+
+    def _watch(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        self.logits.clear()
+        self.watching = torch.is_grad_enabled()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.watching = False
+
+    def _recorder(self, index: int) -> Any:
+        def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if self.watching:
+                self.logits.append(output[index] if isinstance(output, tuple) else output)
+            return output
+
+        return wrapper
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """The modules whose output, at an index, Transformers records as the router's logits."""
+    targets: dict[type[nn.Module], int] = {}
+    for module in model.modules():
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        for one in recorded if isinstance(recorded, list) else [recorded]:
+            target = getattr(one, "target_class", one)
+            if isinstance(target, type):
+                targets[target] = int(getattr(one, "index", 0))
+    for module in model.modules():
+        index = next((i for target, i in targets.items() if isinstance(module, target)), None)
+        if index is not None:
+            yield module, index
+
+
+def auxiliary_loss(handle: ShardedModel) -> torch.Tensor:
+    """This rank's part of the last forward pass's auxiliary loss, its coefficient included; a zero-dim fp32 tensor.
+
+    The sum of the parts over LOSS_AXES is the loss of the global micro-batch; ranks along the tensor axes hold the
+    same part. A collective, unless the model's config does not ask for the loss (`output_router_logits`, with
+    `router_aux_loss_coef`): then it is zero. Tokens are counted whether they bear loss or not, as in Transformers
+    without an attention mask.
+    """
+    routing = handle.routing
+    if routing is None or not routing.coefficient or not routing.logits:
+        return torch.zeros((), device=handle.parameters()[0].local.device)
+    experts = routing.logits[0].size(-1)
+    chosen, probabilities, rows = [], [], []
+    for logits in routing.logits:
+        shares = torch.softmax(logits, dim=-1)
+        chosen.append(count(shares.topk(routing.top_k, dim=-1).indices.flatten(), experts))
+        probabilities.append(shares.float().sum(0))
+        rows.append(torch.ones_like(logits[:, 0], dtype=torch.float32).sum())
+    routing.logits.clear()
+    counted = torch.cat([torch.stack(chosen).sum(0).float(), torch.stack(rows).sum().view(1)])
+    mine = torch.stack(probabilities).sum(0)
+    axes: tuple[str, ...] = LOSS_AXES
+    if routing.own_tokens:
+        axes = (*LOSS_AXES, *handle.mesh.atoms(handle.mesh.tensor))
+        # Each rank of the tensor axes has a part of the tokens, and then holds the loss of all of them.
+        mine = handle.axes[handle.mesh.tensor].reduce(mine)
+    counted = handle.all_reduce(counted, axes)
+    fractions, total = counted[:-1] / counted[-1], counted[-1]
+    return routing.coefficient * experts * (fractions * (mine / total)).sum()
+
+
+def loads(handle: ShardedModel) -> torch.Tensor:
+    """float32[sum of E over the layers]: this rank's rows for each expert since `take_loads`; no collective.
+
+    The sum over all axes is the load of the whole batch: of ranks that see the same tokens one tells.
+    """
+    device = handle.parameters()[0].local.device
+    routing = handle.routing
+    if routing is None:
+        return torch.zeros(0, device=device)
+    zeros = {
+        name: torch.zeros(e.count, dtype=torch.int64, device=device) for name, e in routing.experts.items()
+    }
+    told = torch.cat([routing.counts.get(name, zeros[name]) for name in routing.experts]).float()
+    return told if routing.own_tokens else told * _speaks(handle, device)
+
+
+def _speaks(handle: ShardedModel, device: torch.device) -> torch.Tensor:
+    """1 on one of the ranks that see the same tokens, 0 on the others."""
+
+    def first(rank: int) -> torch.Tensor:
+        along = [i for axis, i in handle.mesh.coordinate(rank).items() if axis not in LOSS_AXES]
+        return torch.tensor(float(not any(along)), device=device)
+
+    return per_rank(first)
+
+
+def take_loads(handle: ShardedModel) -> torch.Tensor:
+    """What `loads` says, of which nothing is kept."""
+    told = loads(handle)
+    if handle.routing is not None:
+        handle.routing.counts.clear()
+    return told
+
+
+def by_layer(handle: ShardedModel, told: torch.Tensor) -> dict[str, list[int]]:
+    """Name of the experts module to the load of each of its experts; `told` as for `imbalance`. The host waits."""
+    routing = handle.routing
+    if routing is None:
+        return {}
+    layers = told.split([experts.count for experts in routing.experts.values()])
+    return {
+        name: [int(rows) for rows in load.tolist()]
+        for name, load in zip(routing.experts, layers, strict=True)
+    }
+
+
+def imbalance(handle: ShardedModel, told: torch.Tensor) -> torch.Tensor:
+    """max / mean of the experts' load in the layer where it is the largest; zero-dim fp32, 1 when all are equal.
+
+    `told` is what `take_loads` said, summed over all ranks.
+    """
+    assert handle.routing is not None
+    layers = told.split([experts.count for experts in handle.routing.experts.values()])
+    return torch.stack([load.max() / load.mean().clamp(min=1e-9) for load in layers]).max()
+
+
+@torch.no_grad()
+def update_biases(model: nn.Module, told: torch.Tensor, rate: float) -> None:
+    """Correct each router's bias by the step's loads: `told` as for `imbalance`. Layers without one are left alone."""
+    routing = sharded(model).routing
+    assert routing is not None
+    layers = told.split([experts.count for experts in routing.experts.values()])
+    for (name, experts), load in zip(routing.experts.items(), layers, strict=True):
+        for module in model.get_submodule(name.rpartition(".")[0]).modules():
+            bias = module._buffers.get(BIAS)
+            if bias is not None and bias.shape == (experts.count,):
+                bias.add_(torch.sign(load.mean() - load).to(bias.dtype), alpha=rate)
+
+
+def has_biases(model: nn.Module) -> bool:
+    """Whether some router of the model has a bias to correct."""
+    return any(BIAS in module._buffers for module in model.modules())

@@ -1,0 +1,111 @@
+"""Token layout at the boundary of an experts module, by tensor axes.
+
+| along tensor | the experts' features are whole | the experts' features are split |
+|---|---|---|
+| every rank has the same tokens | `split`, compute, `gather` | `copy`, compute, `reduce` |
+| every rank has its own (`sequence`) | compute | `gather_sum`, compute, `reduce_split` |
+
+The weights of the chosen experts go the same way as the tokens. They are applied, and the k results of a token
+summed, where the token is: rows travel without them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.compat.local_tensor import per_rank
+from hyper_parallel.shard.experts import dispatch
+from hyper_parallel.shard.experts.load_balancing import Routing
+from hyper_parallel.shard.experts.plan import is_concatenated
+from hyper_parallel.shard.hooks import Forward, wrap
+from hyper_parallel.shard.mesh_axis import Axis, MeshAxes, _pad
+from hyper_parallel.shard.plan.types import ExpertsPlan, Plan
+
+
+def apply_experts_plan(model: nn.Module, plan: Plan, axes: MeshAxes) -> Routing | None:
+    """Wrap the experts that the plan names, and routers where something is asked of them; None without experts."""
+    if not plan.experts:
+        return None
+    routing = Routing.of(model, plan)
+    for name, experts in plan.experts.items():
+        module = model.get_submodule(name)
+        wrap(module, _Boundary(module, name, experts, axes[plan.mesh.tensor], axes["expert"], routing))
+    return routing
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """The wrapper of one experts module."""
+
+    module: nn.Module
+    name: str
+    plan: ExpertsPlan
+    tensor: Axis
+    expert: Axis
+    routing: Routing
+
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        hidden, ids, scores = inspect.signature(forward).bind(*args, **kwargs).args
+        self.routing.count(self.name, ids)
+        if not self.plan.taken_over:
+            return forward(hidden, ids, scores)
+        x, ids, scores = hidden.reshape(-1, hidden.size(-1)), ids.flatten(0, -2), scores.flatten(0, -2)
+        tokens = x.size(0)
+        x, ids, scores = self._enter(x, ids, scores)
+        out = dispatch.compute(
+            self.module, self._weights(), x, ids, self.expert, self.plan.count, self.plan.replicas
+        )
+        out = (out * scores.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        return self._leave(out, tokens).view(hidden.shape)
+
+    @property
+    def _crosses(self) -> bool:
+        """Whether anything is done along the tensor axes: whole experts take the tokens of a rank as they are, unless
+        other ranks have the same ones and there is an owner to send each to."""
+        if self.tensor.size == 1:
+            return False
+        return self.plan.features or (self.expert.size > 1 and not self.plan.own_tokens)
+
+    def _enter(
+        self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tensor = self.tensor
+        if not self._crosses:
+            return x, ids, scores
+        if not self.plan.features:
+            return tensor.split(x, 0), tensor.split(ids, 0), tensor.split(scores, 0)
+        if not self.plan.own_tokens:
+            return tensor.copy(x), ids, tensor.copy(scores)
+        return tensor.gather_sum(x, 0), tensor.gather(ids, 0), tensor.gather_sum(scores, 0)
+
+    def _leave(self, out: torch.Tensor, tokens: int) -> torch.Tensor:
+        tensor = self.tensor
+        if not self._crosses:
+            return out
+        if not self.plan.features:
+            return tensor.gather(out, 0, tokens)
+        return tensor.reduce_split(out, 0) if self.plan.own_tokens else tensor.reduce(out)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The parameters at hand, by name. Where results are summed over the tensor axes, one of the ranks adds the
+        bias: it is a term of each chosen expert's result, which the token's weight multiplies."""
+        own = {name: weight for name, weight in self.module._parameters.items() if weight is not None}
+        weights: dict[str, torch.Tensor] = dict(own)
+        if not self.plan.features:
+            return weights
+        experts: Any = self.module
+        if experts.has_gate and not is_concatenated(experts):
+            # As many features as pairs of gate and up, some of which may be there to fill up (see the plan).
+            pairs = weights["gate_up_proj"].size(2 if experts.is_transposed else 1) // 2
+            weights["down_proj"] = _pad(weights["down_proj"], 1 if experts.is_transposed else 2, pairs)
+        bias = weights.get("down_proj_bias")
+        if bias is not None:
+            tensor, device = self.tensor, bias.device
+            first = per_rank(lambda rank: torch.tensor(tensor.index(rank) == 0, device=device))
+            weights["down_proj_bias"] = bias.masked_fill(~first, 0)
+        return weights

@@ -1,0 +1,261 @@
+"""One axis of the device mesh as the shard engine sees it: its size, this rank's index, its collectives.
+
+Activations move between three states along an axis — whole, split on a dim, and partial (a sum not yet
+taken) — by these functions, each with the backward pass that the chain rule asks for (Megatron-LM,
+arXiv 1909.08053, section 3; with sequence sharding arXiv 2205.05198, section 4.2.2):
+
+| function | forward | backward |
+|---|---|---|
+| `copy` | identity | all-reduce |
+| `reduce` | all-reduce | identity |
+| `split` | this rank's chunk | all-gather |
+| `gather` | all-gather | this rank's chunk |
+| `gather_sum` | all-gather | reduce-scatter |
+| `reduce_split` | reduce-scatter | all-gather |
+| `swap` | all-to-all | all-to-all back |
+| `exchange` | uneven all-to-all of rows | back |
+
+A dim that the axis does not divide is split like ``torch.chunk`` does: chunks of ceil(L / n), the last
+shorter or empty. They are padded on the way, and only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hyper_parallel.compat import collectives
+from hyper_parallel.compat.local_tensor import int_on_rank, per_rank, per_rank_int
+from hyper_parallel.layout.layout import chunk
+from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.link_levels import Levels
+from hyper_parallel.shard.process_groups import Groups
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis, a joint or a fold of axes, with its process group. `mesh` says which rank has which index."""
+
+    name: str
+    mesh: Mesh
+    group: str
+    order: tuple[int, ...] | None = None
+    """The index of each rank of the group, in order of rank; None when they are 0, 1, 2, …"""
+    levels: Levels | None = None
+    """How to run collectives level by level, where the axis spans link levels and the placement wants it."""
+
+    @classmethod
+    def of(cls, name: str, mesh: Mesh, groups: Groups | None) -> Axis:
+        """The axis `name`; without groups only an axis of degree 1 makes sense."""
+        if mesh.size(name) == 1:
+            return cls(name, mesh, "")
+        assert groups is not None, f"axis {name} needs process groups"
+        order = tuple(mesh.index(name, mesh.coordinate(rank)) for rank in mesh.groups(name)[0])
+        in_order = order == tuple(range(len(order)))
+        return cls(name, mesh, groups.name(name), None if in_order else order, groups.levels(name))
+
+    @property
+    def size(self) -> int:
+        """The degree of the axis."""
+        return self.mesh.size(self.name)
+
+    def index(self, rank: int) -> int:
+        """The index along the axis of a global rank."""
+        return self.mesh.index(self.name, self.mesh.coordinate(rank))
+
+    def interval(self, length: int, rank: int) -> tuple[int, int]:
+        """The half-open interval of a dim of `length` that a global rank holds."""
+        return chunk(int_on_rank(length, rank), self.size, self.index(rank))
+
+    def indices(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        """int64[L_local]: the global indices of a dim of `length` that this rank holds."""
+        return per_rank(lambda rank: torch.arange(*self.interval(length, rank), device=device))
+
+    # Tensor moves without autograd; the functions below give them their backward.
+
+    def _reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self.levels.all_reduce(x) if self.levels else collectives.all_reduce(x, self.group)
+
+    def _gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return self.levels.all_gather(x) if self.levels else collectives.all_gather(x, self.group, self.size)
+
+    def _reduce_scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self.levels:
+            return self.levels.reduce_scatter(x)
+        return collectives.reduce_scatter(x, self.group, self.size)
+
+    def _all_to_all_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self.levels:
+            return self.levels.all_to_all(x)
+        even = [1] * self.size
+        return collectives.all_to_all(x, even, even, self.group)
+
+    def _chunk(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        length = x.size(dim)
+        start = per_rank_int(lambda rank: self.interval(length, rank)[0])
+        count = per_rank_int(lambda rank: self.interval(length, rank)[1] - self.interval(length, rank)[0])
+        return x.narrow(dim, start, count).contiguous()
+
+    def _gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        dim %= x.dim()
+        x = _pad(x, dim, -(-length // self.size))
+        before = x.shape[:dim]
+        leading = _all_ones(before)
+        whole = self._gather_rows(x.reshape(x.shape[dim:]) if leading else x)
+        if self.order is not None or not leading:
+            chunks = whole.chunk(self.size, 0)
+            whole = torch.cat([chunks[at] for at in self._by_index()], 0 if leading else dim)
+        if leading:
+            whole = whole.reshape(*before, *whole.shape)
+        return whole.narrow(dim, 0, length) if whole.size(dim) != length else whole
+
+    def _reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        dim %= x.dim()
+        length, size = x.size(dim), -(-x.size(dim) // self.size)
+        x = _pad(x, dim, size * self.size)
+        before = x.shape[:dim]
+        leading = _all_ones(before)
+        if leading:
+            x = x.reshape(x.shape[dim:])
+        if self.order is not None or not leading:
+            chunks = x.chunk(self.size, 0 if leading else dim)
+            x = torch.cat([chunks[index] for index in self.order or range(self.size)], 0)
+        part = self._reduce_scatter_rows(x)
+        if leading:
+            part = part.reshape(*before, *part.shape)
+        if length % self.size:
+            count = per_rank_int(lambda rank: self.interval(length, rank)[1] - self.interval(length, rank)[0])
+            part = part.narrow(dim, 0, count).contiguous()
+        return part
+
+    def _swap(self, x: torch.Tensor, split_dim: int, gather_dim: int) -> torch.Tensor:
+        chunks = x.chunk(self.size, split_dim)
+        rows = torch.stack([chunks[index] for index in self.order or range(self.size)])
+        received = self._all_to_all_rows(rows).unbind(0)
+        return torch.cat([received[at] for at in self._by_index()], gather_dim)
+
+    def _by_index(self) -> Sequence[int]:
+        """Where in the group the rank of each index stands."""
+        if self.order is None:
+            return range(self.size)
+        return [self.order.index(index) for index in range(self.size)]
+
+    # With autograd.
+
+    def _move(self, forward: _Move, backward: _Move, x: torch.Tensor) -> torch.Tensor:
+        return x if self.size == 1 else _Moved.apply(x, forward, backward)  # type: ignore[no-any-return]
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """Identity; the gradient is summed over the axis."""
+        return self._move(_same, self._reduce, x)
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the axis; the gradient passes."""
+        return self._move(self._reduce, _same, x)
+
+    def split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's chunk of `dim`; the gradient is gathered."""
+        length = x.size(dim)
+        return self._move(lambda x: self._chunk(x, dim), lambda g: self._gather(g, dim, length), x)
+
+    def gather(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
+        """The whole of `dim`, for uses that are the same on all ranks; the gradient is this rank's chunk.
+
+        `length` is that of the whole dim, needed where the axis does not divide it.
+        """
+        whole = length if length is not None else x.size(dim) * self.size
+        return self._move(lambda x: self._gather(x, dim, whole), lambda g: self._chunk(g, dim), x)
+
+    def gather_sum(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
+        """The whole of `dim`, for uses that differ between ranks; the gradient is summed and scattered."""
+        whole = length if length is not None else x.size(dim) * self.size
+        return self._move(lambda x: self._gather(x, dim, whole), lambda g: self._reduce_scatter(g, dim), x)
+
+    def reduce_split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's chunk of `dim` of the sum over the axis; the gradient is gathered."""
+        length = x.size(dim)
+        return self._move(lambda x: self._reduce_scatter(x, dim), lambda g: self._gather(g, dim, length), x)
+
+    def swap(self, x: torch.Tensor, split_dim: int, gather_dim: int) -> torch.Tensor:
+        """This rank's chunk of `split_dim` of what all ranks have, their chunks of `gather_dim` put together.
+
+        [.., S, .., d] to [.., S / n, .., d · n]. The axis must divide `split_dim`, and chunks be equal.
+        """
+        assert x.size(split_dim) % self.size == 0, f"{x.size(split_dim)} over {self.name} of {self.size}"
+        return self._move(
+            lambda x: self._swap(x, split_dim, gather_dim), lambda g: self._swap(g, gather_dim, split_dim), x
+        )
+
+    def exchange(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Rows to the ranks of the axis: `send[i]` of `x`, in order, to index i; `receive[i]` rows come from it.
+
+        [sum(send), ...] to [sum(receive), ...]. Counts may differ between ranks.
+        """
+        assert self.order is None, (
+            f"rows cannot be exchanged over {self.name}, whose indices are not in rank order"
+        )
+        return self._move(
+            lambda x: collectives.all_to_all(x, send, receive, self.group),
+            lambda g: collectives.all_to_all(g, receive, send, self.group),
+            x,
+        )
+
+
+class MeshAxes(Mapping[str, Axis]):
+    """The axes of a mesh by name, joints and folds too. Looking one up the first time makes its process group, which
+    every rank must do in the same order: the engine does so while it parallelizes, never in a forward pass."""
+
+    def __init__(self, mesh: Mesh, groups: Groups | None) -> None:
+        self.mesh, self.groups = mesh, groups
+        self._made: dict[str, Axis] = {}
+
+    def __getitem__(self, name: str) -> Axis:
+        if name not in self._made:
+            self._made[name] = Axis.of(name, self.mesh, self.groups)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.mesh.names)
+
+    def __len__(self) -> int:
+        return len(self.mesh.names)
+
+    def made(self) -> dict[str, Axis]:
+        """Every axis, joint and fold that has been looked up, by name."""
+        return dict(self._made)
+
+
+_Move = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _all_ones(lengths: torch.Size) -> bool:
+    """Whether chunks of the dim after these lie one after the other in memory."""
+    return all(isinstance(length, int) and length == 1 for length in lengths)
+
+
+def _pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """`x` with zeros at the end of `dim` up to `length`."""
+    missing = length - x.size(dim)
+    if isinstance(missing, int) and missing == 0:
+        return x
+    after = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing]
+    return torch.nn.functional.pad(x, after)
+
+
+class _Moved(torch.autograd.Function):
+    """A linear map given with its transpose."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, forward: _Move, backward: _Move) -> torch.Tensor:  # type: ignore[no-untyped-def,override]
+        ctx.transpose = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):  # type: ignore[no-untyped-def,override]
+        return ctx.transpose(gradient), None, None

@@ -1,0 +1,49 @@
+"""Packed documents: whether rows hold several, also where tensors have no values.
+
+Transformers asks the positions' values where documents begin, and builds a mask only if there are several. Which it is
+decides which attention kernel runs, so a step without values must be told, and is right for such batches only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+_several: ContextVar[bool | None] = ContextVar("several_documents", default=None)
+
+
+@contextlib.contextmanager
+def documents_known(several: bool) -> Iterator[None]:
+    """Inside, rows hold `several` documents, or one each, and no values are looked at to find out."""
+    import transformers.masking_utils as masks
+
+    asked = masks.find_packed_sequence_indices, masks.is_tracing
+    masks.find_packed_sequence_indices = _documents if several else lambda position_ids: None
+    # Transformers takes fake tensors for a compilation, in which it builds masks that a run does not.
+    masks.is_tracing = lambda tensor=None: False
+    token = _several.set(several)
+    try:
+        yield
+    finally:
+        _several.reset(token)
+        masks.find_packed_sequence_indices, masks.is_tracing = asked
+
+
+def known_documents() -> bool | None:
+    """What `documents_known` said; None where nobody did, and the values are to be looked at."""
+    return _several.get()
+
+
+def several_documents(positions: Tensor) -> bool:
+    """Whether any row of int64 [B, S] begins anew: its values are looked at."""
+    return bool((positions.diff(dim=-1) != 1).any())
+
+
+def _documents(position_ids: Tensor) -> Tensor:
+    """What `find_packed_sequence_indices` gives where there are several."""
+    first = position_ids[:, :1] - 1
+    return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)

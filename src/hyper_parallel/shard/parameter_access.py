@@ -1,0 +1,124 @@
+"""Parameter access: from the stored shard to the tensor that is computed with.
+
+A layer's parameters are exchanged for what `Access` makes of them while the layer's forward runs, and put back after
+it: the model's code sees plain local tensors, everybody else sees the parameters. A whole layer at once, because some
+modules compute with the weights of those below them (Mamba's mixer with its convolution's).
+
+In the traceable lowering the chain is: cast to the compute dtype, gather over the storage axes (gradient: sum and
+scatter), over `replicate` (gradient: sum), over axes whose ranks contribute different terms (gradient: sum), and the
+choice of the rows that this rank's heads need. FSDP2 does the first two itself. What is gathered or summed once for
+several micro-batches, `current_gathers` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
+from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.shard.hooks import Forward, wrap
+from hyper_parallel.shard.mesh_axis import Axis, _Moved
+from hyper_parallel.shard.plan.types import ParameterPlan
+from hyper_parallel.shard.saved_gathers import current_gathers
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """How a parameter is computed with and its gradient reduced."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(frozen=True)
+class Access:
+    """What is made of one stored parameter before its module computes with it."""
+
+    plan: ParameterPlan
+    axes: Mapping[str, Axis]
+    dtypes: Dtypes
+    gathers: bool
+    """The traceable lowering: gather over the storage axes and sum gradients over the data axes here."""
+
+    def __call__(self, stored: torch.Tensor) -> torch.Tensor:
+        x = stored.to_local() if isinstance(stored, DTensor) else stored
+        x = self._over_data(x) if self.gathers else x.to(self.dtypes.compute)
+        for axis in self.plan.summed:
+            x = self.axes[axis].copy(x)
+        if self.plan.chosen is not None:
+            dim, intervals = self.plan.chosen
+            x = torch.index_select(x, dim, self._rows(x.device, intervals))
+        return x
+
+    def _rows(self, device: torch.device, intervals: tuple[tuple[tuple[int, int], ...], ...]) -> torch.Tensor:
+        tensor = self.axes[self.plan.layout.mesh.tensor]
+        return per_rank(
+            lambda rank: torch.cat(
+                [torch.arange(a, b, device=device) for a, b in intervals[tensor.index(rank)]]
+            )
+        )
+
+    def _over_data(self, x: torch.Tensor) -> torch.Tensor:
+        storage, replicate, stored = self.axes[self.plan.storage], self.axes["replicate"], x.dtype
+        whole, found = self.plan.computed, self.plan.storage_dim
+        splits, dim = found is not None and storage.size > 1, found or 0
+        length = (
+            per_rank_int(lambda rank: whole.local_shape(whole.mesh.coordinate(rank))[dim]) if splits else 0
+        )
+
+        # Asked now: a backward pass may run in a thread of its own.
+        between, key = current_gathers(), id(self)
+
+        def made(x: torch.Tensor) -> torch.Tensor:
+            x = x.to(self.dtypes.compute)
+            return storage._gather(x, dim, length) if splits else x.view_as(x)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return made(x) if between is None else between.weight(key, lambda: made(x))
+
+        def backward(gradient: torch.Tensor) -> torch.Tensor | None:
+            found: torch.Tensor | None = gradient.to(self.dtypes.reduce)
+            if found is not None and storage.size > 1:
+                found = found if between is None else between.whole(key, found)
+                if found is not None:
+                    found = storage._reduce_scatter(found, dim) if splits else storage._reduce(found)
+            if found is not None and replicate.size > 1:
+                found = found if between is None else between.shards(key, found)
+                found = None if found is None else replicate._reduce(found)
+            return None if found is None else found.to(stored)
+
+        return _Moved.apply(x, forward, backward)  # type: ignore[no-any-return]
+
+
+Accesses = list[tuple[nn.Module, str, Access]]
+"""(owner, the parameter's name in it, what is made of it)."""
+
+
+def apply_access(module: nn.Module, accesses: Accesses) -> None:
+    """Exchange the parameters named in `accesses`, of the module or of any below it, while its forward runs.
+
+    One that several modules share is made ready once.
+    """
+
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        stored = [owner._parameters[own] for owner, own, _ in accesses]
+        try:
+            made: dict[int, torch.Tensor] = {}
+            with present(*stored):
+                for (owner, own, access), parameter in zip(accesses, stored, strict=True):
+                    assert parameter is not None
+                    if id(parameter) not in made:
+                        made[id(parameter)] = access(parameter)
+                    owner._parameters[own] = made[id(parameter)]  # type: ignore[assignment]
+                return forward(*args, **kwargs)
+        finally:
+            for (owner, own, _), parameter in zip(accesses, stored, strict=True):
+                owner._parameters[own] = parameter
+
+    wrap(module, wrapper)

@@ -1,0 +1,277 @@
+"""Runs the region check, or reads its cached result; rank 0 decides for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hyper_parallel.compat import store, suspended_groups
+from hyper_parallel.compat.fake_process_group import is_fake
+from hyper_parallel.compat.local_tensor import is_simulated
+from hyper_parallel.compat.pytree import leaves_of
+from hyper_parallel.errors import FollowsError, HyperParallelError, SimulationError, StrategyError
+from hyper_parallel.shard.hooks import Forward, wrap
+from hyper_parallel.shard.lora_adapters import without_adapters
+from hyper_parallel.shard.model_structure import text_config
+from hyper_parallel.shard.plan import Plan
+from hyper_parallel.shard.region_check import advice, result_cache
+from hyper_parallel.shard.region_check.outcome import Mismatch, Spread, compared, run
+from hyper_parallel.shard.region_check.randomness import unrepeatable
+from hyper_parallel.shard.region_check.reduced_model import Reduced, reduce
+from hyper_parallel.shard.region_check.sample_inputs import NothingToCompare, SampleCall, SeenCall, TokenCall
+from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+_CHECKED = "_hyper_parallel_checked"
+"""The attribute of a model that holds the strategy which was checked on it."""
+SKIP = "strategy.check: false trains without the check"
+LENGTH = 24
+"""Positions of a check's rows, or the next number that the strategy can split."""
+
+_asked = 0
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """Why nothing could be compared."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return self.why
+
+
+def check_before_training(
+    model: nn.Module, strategy: Strategy, plan: Plan, spread: Spread, vocabulary: int | None = None
+) -> bool:
+    """Check a causal language model on random tokens. Returns False where its calls are not known yet.
+
+    `model`: as it is before any strategy; it is not changed. `vocabulary`: of a model that is not Transformers'.
+    A collective where there are several ranks. Raises StrategyError on every rank when the strategy is wrong.
+    """
+    if not needed(model, strategy):
+        return True
+    size = _vocabulary_of(model) or vocabulary
+    if size is None:
+        return False
+    _decided(model, strategy, plan, [TokenCall(size, 0, 0), TokenCall(size, 0, 0, positions=False)], spread)
+    model.__dict__[_CHECKED] = strategy
+    return True
+
+
+def check_on_first_call(
+    model: nn.Module, original: nn.Module, strategy: Strategy, plan: Plan, spread: Spread
+) -> None:
+    """Check a parallelized model when it is first called with gradients: until then nobody knows how.
+
+    `original`: the model as it was, without values. What is wrong raises StrategyError in that call, on every rank,
+    before anything was updated.
+    """
+
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        ready = torch.is_grad_enabled() and model.training and not any(is_fake(leaf) for leaf in given)
+        if ready and needed(model, strategy):
+            model.__dict__[_CHECKED] = strategy
+            values = dict(model.named_buffers())
+            for name, buffer in [*original.named_buffers()]:
+                owner, _, own = name.rpartition(".")
+                if name in values and buffer.is_meta:
+                    original.get_submodule(owner)._buffers[own] = values[name].detach().cpu().clone()
+            _decided(original, strategy, plan, [SeenCall.of(args, kwargs)], spread)
+        return forward(*args, **kwargs)
+
+    wrap(model, wrapper)
+
+
+def needed(model: nn.Module, strategy: Strategy) -> bool:
+    """Whether there is anything to check: several ranks, real ones, and nobody said no."""
+    return (
+        strategy.check
+        and strategy.axes.world > 1
+        and not is_simulated()
+        and not suspended_groups.is_simulation()
+        and model.__dict__.get(_CHECKED) != strategy
+    )
+
+
+_FAILED = {"failed": True}
+"""In the place of a verdict, when rank 0 was stopped or failed before it had one."""
+
+
+def _decided(
+    model: nn.Module, strategy: Strategy, plan: Plan, calls: list[SampleCall], spread: Spread
+) -> None:
+    """Rank 0's verdict on every rank."""
+    global _asked
+    _asked += 1
+    key, refusal = f"hyper-parallel/check/{_asked}", None
+    mine = not dist.is_initialized() or dist.get_rank() == 0
+    if mine:
+        try:
+            refusal = _refusal(model, strategy, plan, calls, spread)
+        except BaseException:
+            # The others wait for a word.
+            if dist.is_initialized():
+                store.broadcast_from_rank_0(key, json.dumps(_FAILED))
+            raise
+    if dist.is_initialized():
+        refusal = json.loads(store.broadcast_from_rank_0(key, json.dumps(refusal) if mine else None))
+        if refusal == _FAILED:
+            raise FollowsError("rank 0 did not finish the check of the strategy; it says why")
+    if refusal:
+        raise StrategyError(refusal)
+
+
+def _refusal(
+    model: nn.Module, strategy: Strategy, plan: Plan, calls: list[SampleCall], spread: Spread
+) -> str | None:
+    """Why the strategy is refused for this model; None where it is right, or cannot be checked, which is logged."""
+    key = result_cache.digest(model, strategy, calls[0])
+    if result_cache.passed(key):
+        return None
+    log.info("checking the strategy on random numbers, once for this model")
+    begun = time.perf_counter()
+    with _quiet():
+        found = _on_a_copy(model, strategy, plan, calls, spread)
+    seconds = time.perf_counter() - begun
+    if isinstance(found, str):
+        return found
+    if isinstance(found, Unchecked):
+        log.warning(
+            "the strategy was not checked on this model: %s; `hyper-parallel verify` compares a whole step",
+            found,
+        )
+        return None
+    text = (
+        f"checked on random numbers in {seconds:.1f} s: the strategy gives the gradients of one device "
+        f"({found.layers or 'no'} distinct layers, widths divided by {found.factor}, {found.strategy.axes.world} ranks)"
+    )
+    log.info("%s", text)
+    result_cache.keep(key, text)
+    return None
+
+
+def _on_a_copy(
+    model: nn.Module, strategy: Strategy, plan: Plan, calls: list[SampleCall], spread: Spread
+) -> Reduced | str | Unchecked:
+    """The copy on which the strategy is right, why it is refused, or why no copy could be run on one device."""
+    why = "no copy of it is small enough and has the same plan"
+    for small in reduce(model, plan, strategy):
+        for call in calls:
+            fitted = _fitted(call, small)
+            try:
+                run(small.model, Strategy(check=False), fitted, spread)
+            except NothingToCompare as error:
+                return Unchecked(str(error))
+            except HyperParallelError as refusal:
+                return str(refusal)
+            # A copy may have sizes that the model's own code cannot do.
+            except Exception as error:
+                why = f"a copy does not run on one device: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                continue
+            drawn = unrepeatable(small.model, fitted, spread)
+            if drawn is not None:
+                return (
+                    f"{drawn} draws random numbers that would not be the same under this strategy as on one device; "
+                    f"use nn.Dropout or torch.nn.functional.dropout, or set the rate to 0 ({SKIP})"
+                )
+            if not _splits(strategy):
+                return small
+            return _compared(small, fitted, spread) or small
+    return Unchecked(why)
+
+
+def _compared(small: Reduced, call: SampleCall, spread: Spread) -> str | Unchecked | None:
+    try:
+        wrong: Mismatch | str | None = compared(small.model, small.strategy, call, spread)
+    except SimulationError as error:
+        return Unchecked(str(error).partition(";")[0])
+    except HyperParallelError as refusal:
+        return str(refusal)
+    # The strategy's code, or the model's on a part of its tensors.
+    except Exception as error:
+        log.debug("the split copy does not run", exc_info=True)
+        wrong = f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if wrong is None:
+        return None
+    what = wrong if isinstance(wrong, str) else f"gives other gradients than one device: {wrong}"
+    rules = advice.rules_that_pass(small.model, small.strategy, small.plan, call, spread)
+    if rules:
+        written = ", ".join(f"{pattern}: {rule}" for pattern, rule in rules.items())
+        mend = f"right, and checked, with strategy.rules: {{{written}}}"
+    else:
+        axes = list(advice.without_axes(small.model, small.strategy, call, spread))
+        mend = (
+            f"right, and checked, without axes.{axes[0]}"
+            if axes
+            else "no rules were found that make it right"
+        )
+    name = type(without_adapters(small.model)).__name__
+    return f"this strategy on {name} {what}; {mend} ({SKIP})"
+
+
+def _fitted(call: SampleCall, small: Reduced) -> SampleCall:
+    """Tokens of a number that the copy's strategy can split."""
+    if not isinstance(call, TokenCall):
+        return call
+    axes = small.strategy.axes
+    multiple = 2 * axes.context * axes.tensor
+    length = -(-LENGTH // multiple) * multiple
+    size = min(call.vocabulary, _vocabulary_of(small.model) or call.vocabulary)
+    return TokenCall(size, 2 * axes.data, length, call.positions)
+
+
+def _vocabulary_of(model: nn.Module) -> int | None:
+    """Token ids that a causal language model of Transformers knows; None for another model."""
+    if not is_transformers(model):
+        return None
+    core: Any = without_adapters(model)
+    if getattr(core.config, "is_encoder_decoder", False) or not getattr(
+        core, "_is_causal_lm", _is_causal(core)
+    ):
+        return None
+    found = getattr(text_config(model), "vocab_size", None)
+    return found if isinstance(found, int) else None
+
+
+def _is_causal(core: Any) -> bool:
+    name = next(
+        (c.__name__ for c in type(core).__mro__ if c.__module__.startswith("transformers.models")), ""
+    )
+    return (
+        name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+        and core.get_output_embeddings() is not None
+    )
+
+
+def _splits(strategy: Strategy) -> bool:
+    return strategy.axes.tensor > 1 or strategy.axes.context > 1 or strategy.axes.expert > 1
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """On the CPU, without autocast, gradients on, generators as they were; no notes of the runs of copies."""
+    before = log.manager.disable
+    with (
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.autocast("cpu", enabled=False),
+        torch.enable_grad(),
+    ):
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)

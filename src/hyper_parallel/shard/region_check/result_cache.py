@@ -1,0 +1,86 @@
+"""Cache of passed region checks on disk, by digest.
+
+`$XDG_CACHE_HOME/hyper-parallel/checks`, else under `~/.cache`. A file's presence is the verdict; its text is for
+people. Only what is right is kept: what is refused is computed again, and so is everything when the model's code, this
+package's, PyTorch or Transformers change.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hyper_parallel.shard.lora_adapters import without_adapters
+from hyper_parallel.shard.region_check.reduced_model import signature
+from hyper_parallel.shard.region_check.sample_inputs import SampleCall
+from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.strategy import Strategy
+
+_known: set[str] = set()
+
+
+def digest(model: nn.Module, strategy: Strategy, call: SampleCall | None) -> str:
+    """Of the model's code and shapes, the strategy, the call, and the versions."""
+    core = without_adapters(model)
+    parts = [
+        _own_code(),
+        torch.__version__,
+        call.described() if call is not None else "",
+        strategy.model_dump_json(exclude={"placement", "cluster", "tries", "overlap", "precision"}),
+        *sorted(_code_of(cls.__module__) + cls.__qualname__ for cls in {type(m) for m in model.modules()}),
+    ]
+    if is_transformers(model):
+        parts += [metadata.version("transformers"), core.config.to_json_string(use_diff=False)]  # type: ignore[union-attr, operator]
+    trained = [f"{name} {tuple(p.shape)} {p.requires_grad}" for name, p in model.named_parameters()]
+    parts += [signature(model), *trained]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def passed(key: str) -> bool:
+    """Whether this check passed before, in this process or another."""
+    return key in _known or (_folder() / key).is_file()
+
+
+def keep(key: str, text: str) -> None:
+    """Keep that a check passed. A folder that cannot be written keeps it in this process only."""
+    _known.add(key)
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        (_folder() / key).write_text(text + "\n")
+    except OSError:
+        return
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hyper-parallel" / "checks"
+
+
+@functools.cache
+def _own_code() -> str:
+    """Digest of this package's code that puts strategies into effect."""
+    root = Path(__file__).parents[2]
+    found = hashlib.sha256()
+    for folder in ("shard", "compat", "layout"):
+        for path in sorted((root / folder).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+@functools.cache
+def _code_of(module: str) -> str:
+    """Digest of the file of a module in which classes are written; of its name where there is none."""
+    if module.startswith("torch."):
+        return module
+    try:
+        path = inspect.getsourcefile(sys.modules[module])
+        return module + hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else module
+    except (KeyError, OSError, TypeError):
+        return module

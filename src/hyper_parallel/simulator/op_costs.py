@@ -1,0 +1,122 @@
+"""Isolated cost of each op of a Trace on a Cluster; equal ops are priced once.
+
+A transfer is a row of legs, each with a latency, in which it uses nothing, and seconds in which it uses resources:
+
+    seconds of a leg = leg(B) − leg(0)         latency = leg(0)                    `Costs.legs`
+    share of a tier  = (B / seconds) / tier's bandwidth in that direction          `Costs.copy`
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.device import Device
+from hyper_parallel.errors import ConfigError, TraceError
+from hyper_parallel.trace import Collective, Op, Trace, copy_tiers
+from hyper_parallel.workload.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A part of a transfer."""
+
+    latency: float
+    """Seconds that nothing shortens or stretches."""
+    seconds: float
+    """Seconds beyond that, when alone on what it uses."""
+    uses: tuple[tuple[str, float], ...]
+    """What it uses of each of its ranks' devices: (resource, the share of it)."""
+
+
+class Costs:
+    """Prices of ops on one cluster."""
+
+    def __init__(self, cluster: Cluster, algorithm: str | None = None, ranks: int = 1) -> None:
+        """`ranks`: how many there are, which copy at once."""
+        if cluster.device is None:
+            raise ConfigError(
+                f"the cluster {cluster.name or cluster.source!r} describes no device; name a preset such as h100, or "
+                "a file that `hyper-parallel calibrate` wrote"
+            )
+        self.device: Device = cluster.device
+        self._cluster = cluster
+        self._algorithm, self._ranks = algorithm, ranks
+        self._works: dict[Work, float] = {}
+        self._calls: dict[tuple[str, int, int], tuple[Leg, ...]] = {}
+        self._groups: dict[int, tuple[int, ...]] = {}
+        self._copies: dict[tuple[str, float], tuple[Leg, ...]] = {}
+
+    def seconds(self, op: Op) -> float:
+        """Of a kernel, or of the host; 0 for an op without work."""
+        if op.work is None:
+            return 0.0
+        found = self._works.get(op.work)
+        if found is None:
+            on_host = op.queue == "host" and op.work.kind == "optimizer"
+            found = self._works[op.work] = (
+                self._cluster.host_seconds(op.work, self._ranks) if on_host else self.device.seconds(op.work)
+            )
+        return found
+
+    def legs(self, call: Collective) -> tuple[Leg, ...]:
+        """Of a collective, level by level; none where a rank is alone."""
+        # A group's tuple of ranks may be long: it is known by its identity, and kept so that this stays true.
+        self._groups[id(call.ranks)] = call.ranks
+        key = (call.kind, call.bytes, id(call.ranks))
+        found = self._calls.get(key)
+        if found is None:
+            cluster, legs = self._cluster, []
+            for leg in cluster.legs(call.kind, call.bytes, call.ranks, self._algorithm):
+                latency = cluster.leg_seconds(replace(leg, bytes=0))
+                seconds = max(0.0, cluster.leg_seconds(leg) - latency)
+                legs.append(Leg(latency, seconds, ((f"link:{leg.level}", 1.0),)))
+            found = self._calls[key] = tuple(legs)
+        return found
+
+    def copy(self, op: Op) -> tuple[Leg, ...]:
+        """Of a copy between tiers."""
+        assert op.work is not None
+        key = (op.queue, op.work.read)
+        if key not in self._copies:
+            self._copies[key] = self._copy(op.queue, op.work.read)
+        return self._copies[key]
+
+    def _copy(self, queue: str, count: float) -> tuple[Leg, ...]:
+        tiers = copy_tiers(queue)
+        assert tiers is not None
+        source, target = tiers
+        cluster = self._cluster
+        latency = cluster.copy_seconds(source, target, 0, self._ranks)
+        seconds = cluster.copy_seconds(source, target, count, self._ranks) - latency
+        if seconds <= 0:
+            return (Leg(latency, 0.0, ()),)
+        speed = count / seconds
+        uses = [
+            (f"read:{source}", min(1.0, speed / cluster.tier(source).read)),
+            (f"write:{target}", min(1.0, speed / cluster.tier(target).write)),
+        ]
+        for tier, way in ((source, "from"), (target, "to")):
+            if tier in cluster.links:
+                uses.append((f"{way}:{tier}", min(1.0, speed / cluster.links[tier].reached)))
+        return (Leg(latency, seconds, tuple(uses)),)
+
+
+def main_dtype(ops: Iterable[Op]) -> str | None:
+    """The dtype in which most FLOPs of matrix products are; None where there are none."""
+    flops: dict[str, float] = defaultdict(float)
+    for op in ops:
+        if op.work and op.work.flops:
+            flops[op.work.dtype] += op.work.flops
+    return max(flops, key=lambda dtype: flops[dtype], default=None)
+
+
+def check_fits(trace: Trace, cluster: Cluster) -> None:
+    """Raise TraceError where the trace has ranks that the cluster has not."""
+    if cluster.ranks is not None and max(trace.classes, default=-1) >= cluster.ranks:
+        raise TraceError(
+            f"the trace has ranks up to {max(trace.classes)} and the cluster {cluster.name!r} has "
+            f"{cluster.ranks} devices; name a cluster with as many as the strategy multiplies to"
+        )

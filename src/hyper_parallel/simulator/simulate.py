@@ -1,0 +1,59 @@
+"""Simulates a Trace on a Cluster, which gives a Timeline."""
+
+from __future__ import annotations
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.simulator.engine import Only, Run
+from hyper_parallel.simulator.op_costs import Costs, check_fits, main_dtype
+from hyper_parallel.trace import Alone, Timeline, Trace
+
+
+def simulate(
+    trace: Trace, cluster: Cluster, *, algorithm: str | None = None, masking: bool = True
+) -> Timeline:
+    """When each op would run.
+
+    `algorithm` is how collectives over several link levels run (`Cluster.legs`). `masking` also runs the kernels and
+    the collectives alone, which end-to-end masking needs; without it a search is three times as fast. Raises
+    TraceError for a trace that cannot run, ConfigError for a cluster that lacks what it needs.
+    """
+    trace.check()
+    check_fits(trace, cluster)
+    costs = Costs(cluster, algorithm, trace.world)
+    dtype = main_dtype(op for ops in trace.ops.values() for op in ops)
+    spans = Run(trace, costs).spans()
+    tiers = [cluster.tier(name) for name in trace.tiers]
+    return Timeline(
+        trace,
+        spans,
+        predicted=True,
+        device=costs.device.name,
+        cluster=cluster.name,
+        source=_source(cluster),
+        peak_flops=costs.device.peak(dtype) if dtype else None,
+        alone=Alone(_step(trace, costs, "compute"), _step(trace, costs, "comm")) if masking else None,
+        capacity={tier.name: tier.bytes / tier.ranks for tier in tiers},
+    )
+
+
+def alone(trace: Trace, cluster: Cluster, only: Only, *, algorithm: str | None = None) -> float:
+    """The step's seconds with only its kernels (`compute`) or only its collectives (`comm`) taking any time.
+
+    Ops still wait for one another, and ranks for ranks. Errors as of `simulate`.
+    """
+    trace.check()
+    check_fits(trace, cluster)
+    return _step(trace, Costs(cluster, algorithm, trace.world), only)
+
+
+def _source(cluster: Cluster) -> str:
+    """Where the constants come from, and how many of them are not public."""
+    if not cluster.estimates:
+        return cluster.source
+    count = len(cluster.estimates)
+    told = f"{count} estimate{'s' * (count != 1)} among them"
+    return f"{cluster.source} ({told})" if cluster.source else told
+
+
+def _step(trace: Trace, costs: Costs, only: Only) -> float:
+    return max((span.end for span in Run(trace, costs, only).spans()), default=0.0)

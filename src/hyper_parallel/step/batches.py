@@ -1,0 +1,96 @@
+"""Batches of a rank: its rows of the global batch, in micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.data import Order, PackedText
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.loss import valid_tokens
+from hyper_parallel.shard.packed_documents import several_documents
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank computes at once; int64 [B, S] tensors on its device."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    """int64 [B]: the index in the step's global batch of each row; random numbers are a function of it."""
+    several: bool | None = None
+    """Whether some row may hold several documents; None where nobody looked."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A rank's share of one step."""
+
+    step: int
+    """Counted from 0."""
+    rows: list[int]
+    """The rows of the data in the whole step, over all ranks, in order."""
+    micro: list[MicroBatch]
+    tokens: Tensor
+    """Valid tokens of this rank's share: zero-dim fp32 on its device."""
+
+
+def share_of(handle: ShardedModel, count: int) -> slice:
+    """The rows of a batch of `count` that this rank computes: contiguous, in the order of the data ranks."""
+    ranks = handle.mesh.size("replicate") * handle.mesh.size("shard")
+    assert count % ranks == 0, f"{count} rows over {ranks} data ranks"
+    share = count // ranks
+    return slice(handle.data_index * share, (handle.data_index + 1) * share)
+
+
+class Batches:
+    """The training data as one rank sees it, a pure function of the number of rows consumed before.
+
+    Every micro-batch says that it may hold several documents if any row of the text does, so that all steps of all
+    ranks are computed in the same way, by either engine.
+    """
+
+    def __init__(
+        self,
+        text: PackedText,
+        order: Order,
+        batch: int,
+        micro_batch: int | None,
+        handle: ShardedModel,
+        device: torch.device,
+    ) -> None:
+        self._text, self._order, self._batch, self._device = text, order, batch, device
+        self._several = text.several
+        self._share = share_of(handle, batch)
+        self._micro = micro_batch or self._share.stop - self._share.start
+
+    def load(self, step: int, consumed: int) -> StepBatch:
+        """The batch of `step`, before which `consumed` rows were consumed."""
+        rows = self._order.rows(consumed, self._batch)
+        micro = [
+            load_rows(self._text, rows[at : at + self._micro], at, self._device, self._several)
+            for at in range(self._share.start, self._share.stop, self._micro)
+        ]
+        tokens = torch.stack([valid_tokens(m.labels) for m in micro]).sum().float()
+        return StepBatch(step, rows, micro, tokens)
+
+
+def load_rows(
+    text: PackedText, rows: list[int], at: int, device: torch.device, several: bool | None = None
+) -> MicroBatch:
+    """`rows` of `text` on `device`, as rows `at` and following of their global batch.
+
+    `several`: whether they are to be computed as rows of several documents; None to look.
+    """
+    batch = text.batch(rows)
+    return MicroBatch(
+        input_ids=batch["input_ids"].to(device),
+        labels=batch["labels"].to(device),
+        position_ids=batch["position_ids"].to(device),
+        rows=torch.arange(at, at + len(rows), device=device),
+        several=several_documents(batch["position_ids"]) if several is None else several,
+    )

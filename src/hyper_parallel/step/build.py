@@ -1,0 +1,233 @@
+"""Builds a run: model config, data, and the parallelized model with values."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.config import ModelConfig, RunConfig
+from hyper_parallel.config.model import read_config
+from hyper_parallel.data import TextData, Tokenizer
+from hyper_parallel.data.export_assets import generation_config
+from hyper_parallel.errors import ConfigError, nearest
+from hyper_parallel.offloading.runtime.parameter_paging import lend
+from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
+from hyper_parallel.shard.parallelize import Lowering, check_tokens
+from hyper_parallel.shard.rules import has_encoder
+from hyper_parallel.step.compile_options import artifacts_of
+from hyper_parallel.step.engine import check_length, try_graph
+from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.memory_budget import Budget
+from hyper_parallel.workload import Flops, flops_of_model
+
+log = logging.getLogger(__name__)
+
+# Names that Transformers reads from a config although `to_dict` of a default one does not show them.
+_LEGACY = frozenset(
+    {"rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "torch_dtype", "head_dim"}
+)
+
+_UNSUPPORTED = (
+    "a run file trains decoder-only language models and their vision towers, and {!r} is none; "
+    "hyper_parallel.parallelize spreads it in a loop of your own (docs/families.md)"
+)
+
+
+@dataclass
+class Built:
+    """What a run trains and on what."""
+
+    model: nn.Module
+    """Parallelized."""
+    model_config: dict[str, Any] | None
+    """The Transformers config as JSON has it; None for a module of the user's that has none."""
+    text: TextData
+    flops: Flops
+    fresh: bool
+    """The values are still to be drawn or loaded: the model is on the meta device."""
+    generation: dict[str, Any] | None = None
+    """How the model generates once it is exported; None for a module that is not Transformers'."""
+    graphs: Graphs | None = None
+    """What the engine `graph` runs; None for `eager`, also where the step cannot be captured."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """What keeps the steps within so many bytes; None where nothing does."""
+        return None if self.graphs is None else self.graphs.budget
+
+    def settling(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, parameters and optimizer state go where they rest as soon as they have values."""
+        return contextlib.nullcontext() if self.budget is None else self.budget.settling()
+
+
+def build(config: RunConfig, model: nn.Module | None = None, device: torch.device | str = "cpu") -> Built:
+    """The text and the parallelized model. `model` replaces the one that the run file describes.
+
+    `device`: where the step will run. Every rank comes to the same engine. Raises ConfigError, StrategyError or
+    DataError.
+    """
+    plain, text = unsharded(config, model)
+    # Counted before the weights are split.
+    flops = flops_of_model(plain)
+    hf: Any = getattr(plain, "config", None)
+    as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
+    check_tokens(plain, config.effective_strategy, text.tokenizer.vocab_size)
+    generation = generation_config(config, hf, text)
+    captured, handle = None, None
+    if config.train.engine == "graph":
+        captured, handle = try_graph(config, plain, text, device, artifacts_of(config, flops, device))
+    lowering: Lowering = "fsdp" if captured is None else "traceable"
+    parallelize(plain, config.effective_strategy, lowering=lowering, like=handle)
+    check_length(sharded(plain), config)
+    if captured is not None and captured.budget is not None:
+        lend(plain)
+    fresh = any(parameter.is_meta for parameter in plain.parameters())
+    return Built(plain, as_dict, text, flops, fresh, generation, captured)
+
+
+def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Module, TextData]:
+    """The model as it is before any strategy, on the meta device unless it is the user's, and the text."""
+    if model is not None:
+        text = _text(config, getattr(model, "config", None))
+        _fit_embedding(model, text.tokenizer)
+        return model, text
+    hf = transformers_config(config.model)
+    text = _text(config, hf)
+    _fit_vocabulary(hf, config, text.tokenizer)
+    return on_meta(hf, config), text
+
+
+def fill(built: Built, config: RunConfig, device: torch.device) -> None:
+    """Give a model on the meta device its values: those of the folder, or new ones of the run's seed."""
+    if built.fresh:
+        fill_model(built.model, config, device)
+
+
+def fill_model(model: nn.Module, config: RunConfig, device: torch.device | str) -> None:
+    """Give a parallelized model on the meta device its values."""
+    if config.model.path is not None:
+        load_weights(model, config.model.path, device)
+    else:
+        init_weights(model, config.seed, device)
+
+
+def transformers_config(declared: ModelConfig) -> Any:
+    """The Transformers config object. Raises ConfigError for a family or a key that Transformers does not know."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if declared.path is not None:
+        fields, file = read_config(declared.path), f"{declared.path}/config.json"
+        if fields["model_type"] not in CONFIG_MAPPING:
+            hint = nearest(fields["model_type"], CONFIG_MAPPING.keys())
+            code = "; the code that its auto_map names is not run" if fields.get("auto_map") else ""
+            raise ConfigError(
+                f"model.path: {file}: Transformers knows no {fields['model_type']!r}{hint}{code}"
+            )
+        if fields.get("auto_map"):
+            log.warning("%s names code of its own (auto_map), which is not run: Transformers' own is", file)
+        try:
+            return AutoConfig.from_pretrained(declared.path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # its validation raises classes of huggingface_hub's own around the reason
+            raise ConfigError(f"model.path: {file}: {_line(error.__cause__ or error)}") from error
+    assert declared.config is not None
+    settings = {key: value for key, value in declared.config.items() if key != "model_type"}
+    family = declared.config["model_type"]
+    if family not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.config.model_type: Transformers knows no {family!r}{nearest(family, CONFIG_MAPPING.keys())}"
+        )
+    default = CONFIG_MAPPING[family]
+    known = {*default().to_dict(), *default.attribute_map, *inspect.signature(default).parameters, *_LEGACY}
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"model.config: {family} has no {key!r}{nearest(key, known)}")
+    try:
+        return AutoConfig.for_model(family, **settings)
+    except Exception as error:  # its validation raises classes of huggingface_hub's own around the reason
+        raise ConfigError(f"model.config: {_line(error.__cause__ or error)}") from error
+
+
+def _text(config: RunConfig, hf: Any) -> TextData:
+    positions = getattr(hf, "max_position_embeddings", None)
+    return TextData(config.data, seed=config.seed, positions=positions, model=config.model.path)
+
+
+def _fit_vocabulary(hf: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Fill in the vocabulary and the special tokens that are left out; refuse a vocabulary that is too small."""
+    given, source = config.model.config or {}, config.model.path
+    if source is None and "vocab_size" not in given:
+        hf.vocab_size = tokenizer.vocab_size
+    if source is None or config.data.tokenizer.replace:
+        # The families' defaults, and what a folder says, are ids of other tokenizers. Without a padding id no row of
+        # the embedding is kept from training: padding bears no loss and is not attended to.
+        bos = tokenizer.transformers.bos_token_id
+        own = {
+            "bos_token_id": tokenizer.eos if bos is None else int(bos),
+            "eos_token_id": tokenizer.eos,
+            "pad_token_id": None,
+        }
+        for key, value in own.items():
+            if key not in given:
+                setattr(hf, key, value)
+    elif getattr(hf, "eos_token_id", None) is None:
+        hf.eos_token_id = tokenizer.eos
+    if type(getattr(hf, "vocab_size", None)) is not int:
+        raise ConfigError("the model's config has no vocab_size that is a whole number")
+    if hf.vocab_size < tokenizer.vocab_size:
+        mend = (
+            f"leave model.config.vocab_size out or make it at least {tokenizer.vocab_size}"
+            if source is None
+            else f"put the tokenizer that belongs to the weights into {source}, or enlarge their embedding "
+            f"(resize_token_embeddings({tokenizer.vocab_size}))"
+        )
+        raise ConfigError(_too_small(hf.vocab_size, tokenizer, mend))
+
+
+def _fit_embedding(model: nn.Module, tokenizer: Tokenizer) -> None:
+    """Refuse a model of the user's whose embedding has no row for some id."""
+    find: Any = getattr(model, "get_input_embeddings", None)
+    embedding = find() if callable(find) else None
+    rows = getattr(embedding, "num_embeddings", tokenizer.vocab_size)
+    if rows < tokenizer.vocab_size:
+        raise ConfigError(
+            _too_small(rows, tokenizer, "give the tokenizer of this model with data.tokenizer.path")
+        )
+
+
+def _too_small(rows: int, tokenizer: Tokenizer, mend: str) -> str:
+    return f"the model's vocab_size is {rows}, but the tokenizer has ids up to {tokenizer.vocab_size - 1}; {mend}"
+
+
+def on_meta(hf: Any, config: RunConfig) -> nn.Module:
+    """The run's unsharded model without values. Raises ConfigError when Transformers cannot build it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"model: {_UNSUPPORTED.format(hf.model_type)}")
+    dtype = getattr(torch, config.effective_strategy.precision.param)
+    attention = None if config.model.attention == "auto" else config.model.attention
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                hf, attn_implementation=attention, dtype=dtype, trust_remote_code=False
+            )
+    except Exception as error:  # what its classes make of a field of another type or size is of any kind
+        reason = f"{type(error).__name__}: {_line(error)}"
+        raise ConfigError(f"model: Transformers cannot build it: {reason}") from error
+    assert isinstance(model, nn.Module)
+    if has_encoder(model):
+        raise ConfigError(
+            f"model: {_UNSUPPORTED.format(hf.model_type)}; as a decoder it takes is_decoder: true in model.config"
+        )
+    return model
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,253 @@
+"""Captures the whole training step as one graph: all micro-batches, the norm, clipping, the update.
+
+It is the eager step (`step`) with what the host decides put into tensors:
+
+- the learning rate's scale and the step's number are inputs, so that one graph serves every step;
+- the host is asked twice: at "load" for what this rank says, when the device has been given the backward pass, and at
+  "check" it is shown what the step came to, and may raise before anything is updated;
+- under a memory budget it is asked once more for each exchange of experts' rows: at "rows" it is shown the largest load
+  of all ranks (`shard.experts.load_report`), and may raise before there is memory for the rows;
+- clipping multiplies by min(1, clip / norm) always, which is by 1 where eager does not clip.
+
+Gradients are added up as they come, each into the first one of its parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.compat.fake_process_group import faked
+from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph import Kind, StepGraph, capture, host, phase
+from hyper_parallel.graph.gradient_layout import owned
+from hyper_parallel.offloading.runtime.expert_overflow import loads_shown
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.activation_checkpointing import left_to_the_graph
+from hyper_parallel.shard.experts.even_load import even_load
+from hyper_parallel.shard.experts.load_balancing import update_biases
+from hyper_parallel.shard.graph_passes import computed_again
+from hyper_parallel.shard.loss import causal_lm_loss
+from hyper_parallel.shard.model_structure import layers_or_refuse
+from hyper_parallel.shard.packed_documents import documents_known, several_documents
+from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.optimizer import Optimizer, build_optimizer
+from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
+
+_MICRO = ("input_ids", "labels", "position_ids", "rows")
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a graph is captured for."""
+
+    micro_batches: tuple[tuple[int, int], ...]
+    """(rows, positions) of each."""
+    documents: tuple[bool, ...]
+    """Of each, whether its rows hold several documents."""
+
+    @classmethod
+    def of(cls, micro: Sequence[MicroBatch]) -> BatchShape:
+        """The shape of a rank's micro-batches, a function of them alone.
+
+        Where more than two differ in whether they hold several documents, all are computed as if they did, which is
+        right for one document too: else there would be a graph for each of their 2^n combinations.
+        """
+        several = tuple(
+            several_documents(batch.position_ids) if batch.several is None else batch.several
+            for batch in micro
+        )
+        if len(several) > 2 and any(several):
+            several = (True,) * len(several)
+        shapes = ((batch.input_ids.size(0), batch.input_ids.size(1)) for batch in micro)
+        return cls(tuple(shapes), several)
+
+
+def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str = "cpu") -> StepGraph:
+    """The graph of one rank's step. The model was parallelized in the traceable lowering; it may be on the meta device.
+
+    The inputs are named ``parameter.<name>``, ``buffer.<name>``, the names of the optimizer's tensors, and those of
+    `batch_inputs`. It is written for any routing of tokens to experts; under `shard.experts.even_load.assume_even_load`
+    for one that spreads evenly, which is quick for any number of experts, right for costs, and refused by
+    `graph.executable`. Raises CaptureError where the step cannot be followed.
+    """
+    mode = fake_mode_with_symbols()
+    handle, model = recipe.handle, recipe.model.train()
+    with faked(model, mode, device):
+        # Built outside of the mode, so that its tensors are inputs and their making is no part of the step.
+        with mode:
+            optimizer = _capturable(build_optimizer(model, recipe.optimizer.config))
+            micro = [_micro_batch(rows, length, device) for rows, length in shape.micro_batches]
+            step = torch.zeros((), dtype=torch.int64, device=device)
+            tokens = torch.ones((), device=device)
+            lr_scale = torch.ones((), dtype=torch.float64)
+        body = _Body(replace(recipe, optimizer=optimizer), micro, shape.documents, step, tokens, lr_scale)
+        tensors = {
+            **state(handle, optimizer),
+            **{
+                name: ("input", tensor)
+                for name, tensor in batch_inputs(micro, step, tokens, lr_scale).items()
+            },
+        }
+        try:
+            with mode, left_to_the_graph(), _told_loads(handle):
+                found = capture(body, tensors, model, lambda: body.gradients)
+                # Asked for now: the step has made those that it was the first to need.
+                found.groups = handle.process_groups()
+                found.balanced = even_load() is not None and bool(handle.plan.experts)
+        finally:
+            body.forget()
+    if handle.strategy.memory.recompute != "layer":
+        return found
+    name, modules = layers_or_refuse(model, "memory.recompute: layer")
+    again = [f"{name}.{index}" for index in range(len(modules))]
+    return computed_again(found, again, alone=handle.strategy.axes.world == 1)
+
+
+@contextlib.contextmanager
+def _told_loads(handle: ShardedModel) -> Iterator[None]:
+    """Inside, where a budget is to be kept, the host is shown how uneven the rows of each exchange are."""
+    if handle.strategy.memory.device is None:
+        yield
+        return
+    with loads_shown(handle):
+        yield
+
+
+def _capturable(optimizer: Optimizer) -> Optimizer:
+    for name in ("tensors", "advance"):
+        if not hasattr(optimizer, name):
+            raise CaptureError(
+                f"the step cannot be captured: the optimizer {type(optimizer).__name__} has no {name!r}, which its "
+                "part in a step's graph needs (step/optimizer/interface.py)"
+            )
+    return optimizer
+
+
+def state(handle: ShardedModel, optimizer: Optimizer) -> dict[str, tuple[Kind, Tensor]]:
+    """Everything that lives across steps, by the names of the graph's inputs."""
+    parameters: dict[str, tuple[Kind, Tensor]] = {
+        f"parameter.{p.name}": ("parameter", p.parameter) for p in handle.parameters()
+    }
+    buffers: dict[str, tuple[Kind, Tensor]] = {
+        f"buffer.{name}": ("buffer", tensor) for name, tensor in handle.model.named_buffers()
+    }
+    moments: dict[str, tuple[Kind, Tensor]] = {
+        name: ("optimizer", tensor) for name, tensor in optimizer.tensors().items()
+    }
+    return {**parameters, **buffers, **moments}
+
+
+def batch_inputs(
+    micro: list[MicroBatch], step: Tensor, tokens: Tensor, lr_scale: Tensor
+) -> dict[str, Tensor]:
+    """What a step is given besides its state, by the names of the graph's inputs."""
+    named = {f"micro.{i}.{key}": getattr(batch, key) for i, batch in enumerate(micro) for key in _MICRO}
+    return {**named, "step": step, "tokens": tokens, "lr_scale": lr_scale}
+
+
+def _micro_batch(rows: int, length: int, device: torch.device | str) -> MicroBatch:
+    ids, labels, positions = (torch.zeros(rows, length, dtype=torch.int64, device=device) for _ in range(3))
+    return MicroBatch(ids, labels, positions, torch.arange(rows, device=device))
+
+
+class _Body:
+    """The step's own code, on whatever tensors the model has."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        micro: list[MicroBatch],
+        documents: tuple[bool, ...],
+        step: Tensor,
+        tokens: Tensor,
+        lr_scale: Tensor,
+    ) -> None:
+        self._recipe, self._micro, self._documents = recipe, micro, documents
+        self._step, self._tokens, self._lr_scale = step, tokens, lr_scale
+        self._names = {p.parameter: p.name for p in recipe.handle.parameters() if p.parameter.requires_grad}
+        self._of: dict[nn.Parameter, Tensor] = {}
+        self._taken: set[int] = set()
+        """Addresses of the storages of what is in `_of`."""
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The gradients by the names of their parameters."""
+        return {self._names[parameter]: gradient for parameter, gradient in self._of.items()}
+
+    def __call__(self) -> dict[str, Tensor]:
+        recipe, handle = self._recipe, self._recipe.handle
+        total = torch.zeros((), device=self._tokens.device)
+        hooks = [parameter.register_hook(self._add_to(parameter)) for parameter in self._names]
+        try:
+            for index in range(len(self._micro)):
+                total = total + self._accumulate(index)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for parameter, gradient in self._of.items():
+            parameter.grad = gradient
+        with phase("clip"):
+            norm = handle.grad_norm()
+            said = host("load", [total], CONTROL_VECTOR)
+            values, loads = recipe.summed(total, norm, self._tokens, said)
+            host("check", [values, loads])
+            if recipe.clip is not None:
+                self._clip(norm, recipe.clip)
+        with phase("optimizer"):
+            recipe.optimizer.step(self._lr_scale)
+            if recipe.router_bias_rate:
+                update_biases(recipe.model, loads, recipe.router_bias_rate)
+        return {}
+
+    def _accumulate(self, index: int) -> Tensor:
+        recipe, micro = self._recipe, self._micro[index]
+        last = index == len(self._micro) - 1
+        with (
+            documents_known(self._documents[index]),
+            recipe.handle.micro_batch(seed=recipe.seed, step=self._step, rows=micro.rows, last=last),
+        ):
+            loss = causal_lm_loss(
+                recipe.model,
+                micro.input_ids,
+                micro.labels,
+                micro.position_ids,
+                self._tokens,
+                recipe.loss,
+                micro_batches=len(self._micro),
+            )
+            # In this thread, on any device: an engine's own thread would not know the phase.
+            with phase("backward"), torch.autograd.set_multithreading_enabled(False):
+                # Not `backward()`, which would copy each gradient that somebody looks at.
+                torch.autograd.grad(loss, list(self._names), allow_unused=True)
+        return loss.detach()
+
+    def _add_to(self, parameter: nn.Parameter):  # type: ignore[no-untyped-def]
+        def add(gradient: Tensor | None) -> None:
+            if gradient is None:  # kept whole until the last micro-batch
+                return
+            with torch.no_grad():
+                known = self._of.get(parameter)
+                if known is not None:
+                    known.add_(gradient)
+                else:
+                    self._of[parameter] = owned(gradient, parameter, self._taken)
+
+        return add
+
+    def _clip(self, norm: Tensor, clip: float) -> None:
+        factor = torch.where(norm > clip, (clip / (norm + 1e-6)).clamp(max=1.0), torch.ones_like(norm))
+        for gradient in self._of.values():
+            gradient.mul_(factor)
+
+    def forget(self) -> None:
+        """Let go of the gradients."""
+        for parameter in self._names:
+            parameter.grad = None
+        self._of.clear()
+        self._taken.clear()

@@ -1,0 +1,55 @@
+"""Order of collectives: the pass that decides it, and the agreement of all ranks.
+
+Collectives of different ranks meet in the order in which each rank begins them. The order is a function of the step's
+graph and of the cluster's description, of which every rank has its own; so all compare a digest before the first step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from hyper_parallel.graph import Pass, StepGraph, is_collective
+from hyper_parallel.graph.collective_groups import group_of
+from hyper_parallel.graph.ir import values_of
+from hyper_parallel.overlap import Overlap, layered
+from hyper_parallel.shard.placement import planning_cluster
+from hyper_parallel.strategy import Strategy
+
+DIGEST = 8
+"""Numbers of a digest, each a byte."""
+
+APART = (
+    "the ranks found different orders of collectives, so all keep the order of the model's code: as right, but with "
+    "less communication hidden. Ranks with other devices or other cluster files do this; "
+    "strategy.overlap.schedule=usual depends on neither, and none is silent."
+)
+
+
+def schedule_for(strategy: Strategy, device: torch.device | str) -> Pass | None:
+    """The pass that orders a step's collectives; None where they stay in the order of the model's code.
+
+    `device`: where the step will run. Raises ConfigError for a cluster that is not known or has no device.
+    """
+    asked = strategy.overlap
+    if asked.schedule == "none" or strategy.axes.world == 1:
+        return None
+    if asked.schedule == "usual":
+        return layered
+    cluster = planning_cluster(strategy, "overlap", torch.device(device).type)
+    return layered if cluster is None else Overlap(cluster, pieces=asked.pieces)
+
+
+def order_digest(step: StepGraph) -> list[float]:
+    """The collectives of a step, in order, as `DIGEST` numbers; steps with the same can run on different ranks.
+
+    Of each its name in the graph, so that two of one kind and size are not taken for each other; its operator, axis,
+    dtype and shape.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST)
+    for node in step.nodes:
+        if is_collective(node):
+            kinds = [(value.dtype, tuple(value.shape)) for value in values_of(node)]
+            digest.update(f"{node.name} {node.target} {group_of(step, node).axis} {kinds}\n".encode())
+    return [float(byte) for byte in digest.digest()]

@@ -1,0 +1,243 @@
+"""Graph cache: one captured step for each batch shape.
+
+The shadow is the model on the meta device, parallelized like the real one and over the same process groups. So a step
+is known to be capturable before the real model is parallelized for it, and capturing allocates nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hyper_parallel.errors import BudgetError, CaptureError, CompileError, GraphError, HyperParallelError
+from hyper_parallel.graph import Executable, Pass, StepGraph, executable
+from hyper_parallel.graph.compiled import compiled
+from hyper_parallel.graph.dynamic_sizes import uncertain
+from hyper_parallel.graph.pass_manager import rewritten
+from hyper_parallel.launch.heartbeat import pulse
+from hyper_parallel.offloading import Runtime
+from hyper_parallel.shard.graph_passes import passes_for
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.memory_budget import Budget
+from hyper_parallel.step.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+
+MANY = 8
+"""Shapes of batches at which a run says how there could be fewer."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step as a graph, and ready to run."""
+
+    step: StepGraph
+    """What runs: where layers are compiled, each is a node."""
+    executable: Executable
+    plain: StepGraph
+    """The same before compiling."""
+    runtime: Runtime | None = None
+    """What moves its storages, where it has a memory budget."""
+    load: float | None = None
+    """How many times their even share of the rows a rank's experts may get within the budget; None where no size
+    depends on it."""
+
+
+class Graphs:
+    """The graphs of one rank of a run."""
+
+    def __init__(
+        self,
+        shadow: Recipe,
+        device: torch.device | str,
+        artifacts: Path | None = None,
+        schedule: Pass | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run; `artifacts`:
+        the folder of what is compiled for it, None to compile nothing; `schedule`: what chooses the order of its
+        collectives, for which all ranks must ask for the same shapes in every step; `budget`: what keeps it within so
+        many bytes, for which nothing is compiled."""
+        assert artifacts is None or budget is None, "what is compiled holds what no plan knows of"
+        self.shadow, self._device, self._artifacts = shadow, device, artifacts
+        self.schedule, self.budget = schedule, budget
+        self._captured: dict[BatchShape, Captured] = {}
+        self.refused: str | None = None
+        """Why a shape could not be captured; None while every one could."""
+        self._notes: list[str] = []
+        self.uncompiled: str | None = None
+        """Why a graph could not be compiled; None while every one could that was to be."""
+
+    def __getitem__(self, shape: BatchShape) -> Captured:
+        """The graph of a shape for which `ready` was true."""
+        return self._captured[shape]
+
+    @property
+    def captured(self) -> list[Captured]:
+        """Those of all shapes so far."""
+        return list(self._captured.values())
+
+    def note(self, text: str) -> None:
+        """Have something told to whoever follows the run."""
+        self._notes.append(text)
+
+    def told(self) -> list[str]:
+        """What was noted since this was asked the last time."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def ready(self, shape: BatchShape) -> bool:
+        """Whether there is a graph for this shape; it is captured now if there was none. No collective.
+
+        Raises HyperParallelError for what would stop an eager step as well.
+        """
+        if self.refused is not None:
+            return False
+        if shape not in self._captured:
+            begun = time.perf_counter()
+            try:
+                with pulse.operation("capturing a step"):
+                    self._captured[shape] = self._capture(shape)
+                self._note_shape(shape, time.perf_counter() - begun)
+            except (CaptureError, GraphError) as error:
+                log.debug("the step could not be captured", exc_info=True)
+                self.refused = str(error)
+            except HyperParallelError:
+                raise
+            # An optimizer of the user's is built here, on tensors of a kind that it was not written for.
+            except Exception as error:
+                log.debug("the step could not be captured", exc_info=True)
+                self.refused = f"the step cannot be captured: {type(error).__name__}: {error}"
+        return self.refused is None
+
+    def _capture(self, shape: BatchShape) -> Captured:
+        begun = time.perf_counter()
+        step = capture_step(self.shadow, shape, self._device)
+        passes = passes_for(self.shadow.handle.strategy)
+        step = rewritten(step, passes if self.schedule is None else (*passes, self.schedule))
+        log.info(
+            "the step as a graph: %d nodes, captured in %.1f s (%s)",
+            len(list(step.nodes)),
+            time.perf_counter() - begun,
+            _described(shape),
+        )
+        if self.budget is not None:
+            return self._planned(step, self.budget, self.shadow.handle.strategy.memory.expert_load)
+        run = self._compiled(step)
+        return Captured(run, executable(run), step)
+
+    def _planned(self, step: StepGraph, budget: Budget, load: float) -> Captured:
+        runtime = budget.planned(step, load)
+        run = executable(runtime.step, cache=runtime)
+        return Captured(runtime.step, run, step, runtime, load if uncertain(step) else None)
+
+    def planned_anew(self, graph: Captured, load: float) -> Captured | str:
+        """The same step with memory for rows that are `load` times as many as the even share; or why there is no such
+        plan. No collective."""
+        assert self.budget is not None
+        try:
+            return self._planned(graph.plain, self.budget, load)
+        except BudgetError as error:
+            return str(error)
+
+    def replace(self, graph: Captured, by: Captured) -> None:
+        """Run the second from now on where the first was run."""
+        (shape,) = (shape for shape, known in self._captured.items() if known is graph)
+        self._captured[shape] = by
+        self.drop(graph)
+
+    def drop(self, graph: Captured) -> None:
+        """A graph with a budget will not be run any more."""
+        assert self.budget is not None
+        assert graph.runtime is not None
+        self.budget.drop(graph.runtime)
+
+    def _note_shape(self, shape: BatchShape, seconds: float) -> None:
+        """Say that a shape is new where a run is under way, and where there come to be many."""
+        count = len(self._captured)
+        if count == 1:
+            return
+        made, plan = (
+            ("captured", "") if self.budget is None else ("captured and planned", self.budget.plans[-1])
+        )
+        text = f"a batch of a new shape ({_described(shape)}): its step was {made} in {seconds:.1f} s"
+        self.note(f"{text}; {plan}" if plan else text)
+        if count == MANY:
+            self.note(
+                f"{count} shapes of batches so far, and the step of each is {made} by itself: rows that are packed "
+                "(data.pack: true), or padded to few lengths, have fewer"
+            )
+
+    def _compiled(self, step: StepGraph) -> StepGraph:
+        """What is to run: `step` compiled, or as it is."""
+        if self._artifacts is None:
+            return step
+        log.info(
+            "the step is being compiled; later runs of the same step take what is compiled from the cache"
+        )
+        try:
+            done = compiled(step, self._artifacts)
+        except CompileError as error:
+            log.debug("the step could not be compiled", exc_info=True)
+            self.uncompiled, self._artifacts = str(error), None
+            log.warning("%s", uncompiled_because(self.uncompiled))
+            return step
+        log.info("%s", done)
+        return done.step
+
+    def unscheduled(self) -> None:
+        """Choose no order of collectives, and forget the graphs for which one was."""
+        self.schedule = None
+        self._captured = {}
+        if self.budget is not None:
+            self.budget.forget()
+
+    def as_captured(self) -> None:
+        """Compile nothing, and forget what was compiled."""
+        self._artifacts = None
+        self._captured = {
+            shape: Captured(graph.plain, executable(graph.plain), graph.plain)
+            for shape, graph in self._captured.items()
+        }
+
+
+ELSEWHERE = "another worker's step cannot be captured; its log says why"
+
+ELSEWHERE_UNCOMPILED = "another worker's step cannot be compiled; its log says why"
+
+
+def uncompiled_because(why: str) -> str:
+    """What is shown when a run's graphs are not compiled although they were to be, and `why`."""
+    return (
+        f"the step cannot be compiled: {why}. It runs uncompiled: as right, but slower. train.compile=false asks for "
+        "this and is silent."
+    )
+
+
+def eagerly(why: str) -> str:
+    """What is shown when a run goes on eagerly, and `why`."""
+    return (
+        f"{why}\nEvery step runs eagerly instead: as right, but without what the graph gives (speed, offload, "
+        "simulation). train.engine=eager asks for this and is silent."
+    )
+
+
+def over_budget(why: str) -> str:
+    """What is said when a step has no graph although it is to stay within a budget, and `why`."""
+    return (
+        f"strategy.memory.device: {why}\nA budget needs the step's graph; leave the budget out to run eagerly, with as "
+        "much memory as it takes"
+    )
+
+
+def _described(shape: BatchShape) -> str:
+    sizes = " + ".join(
+        f"{rows} × {length}{', packed' if packed else ''}"
+        for (rows, length), packed in zip(shape.micro_batches, shape.documents, strict=True)
+    )
+    return f"rows × positions: {sizes}"

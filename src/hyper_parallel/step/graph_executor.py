@@ -1,0 +1,248 @@
+"""Runs training steps from their graphs, with the results of the eager step.
+
+What the graph leaves to the host is here: the next batch is loaded, and a graph for it captured where there is none
+yet, while the device computes; the numbers of the step are looked at before anything is updated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.compat import is_out_of_memory
+from hyper_parallel.errors import BudgetError, HyperParallelError
+from hyper_parallel.launch import logs
+from hyper_parallel.launch.heartbeat import pulse
+from hyper_parallel.launch.stop import Requests
+from hyper_parallel.offloading.runtime.expert_overflow import (
+    ELSEWHERE_FULL,
+    TooUneven,
+    changed_before,
+    check_load,
+    planned_anew,
+    refused,
+    wanted,
+)
+from hyper_parallel.step.batches import StepBatch
+from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, state
+from hyper_parallel.step.graph_cache import ELSEWHERE, Captured, Graphs, eagerly, over_budget
+from hyper_parallel.step.nonfinite import gradients_counted
+from hyper_parallel.step.nonfinite_report import non_finite
+from hyper_parallel.step.out_of_memory import post_mortem
+from hyper_parallel.step.profiling import Profiling
+from hyper_parallel.step.recipe import Recipe, StepResult
+from hyper_parallel.step.replan import Replanning
+from hyper_parallel.step.train_step import Stepper, accumulate, control_values_of
+
+log = logging.getLogger(__name__)
+
+
+class GraphStepper:
+    """Runs steps from graphs, one after the other; holds the batch that was loaded ahead.
+
+    Where a rank has no graph for its next batch, all ranks go on eagerly from that step on, on the same model.
+    """
+
+    def __init__(self, recipe: Recipe, graphs: Graphs, profiling: Profiling | None = None) -> None:
+        self._recipe, self._graphs, self._profiling = recipe, graphs, profiling
+        self._eager: Stepper | None = None
+        self._replanning = None if graphs.budget is None else Replanning(graphs, graphs.budget)
+
+    def begin(self, batch: StepBatch) -> None:
+        """Take the batch that the next `run` computes; collectives, needed before the first one only."""
+        recipe = self._recipe
+        self._state = {
+            name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()
+        }
+        ready = self._graphs.ready(BatchShape.of(batch.micro))
+        ends = recipe.handle.all_reduce(batch.tokens.new_tensor(float(not ready)), recipe.handle.mesh.names)
+        self._take(batch, recipe.tokens(batch), ends.item() > 0)
+
+    def run(
+        self,
+        *,
+        load_next: Callable[[], StepBatch] | None,
+        memory: float,
+        requests: Callable[[], Requests] = Requests,
+    ) -> StepResult:
+        """One step on the batch at hand. Arguments and errors are those of `Stepper.run`.
+
+        Raises OutOfMemoryError, with what filled the memory, when the device's or the host's ran out.
+        """
+        if self._eager is not None:
+            return self._eager.run(load_next=load_next, memory=memory, requests=requests)
+        recipe, batch = self._recipe, self._batch
+        given = self._given(batch, self._tokens, recipe.schedule(batch.step))
+        while True:
+            graph = self._graphs[BatchShape.of(batch.micro)]
+            host = _Host(
+                recipe, self._graphs, batch, load_next, requests, memory, graph.load, self._replanning
+            )
+            load = self._attempt(graph, given, host)
+            if load is None:
+                break
+            with pulse.operation("planning anew"):
+                self._plan_anew(graph, load)
+        result = host.result
+        if not result.finite:
+            self._raise_non_finite(batch, given, result)
+        if self._profiling:
+            self._profiling.ended(len(batch.micro))
+        recipe.optimizer.advance()
+        if self._replanning is not None and self._replanning.due(result.links_changed):
+            with pulse.operation("planning anew"):
+                self._replanning.plan_anew()
+        if host.following is not None:
+            self._take(host.following, host.tokens, result.graph_ends)
+        return result
+
+    def probe(self, batch: StepBatch) -> StepResult | None:
+        """What a step on `batch` would come to, as `Stepper.probe`; None where some rank has no graph for it, or no
+        memory for its experts' rows."""
+        if self._eager is not None:
+            return self._eager.probe(batch)
+        recipe, shape = self._recipe, BatchShape.of(batch.micro)
+        tokens = recipe.tokens(batch)
+        missing = tokens.new_tensor(float(not self._graphs.ready(shape)))
+        if recipe.handle.all_reduce(missing, recipe.handle.mesh.names, "max").item() > 0:
+            return None
+        graph = self._graphs[shape]
+        host = _Host(recipe, self._graphs, batch, None, Requests, 0.0, graph.load, None, update=False)
+        if graph.runtime is not None:
+            assert self._graphs.budget is not None
+            self._graphs.budget.use(graph.runtime, self._state)
+        try:
+            graph.executable.run(self._given(batch, tokens, 0.0), host)
+        except _NoUpdate:
+            return host.result
+        except TooUneven:
+            return None
+        finally:
+            if graph.runtime is not None:
+                graph.runtime.stopped(self._state)
+        raise AssertionError("the host ends the step before its update")
+
+    def _given(self, batch: StepBatch, tokens: Tensor, lr_scale: float) -> dict[str, Tensor]:
+        """The inputs of a step's graph."""
+        step = torch.tensor(batch.step, device=tokens.device)
+        scale = torch.tensor(lr_scale, dtype=torch.float64)
+        return {**self._state, **batch_inputs(batch.micro, step, tokens, scale)}
+
+    def _attempt(self, graph: Captured, given: Mapping[str, Tensor], host: _Host) -> float | None:
+        """Run the step; how uneven the experts' rows were where that stopped it, else None."""
+        if graph.runtime is not None:
+            assert self._graphs.budget is not None
+            self._graphs.budget.use(graph.runtime, self._state)
+        try:
+            with logs.at(self._batch.step + 1):
+                runner = self._profiling.runner(graph) if self._profiling else graph.executable
+                runner.run(given, host)
+        except _NoUpdate:
+            pass
+        except TooUneven as stopped:
+            return stopped.load
+        except HyperParallelError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise post_mortem(graph, error, self._recipe.handle, self._batch.step) from error
+            raise
+        return None
+
+    def _plan_anew(self, graph: Captured, load: float) -> None:
+        """Have a plan with memory for the rows of the step at hand, which was stopped because of them, on every rank.
+
+        A collective. Raises BudgetError, on every rank, where some rank has none.
+        """
+        assert graph.runtime is not None
+        assert graph.load is not None
+        handle, step = self._recipe.handle, self._batch.step
+        graph.runtime.stopped(self._state)
+        why = changed_before(graph.plain)
+        for more in wanted(load) if why is None else ():
+            found = self._graphs.planned_anew(graph, more)
+            failed = self._tokens.new_tensor(float(isinstance(found, str)))
+            if handle.all_reduce(failed, handle.mesh.names, "max").item() == 0:
+                assert not isinstance(found, str)
+                self._graphs.replace(graph, found)
+                self._graphs.note(planned_anew(step, load, graph.load, more))
+                return
+            if isinstance(found, str):
+                why = found
+            else:
+                self._graphs.drop(found)
+        raise refused(step, load, graph.load, why or ELSEWHERE_FULL)
+
+    def _take(self, batch: StepBatch, tokens: Tensor, graph_ends: bool) -> None:
+        self._batch, self._tokens = batch, tokens
+        if graph_ends and self._graphs.budget is not None:
+            raise BudgetError(over_budget(self._graphs.refused or ELSEWHERE))
+        if graph_ends:
+            log.warning("%s", eagerly(self._graphs.refused or ELSEWHERE))
+            self._eager = Stepper(self._recipe)
+            self._eager.take(batch, tokens)
+
+    def _raise_non_finite(self, batch: StepBatch, given: Mapping[str, Tensor], result: StepResult) -> None:
+        """The graph has let go of the gradients; the parameters are what they were, so these are computed again."""
+        recipe, counts = self._recipe, None
+        graph = self._graphs[BatchShape.of(batch.micro)]
+        if graph.runtime is not None:
+            counts = gradients_counted(graph.step, graph.runtime, self._state, given)
+        else:
+            accumulate(recipe.model.train(), recipe.handle, batch, self._tokens, recipe.seed, recipe.loss)
+        raise non_finite(recipe.handle, batch.step, batch.rows, result.loss, result.grad_norm, counts)
+
+
+class _NoUpdate(Exception):
+    """Ends the run of a graph before its update."""
+
+
+class _Host:
+    """What a step's graph asks the host."""
+
+    result: StepResult
+    tokens: Tensor
+    """Valid tokens of the following batch over all ranks."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        graphs: Graphs,
+        batch: StepBatch,
+        load_next: Callable[[], StepBatch] | None,
+        requests: Callable[[], Requests],
+        memory: float,
+        load: float | None,
+        replanning: Replanning | None,
+        update: bool = True,
+    ) -> None:
+        """`load`: how many times their even share of the rows a rank's experts may get. `update`: whether the step is
+        to update anything."""
+        self._planned, self._replanning, self._update = load, replanning, update
+        self._recipe, self._graphs, self._batch = recipe, graphs, batch
+        self._load_next, self._requests, self._memory = load_next, requests, memory
+        self.following: StepBatch | None = None
+
+    def __call__(self, point: str, values: Sequence[Tensor]) -> Tensor | None:
+        if point == "load":
+            return self._load(values[0].device)
+        if point == "rows":
+            check_load(values[0].item(), self._planned)
+            return None
+        assert point == "check", point
+        summed, loads = values
+        self.result = self._recipe.result(summed, loads, self._batch)
+        self.tokens = summed[1]
+        if not (self.result.finite and self._update):
+            raise _NoUpdate
+        return None
+
+    def _load(self, device: torch.device) -> Tensor:
+        self.following = self._load_next() if self._load_next is not None else None
+        ends = self.following is not None and not self._graphs.ready(BatchShape.of(self.following.micro))
+        goes_on = self.following is not None
+        changed = goes_on and self._replanning is not None and self._replanning.wanted()
+        return control_values_of(self.following, self._requests(), self._memory, device, ends, changed)

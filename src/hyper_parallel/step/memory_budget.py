@@ -1,0 +1,185 @@
+"""Memory budget of a run: its tiers, the plan of each graph, and state between steps.
+
+Every rank plans for itself, since moves change neither the order of collectives nor a bit of the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+
+from hyper_parallel.compat import backend, paged_out_parameters
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.offloading import OffloadTier, Runtime
+from hyper_parallel.offloading.runtime.bandwidth_monitor import BandwidthMonitor
+from hyper_parallel.offloading.runtime.open_tiers import cluster_for, measured, open_tiers
+from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
+from hyper_parallel.offloading.schedule.offload_pass import Planned, planned
+from hyper_parallel.offloading.schedule.slot_allocator import SlotAllocator
+from hyper_parallel.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+
+class Budget:
+    """The memory of one rank of a run."""
+
+    def __init__(self, strategy: Strategy, device: torch.device | str, run: str = "", rank: int = 0) -> None:
+        """Takes the tiers, and measures how fast they are. `run`: what the ranks of a run have in common and no other
+        run has. Raises ConfigError, TierError."""
+        memory = strategy.memory
+        assert memory.device is not None, "a budget"
+        self.bytes = memory.device
+        self._cluster = cluster_for(strategy, torch.device(device).type)
+        self._choices = Choices.of(memory)
+        self._backend = backend(torch.device(device).type)
+        self._backend.return_memory()
+        pool = None
+        if memory.pool is not None:
+            shared = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
+            pool = (memory.pool, shared, f"rank {rank}")
+        self._tiers = open_tiers(self._backend, memory.host, memory.flash, pool)
+        world = strategy.axes.world
+        on_host = self._choices.update != "device"
+        self._spaces = list(measured(self._tiers, self._backend, self.bytes, world, updates=on_host))
+        self.watch = BandwidthMonitor(self._spaces)
+        """How fast the tiers are while steps run."""
+        self._shelves = self._reserved = SlotAllocator.of(self._tiers)
+        """Where the slots of all graphs are to lie, and where those lie that the tiers have room for."""
+        self._numbers = itertools.count()
+        self._plans: dict[Runtime, int] = {}
+        """What runs each plan, and the number by which the shelves know it."""
+        self.found: dict[Runtime, Planned] = {}
+        """What runs each step, and its plan."""
+        self._outdated: Runtime | None = None
+        self._current: Runtime | None = None
+        self.plans: list[str] = []
+        """What each graph's plan comes to, in a line."""
+        self._settled: dict[str, torch.Tensor] = {}
+        """State inputs that rest where their graph wants them."""
+        self._stalled = 0.0
+
+    def planned(self, step: StepGraph, load: float = 1.0) -> Runtime:
+        """What runs the step with the moves that keep it under the budget; another step may be running meanwhile.
+        `load`: how many times their even share of the rows a rank's experts get at most.
+
+        Raises BudgetError where no plan does.
+        """
+        begun = time.perf_counter()
+        number = next(self._numbers)
+        spaces = tuple(self._spaces)
+        found = planned(step, self._cluster, self.bytes, spaces, self._shelves, number, load, self._choices)
+        self._shelves = found.shelves
+        log.info("%s (planned in %.1f s)", found, time.perf_counter() - begun)
+        self.plans.append(str(found))
+        runtime = Runtime(found.step, self._tiers, self.watch)
+        self._plans[runtime] = number
+        self.found[runtime] = found
+        return runtime
+
+    def drop(self, runtime: Runtime) -> None:
+        """A step that was planned will not run any more; where its state rests, it does until another one is used."""
+        if runtime is self._current:
+            self._outdated = runtime
+        else:
+            self._shelves = self._shelves.without(self._plans.pop(runtime))
+            del self.found[runtime]
+
+    def forget(self) -> None:
+        """The steps that were planned so far will not run."""
+        assert self._current is None, "no state rests by one of them"
+        self._plans.clear()
+        self.found.clear()
+        self._shelves = SlotAllocator.of(self._tiers)
+
+    def plan_by(self, spaces: tuple[OffloadTier, ...]) -> None:
+        """Plans go by these rates of the tiers from now on."""
+        self._spaces = list(spaces)
+        self.watch.plan_by(spaces)
+
+    # Where state is between steps.
+
+    def begin(self, runtime: Runtime) -> None:
+        """State rests from now on where this graph wants it; called before the state has values.
+
+        Raises TierError where a tier cannot have the memory that the plan wants.
+        """
+        self._reserve(())
+        self._current = runtime
+
+    def settle(self, name: str, tensor: torch.Tensor) -> None:
+        """A state input has its values: bring it to where it rests. `absent.present` lends it from there."""
+        if self._current is not None:
+            self._settled[name] = tensor
+            self._current.rest(name, tensor)
+
+            def lend(known: torch.Tensor, changed: bool) -> contextlib.AbstractContextManager[None]:
+                assert self._current is not None
+                return self._current.present(name, known, changed)
+
+            paged_out_parameters.keep(tensor, lend)
+
+    def settle_others(self, state: Mapping[str, torch.Tensor]) -> None:
+        """All state has its values: bring to where it rests what was not brought there yet."""
+        for name in sorted(state.keys() - self._settled.keys()):
+            self.settle(name, state[name])
+
+    @contextlib.contextmanager
+    def settling(self) -> Iterator[None]:
+        """Inside, state goes where it rests as soon as it has its first values."""
+        with paged_out_parameters.settling(self.settle):
+            yield
+
+    def use(self, runtime: Runtime, state: Mapping[str, torch.Tensor]) -> None:
+        """The next step is this graph's: state rests where it wants it. Raises TierError as `begin`."""
+        before = self._current
+        if before is runtime:
+            return
+        assert before is not None, "state was settled"
+        self._stalled += runtime.blocked - before.blocked
+        self._reserve(before.resting)
+        # What leaves the device first makes room for what comes to it.
+        for name in sorted(state, key=lambda name: (not runtime.away(name), name)):
+            before.pass_on(name, state[name], runtime)
+        self._current = runtime
+        if before is self._outdated:
+            self._outdated = None
+            self.drop(before)
+
+    def _reserve(self, resting: Collection[int]) -> None:
+        """Have room for the slots of all plans, between two steps: what rests in these slots stays."""
+        if self._reserved is self._shelves:
+            return
+        for name, tier in self._tiers.items():
+            places = self._shelves.tiers[name].places
+            # What lived within a step is of no use any more, and others may come to lie where it lay.
+            stays = {slot: count for slot, count in places.sizes.items() if slot in resting}
+            tier.reserve(stays, {slot: places.offsets[slot] for slot in stays})
+            tier.reserve(places.sizes, places.offsets)
+        self._reserved = self._shelves
+
+    def stalled(self) -> float:
+        """Seconds that steps have waited for copies since this was asked the last time."""
+        now = 0.0 if self._current is None else self._current.blocked
+        found, self._stalled = max(0.0, now - self._stalled), now
+        return found
+
+    def bring_back(self) -> None:
+        """All state has its memory and values again, whatever the budget: for a model that outlives the run."""
+        assert self._current is not None, "state was settled"
+        for name, tensor in self._settled.items():
+            self._current.bring(name, tensor)
+
+    def close(self) -> None:
+        """Give the tiers back. What was away has no values any more, unless `bring_back` came first."""
+        for tensor in self._settled.values():
+            paged_out_parameters.forget(tensor)
+        self._settled.clear()
+        for tier in self._tiers.values():
+            tier.close()

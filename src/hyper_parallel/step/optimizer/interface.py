@@ -1,0 +1,48 @@
+"""Optimizer interface: an update of local tensors with state in declared Layouts."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hyper_parallel.checkpoint import Piece
+
+
+class Optimizer(Protocol):
+    """An update of sharded parameters from their gradients.
+
+    It is built from a list of `ShardedParameter` and its section of the run file, once the parameters have
+    their values. It works on each rank's local tensors; one that needs whole matrices gathers them itself.
+    """
+
+    config: Any
+    """The section of the run file that it was built from."""
+
+    def step(self, lr_scale: float | Tensor) -> None:
+        """Update every parameter in place from its local gradient; `lr_scale` is the schedule's, 0 to 1.
+
+        While a step is captured it is a zero-dim float64 tensor on the host, so that the graph serves every step;
+        updates then go parameter by parameter, so that each may run as soon as its gradient is there.
+        """
+        ...
+
+    def advance(self) -> None:
+        """A step's graph has done an update on the tensors: count it, as `step` would have."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state that `step` reads or writes, by a name of its own."""
+        ...
+
+    def pieces(self) -> dict[str, Piece]:
+        """The state's tensors for a checkpoint, by name: ``optimizer.<kind>.<parameter>``, never copied."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The rest of the state, as JSON-able values."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave; the tensors have been read into `pieces` before."""
+        ...

@@ -1,0 +1,90 @@
+"""`train.profile`: measures a few steps and compares them with their prediction."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config.train import ProfileConfig
+from hyper_parallel.graph import Executable, lower
+from hyper_parallel.graph.dynamic_sizes import balanced_sizes
+from hyper_parallel.graph.profile import Profiler
+from hyper_parallel.launch import Worker
+from hyper_parallel.report import page, perfetto
+from hyper_parallel.simulator import simulate
+from hyper_parallel.step.graph_cache import Captured
+from hyper_parallel.trace import Timeline
+from hyper_parallel.units import format_duration
+
+log = logging.getLogger(__name__)
+
+SKIPPED = 2
+"""Steps before the first that is measured: what is set up once is no part of a step."""
+
+
+class Profiling:
+    """Measures the steps of rank 0."""
+
+    def __init__(
+        self, config: ProfileConfig, out: Path, worker: Worker, flops: float, peak_flops: float | None
+    ) -> None:
+        """`flops`: model FLOPs of a step, all ranks together; `peak_flops`: of one device.
+
+        Raises ConfigError for a cluster that is not known, before anything is trained.
+        """
+        self._config, self._folder, self._worker = config, out / "profile", worker
+        self._flops, self._peak = flops, peak_flops
+        self._cluster = Cluster.named(config.cluster).for_workers(worker.world) if config.cluster else None
+        self._seen = 0
+        self._graph: Captured | None = None
+        self._profiler: Profiler | None = None
+
+    def runner(self, graph: Captured) -> Executable | Profiler:
+        """What runs the next step: the graph as it is, or with a clock."""
+        self._seen += 1
+        if self._seen <= SKIPPED or self._config.steps == 0:
+            return graph.executable
+        if self._profiler is None:
+            self._graph = graph
+            clock = self._worker.backend.Clock()
+            self._profiler = Profiler(graph.step, clock, balanced_sizes(graph.step), graph.runtime)
+        # A batch of another shape has another graph, and is no more of the same.
+        return self._profiler if graph is self._graph else graph.executable
+
+    def ended(self, micro_batches: int) -> None:
+        """A step has ended; the files are written when enough were measured."""
+        profiler = self._profiler
+        if profiler is None or self._folder is None or len(profiler.steps) < self._config.steps:
+            return
+        self._profiler, self._config = None, self._config.model_copy(update={"steps": 0})
+        assert self._graph is not None
+        classes = dict.fromkeys(range(self._worker.world), "all")
+        measured = profiler.timeline(
+            classes,
+            device=self._worker.backend.device_name(),
+            model_flops=self._flops,
+            micro_batches=micro_batches,
+            peak_flops=self._peak,
+            capacity=float(self._worker.backend.memory_total()),
+        )
+        shown = [measured]
+        if self._cluster is not None:
+            step = self._graph.plain
+            trace = lower(
+                {"all": step},
+                classes,
+                sizes=balanced_sizes(step),
+                model_flops=self._flops,
+                micro_batches=micro_batches,
+            )
+            shown.append(simulate(trace, self._cluster))
+        self._write(shown, len(profiler.steps))
+
+    def _write(self, shown: list[Timeline], steps: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for timeline in shown:
+            (self._folder / f"{timeline.word}.json").write_text(perfetto(timeline), encoding="utf-8")
+        (self._folder / "page.html").write_text(page(shown, "A step of this run"), encoding="utf-8")
+        told = ", ".join(f"{timeline.word} {format_duration(timeline.step)}" for timeline in shown)
+        log.info("profile: %s a step (the median of %d, on rank 0); %s/page.html", told, steps, self._folder)

@@ -1,0 +1,122 @@
+"""Recipe of a training step, shared by both engines, and the control values that ranks exchange."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.config.train import LossConfig
+from hyper_parallel.errors import DataError
+from hyper_parallel.shard import ShardedModel, sharded
+from hyper_parallel.shard.experts.load_balancing import imbalance, take_loads
+from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.step.batches import StepBatch
+from hyper_parallel.step.lr_schedule import Schedule, schedule
+from hyper_parallel.step.nonfinite_report import shorten
+from hyper_parallel.step.optimizer import Optimizer, build_optimizer
+
+CONTROL_VECTOR = 6
+"""Numbers that a rank says in a step: valid tokens of the next batch, whether it was asked to stop, its memory, whether
+it has no graph for the next batch, whether links are not what its plan takes them to be, whether it wants a checkpoint.
+"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, equal on every rank."""
+
+    loss: float
+    grad_norm: float
+    """The global 2-norm before clipping."""
+    tokens: int
+    """Valid tokens: those that bear loss."""
+    stop: bool
+    """Some rank was asked to stop."""
+    memory: float
+    """Sum over the ranks of what each said that it holds, in bytes."""
+    graph_ends: bool = False
+    """Some rank has no graph for its next batch, so that all go on eagerly."""
+    links_changed: bool = False
+    """Some rank's links are not what its plan takes them to be, so that all plan anew."""
+    save: bool = False
+    """Some rank wants a checkpoint after this step."""
+    expert_imbalance: float | None = None
+    """The largest ratio, over the layers, of the busiest expert's load to the mean; None without experts."""
+    expert_loads: Tensor | None = None
+    """fp32 on the device: the rows that each expert of each layer got in the whole step; None without experts."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether there is something to update with."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A step without its batch."""
+
+    model: nn.Module
+    handle: ShardedModel
+    optimizer: Optimizer
+    schedule: Schedule
+    seed: int = 0
+    clip: float | None = None
+    """Largest global gradient norm; None does not clip."""
+    loss: LossConfig | None = None
+    router_bias_rate: float = 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig, model: nn.Module) -> Recipe:
+        """The step of a run, on a model that was parallelized; its optimizer begins anew."""
+        train = config.train
+        return cls(
+            model,
+            sharded(model),
+            build_optimizer(model, train.optimizer),
+            schedule(train.schedule, train.steps),
+            seed=config.seed,
+            clip=train.clip,
+            loss=train.loss,
+            router_bias_rate=train.router_bias_rate,
+        )
+
+    def tokens(self, batch: StepBatch) -> Tensor:
+        """Valid tokens of a step over all ranks: zero-dim fp32. A collective."""
+        return self.handle.all_reduce(batch.tokens * _speaks(self.handle, ROW_AXES), self.handle.mesh.names)
+
+    def summed(self, loss: Tensor, norm: Tensor, tokens: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+        """(fp32 [10] for `result`, each expert's load) from this rank's part of the loss, and what it says, fp32 [6].
+
+        One collective. The loss and the tokens are of all ranks only where one speaks for those that hold the same.
+        """
+        handle = self.handle
+        told = said[:1] * _speaks(handle, ROW_AXES)
+        parts = [(loss * _speaks(handle, LOSS_AXES)).view(1), told, said[1:], take_loads(handle)]
+        vector = handle.all_reduce(torch.cat(parts), handle.mesh.names)
+        vector, loads = vector[: 1 + CONTROL_VECTOR], vector[1 + CONTROL_VECTOR :]
+        uneven = imbalance(handle, loads) if loads.numel() else torch.zeros_like(loss)
+        return torch.cat([vector, torch.stack([norm.to(vector.dtype), tokens, uneven])]), loads
+
+    def result(self, values: Tensor, loads: Tensor, batch: StepBatch) -> StepResult:
+        """What `summed` came to, once the host has waited for the device.
+
+        Raises DataError when no token of the batch bears loss.
+        """
+        loss, _, stops, held, ends, links, saves, norm, valid, ratio = values.tolist()
+        if valid == 0:
+            raise DataError(
+                f"step {batch.step + 1}: no token of the batch bears loss (rows {shorten(batch.rows)}); "
+                "check that the data's answers are not empty or cut off, or raise train.batch"
+            )
+        experts = (ratio, loads) if loads.numel() else (None, None)
+        return StepResult(loss, norm, int(valid), stops > 0, held, ends > 0, links > 0, saves > 0, *experts)
+
+
+def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:
+    """1 on one rank of those that differ along other axes than these, 0 on the others: ranks along the others hold the
+    same rows, or the same part of the loss, and one of them speaks for all."""
+    return float(all(index == 0 for axis, index in handle.coordinate.items() if axis not in axes))

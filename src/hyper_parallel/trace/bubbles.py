@@ -1,0 +1,161 @@
+"""Bubbles: time in which a rank computes nothing, by cause.
+
+Idle are the moments of a step in which no kernel of the rank runs. What a stretch of them waits for is found by going
+back from the kernel that ends it, always to what ended last of all that it waited for, in its queue and its
+dependencies:
+
+    communication   a collective on that path is running                            exposed communication
+    copies          a copy between tiers on that path is running
+    peers           a collective on that path waits until other ranks come to it, or the rank has finished
+    runtime         all else: the host, and in a measurement gaps that nothing explains
+
+Waiting for peers is told apart once more. In a group it is `imbalance`: all would come at once if all had the same to
+do. Between two ranks, as along a pipeline, and at the end, it is imbalance as far as the busiest rank computes longer
+than this one, and `fill_drain` beyond that. So for 1F1B on P equal stages, fill and drain are (P − 1)(F + B), the
+bubble of PipeDream-Flush (Narayanan et al., arXiv 2006.09503, section 3.2; arXiv 2104.04473, section 2.2.1).
+
+    busy + imbalance + fill_drain + communication + copies + runtime = step         on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from hyper_parallel.trace.op import copy_tiers, is_comm, is_compute
+from hyper_parallel.trace.span import Span
+
+_TINY = 1e-12
+"""Of the step: what floating point leaves of two times that are equal."""
+
+
+@dataclass(frozen=True)
+class Bubbles:
+    """Seconds of a step in which nothing is computed, by what is waited for."""
+
+    imbalance: float = 0.0
+    """For ranks that have more to compute."""
+    fill_drain: float = 0.0
+    """For the first micro-batch to arrive and the last to leave: what a pipeline costs when all is balanced."""
+    communication: float = 0.0
+    """For collectives that are running: exposed communication."""
+    copies: float = 0.0
+    """For copies between tiers."""
+    runtime: float = 0.0
+    """For the host."""
+
+    @property
+    def total(self) -> float:
+        """Their sum: the step less the time in which kernels run."""
+        return self.imbalance + self.fill_drain + self.communication + self.copies + self.runtime
+
+    def scaled(self, factor: float) -> Bubbles:
+        """All of them times a factor."""
+        return Bubbles(*(getattr(self, field.name) * factor for field in fields(self)))
+
+    def __add__(self, other: Bubbles) -> Bubbles:
+        return Bubbles(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+@dataclass
+class _Idle:
+    """What the idle moments of one rank wait for, before the peers are told apart."""
+
+    communication: float = 0.0
+    copies: float = 0.0
+    runtime: float = 0.0
+    group: float = 0.0
+    """For peers in a group."""
+    pair: float = 0.0
+    """For a peer, and at the end."""
+
+
+def bubbles(spans: Sequence[Span], step: float, busiest: float) -> Bubbles:
+    """Of one rank, whose spans are in the order of its ops.
+
+    `busiest` is the longest time, in seconds, that any rank of the step computes.
+    """
+    found = _Idle()
+    running = busy(spans, kernels=True)
+    waits = _Waits(spans, step * _TINY)
+    cursor = 0.0
+    first = {span.start: span for span in reversed(spans) if is_compute(span.op.queue)}
+    for start, end in running:
+        if start - cursor > waits.tiny:
+            waits.explain(first[start], cursor, start, found)
+        cursor = end
+    if spans:
+        last = max(spans, key=lambda span: (span.end, span.op.index))
+        if last.end - cursor > waits.tiny:
+            waits.account(last, cursor, last.end, found)
+            waits.explain(last, cursor, last.start, found)
+        found.pair += max(0.0, step - max(last.end, cursor))
+    behind = max(0.0, busiest - sum(end - start for start, end in running) - found.group)
+    uneven = min(found.pair, behind)
+    return Bubbles(
+        found.group + uneven, found.pair - uneven, found.communication, found.copies, found.runtime
+    )
+
+
+def busy(spans: Sequence[Span], *, kernels: bool) -> list[tuple[float, float]]:
+    """The stretches in which kernels of a rank run, or its collectives, one after the other."""
+    wanted = is_compute if kernels else is_comm
+    stretches: list[tuple[float, float]] = []
+    for start, end in sorted((s.start, s.end) for s in spans if s.end > s.start and wanted(s.op.queue)):
+        if stretches and start <= stretches[-1][1]:
+            if end > stretches[-1][1]:
+                stretches[-1] = (stretches[-1][0], end)
+        else:
+            stretches.append((start, end))
+    return stretches
+
+
+class _Waits:
+    """What each op of one rank waited for."""
+
+    def __init__(self, spans: Sequence[Span], tiny: float) -> None:
+        self.tiny = tiny
+        self._spans = {span.op.index: span for span in spans}
+        self._ahead: dict[int, Span] = {}
+        last: dict[str, Span] = {}
+        for span in spans:
+            if span.op.queue in last:
+                self._ahead[span.op.index] = last[span.op.queue]
+            last[span.op.queue] = span
+
+    def explain(self, span: Span, start: float, end: float, found: _Idle) -> None:
+        """Account for the idle moments from `start` to `end`, the latest at which `span` could begin."""
+        while end - start > self.tiny:
+            if end > span.ready:
+                # A collective waits for peers; a kernel for its engine, or in a measurement for its launch.
+                self._add(found, self._waiting(span), max(start, span.ready), end)
+                end = max(start, min(end, span.ready))
+            blockers = [self._spans[index] for index in span.op.after if index in self._spans]
+            if span.op.index in self._ahead:
+                blockers.append(self._ahead[span.op.index])
+            if not blockers:
+                break
+            span = max(blockers, key=lambda other: (other.end, other.op.index))
+            if end > span.end:
+                self._add(found, "runtime", max(start, span.end), end)
+                end = max(start, span.end)
+            self.account(span, start, end, found)
+            end = min(end, span.start)
+        if end - start > self.tiny:
+            self._add(found, "runtime", start, end)
+
+    def account(self, span: Span, start: float, end: float, found: _Idle) -> None:
+        """The part from `start` to `end` in which `span` runs."""
+        queue = span.op.queue
+        kind = "communication" if is_comm(queue) else "copies" if copy_tiers(queue) else "runtime"
+        self._add(found, kind, max(start, span.start), min(end, span.end))
+
+    @staticmethod
+    def _waiting(span: Span) -> str:
+        call = span.op.collective
+        return "runtime" if call is None else "pair" if call.paired else "group"
+
+    @staticmethod
+    def _add(found: _Idle, kind: str, start: float, end: float) -> None:
+        if end > start:
+            setattr(found, kind, getattr(found, kind) + end - start)

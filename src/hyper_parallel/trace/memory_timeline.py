@@ -1,0 +1,134 @@
+"""Memory timeline: live bytes of a tier by kind, and the peak.
+
+    alive(t) = resident + Σ bytes of storages allocated by ops with start ≤ t < end of the op that frees them
+
+A storage is there from the start of the op that allocates it to the end of the op that frees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hyper_parallel.trace.op import KINDS, Bytes, Kind, Op
+
+if TYPE_CHECKING:
+    from hyper_parallel.trace.span import Span
+    from hyper_parallel.trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes alive in a tier of one rank. Between two times nothing changes; at one time there may be several."""
+
+    times: Sequence[float]
+    """Seconds, ascending, from 0."""
+    by_kind: dict[Kind, Sequence[int]]
+    """Bytes from each time to the next; kinds of which there are none are left out."""
+
+    @property
+    def total(self) -> list[int]:
+        """Bytes of all kinds from each time to the next."""
+        return [sum(values) for values in zip(*self.by_kind.values(), strict=True)] or [0] * len(self.times)
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A storage that is alive, and who made it."""
+
+    held: Bytes
+    op: Op | None
+    """The op that allocated it; None when it was there as the step began."""
+    since: float
+    """Seconds."""
+
+    @property
+    def name(self) -> str:
+        """What to call it: its own name, else that of the op that made it."""
+        return self.held.name or (self.op.name if self.op else f"storage {self.held.storage}")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which a tier of a rank holds most."""
+
+    rank: int
+    tier: str
+    time: float
+    """Seconds."""
+    alive: tuple[Alive, ...]
+    """The largest first."""
+
+    @property
+    def bytes(self) -> int:
+        """All that is alive."""
+        return sum(alive.held.bytes for alive in self.alive)
+
+    @property
+    def by_kind(self) -> dict[Kind, int]:
+        """Bytes by kind, in the order of KINDS."""
+        return _sums((alive.held.kind, alive.held.bytes) for alive in self.alive)
+
+
+def curve(trace: Trace, name: str, spans: Iterable[Span], tier: str) -> MemoryCurve:
+    """What the ranks of a class hold in a tier over time."""
+    now = dict.fromkeys(KINDS, 0)
+    for held in trace.resident.get(name, ()):
+        if held.tier == tier:
+            now[held.kind] += held.bytes
+    times, rows = [0.0], [tuple(now.values())]
+    for time, held, sign, _ in _changes(trace, name, spans):
+        if held.tier == tier and held.bytes:
+            now[held.kind] += sign * held.bytes
+            times.append(time)
+            rows.append(tuple(now.values()))
+    columns = zip(KINDS, zip(*rows, strict=True), strict=True)
+    return MemoryCurve(times, {kind: column for kind, column in columns if any(column)})
+
+
+def peak(trace: Trace, name: str, spans: Iterable[Span], tier: str) -> Peak:
+    """The first moment at which the ranks of a class hold most in a tier."""
+    ordered = list(_changes(trace, name, spans))
+    total = most = sum(held.bytes for held in trace.resident.get(name, ()) if held.tier == tier)
+    at = 0
+    for place, (_, held, sign, _) in enumerate(ordered, 1):
+        if held.tier == tier:
+            total += sign * held.bytes
+            if total > most:
+                most, at = total, place
+    alive = {
+        held.storage: Alive(held, None, 0.0) for held in trace.resident.get(name, ()) if held.tier == tier
+    }
+    for time, held, sign, op in ordered[:at]:
+        if held.tier == tier:
+            if sign > 0:
+                alive[held.storage] = Alive(held, op, time)
+            else:
+                del alive[held.storage]
+    time = ordered[at - 1][0] if at else 0.0
+    largest = sorted(alive.values(), key=lambda one: (-one.held.bytes, one.held.storage))
+    return Peak(trace.first(name), tier, time, tuple(largest))
+
+
+def _changes(trace: Trace, name: str, spans: Iterable[Span]) -> Iterator[tuple[float, Bytes, int, Op]]:
+    """(time, storage, +1 or −1, op), in the order of time; at one time in the order of the ops, so that an op that
+    takes no time makes what it frees first."""
+    known = {held.storage: held for held in trace.resident.get(name, ())}
+    found = []
+    for span in spans:
+        op = span.op
+        for held in op.allocates:
+            known[held.storage] = held
+            found.append((span.start, op.index, 0, held, op))
+        found.extend((span.end, op.index, 1, known[storage], op) for storage in op.frees)
+    found.sort(key=lambda change: change[:3])
+    for time, _, freed, held, op in found:
+        yield time, held, -1 if freed else 1, op
+
+
+def _sums(pairs: Iterable[tuple[Kind, int]]) -> dict[Kind, int]:
+    sums = dict.fromkeys(KINDS, 0)
+    for kind, count in pairs:
+        sums[kind] += count
+    return {kind: count for kind, count in sums.items() if count}

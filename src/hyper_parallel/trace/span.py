@@ -1,0 +1,23 @@
+"""One op that ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyper_parallel.trace.op import Op
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an op ran, and where. Times are seconds since the step began."""
+
+    rank: int
+    """The lowest rank of the class that it stands for."""
+    engine: str
+    """`matrix`, `vector`, or the name of the queue."""
+    start: float
+    end: float
+    op: Op
+    ready: float
+    """When its turn in its queue had come and all that it waits for on its own rank had ended. From there to `start`
+    a collective waits for other ranks, and a kernel for its engine."""

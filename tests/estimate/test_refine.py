@@ -1,0 +1,51 @@
+"""What the planner found goes through the real step, or says why it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.metrics import figures
+from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.refine import refine
+from hyper_parallel.planner.run_file import PlannedRunFile, planned_run_file
+from hyper_parallel.planner.table import Table
+from hyper_parallel.workload.shape import Shape
+from hyper_parallel.workload.workload import Workload
+
+TINY = Shape("tiny", 2, 64, 4, 2, 16, ffn=128, gated=True, vocabulary=512, positions=128)
+
+
+def _written(**spread: float) -> PlannedRunFile:
+    question = Question(workload=Workload(TINY, 4, 128), cluster=Cluster.named("h100x2"))
+    table = Table.of(question.workload, question.cluster, question.profile, **spread)
+    return planned_run_file(figures(table, forecast(table, Constants()))[0], question)
+
+
+def test_a_pipeline_has_no_step_to_simulate() -> None:
+    said: list[str] = []
+    found = refine([_written(pipeline=2)], Cluster.named("h100x2"), said.append)
+    assert found[0].seconds is None
+    assert "pipeline" in found[0].reason
+    assert said == ["simulating strategy 1 of 1"]
+
+
+def test_what_cannot_be_says_why() -> None:
+    file = _written(shard=2, zero=3)
+    wrong = replace(file, data={**file.data, "train": {"batch": 3, "micro_batch": 1}})
+    found = refine([wrong], Cluster.named("h100x2"), lambda _: None)
+    assert found[0].seconds is None
+    assert "'train.batch' (3) must be a multiple" in found[0].reason
+
+
+@pytest.mark.matrix
+def test_a_step_is_simulated() -> None:
+    found = refine([_written(shard=2, zero=3, micro=2)], Cluster.named("h100x2"), lambda _: None)
+    assert found[0].seconds is not None
+    assert found[0].seconds > 0
+    assert found[0].peak is not None
+    assert found[0].peak > 2 * TINY.parameters

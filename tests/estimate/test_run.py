@@ -1,0 +1,119 @@
+"""From a run file to a prediction, and what a user is told who asks for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hyper_parallel import config
+from hyper_parallel.cli.main import command
+from hyper_parallel.cluster import MEASURED, Cluster
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.estimate import cluster_of, predict_run
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+SMALL = ("model.config.hidden_size=64", "model.config.num_hidden_layers=2", "data.sequence=64")
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(command, ["simulate", str(QUICKSTART), *SMALL, *arguments])
+    return found.exit_code, found.output if found.exception is None else str(found.exception)
+
+
+def test_the_command_tells_time_and_memory_and_writes_what_is_asked_for(tmp_path: Path) -> None:
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    code, said = _run("--cluster", "h100x4", "--ranks", "4", "--trace", str(trace), "--html", str(page))
+    assert code == 0
+    assert said.startswith("predicted step of 4 ranks on h100x4")
+    assert "simulated: " in said
+    assert "it fits: predicted peak" in said
+    assert "collectives by axis" in said
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "predicted" in page.read_text()
+
+
+def test_json_has_the_same_numbers() -> None:
+    code, said = _run("--cluster", "910b", "--json")
+    assert code == 0, said
+    found = json.loads(said)
+    assert found["predicted"] is True
+    assert found["ranks"] == 4
+    assert found["memory"]["fits"] is True
+    assert found["memory"]["peak"] == sum(found["memory"]["by_kind"].values())
+    assert found["step"] == pytest.approx(
+        found["computing"] + found["exposed"] + sum(found["waiting"].values())
+    )
+    assert found["tokens_per_second_per_device"] == pytest.approx(found["tokens"] / found["step"] / 4)
+
+
+def test_model_flops_are_those_of_the_one_convention() -> None:
+    run = config.load(QUICKSTART, SMALL)
+    found = predict_run(run, Cluster.preset("h100"))
+    layers, hidden, inner, vocabulary = 2, 64, 704, 4096
+    matrices = (
+        layers * (hidden * hidden * 2 + 2 * hidden * hidden // 2 + 3 * hidden * inner) + hidden * vocabulary
+    )
+    keys = 64 / 2
+    per_token = 6 * matrices + 12 * layers * hidden * keys
+    trace = found.timeline.trace
+    assert trace.model_flops == pytest.approx(per_token * found.tokens)
+    assert found.timeline.mfu == pytest.approx(
+        trace.model_flops / found.timeline.step / 4 / 66.9e12, rel=2e-2
+    )
+
+
+def test_collectives_are_ordered_as_training_would_if_asked() -> None:
+    cluster = Cluster.preset("h100")
+    plain = predict_run(config.load(QUICKSTART, SMALL), cluster)
+    assert any("--ordered" in note for note in plain.notes)
+    assert plain.timeline.masked.blocked == pytest.approx(0.0)
+    ordered = predict_run(config.load(QUICKSTART, SMALL), cluster, ordered=True)
+    assert not any("--ordered" in note for note in ordered.notes)
+    assert ordered.timeline.step < plain.timeline.step and ordered.timeline.masked.blocked > 0.2
+    # A run that asks for no order has none.
+    none = predict_run(
+        config.load(QUICKSTART, (*SMALL, "strategy.overlap.schedule=none")), cluster, ordered=True
+    )
+    assert none.timeline.step == pytest.approx(plain.timeline.step)
+    # On the machine that was measured, training takes the usual order unless a file names the cluster.
+    usual = predict_run(config.load(QUICKSTART, SMALL), replace(cluster, name=MEASURED), ordered=True)
+    assert ordered.timeline.step < usual.timeline.step < plain.timeline.step
+
+
+def test_more_memory_than_there_is_names_the_keys_that_help() -> None:
+    run = config.load(QUICKSTART, SMALL)
+    machine = Cluster.preset("h100")
+    assert machine.device is not None
+    small = replace(machine, device=replace(machine.device, memory=replace(machine.device.memory, bytes=1e6)))
+    found = predict_run(run, small)
+    assert found.fits is False
+    assert "IT DOES NOT FIT" in found.text()
+    assert any("train.micro_batch" in remedy for remedy in found.remedies)
+    alone = predict_run(config.load(QUICKSTART, (*SMALL, "train.micro_batch=1")), small)
+    assert alone.fits is False
+    assert not any("train.micro_batch" in remedy for remedy in alone.remedies)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ranks", "told"),
+    [
+        ("h10", None, "did you mean 'h100'"),
+        ("h100x2", None, "name h100x4"),
+        ("h100", 8, "strategy.axes.shard=4 or strategy.axes.replicate=2"),
+        ("h100", 6, "strategy.axes.shard=3"),
+        ("h100", 7, "choose degrees that multiply to 7"),
+    ],
+)
+def test_what_cannot_be_is_told_with_what_can(cluster: str, ranks: int | None, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        cluster_of(cluster, config.load(QUICKSTART, SMALL), ranks)
+
+
+def test_a_folder_that_is_not_there_is_told_before_the_work(tmp_path: Path) -> None:
+    code, said = _run("--cluster", "h100", "--html", str(tmp_path / "none" / "page.html"))
+    assert code == 1
+    assert "create it first" in said

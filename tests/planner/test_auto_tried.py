@@ -1,0 +1,144 @@
+"""Strategies that are predicted to be about as quick are tried by the workers."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from auto_cases import machine, run_file
+
+from harness.commands import noted
+from hyper_parallel import compat
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.launch import Worker, run
+from hyper_parallel.planner.auto import entry, measure_candidates
+from hyper_parallel.planner.auto.choose import Choice
+from hyper_parallel.planner.auto.saved_choice import STRATEGY_FILE
+
+CHOICES = [
+    Choice(
+        {"train": {"micro_batch": size}, "strategy": {"axes": {"replicate": 1}}},
+        f"micro {size}",
+        (f"is {size}",),
+    )
+    for size in (1, 2, 4)
+]
+ALONE = Worker(0, 0, 1, 1, torch.device("cpu"), compat.backend("cpu"))
+
+
+def _together(
+    monkeypatch: pytest.MonkeyPatch, config: RunConfig, seconds: list[float | None]
+) -> tuple[RunConfig, list[int | None]]:
+    """What one worker takes when tries take so long, and the micro-batches that it tried."""
+    asked: list[int | None] = []
+
+    def took(runs: list[RunConfig], worker: Worker, **_: Any) -> list[float | None]:
+        asked.extend(one.train.micro_batch for one in runs)
+        return seconds[: len(runs)]
+
+    first, *close = CHOICES
+    chosen = Choice(first.laid, first.name, first.lines, close=tuple(close))
+    monkeypatch.setattr(entry, "machine_of", lambda *_: None)
+    monkeypatch.setattr(entry, "choose", lambda *_: chosen)
+    monkeypatch.setattr(entry, "tried", took)
+    monkeypatch.setattr(entry, "broadcast_from_rank_0", lambda _, text: text)
+    return entry.together(config, ALONE), asked
+
+
+def test_the_quickest_is_taken_and_what_the_others_took_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, asked = _together(monkeypatch, run_file(tmp_path), [0.3, 0.1, None])
+    assert asked == [1, 2, 4] and found.train.micro_batch == 2
+    text = (tmp_path / "run" / STRATEGY_FILE).read_text()
+    assert "# is 2\n" in text and "# is 1" not in text
+    assert (
+        "of 3 that were tried, it took the least: 100 ms a step; micro 1: 300 ms; micro 4: cannot run" in text
+    )
+
+
+def test_where_none_can_be_run_the_least_predicted_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = _together(monkeypatch, run_file(tmp_path), [None, None, None])
+    assert found.train.micro_batch == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tries"),
+    [
+        ({"axes": "auto", "tries": 2}, [1, 2]),
+        ({"axes": "auto", "tries": 0}, []),
+        ({"axes": "auto", "memory": {"device": "1GiB", "host": "1GiB"}}, []),
+    ],
+)
+def test_the_file_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: object, tries: list[int]
+) -> None:
+    _, asked = _together(monkeypatch, run_file(tmp_path, strategy), [0.3, 0.4, 0.5])
+    assert asked == tries
+
+
+def test_tries_without_anything_open_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'tries' says how open axes are planned"):
+        run_file(tmp_path, {"axes": {"shard": 2}, "tries": 2})
+
+
+def test_what_else_the_machine_does_counts_little_and_what_is_slow_is_soon_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[str] = []
+    seconds = {
+        "quick": itertools.cycle([0.01, 0.03, 0.03]),  # disturbed most of the time
+        "steady": itertools.repeat(0.014),
+        "slow": itertools.repeat(0.022),
+    }
+
+    def one(step: Any, _: Worker) -> float:
+        step()
+        return next(seconds[taken[-1]])
+
+    monkeypatch.setattr(measure_candidates, "_seconds", one)
+    monkeypatch.setattr(measure_candidates, "_slowest", lambda found, _: found)
+    steps = {place: functools.partial(taken.append, name) for place, name in enumerate(seconds)}
+    found = measure_candidates._timed(steps, ALONE)
+    assert found == pytest.approx({0: 0.01, 1: 0.014, 2: 0.022})
+    assert taken.count("slow") == measure_candidates.WARM + measure_candidates.LEAST
+    assert taken.count("quick") == taken.count("steady") == measure_candidates.WARM + measure_candidates.MOST
+
+
+@pytest.mark.parametrize("target", ["train", pytest.param("train_by_itself", marks=pytest.mark.matrix)])
+def test_a_run_after_a_trial_is_the_run_without_one(tmp_path: Path, target: str) -> None:
+    machine(2).dump(tmp_path / "cluster.yaml")
+    sections: dict[str, Any] = {
+        "data": {
+            "train": argparse.__file__,
+            "sequence": 64,
+            "tokenizer": {"vocab_size": 512},
+            "cache": str(tmp_path),
+        },
+        "train": {"batch": 4, "steps": 3},
+        "launch": {"workers": 2},
+    }
+    open_ = {
+        "axes": {"replicate": "auto", "shard": "auto"},
+        "memory": {"recompute": "none"},
+        "cluster": str(tmp_path / "cluster.yaml"),
+        "tries": 3,
+    }
+    config = run_file(tmp_path, open_, **sections)
+    assert run(config, f"auto_cases:{target}") == 0
+    assert "that were tried, it took the least" in (tmp_path / "run" / STRATEGY_FILE).read_text()
+    first, second = (noted(tmp_path, rank) for rank in range(2))
+    assert first["laid"] == second["laid"] and first["losses"] == second["losses"]
+
+    sections["train"]["micro_batch"] = first["micro"]
+    plain = run_file(tmp_path / "plain", first["laid"], **sections)
+    assert run(plain, "auto_cases:train") == 0
+    assert noted(tmp_path / "plain", 0)["losses"] == first["losses"]

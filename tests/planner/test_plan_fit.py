@@ -1,0 +1,85 @@
+"""Fitting finds what made the data, and judging never lets a source see itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.error_interval import quantiles
+from hyper_parallel.planner.fit.cross_validation import Evidence, judge, seconds_of
+from hyper_parallel.planner.fit.map_estimate import solve
+from hyper_parallel.planner.framework_profiles import GENERIC
+from hyper_parallel.planner.table import Table
+from hyper_parallel.workload.published import shape
+from hyper_parallel.workload.workload import Workload
+
+
+def runs(cluster: str = "a100", n: int = 60, seed: int = 0) -> Table:
+    draw = np.random.default_rng(seed)
+    spread = {axis: draw.choice([1.0, 2.0, 4.0, 8.0], n) for axis in ("shard", "tensor_x", "pipeline")}
+    devices = spread["shard"] * spread["tensor_x"] * spread["pipeline"]
+    work = Workload(shape("llama-2-7b"), 256, 4096)
+    zero = draw.choice([1.0, 3.0], n)
+    return Table.of(work, Cluster.named(cluster), GENERIC, **spread, zero=zero, devices=devices)
+
+
+def test_fitting_finds_the_constants_that_made_the_data() -> None:
+    t = runs()
+    truth = replace(Constants(), ampere=0.62, inside=0.55)
+    found = solve(t, seconds_of(t, truth), ["a"] * 20 + ["b"] * 20 + ["c"] * 20)
+    errors = np.abs(seconds_of(t, found) / seconds_of(t, truth) - 1)
+    assert errors.mean() < 0.02
+    assert found.ampere == pytest.approx(0.62, rel=0.08)
+
+
+def test_what_the_data_do_not_tell_stays_at_its_prior() -> None:
+    t = runs()
+    found = solve(t, seconds_of(t, Constants()), ["a"] * t.n)
+    assert found.hopper == Constants().hopper and found.ascend == Constants().ascend
+
+
+def test_a_few_absurd_rows_do_not_decide() -> None:
+    t = runs()
+    seconds = np.array(seconds_of(t, Constants()))
+    seconds[:3] *= 5
+    found = solve(t, seconds, ["a"] * t.n)
+    errors = np.abs(seconds_of(t, found)[3:] / seconds[3:] - 1)
+    assert np.median(errors) < 0.03
+
+
+def _evidence() -> Evidence:
+    t = runs()
+    seconds = np.array(seconds_of(t, Constants(ampere=0.7)))
+    sources = np.array(["one"] * 30 + ["two"] * 30)
+    plenty = np.full(t.n, np.nan)
+    everything = np.ones(t.n, bool)
+    return Evidence(
+        t, sources, np.array(["A100"] * t.n), np.array(["m"] * t.n), seconds, plenty, everything, everything
+    )
+
+
+def test_a_source_is_judged_by_constants_that_did_not_see_it() -> None:
+    evidence = _evidence()
+    before = judge(evidence).forecast[:30]
+    seconds = evidence.seconds.copy()
+    seconds[:30] *= 3
+    after = judge(replace(evidence, seconds=seconds)).forecast
+    np.testing.assert_allclose(after[:30], before)
+    assert not np.allclose(after[30:], judge(evidence).forecast[30:])
+
+
+def test_figures_of_a_judgement() -> None:
+    found = judge(_evidence())
+    assert found.groups == ("one, A100", "two, A100") and found.rows == (30, 30)
+    assert max(found.step) < 0.05 < min(found.null)
+    assert found.ordered[0] == found.ordered[1] > 0 and found.picked[0] == found.picked[1] > 0
+
+
+def test_quantiles_are_weighted() -> None:
+    values = np.arange(100.0)
+    assert quantiles(values, np.ones(100)) == (4.0, 94.0)
+    assert quantiles(values, np.where(values < 50, 1.0, 0.0)) == (2.0, 47.0)

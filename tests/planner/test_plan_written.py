@@ -1,0 +1,165 @@
+"""A planned strategy becomes a run file that loads, and a run file becomes the same columns again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_parallel import config
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.run_file import planned_run_file
+from hyper_parallel.planner.table import SPREAD, Table
+from hyper_parallel.planner.user_strategy import user_strategy
+from hyper_parallel.workload.published import shape
+from hyper_parallel.workload.workload import Workload
+
+
+def _question(name: str = "llama-3-8b", cluster: str = "h100x64", **more: Any) -> Question:
+    return Question(workload=Workload(shape(name), 128, 8192, **more), cluster=Cluster.named(cluster))
+
+
+def _figures(question: Question, **spread: float) -> Figures:
+    table = Table.of(question.workload, question.cluster, question.profile, **spread)
+    return figures(table, forecast(table, Constants()))[0]
+
+
+RUNS: dict[str, dict[str, float]] = {
+    "zero": {"replicate": 8, "shard": 8, "zero": 2, "micro": 2},
+    "tensor": {"shard": 8, "tensor_x": 8, "zero": 1, "sequence_parallel": 1, "recompute": 2},
+    "two": {"shard": 8, "tensor_x": 4, "tensor_y": 2, "zero": 3, "sequence_parallel": 1},
+    "context": {"shard": 4, "context": 4, "tensor_x": 4, "zero": 3, "method": code("method", "ring")},
+    "order": {"shard": 16, "tensor_x": 4, "zero": 3, "order": 4},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_loads_and_reads_back(name: str, tmp_path: Path) -> None:
+    question = _question()
+    made = planned_run_file(_figures(question, **RUNS[name]), question)
+    assert made.runs
+    file = tmp_path / "run.yaml"
+    file.write_text(made.text)
+    run = config.load(file)
+    assert run.strategy.axes.world == 64
+    assert run.train.batch == 128
+    assert run.strategy.precision.compute == "bfloat16"
+    notes: list[str] = []
+    assert user_strategy(file, question, notes) == {**SPREAD, **RUNS[name]}
+    assert notes == []
+
+
+def test_the_head_says_that_it_is_a_forecast() -> None:
+    question = _question()
+    found = _figures(question, shard=64, zero=3)
+    head = [line for line in planned_run_file(found, question).text.splitlines() if line.startswith("#")]
+    assert "llama-3-8b on 64 devices of h100x64" in head[0]
+    assert head[1].startswith("# Forecast: a step in ")
+
+
+def test_experts_keep_their_axis() -> None:
+    question = _question("mixtral-8x7b")
+    data = planned_run_file(_figures(question, shard=64, expert=8, zero=3), question).data
+    assert data["strategy"]["axes"] == {"shard": 64, "expert": 8}
+    assert config.from_dict(data).strategy.axes.expert == 8
+
+
+def test_a_pipeline_is_written_and_train_says_that_it_cannot(tmp_path: Path) -> None:
+    question = _question()
+    spread = {"shard": 8, "pipeline": 8, "zero": 1, "virtual": 2, "schedule": code("schedule", "interleaved")}
+    made = planned_run_file(_figures(question, **spread), question)
+    assert not made.runs
+    assert any("pipeline" in note for note in made.notes)
+    file = tmp_path / "run.yaml"
+    file.write_text(made.text)
+    with pytest.raises(ConfigError, match="pipeline parallelism comes with HyperMPMD"):
+        config.load(file)
+    assert user_strategy(file, question, []) == {**SPREAD, **spread}
+
+
+def test_what_lies_on_the_host_is_a_budget() -> None:
+    question = _question()
+    made = planned_run_file(
+        _figures(question, shard=64, zero=3, state_on_host=1), question, on_host=1.5 * 2**30
+    )
+    run = config.from_dict(made.data)
+    assert run.strategy.memory.host == 2 * 2**30
+    assert run.train.engine == "graph"
+
+
+def test_what_train_cannot_say_is_noted() -> None:
+    question = _question(precision="fp8")
+    found = _figures(question, shard=64, zero=3, recompute=2, recomputed=0.5)
+    notes = " ".join(planned_run_file(found, question).notes)
+    assert "fp8" in notes
+    assert "50%" in notes
+
+
+def test_a_known_model_is_written_as_it_was_given() -> None:
+    question = _question()
+    section = {"config": {"model_type": "llama", "hidden_size": 4096}}
+    assert planned_run_file(_figures(question, shard=64, zero=3), question, section).data["model"] == section
+
+
+def test_a_strategy_with_a_pipeline_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "strategy.yaml"
+    file.write_text("version: 1\naxes: {shard: 8, pipeline: 8}\npipeline: {schedule: zb-h1}\n")
+    notes: list[str] = []
+    found = user_strategy(file, _question(), notes)
+    assert (found["pipeline"], found["schedule"], found["micro"]) == (8, code("schedule", "zb-h1"), 1)
+    assert "micro-batches" in notes[0]
+
+
+def test_columns_alone_are_a_strategy(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("tensor: 8\nshard: 8\nzero: 1\nrecompute: full\n")
+    assert user_strategy(file, _question(), []) == {
+        **SPREAD,
+        "tensor_x": 8,
+        "shard": 8,
+        "zero": 1,
+        "recompute": 2,
+    }
+
+
+def test_another_batch_is_told(tmp_path: Path) -> None:
+    question = _question()
+    file = tmp_path / "run.yaml"
+    text = planned_run_file(_figures(question, shard=64, zero=3), question).text
+    file.write_text(text.replace("batch: 128", "batch: 256", 1))
+    notes: list[str] = []
+    user_strategy(file, question, notes)
+    assert len(notes) == 1
+    assert "256 × 8,192" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tensor_x: 8\n", "multiply to 8, and the question is of 64"),
+        ("tensor_z: 8\n", "named 'tensor_z'"),
+        ("- 1\n", "must be a run file"),
+        ("schedule: 1f2b\nshard: 64\n", "did you mean '1f1b'"),
+        ("axes: {pipeline: 8, shrad: 8}\n", "shrad"),
+        ("axes: {pipeline: 8, shard: 8}\npipeline: {schedule: 1f2b}\n", "did you mean '1f1b'"),
+        ("version: 1\naxes: 8\n", "axes"),
+        ("version: 1\nstrategy: 8\n", "strategy"),
+    ],
+)
+def test_what_is_no_strategy_is_told(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        user_strategy(file, _question(), [])
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        user_strategy(tmp_path / "none.yaml", _question(), [])

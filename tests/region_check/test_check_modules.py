@@ -1,0 +1,78 @@
+"""Modules of a user's own that mix features between split projections are refused; those that do not are accepted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from harness.modules import BROKEN, RIGHT, RULES, WIDTH, Model
+from hyper_parallel.shard.parallelize import _on_simulated_ranks as spread
+from hyper_parallel.shard.plan import make_plan
+from hyper_parallel.shard.region_check import advice, check, outcome, randomness
+from hyper_parallel.shard.region_check.reduced_model import Reduced
+from hyper_parallel.shard.region_check.sample_inputs import SeenCall
+from hyper_parallel.strategy import Strategy
+
+CALL = SeenCall.of((torch.zeros(2, 6, WIDTH),), {})
+TENSOR = Strategy(axes={"tensor": 2}, rules=RULES)
+ADVISED = ("softmax", "shared scalar", "packed halves")
+
+
+def _found(between: str, modules: dict[str, object] = BROKEN) -> Reduced | str | None:
+    model = Model(modules[between])  # type: ignore[arg-type]
+    return check._on_a_copy(model, TENSOR, make_plan(model, TENSOR), [CALL], spread)
+
+
+@pytest.mark.parametrize("between", BROKEN)
+def test_what_mixes_features_is_refused(between: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Advice is another test's.
+    monkeypatch.setattr(advice, "rules_that_pass", lambda *_: None)
+    monkeypatch.setattr(advice, "without_axes", lambda *_: [])
+    found = _found(between)
+    assert isinstance(found, str), f"accepted: {found}"
+    assert "strategy.check" in found
+
+
+@pytest.mark.parametrize("between", RIGHT)
+def test_what_sees_one_feature_at_a_time_is_accepted(between: str) -> None:
+    assert isinstance(_found(between, RIGHT), Reduced)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("between", ADVISED)
+def test_advice_is_verified_and_right(between: str) -> None:
+    found = _found(between)
+    assert isinstance(found, str)
+    rules = {"layers.*.up": "replicate", "layers.*.gate": "replicate", "layers.*.down": "replicate"}
+    assert "right, and checked, with strategy.rules: {layers.*.up: replicate" in found
+    model = Model(BROKEN[between])
+    advised = Strategy(axes={"tensor": 2}, rules={**RULES, **rules}, check=False)
+    assert outcome.compared(model, advised, CALL, spread) is None
+
+
+def test_a_whole_model_with_one_wrong_region_keeps_the_others_split() -> None:
+    model = nn.Sequential(Model(BROKEN["softmax"]), Model(RIGHT["relu"]))
+    rules = {f"{at}.{pattern}": rule for at in (0, 1) for pattern, rule in RULES.items()}
+    strategy = Strategy(axes={"tensor": 2}, rules=rules)
+    found = check._on_a_copy(model, strategy, make_plan(model, strategy), [CALL], spread)
+    assert isinstance(found, str)
+    assert "0.layers" in found.partition("strategy.rules")[2]
+    assert "1.layers" not in found.partition("strategy.rules")[2]
+
+
+def test_randomness_is_named_by_module_and_operator() -> None:
+    drawn = randomness.unrepeatable(Model(BROKEN["noise"]), CALL, spread)
+    assert drawn == "'layers.0' (randn_like), 'layers.1' (randn_like)"
+    assert "outside of PyTorch" in str(
+        randomness.unrepeatable(Model(BROKEN["random of Python"]), CALL, spread)
+    )
+    assert randomness.unrepeatable(Model(RIGHT["relu"]), CALL, spread) is None
+
+
+def test_draws_without_effect_are_no_reason() -> None:
+    class Drawing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.rand(())  # as layer drop does whose rate is 0
+            return super().forward(x)
+
+    assert randomness.unrepeatable(Drawing(WIDTH, 3), CALL, spread) is None
