@@ -95,7 +95,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         **_SIZES,
     },
-    "falcon": {"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "openai-gpt": {"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 4},
 }
 
 

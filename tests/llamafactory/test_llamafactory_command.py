@@ -90,10 +90,14 @@ def test_torchrun_of_the_command(place: Path, tmp_path: Path) -> None:
             "hyper_parallel_args: tp_size 4 = 4 does not divide the number of workers, 2; start a multiple of 4 "
             "workers, or make the sizes divide 2",
         ),
-        ({"cp_size": 2}, "falcon", "FalconForCausalLM"),
+        (
+            {"cp_size": 2},
+            "openai-gpt",
+            "attn_pdrop is 0.1, and attention that is spread over ranks drops no weights",
+        ),
         ({"ep_size": 2}, "llama", "axes.expert is 2, but LlamaForCausalLM has no experts"),
     ],
-    ids=["a bad field", "a world that does not fit", "a family without context", "no experts"],
+    ids=["a bad field", "a world that does not fit", "dropout in attention", "no experts"],
 )
 def test_what_is_wrong_is_one_line(
     fields: dict[str, Any], model: str, line: str, place: Path, tmp_path: Path
