@@ -162,3 +162,18 @@ def test_a_step_to_resume_from_is_a_key_of_the_run(run_file: Path, monkeypatch: 
         main(["train", str(run_file), "train.steps=7", "--resume-from", "30"])
     assert ended.value.code == 0
     assert (found[0].checkpoint.resume_from, found[0].train.steps) == (30, 7)
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "hyper-parallel: interrupted"), ("1", "")])
+def test_of_a_launchers_workers_the_first_says_that_it_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, said: str
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr("hyper_parallel.config.load", stopped)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.yaml"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.strip() == said

@@ -80,7 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 click.echo(f"{PREFIX}{printable(line)}", err=True)
         sys.exit(1 if isinstance(error, FaultError) else 2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("hyper-parallel: interrupted", err=True)
+        from hyper_parallel.launch.speaking_rank import speaks
+
+        # A launcher ends the other workers of one that has failed and said why.
+        if speaks(os.environ):
+            click.echo("hyper-parallel: interrupted", err=True)
         sys.exit(INTERRUPTED)
 
 
