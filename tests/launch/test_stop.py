@@ -40,6 +40,30 @@ def test_no_operation_of_pytorch_is_torn_apart() -> None:
     assert found == [4.0]
 
 
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        stop.request_stop()
+        stop.interrupt(sys._getframe())
+        return x + 1
+
+
+def test_no_function_of_autograd_is_torn_apart() -> None:
+    def work() -> None:
+        with stop.interruptible():
+            found.append(float(_Function.apply(torch.ones(()))))
+            stop.interrupt(sys._getframe())
+
+    stop.reset()
+    found: list[float] = []
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    finally:
+        stop.reset()
+    assert found == [2.0]
+
+
 class _LetGo:
     def __del__(self) -> None:
         stop.request_stop()

@@ -7,6 +7,7 @@ the flags (`step.recipe`), so that all ranks stop or save after the same step.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -28,6 +29,8 @@ process by more than one way."""
 _CALLED_BY_OTHERS = ("__torch_dispatch__", "__torch_function__", "__del__", "remove")
 """Functions that PyTorch's operations call, or the interpreter when it lets go of an object; ``remove`` is what weak
 dictionaries call theirs."""
+_AUTOGRAD = os.path.join("torch", "autograd", "function.py")
+"""Whose ``apply`` calls custom functions of autograd from C++, which aborts for an exception at some of its moments."""
 
 _stop = threading.Event()
 _save = threading.Event()
@@ -131,7 +134,8 @@ def interrupt(frame: FrameType | None = None) -> None:
 def _called_by_others(frame: FrameType | None) -> bool:
     """Whether the code that runs was called by what takes no exception of ours."""
     while frame is not None:
-        if frame.f_code.co_name in _CALLED_BY_OTHERS:
+        name = frame.f_code.co_name
+        if name in _CALLED_BY_OTHERS or (name == "apply" and frame.f_code.co_filename.endswith(_AUTOGRAD)):
             return True
         frame = frame.f_back
     return False
