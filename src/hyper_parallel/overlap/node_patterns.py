@@ -48,10 +48,12 @@ def is_product(node: fx.Node) -> bool:
 
 
 def functional_call(node: fx.Node) -> bool:
+    """Whether a node is a functional collective or a wait for one."""
     return is_collective(node) or is_wait(node)
 
 
 def only_wait(begin: fx.Node) -> fx.Node | None:
+    """The wait that is the only user of a collective; None where it has others."""
     users = list(begin.users)
     return users[0] if len(users) == 1 and is_wait(users[0]) else None
 
@@ -78,6 +80,7 @@ def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Strides of a contiguous tensor of this shape, in elements."""
     strides: list[Any] = []
     step: Any = 1
     for size in reversed(shape):
@@ -87,6 +90,7 @@ def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def tensor_value(node: Any) -> Value:
+    """The Value of a node that gives one tensor."""
     value = node.meta["value"]
     assert isinstance(value, Value), f"{node} gives one tensor"
     return value

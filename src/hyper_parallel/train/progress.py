@@ -116,8 +116,8 @@ def line(step: int, steps: int, record: Mapping[str, float], eta: float, width: 
     return "  ".join(cells.values())
 
 
-def trace(name: str) -> str:
-    """`name` as a person can type it here: by its path where its environment is not the one on the search path."""
+def command_path(name: str) -> str:
+    """A command as a user can type it here: by its path where its environment is not on the search path."""
     mine = Path(sys.prefix) / "bin" / name
     found = shutil.which(name)
     if not mine.exists() or (found is not None and Path(found).resolve() == mine.resolve()):
@@ -133,10 +133,10 @@ def shown(path: Path) -> Path:
 
 def _commands(summary: Summary, trackers: list[str], file: str) -> list[str]:
     more = "" if summary.stopped else f" train.steps={summary.steps * 2}"
-    commands = [f"{trace('hyper-parallel')} train {shlex.quote(file)}{more}"]
+    commands = [f"{command_path('hyper-parallel')} train {shlex.quote(file)}{more}"]
     if summary.checkpoint is not None:
         target = shlex.quote(f"{summary.out}/export")
-        commands.append(f"{trace('hyper-parallel')} export {shlex.quote(summary.checkpoint)} {target}")
+        commands.append(f"{command_path('hyper-parallel')} export {shlex.quote(summary.checkpoint)} {target}")
     if "tensorboard" in trackers:
-        commands.append(f"{trace('tensorboard')} --logdir {shlex.quote(f'{summary.out}/tensorboard')}")
+        commands.append(f"{command_path('tensorboard')} --logdir {shlex.quote(f'{summary.out}/tensorboard')}")
     return commands
