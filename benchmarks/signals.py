@@ -48,6 +48,8 @@ STEPS = 24
 GRACE_S = 30.0
 FROZEN_S = 10.0
 """`launch.timeout` where a rank is frozen; the default is a minute for a run of short steps."""
+POLL_S = 0.1
+"""How often the command looks for signals."""
 LATE_S = 0.5
 """Steps between a SIGUSR1 and the step that is saved may take this long."""
 STOPPING = "stopping: the workers finish their step and save; once more ends them at once"
@@ -218,12 +220,16 @@ def saved(command: Command, out: str, case: dict[str, Any], span: float, whole: 
     row["saved"] = asked
     row["exit"] = row["code"] == 0 and row["said"] == ""
     row["unchanged"] = results(folder, out) == whole
-    # The command looks for signals ten times a second, in which several steps of this model go by; after the last step
-    # the run saves anyway.
+    # The command looks for signals every POLL_S seconds, in which several steps of this model go by. A run that has
+    # taken its last step by then has nothing to save any more; a signal to a worker is seen in the next step.
     steps = records(folder, out)
     between = range(row["sent_step"] + 1, (asked[0] if asked else STEPS) - 1)
     row["late_s"] = round(sum(steps[step]["seconds"] for step in between), 3)
-    row["last_step_saved"] = row["late_s"] <= LATE_S
+    if asked:
+        row["last_step_saved"] = row["late_s"] <= LATE_S
+    else:
+        too_late = case["whom"] == "command" and row["late_s"] <= POLL_S
+        row["last_step_saved"] = too_late or row["sent_step"] >= STEPS - 1
     row["resumed"] = True
     if asked and asked[0] < STEPS:
         for path in (folder / out / "checkpoints").iterdir():

@@ -9,8 +9,9 @@ Both stay within the budget. The planned passes do by their plan; the model's ow
 whatever else the plan counts.
 
 The random state is one of its own, so that a forward pass that seeds a generator, or keeps one that the graph does not
-know of, gives itself away. Where bits differ, both run again and are compared by
-random projections (`tensor_digest`), since kernels may add in another order each time. What is further off than rounding explains (`TOLERANCE`) is refused.
+know of, gives itself away. Where bits differ, both run again and are compared by random projections
+(`tensor_digest`), since kernels may add in another order each time. What is further off than rounding explains
+(`TOLERANCE`) is refused.
 """
 
 from __future__ import annotations
