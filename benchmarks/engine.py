@@ -34,7 +34,6 @@ import hyper_parallel as hp
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_train_step import BatchShape
-from hyper_parallel.step.collective_order import schedule_for
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.graph_executor import GraphStepper
 from hyper_parallel.step.lr_schedule import schedule
@@ -122,9 +121,7 @@ def stepper_of(
     else:
         shadow = parallelized(case, strategy, engine, values=False)
         begun = time.perf_counter()
-        graphs = Graphs(
-            shadow, "cpu", artifacts if engine == "compiled" else None, schedule_for(strategy, "cpu")
-        )
+        graphs = Graphs(shadow, "cpu", artifacts if engine == "compiled" else None)
         assert graphs.ready(BatchShape.of(batch.micro)), graphs.refused
         assert graphs.uncompiled is None, graphs.uncompiled
         seconds[f"{engine}_ready_s"] = time.perf_counter() - begun

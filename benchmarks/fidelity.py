@@ -42,12 +42,11 @@ from hyper_parallel.estimate.inspect import micro_batch, model_of
 from hyper_parallel.graph import lower
 from hyper_parallel.graph.pass_manager import rewritten
 from hyper_parallel.graph.profile import Profiler
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import init_weights, parallelize
-from hyper_parallel.shard.graph_passes import passes_for
 from hyper_parallel.simulator import simulate
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
-from hyper_parallel.step.collective_order import schedule_for
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 
 CLUSTER = RESULTS / "fidelity-cluster.yaml"
@@ -208,9 +207,7 @@ def _prepared(case: Case, rank: int = 0, *, profiled: bool = False) -> tuple[Any
     recipe = Recipe.of(run, model)
     rows, length = micro_batch(run), run.data.sequence
     strategy = run.effective_strategy
-    schedule = schedule_for(strategy, "cpu")
-    passes = (*passes_for(strategy), schedule) if schedule else passes_for(strategy)
-    step = rewritten(capture_step(recipe, BatchShape(((rows, length),), (False,))), passes)
+    step = rewritten(capture_step(recipe, BatchShape(((rows, length),), (False,))), passes(strategy))
     ran: Any = Profiler(step, backend("cpu").Clock(), _balanced(step)) if profiled else executable(step)
     held = {name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()}
     draw = torch.Generator().manual_seed(rank)

@@ -39,7 +39,7 @@ from hyper_parallel.compat import registry
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import executable, lifetimes, peak, rewritten, workspaces
 from hyper_parallel.graph.liveness import peak_of
-from hyper_parallel.shard.graph_passes import passes_for
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
 from hyper_parallel.step.lr_schedule import schedule
@@ -155,7 +155,8 @@ def observed(
     handle = hp.sharded(model)
     mine = rows // handle.strategy.axes.data
     step = rewritten(
-        capture_step(recipe_of(model), BatchShape(((mine, positions),), (False,))), passes_for(strategy)
+        capture_step(recipe_of(model), BatchShape(((mine, positions),), (False,))),
+        passes(strategy, ordered=False),
     )
     predicted, run = peak(step).bytes, executable(step)
     with_workspaces = peak_of([*lifetimes(step), *workspaces(step)]).bytes

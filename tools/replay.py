@@ -189,8 +189,9 @@ class Cell:
     def graph(self) -> Iterator[tuple[str, Any]]:
         from hyper_parallel.estimate.build_trace import captured_step
         from hyper_parallel.graph.lower import lowered
+        from hyper_parallel.offloading.pass_pipeline import passes
 
-        step = captured_step(self.model, self.config, self.strategy, 1)
+        step = captured_step(self.model, self.config, self.strategy, 1, passes(self.strategy, ordered=False))
         yield "graph", graph_of(step)
         found = lowered(step, views=True)
         yield "trace", [found.ops, found.resident]

@@ -10,7 +10,10 @@ from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.estimate.build_trace import trace_of
 from hyper_parallel.estimate.inspect import model_of
+from hyper_parallel.graph import Pass
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.simulator import simulate
+from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Op, Trace
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -37,13 +40,17 @@ MODELS = {
 }
 
 
+def _passes(strategy: Strategy) -> tuple[Pass, ...]:
+    return passes(strategy, ordered=False)
+
+
 def _both(*overrides: str) -> tuple[Trace, Trace, list[str]]:
     run = config.load(QUICKSTART, [*SMALL[2:], *overrides])
     model = model_of(run, [])
     classes = dict.fromkeys(range(run.effective_strategy.axes.world), "all")
     notes: list[str] = []
-    repeated = trace_of(model, run, classes, views=True, notes=notes)
-    return repeated, trace_of(model, run, classes, views=True, whole=True), notes
+    repeated = trace_of(model, run, classes, views=True, passes_of=_passes, notes=notes)
+    return repeated, trace_of(model, run, classes, views=True, whole=True, passes_of=_passes), notes
 
 
 def _same(op: Op) -> tuple[object, ...]:

@@ -14,8 +14,8 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.presets import preset_of
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.graph import Pass
-from hyper_parallel.step import engine
-from hyper_parallel.step.collective_order import APART, schedule_for
+from hyper_parallel.offloading import pass_pipeline
+from hyper_parallel.overlap.collective_order import APART, order_pass
 from hyper_parallel.strategy import Overlap, Strategy
 
 TRAIN = {"steps": 5, "batch": 8, "micro_batch": 2}
@@ -77,13 +77,13 @@ def test_all_ranks_and_steps_take_rows_for_packed_where_some_are(tmp_path: Path)
 def _apart(rank: int, world: int, folder: Path) -> list[Ran]:
     """Rank 1 orders its collectives by another cluster."""
 
-    def schedule(strategy: Strategy, device: Any) -> Pass | None:
+    def own_order(strategy: Strategy, cluster: Cluster | None, device: Any) -> Pass | None:
         overlap = strategy.overlap
         if rank == 1 and overlap.schedule != "none":
             strategy = strategy.model_copy(update={"overlap": Overlap(schedule="usual")})
-        return schedule_for(strategy, device)
+        return order_pass(strategy, cluster, device)
 
-    engine.schedule_for = schedule
+    pass_pipeline.order_pass = own_order
     sections = {"strategy": {"axes": {"shard": 2}}, "data": {"pack": False}}
     return _runs(rank, world, folder, "apart", sections, [NONE, SIMULATED])
 
@@ -96,7 +96,7 @@ def test_ranks_that_find_different_orders_keep_the_captured_one(tmp_path: Path) 
 
 
 def _named(overlap: dict[str, str], device: str = "cpu", **axes: int) -> str | None:
-    found = schedule_for(Strategy(axes=axes or {"shard": 2}, overlap=overlap), device)
+    found = order_pass(Strategy(axes=axes or {"shard": 2}, overlap=overlap), None, device)
     return None if found is None else found.name
 
 

@@ -10,7 +10,7 @@ import torch
 from harness.captured import family_config, recipe_of
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.graph import StepGraph, is_collective, rewritten
-from hyper_parallel.shard.graph_passes import passes_for
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.verify.families import FAMILIES
 
@@ -37,6 +37,6 @@ def test_layers_are_gathered_again_as_the_strategy_says(memory: dict[str, Any], 
     with fake_ranks(2, 0), torch.device("cpu"):
         step = capture_step(recipe_of(FAMILIES["llama"], config), BatchShape(((2, 16),), (False,)))
     before = _gathers(step)
-    after = _gathers(rewritten(step, passes_for(config.strategy)))
+    after = _gathers(rewritten(step, passes(config.strategy, ordered=False)))
     assert before.keys() == after.keys()
     assert {module for module in before if after[module] > before[module]} == again

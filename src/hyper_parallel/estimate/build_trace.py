@@ -21,10 +21,9 @@ from hyper_parallel.estimate.repeat_ops import Loop, Repeated, Tag, Unlike, repe
 from hyper_parallel.estimate.resident_memory import count_micro_batches
 from hyper_parallel.graph import Pass, StepGraph
 from hyper_parallel.graph.lower import Lowered, lowered
-from hyper_parallel.graph.pass_manager import rewritten
+from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.experts.even_load import assume_even_load
-from hyper_parallel.shard.graph_passes import passes_for
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.engine import check_length
@@ -32,6 +31,8 @@ from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Op, Trace
 
+ACROSS_LAYERS = frozenset({SCHEDULE, "offload"})
+"""What passes provide that gather a layer ahead, or move storages: after them layers that were alike no longer are."""
 MICRO = 5
 """Micro-batches that are captured where there are more: the first two, the last two, and one that is repeated."""
 
@@ -50,13 +51,14 @@ def trace_of(
     *,
     views: bool,
     whole: bool = False,
-    then: Sequence[Pass] = (),
+    passes_of: Callable[[Strategy], Sequence[Pass]],
     say: Callable[[str], None] = lambda _: None,
     notes: list[str] | None = None,
 ) -> Trace:
     """The Trace of a run's step on ranks of one class. `model` is on the meta device, and is not changed.
 
-    `then` rewrites the whole step. `say` is told what is being done; to `notes` is added what was
+    `passes_of`: the passes of a step under a strategy, which is that of a smaller model where layers are repeated.
+    `say` is told what is being done; to `notes` is added what was
     repeated. Errors are those of `capture_step`.
     """
     (name,) = set(classes.values())
@@ -64,8 +66,8 @@ def trace_of(
     micro_batches = count_micro_batches(config)
     strategy = config.effective_strategy
     plan = make_plan(model, strategy)
-    # What is gathered a layer ahead, or moved, does not stand in the layer that it belongs to: no layer is repeated.
-    whole = whole or bool(then)
+    rewrites = passes_of(strategy)
+    whole = whole or any(one.provides & ACROSS_LAYERS for one in rewrites)
     kept = None if whole else choose(layer_kinds(model, plan, strategy))
     captured = micro_batches if whole or micro_batches <= MICRO else MICRO
     found: Repeated | None = None
@@ -75,8 +77,7 @@ def trace_of(
             smaller, smaller_strategy = with_layers(model, plan, strategy, kept.layers)
         shown = f"{len(kept.layers)} of {kept.total} layers, " if kept else ""
         say(f"capturing {shown}{captured} of {micro_batches} micro-batches as rank 0 of {len(classes)}")
-        step = captured_step(smaller, config, smaller_strategy, captured)
-        say(f"{sum(1 for _ in step.nodes):,} nodes captured")
+        step = captured_step(smaller, config, smaller_strategy, captured, passes_of(smaller_strategy), say)
         try:
             found = _repeated(step, plan.layers, kept, captured, micro_batches, views)
         except Unlike as error:
@@ -92,18 +93,21 @@ def trace_of(
                 )
     if found is None:
         say(f"capturing all layers and micro-batches as rank 0 of {len(classes)}")
-        step = captured_step(model, config, strategy, micro_batches)
-        say(f"{sum(1 for _ in step.nodes):,} nodes captured")
-        if then:
-            say(f"rewriting it: {', '.join(one.name for one in then)}")
-            step = rewritten(step, then)
+        step = captured_step(model, config, strategy, micro_batches, rewrites, say)
         one = lowered(step, views=views)
         return Trace({name: one.ops}, dict(classes), {name: one.resident}, 0.0, micro_batches)
     return Trace({name: found.ops}, dict(classes), {name: found.resident}, 0.0, micro_batches)
 
 
-def captured_step(model: nn.Module, config: RunConfig, strategy: Strategy, micro_batches: int) -> StepGraph:
-    """The graph of a step of so many micro-batches, rewritten as training rewrites it."""
+def captured_step(
+    model: nn.Module,
+    config: RunConfig,
+    strategy: Strategy,
+    micro_batches: int,
+    passes: Sequence[Pass],
+    say: Callable[[str], None] = lambda _: None,
+) -> StepGraph:
+    """The graph of a step of so many micro-batches after its passes. `model` is not changed."""
     model = copy.deepcopy(model)
     with fake_ranks(strategy.axes.world, 0):
         parallelize(model, strategy, lowering="traceable")
@@ -113,7 +117,10 @@ def captured_step(model: nn.Module, config: RunConfig, strategy: Strategy, micro
         )
         with assume_even_load(load_of(strategy)):
             step = capture_step(Recipe.of(config, model), shape)
-        return rewritten(step, passes_for(strategy))
+        say(f"{sum(1 for _ in step.nodes):,} nodes captured")
+        if any(one.provides & ACROSS_LAYERS for one in passes):
+            say(f"rewriting it: {', '.join(one.name for one in passes)}")
+        return rewritten(step, passes)
 
 
 def load_of(strategy: Strategy) -> float:

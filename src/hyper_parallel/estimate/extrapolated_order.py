@@ -24,10 +24,12 @@ from hyper_parallel.estimate.build_trace import captured_step
 from hyper_parallel.estimate.inspect import model_of
 from hyper_parallel.estimate.layer_instances import choose
 from hyper_parallel.estimate.layer_kinds import layer_kinds, with_layers
-from hyper_parallel.estimate.predict import predict_run, schedule_of
+from hyper_parallel.estimate.predict import predict_run
 from hyper_parallel.estimate.resident_memory import count_micro_batches
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap import Overlap, overlap
+from hyper_parallel.overlap.collective_order import order_pass
 from hyper_parallel.overlap.overlap_pass import simulated
 from hyper_parallel.shard.plan import make_plan
 
@@ -62,7 +64,7 @@ def predicted_step(
     strategy = config.effective_strategy
     plain = model_of(config, [])
     budgeted = strategy.memory.device is not None
-    schedule = None if budgeted or strategy.axes.world == 1 else schedule_of(strategy, cluster)
+    schedule = None if budgeted else order_pass(strategy, cluster, "cpu")
     small = _small(plain, config) if isinstance(schedule, Overlap) else None
     if not isinstance(schedule, Overlap) or small is None:
         whole = predict_run(config, cluster, model=plain, ordered=schedule is not None, progress=progress)
@@ -81,7 +83,7 @@ def predicted_step(
         model, smaller = with_layers(plain, make_plan(plain, strategy), strategy, kept)
         for micro in micros:
             say(f"ordering the collectives of {len(kept)} of {small.total} layers, {micro} micro-batches")
-            step = captured_step(model, config, smaller, micro)
+            step = captured_step(model, config, smaller, micro, passes(smaller, cluster, ordered=False))
             before = simulated(step, cluster, balanced_sizes(step))
             room = capacity - (peak - before.peak.bytes)
             after = overlap(step, cluster, memory=room, pieces=schedule.pieces).after

@@ -12,20 +12,15 @@ from dataclasses import replace
 
 from torch import nn
 
-from hyper_parallel.cluster import MEASURED, Cluster
+from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.build_trace import load_of, trace_of
 from hyper_parallel.estimate.inspect import micro_batch, model_of
 from hyper_parallel.estimate.prediction import Prediction
-from hyper_parallel.graph import Pass
-from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
+from hyper_parallel.offloading.pass_pipeline import described_offload, passes
 from hyper_parallel.offloading.schedule.explain import explained
-from hyper_parallel.offloading.schedule.offload_pass import Offload
-from hyper_parallel.offloading.schedule.tier_capacities import spaces_of
-from hyper_parallel.overlap import Overlap
 from hyper_parallel.simulator import simulate
-from hyper_parallel.step.collective_order import schedule_for
 from hyper_parallel.step.out_of_memory import head_of
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.workload import flops_of_model
@@ -65,15 +60,13 @@ def predict_run(
     tokens = config.train.batch * config.data.sequence
     flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
     views = prices_views(cluster)
-    schedule = schedule_of(strategy, cluster) if ordered else None
-    offload = _offload(strategy, cluster)
-    then = [one for one in (schedule, offload) if one is not None]
+    offload = described_offload(strategy, cluster)
     trace = trace_of(
         plain,
         config,
         classes=dict.fromkeys(range(world), "all"),
         views=views,
-        then=then,
+        passes_of=lambda smaller: passes(smaller, cluster, ordered=ordered, offload=offload),
         say=say,
         notes=notes,
     )
@@ -97,31 +90,6 @@ def predict_run(
         head_of(plain),
         tuple(notes),
     )
-
-
-def schedule_of(strategy: Strategy, cluster: Cluster) -> Pass | None:
-    """What orders the collectives of a run on this cluster, as its training would.
-
-    On a cluster by name that is `Overlap` for it, since an accelerator has the preset of its name. A measured one is
-    taken for this machine's processor, on which training takes the usual order unless the file names a cluster.
-    """
-    asked = strategy.overlap
-    if (
-        strategy.axes.world > 1
-        and asked.schedule == "auto"
-        and asked.cluster is None
-        and cluster.name != MEASURED
-    ):
-        return Overlap(cluster, pieces=asked.pieces)
-    return schedule_for(strategy, "cpu")
-
-
-def _offload(strategy: Strategy, cluster: Cluster) -> Offload | None:
-    """What keeps the step within its budget, where it has one."""
-    if strategy.memory.device is None:
-        return None
-    spaces = spaces_of(strategy.memory, cluster, strategy.axes.world)
-    return Offload(cluster, strategy.memory.device, spaces, Choices.of(strategy.memory))
 
 
 def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluster:

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hyper_parallel.graph import Pass, Rewrite, StepGraph, layers, regather, rewritten
+from hyper_parallel.graph import Pass, Rewrite, StepGraph, layers, regather
 from hyper_parallel.shard.rules import matching
 from hyper_parallel.strategy import Memory, Strategy
 
 
-def passes_for(strategy: Strategy) -> tuple[Pass, ...]:
-    """In the order in which they run."""
+def regather_pass(strategy: Strategy) -> Pass | None:
+    """The pass that gathers weights again in the backward pass; None where the strategy keeps them or splits none."""
     memory = strategy.memory
     gathers = strategy.axes.world > 1 and memory.shard == "parameters"
     if not gathers or memory.reshard_after_forward is False:
-        return ()
+        return None
 
     def gather_again(step: StepGraph) -> StepGraph:
         return regather(step, kept=lambda module: _stays(module, memory))
 
-    return (Rewrite("regather", gather_again, provides=frozenset({"regathered"})),)
+    return Rewrite("regather", gather_again, provides=frozenset({"regathered"}))
 
 
-def computed_again(step: StepGraph, modules: Sequence[str], *, alone: bool) -> StepGraph:
-    """The step with each of these modules computed again in the backward pass, its collectives too; `alone`: on one
-    device."""
-    # Weights that are gathered are freed, or kept, by a pass of their own; on one device they are only cast.
-    again = Rewrite("layers", lambda step: layers(step, modules, weights=alone, collectives=True))
-    return rewritten(step, [again])
+def recompute_pass(modules: Sequence[str], *, alone: bool) -> Pass:
+    """The pass with which the backward pass computes these modules again, their collectives too.
+
+    `alone`: on one device, where weights are only cast; gathered weights are freed or kept by `regather_pass`.
+    """
+    return Rewrite("layers", lambda step: layers(step, modules, weights=alone, collectives=True))
 
 
 def _stays(module: str, memory: Memory) -> bool:

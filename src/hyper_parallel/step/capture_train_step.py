@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from hyper_parallel.compat.fake_process_group import faked
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph import Kind, StepGraph, capture, host, phase
+from hyper_parallel.graph import Kind, StepGraph, capture, host, phase, rewritten
 from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.offloading.runtime.expert_overflow import loads_shown
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.activation_checkpointing import left_to_the_graph
 from hyper_parallel.shard.experts.even_load import even_load
 from hyper_parallel.shard.experts.load_balancing import update_biases
-from hyper_parallel.shard.graph_passes import computed_again
+from hyper_parallel.shard.graph_passes import recompute_pass
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.packed_documents import documents_known, several_documents
@@ -106,7 +106,7 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
         return found
     name, modules = layers_or_refuse(model, "memory.recompute: layer")
     again = [f"{name}.{index}" for index in range(len(modules))]
-    return computed_again(found, again, alone=handle.strategy.axes.world == 1)
+    return rewritten(found, [recompute_pass(again, alone=handle.strategy.axes.world == 1)])
 
 
 @contextlib.contextmanager

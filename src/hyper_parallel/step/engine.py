@@ -11,11 +11,11 @@ from torch import nn
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TextData
 from hyper_parallel.errors import BudgetError, StrategyError
+from hyper_parallel.overlap.collective_order import APART, DIGEST, order_digest
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.capture_train_step import BatchShape
-from hyper_parallel.step.collective_order import APART, DIGEST, order_digest, schedule_for
 from hyper_parallel.step.graph_cache import (
     ELSEWHERE,
     ELSEWHERE_UNCOMPILED,
@@ -56,12 +56,11 @@ def try_graph(
     parallelize(shadow, config.effective_strategy, lowering="traceable")
     handle = sharded(shadow)
     check_length(handle, config)
-    schedule = schedule_for(config.effective_strategy, device)
     memory = config.effective_strategy.memory
     budget = None
     if memory.device is not None:
         budget = Budget(config.effective_strategy, device, str(Path(config.out).absolute()), handle.rank)
-    graphs = Graphs(Recipe.of(config, shadow), device, artifacts, schedule, budget)
+    graphs = Graphs(Recipe.of(config, shadow), device, artifacts, budget)
     train = config.train
     batches = Batches(text.train, text.order, train.batch, train.micro_batch, handle, torch.device("cpu"))
     shape = BatchShape.of(batches.load(0, 0).micro)
@@ -107,7 +106,7 @@ def _tried(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> tup
     in different orders. A collective."""
     ready = graphs.ready(shape)
     own = [0.0] * DIGEST
-    if ready and graphs.schedule is not None:
+    if ready and graphs.orders_collectives:
         own = order_digest(graphs[shape].plain)
     told = torch.tensor(
         [float(not ready), float(graphs.uncompiled is not None), *own, *(-byte for byte in own)],

@@ -17,10 +17,10 @@ from hyper_parallel.errors import BudgetError, CaptureError, CompileError, Graph
 from hyper_parallel.graph import Executable, Pass, StepGraph, executable
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.dynamic_sizes import uncertain
-from hyper_parallel.graph.pass_manager import rewritten
+from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
-from hyper_parallel.shard.graph_passes import passes_for
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.recipe import Recipe
@@ -56,16 +56,15 @@ class Graphs:
         shadow: Recipe,
         device: torch.device | str,
         artifacts: Path | None = None,
-        schedule: Pass | None = None,
         budget: Budget | None = None,
     ) -> None:
         """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run; `artifacts`:
-        the folder of what is compiled for it, None to compile nothing; `schedule`: what chooses the order of its
-        collectives, for which all ranks must ask for the same shapes in every step; `budget`: what keeps it within so
-        many bytes, for which nothing is compiled."""
+        the folder of what is compiled for it, None to compile nothing; `budget`: the memory that steps may use; with
+        one nothing is compiled. Where collectives are ordered, all ranks must ask for the same shapes in every step."""
         assert artifacts is None or budget is None, "what is compiled holds what no plan knows of"
         self.shadow, self._device, self._artifacts = shadow, device, artifacts
-        self.schedule, self.budget = schedule, budget
+        self.ordered, self.budget = True, budget
+        """Whether collectives may leave the order of the model's code, and the budget."""
         self._captured: dict[BatchShape, Captured] = {}
         self.refused: str | None = None
         """Why a shape could not be captured; None while every one could."""
@@ -118,23 +117,35 @@ class Graphs:
     def _capture(self, shape: BatchShape) -> Captured:
         begun = time.perf_counter()
         step = capture_step(self.shadow, shape, self._device)
-        passes = passes_for(self.shadow.handle.strategy)
-        step = rewritten(step, passes if self.schedule is None else (*passes, self.schedule))
+        plain = rewritten(step, self._passes())
         log.info(
             "the step as a graph: %d nodes, captured in %.1f s (%s)",
-            len(list(step.nodes)),
+            len(list(plain.nodes)),
             time.perf_counter() - begun,
             _described(shape),
         )
         if self.budget is not None:
-            return self._planned(step, self.budget, self.shadow.handle.strategy.memory.expert_load)
-        run = self._compiled(step)
-        return Captured(run, executable(run), step)
+            return self._planned(plain, self.budget, self.shadow.handle.strategy.memory.expert_load)
+        run = self._compiled(plain)
+        return Captured(run, executable(run), plain)
 
-    def _planned(self, step: StepGraph, budget: Budget, load: float) -> Captured:
-        runtime = budget.planned(step, load)
+    def _passes(self) -> tuple[Pass, ...]:
+        """The passes of every step, but for the budget's, which is run again where experts get more rows."""
+        return passes(self.shadow.handle.strategy, None, self._device, ordered=self.ordered)
+
+    @property
+    def orders_collectives(self) -> bool:
+        """Whether a pass chooses the order of collectives, so that ranks could choose different ones."""
+        return any(SCHEDULE in one.provides for one in self._passes())
+
+    def _planned(self, plain: StepGraph, budget: Budget, load: float) -> Captured:
+        begun = time.perf_counter()
+        offload = budget.offload(load)
+        rewritten(plain, [offload])
+        runtime = budget.runtime(offload)
+        log.info("%s (planned in %.1f s)", budget.plans[-1], time.perf_counter() - begun)
         run = executable(runtime.step, cache=runtime)
-        return Captured(runtime.step, run, step, runtime, load if uncertain(step) else None)
+        return Captured(runtime.step, run, plain, runtime, load if uncertain(plain) else None)
 
     def planned_anew(self, graph: Captured, load: float) -> Captured | str:
         """The same step with memory for rows that are `load` times as many as the even share; or why there is no such
@@ -192,7 +203,7 @@ class Graphs:
 
     def unscheduled(self) -> None:
         """Choose no order of collectives, and forget the graphs for which one was."""
-        self.schedule = None
+        self.ordered = False
         self._captured = {}
         if self.budget is not None:
             self.budget.forget()

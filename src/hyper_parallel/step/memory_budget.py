@@ -8,23 +8,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import logging
-import time
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
 from hyper_parallel.compat import backend, paged_out_parameters
-from hyper_parallel.graph import StepGraph
 from hyper_parallel.offloading import OffloadTier, Runtime
 from hyper_parallel.offloading.runtime.bandwidth_monitor import BandwidthMonitor
 from hyper_parallel.offloading.runtime.open_tiers import cluster_for, measured, open_tiers
 from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
-from hyper_parallel.offloading.schedule.offload_pass import Planned, planned
+from hyper_parallel.offloading.schedule.offload_pass import Offload, Planned
 from hyper_parallel.offloading.schedule.slot_allocator import SlotAllocator
 from hyper_parallel.strategy import Strategy
-
-log = logging.getLogger(__name__)
 
 
 class Budget:
@@ -65,21 +60,26 @@ class Budget:
         """State inputs that rest where their graph wants them."""
         self._stalled = 0.0
 
-    def planned(self, step: StepGraph, load: float = 1.0) -> Runtime:
-        """What runs the step with the moves that keep it under the budget; another step may be running meanwhile.
-        `load`: how many times their even share of the rows a rank's experts get at most.
+    def offload(self, load: float = 1.0) -> Offload:
+        """The pass that keeps a step under the budget; another step may be running meanwhile. `load`: how many times
+        their even share of the rows a rank's experts get at most. It raises BudgetError where no plan does."""
+        return Offload(
+            self._cluster,
+            self.bytes,
+            tuple(self._spaces),
+            self._choices,
+            self._shelves,
+            next(self._numbers),
+            load,
+        )
 
-        Raises BudgetError where no plan does.
-        """
-        begun = time.perf_counter()
-        number = next(self._numbers)
-        spaces = tuple(self._spaces)
-        found = planned(step, self._cluster, self.bytes, spaces, self._shelves, number, load, self._choices)
+    def runtime(self, offload: Offload) -> Runtime:
+        """What runs the step that this pass has rewritten."""
+        (found,) = offload.found
         self._shelves = found.shelves
-        log.info("%s (planned in %.1f s)", found, time.perf_counter() - begun)
         self.plans.append(str(found))
         runtime = Runtime(found.step, self._tiers, self.watch)
-        self._plans[runtime] = number
+        self._plans[runtime] = offload.number
         self.found[runtime] = found
         return runtime
 

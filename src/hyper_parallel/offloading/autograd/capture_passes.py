@@ -22,14 +22,16 @@ from hyper_parallel.compat.fake_world import computed_once, taken_for_real
 from hyper_parallel.compat.pytree import flatten, leaves_of, unflatten
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph import Kind, Rewrite, StepGraph, capture, host, is_cache, layers, phase, rewritten
+from hyper_parallel.graph import Kind, StepGraph, capture, host, is_cache, phase, rewritten
 from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.graph.guards import Question, Questions
 from hyper_parallel.graph.memory_effects import reads, touched
 from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
 from hyper_parallel.offloading.autograd.parallel_context import Around
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard.saved_gathers import Item
+from hyper_parallel.strategy import Strategy
 
 TURN, GRADIENT, END = "turn", "gradient", "end"
 """Points at which the host is asked: after the forward pass, for each further gradient, and after the backward pass."""
@@ -149,7 +151,7 @@ def capture_passes(
         step.groups = around.handle.process_groups()
         step = around.rewritten(step, again)
     elif again:
-        step = rewritten(step, [Rewrite("layers", lambda step: layers(step, again))])
+        step = rewritten(step, passes(Strategy(), ordered=False, recompute=again))
     return Passes(
         step,
         tuple(body.outputs),

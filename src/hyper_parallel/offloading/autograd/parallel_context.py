@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.graph import StepGraph, rewritten
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.offloading.runtime.expert_overflow import loads_shown
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.activation_checkpointing import left_to_the_graph
 from hyper_parallel.shard.dropout import Draw, draw_at_hand, drawing
-from hyper_parallel.shard.graph_passes import computed_again, passes_for
 from hyper_parallel.shard.loss.root import Request, root_of
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.packed_documents import known_documents
@@ -119,8 +119,7 @@ class Around:
         if strategy.memory.recompute == "layer":
             name, found = layers_or_refuse(self.handle.model, "memory.recompute: layer")
             again = [f"{name}.{index}" for index in range(len(found))]
-        step = computed_again(step, again, alone=strategy.axes.world == 1) if again else step
-        return rewritten(step, passes_for(strategy))
+        return rewritten(step, passes(strategy, ordered=False, recompute=again))
 
     # When a call has run.
 

@@ -17,7 +17,7 @@ from torch import nn
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.graph import StepGraph, balanced_sizes, executable
+from hyper_parallel.graph import StepGraph, balanced_sizes, executable, rewritten
 from hyper_parallel.graph.dynamic_sizes import largest_sizes
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.autograd.activation_swap import Swap
@@ -31,7 +31,7 @@ from hyper_parallel.offloading.autograd.two_passes import Ready
 from hyper_parallel.offloading.runtime.open_tiers import cluster_for, machine_of, measured, open_tiers
 from hyper_parallel.offloading.schedule.allowed_rewrites import ANY, Choices
 from hyper_parallel.offloading.schedule.build_problem import build_problem
-from hyper_parallel.offloading.schedule.offload_pass import planned
+from hyper_parallel.offloading.schedule.offload_pass import Offload
 from hyper_parallel.offloading.schedule.slot_allocator import SlotAllocator
 from hyper_parallel.units import format_bytes
 
@@ -176,17 +176,12 @@ class Plans:
         begun = time.perf_counter()
         number = next(self._numbers)
         step = with_resident_inputs(passes.step, held)
+        budget = self._bytes(step)
+        offload = Offload(
+            self._cluster, budget, self._spaces, self._choices, self._shelves, number, self.load
+        )
         try:
-            found = planned(
-                step,
-                self._cluster,
-                self._bytes(step),
-                self._spaces,
-                self._shelves,
-                number,
-                self.load,
-                self._choices,
-            )
+            rewritten(step, [offload])
         except BudgetError as error:
             raise BudgetError(
                 f"hp.offload: {error.why}; give hp.offload a larger budget, or more memory beside the device (host=, "
@@ -194,6 +189,7 @@ class Plans:
                 error.why,
                 error.floor,
             ) from error
+        (found,) = offload.found
         self._shelves = found.shelves
         self._reserve()
         beyond = sum(held.values())
@@ -202,7 +198,6 @@ class Plans:
         self.notes.append(note)
         runtime = Runtime(found.step, self._tiers)
         run = executable(found.step, cache=runtime)
-        budget = found.problem.budget
         return Ready(passes, run, runtime, dict(held), late(found.step), number, found.load, budget)
 
     def _bytes(self, step: StepGraph) -> int:

@@ -146,12 +146,15 @@ def _chosen(
 
 @dataclass
 class Offload:
-    """`planned` as a pass, which keeps what it found."""
+    """`planned` as a pass, which keeps what it found. Fields are the arguments of `planned`."""
 
     cluster: Cluster
     budget: int
     spaces: tuple[OffloadTier, ...]
     choices: Choices = ANY
+    shelves: SlotAllocator | None = None
+    number: int = 0
+    load: float = 1.0
     found: list[Planned] = field(default_factory=list)
     """What came of the steps that it was given."""
 
@@ -162,6 +165,15 @@ class Offload:
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The step with its moves."""
-        found = planned(step, self.cluster, self.budget, self.spaces, choices=self.choices)
+        found = planned(
+            step,
+            self.cluster,
+            self.budget,
+            self.spaces,
+            self.shelves,
+            self.number,
+            self.load,
+            self.choices,
+        )
         self.found.append(found)
         return found.step

@@ -1,4 +1,4 @@
-"""Order of collectives: the pass that decides it, and the agreement of all ranks.
+"""Order of collectives: the pass that decides it, and the digest by which all ranks agree on it.
 
 Collectives of different ranks meet in the order in which each rank begins them. The order is a function of the step's
 graph and of the cluster's description, of which every rank has its own; so all compare a digest before the first step.
@@ -10,10 +10,12 @@ import hashlib
 
 import torch
 
+from hyper_parallel.cluster import MEASURED, Cluster
 from hyper_parallel.graph import Pass, StepGraph, is_collective
 from hyper_parallel.graph.collective_groups import group_of
 from hyper_parallel.graph.ir import values_of
-from hyper_parallel.overlap import Overlap, layered
+from hyper_parallel.overlap.fsdp_baseline_schedule import layered
+from hyper_parallel.overlap.overlap_pass import Overlap
 from hyper_parallel.shard.placement import planning_cluster
 from hyper_parallel.strategy import Strategy
 
@@ -27,17 +29,20 @@ APART = (
 )
 
 
-def schedule_for(strategy: Strategy, device: torch.device | str) -> Pass | None:
+def order_pass(strategy: Strategy, cluster: Cluster | None, device: torch.device | str) -> Pass | None:
     """The pass that orders a step's collectives; None where they stay in the order of the model's code.
 
-    `device`: where the step will run. Raises ConfigError for a cluster that is not known or has no device.
+    `cluster`: the described machine on which the step runs; None for the machine at hand, whose preset follows from the
+    name of `device`. A measured cluster counts as the machine at hand. The cluster that the strategy names comes first.
+    Raises ConfigError for a cluster that is unknown or describes no device.
     """
     asked = strategy.overlap
     if asked.schedule == "none" or strategy.axes.world == 1:
         return None
     if asked.schedule == "usual":
         return layered
-    cluster = planning_cluster(strategy, "overlap", torch.device(device).type)
+    if cluster is None or cluster.name == MEASURED or asked.cluster is not None:
+        cluster = planning_cluster(strategy, "overlap", torch.device(device).type)
     return layered if cluster is None else Overlap(cluster, pieces=asked.pieces)
 
 
