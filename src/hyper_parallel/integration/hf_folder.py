@@ -133,7 +133,7 @@ def _name_dtype(config: Path, floating: set[torch.dtype]) -> None:
 
 
 def _read(handle: ShardedModel, folder: Path) -> None:
-    here = handle.mesh.coordinate(handle.rank)
+    here = handle.coordinate
     with Folder(folder) as files:
         for name, piece in model_shards(handle).items():
             found = files.find(name.removeprefix(MODEL), handle.model, piece.layout.shape)
@@ -150,7 +150,7 @@ def _read_adapters(handle: ShardedModel, folder: Path) -> None:
     from safetensors.torch import load_file
 
     model: Any = handle.model
-    here = handle.mesh.coordinate(handle.rank)
+    here = handle.coordinate
     known = {p.name: p for p in handle.parameters()}
     for adapter in model.peft_config:
         path = folder / ADAPTERS if adapter == "default" else folder / adapter / ADAPTERS

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.compat.local_tensor import per_rank
+from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.experts.dispatch import count
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.model_structure import text_config
@@ -155,7 +156,7 @@ def _speaks(handle: ShardedModel, device: torch.device) -> torch.Tensor:
     """1 on one of the ranks that see the same tokens, 0 on the others."""
 
     def first(rank: int) -> torch.Tensor:
-        along = [i for axis, i in handle.mesh.coordinate(rank).items() if axis not in LOSS_AXES]
+        along = [i for axis, i in handle.axes.devices.coordinate(rank).items() if axis not in LOSS_AXES]
         return torch.tensor(float(not any(along)), device=device)
 
     return per_rank(first)
@@ -193,9 +194,15 @@ def imbalance(handle: ShardedModel, told: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def update_biases(model: nn.Module, told: torch.Tensor, rate: float) -> None:
-    """Correct each router's bias by the step's loads: `told` as for `imbalance`. Layers without one are left alone."""
+    """Correct each router's bias by the step's loads: `told` as for `imbalance`. Layers without one are left alone.
+
+    Raises StrategyError for a model without experts.
+    """
     routing = sharded(model).routing
-    assert routing is not None
+    if routing is None:
+        raise StrategyError(
+            f"{type(model).__name__} has no experts whose loads could correct a router's bias"
+        )
     layers = told.split([experts.count for experts in routing.experts.values()])
     for (name, experts), load in zip(routing.experts.items(), layers, strict=True):
         for module in model.get_submodule(name.rpartition(".")[0]).modules():
