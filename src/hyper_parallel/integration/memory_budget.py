@@ -90,8 +90,7 @@ class Budget:
 
         A multiple of what the axes can divide.
         """
-        device = self._handle.parameters()[0].local.device
-        told = torch.tensor([longest], dtype=torch.int64, device=device)
+        told = torch.tensor([longest], dtype=torch.int64, device=self._handle.device)
         wanted = int(self._handle.all_reduce(told, self._handle.mesh.names, "max"))
         found = length_of(wanted, self._lengths, length_multiple(self._handle.plan))
         if found not in self._lengths:

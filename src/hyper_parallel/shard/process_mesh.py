@@ -101,6 +101,13 @@ class ProcessMesh(Mapping[str, Axis]):
         """Which share of the batch a global rank computes, 0 ≤ index < replicate · shard."""
         return self.devices.index(DATA_AXES, rank)
 
+    def speaks(self, axes: tuple[str, ...], rank: int) -> float:
+        """1 on one rank of those that differ along other axes than these, 0 on the others: they hold the same, and one
+        of them speaks for all."""
+        return float(
+            all(index == 0 for axis, index in self.devices.coordinate(rank).items() if axis not in axes)
+        )
+
     # Collectives.
 
     def all_reduce(self, tensor: torch.Tensor, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:

@@ -77,6 +77,11 @@ class ShardedModel:
         return self.axes.coordinate
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank's pieces are."""
+        return next(self.model.parameters()).device
+
+    @property
     def data_index(self) -> int:
         """Which share of the batch this rank computes, 0 ≤ index < replicate · shard."""
         return self.axes.data_index_of(self.axes.rank)

@@ -125,7 +125,9 @@ class Recipe:
 
     def tokens(self, batch: StepBatch) -> Tensor:
         """Valid tokens of a step over all ranks: zero-dim fp32. A collective."""
-        return self.handle.all_reduce(batch.tokens * _speaks(self.handle, ROW_AXES), self.handle.mesh.names)
+        return self.handle.all_reduce(
+            batch.tokens * self.handle.axes.speaks(ROW_AXES, self.handle.rank), self.handle.mesh.names
+        )
 
     def summed(self, loss: Tensor, norm: Tensor, tokens: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
         """(fp32 [10], the `StepSums` for `result`; each expert's load) from this rank's part of the loss, and what it
@@ -134,8 +136,13 @@ class Recipe:
         One collective. The loss and the tokens are of all ranks only where one speaks for those that hold the same.
         """
         handle = self.handle
-        told = said[:1] * _speaks(handle, ROW_AXES)
-        parts = [(loss * _speaks(handle, LOSS_AXES)).view(1), told, said[1:], take_loads(handle)]
+        told = said[:1] * handle.axes.speaks(ROW_AXES, handle.rank)
+        parts = [
+            (loss * handle.axes.speaks(LOSS_AXES, handle.rank)).view(1),
+            told,
+            said[1:],
+            take_loads(handle),
+        ]
         vector = handle.all_reduce(torch.cat(parts), handle.mesh.names)
         vector, loads = vector[: 1 + CONTROL_VECTOR], vector[1 + CONTROL_VECTOR :]
         uneven = imbalance(handle, loads) if loads.numel() else torch.zeros_like(loss)
@@ -165,9 +172,3 @@ class Recipe:
             expert_imbalance=sums.imbalance if experts else None,
             expert_loads=loads if experts else None,
         )
-
-
-def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:
-    """1 on one rank of those that differ along other axes than these, 0 on the others: ranks along the others hold the
-    same rows, or the same part of the loss, and one of them speaks for all."""
-    return float(all(index == 0 for axis, index in handle.coordinate.items() if axis not in axes))

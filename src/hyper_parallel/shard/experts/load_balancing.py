@@ -115,7 +115,7 @@ def auxiliary_loss(handle: ShardedModel) -> torch.Tensor:
     """
     routing = handle.routing
     if routing is None or not routing.coefficient or not routing.logits:
-        return torch.zeros((), device=handle.parameters()[0].local.device)
+        return torch.zeros((), device=handle.device)
     experts = routing.logits[0].size(-1)
     chosen, probabilities, rows = [], [], []
     for logits in routing.logits:
@@ -141,25 +141,20 @@ def loads(handle: ShardedModel) -> torch.Tensor:
 
     The sum over all axes is the load of the whole batch: of ranks that see the same tokens one tells.
     """
-    device = handle.parameters()[0].local.device
     routing = handle.routing
     if routing is None:
-        return torch.zeros(0, device=device)
+        return torch.zeros(0, device=handle.device)
     zeros = {
-        name: torch.zeros(e.count, dtype=torch.int64, device=device) for name, e in routing.experts.items()
+        name: torch.zeros(e.count, dtype=torch.int64, device=handle.device)
+        for name, e in routing.experts.items()
     }
     told = torch.cat([routing.counts.get(name, zeros[name]) for name in routing.experts]).float()
-    return told if routing.own_tokens else told * _speaks(handle, device)
-
-
-def _speaks(handle: ShardedModel, device: torch.device) -> torch.Tensor:
-    """1 on one of the ranks that see the same tokens, 0 on the others."""
-
-    def first(rank: int) -> torch.Tensor:
-        along = [i for axis, i in handle.axes.devices.coordinate(rank).items() if axis not in LOSS_AXES]
-        return torch.tensor(float(not any(along)), device=device)
-
-    return per_rank(first)
+    return (
+        told
+        if routing.own_tokens
+        else told
+        * per_rank(lambda rank: torch.tensor(handle.axes.speaks(LOSS_AXES, rank), device=handle.device))
+    )
 
 
 def take_loads(handle: ShardedModel) -> torch.Tensor:

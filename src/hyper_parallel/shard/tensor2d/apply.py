@@ -120,10 +120,10 @@ def _attention(
     sharing = axes[part_of_x(whole.mesh, plan.sharing, 1) if plan.sharing > 1 else digit(1, 1)]
     for child, parts in plan.colwise.items():
         scatter = ScatterHeads(x, parts, plan.shares[child], sharing, plan.heads.size)
-        _product(model.get_submodule(child), child, whole, given, scatter)
+        _product(model.get_submodule(child), child, whole, axes, given, scatter)
     stretch = Stretch(dims={FEATURES: axes[whole.mesh.tensor]}, heads=plan.heads.query)
     rowwise = model.get_submodule(plan.rowwise)
-    _product(rowwise, plan.rowwise, whole, GatheredInput(), lambda out: y.reduce_split(out, SEQUENCE),
+    _product(rowwise, plan.rowwise, whole, axes, GatheredInput(), lambda out: y.reduce_split(out, SEQUENCE),
              lambda h: x.gather_sum(h, FEATURES), plan.keeps)  # fmt: skip
     features = plan.heads.query * plan.heads.size
     return _stretch(stretch, features, [model.get_submodule(child) for child in plan.colwise], rowwise)
@@ -148,12 +148,15 @@ def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: Proc
     given = GatheredInput()
     wrap(module, given.region(enter, plan.keeps))
     for child in plan.colwise:
-        _product(model.get_submodule(child), child, whole, given, lambda out: up.reduce_split(out, SEQUENCE))
+        _product(
+            model.get_submodule(child), child, whole, axes, given, lambda out: up.reduce_split(out, SEQUENCE)
+        )
     rowwise = model.get_submodule(plan.rowwise)
     _product(
         rowwise,
         plan.rowwise,
         whole,
+        axes,
         GatheredInput(),
         leave,
         between,
@@ -175,6 +178,7 @@ def _product(
     module: nn.Module,
     name: str,
     plan: Plan,
+    axes: ProcessMesh,
     given: GatheredInput,
     leave: Move,
     enter: Move | None = None,
@@ -187,7 +191,7 @@ def _product(
     if conv:
         layout = plan.parameters[f"{name}.weight"].computed
         dim = dim_of_features(module, output=True)
-        module.__dict__["nf"] = per_rank_int(lambda r: layout.local_shape(layout.mesh.coordinate(r))[dim])
+        module.__dict__["nf"] = per_rank_int(lambda r: layout.local_shape(axes.devices.coordinate(r))[dim])
 
     def wrapper(forward: Forward, x: torch.Tensor) -> Any:
         parameters, bias = module._parameters, None
