@@ -24,6 +24,7 @@ from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.safetensors_folder import Folder, Source
 from hyper_parallel.shard.sharded_model import ShardedModel, sharded
 from hyper_parallel.shard.sharded_parameter import ShardedParameter
+from hyper_parallel.shard.whole_tensors import fill_piece
 
 
 def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
@@ -119,8 +120,7 @@ def _fill(handle: ShardedModel, name: str, source: Source) -> None:
         return
     with filled(f"parameter.{name}", found.local), one_device():
         for rank, local in each_rank(found.local).items():
-            for box in found.layout.boxes(handle.axes.devices.coordinate(rank)):
-                local[box.local_slices].copy_(source[box.global_slices])
+            fill_piece(local, source, found.layout, handle.axes.devices.coordinate(rank))
 
 
 def _parameters(handle: ShardedModel) -> dict[str, ShardedParameter]:

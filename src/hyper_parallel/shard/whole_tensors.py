@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hyper_parallel.compat.local_tensor import on_rank, per_rank
@@ -16,6 +18,12 @@ def cut(full: torch.Tensor, layout: Layout, coordinate: Coordinate) -> torch.Ten
     for box in layout.boxes(coordinate):
         local[box.local_slices] = full[box.global_slices]
     return local
+
+
+def fill_piece(local: torch.Tensor, source: Any, layout: Layout, coordinate: Coordinate) -> None:
+    """Write the piece at a coordinate from a whole tensor, or from what else gives slices of one: a file's."""
+    for box in layout.boxes(coordinate):
+        local[box.local_slices].copy_(source[box.global_slices])
 
 
 def cut_on_ranks(axes: ProcessMesh, full: torch.Tensor, layout: Layout) -> torch.Tensor:
