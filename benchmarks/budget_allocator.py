@@ -130,7 +130,7 @@ def trained(model: nn.Module, case: Mapping[str, Any]) -> list[tuple[int, int, s
             there += [x for state in optimizer.state.values() for x in state.values()]
             rows = torch.arange(case["rows"]) + case["rows"] * index
             if handle is not None:
-                there += [x for x in handle.kept.contents.values() if isinstance(x, torch.Tensor)]
+                there += [x for x in handle.gathers.contents.values() if isinstance(x, torch.Tensor)]
             gc.collect()
             with Allocations(there) as seen:
                 if handle is None:

@@ -124,8 +124,8 @@ def measured(case: Case) -> dict[str, Any]:
     """Seconds, high-water mark and nodes of one case, in this process."""
     from hyper_parallel.compat.fake_process_group import fake_ranks
     from hyper_parallel.config import from_dict
+    from hyper_parallel.graph.step_context import StepContext
     from hyper_parallel.shard import parallelize, sharded
-    from hyper_parallel.shard.experts.even_load import assume_even_load
     from hyper_parallel.step.build import transformers_config
     from hyper_parallel.step.capture_train_step import BatchShape, capture_step
     from hyper_parallel.step.lr_schedule import schedule
@@ -159,7 +159,7 @@ def measured(case: Case) -> dict[str, Any]:
         spread = time.perf_counter()
         optimizer = build_optimizer(model, config.train.optimizer)
         recipe = Recipe(model, sharded(model), optimizer, schedule(config.train.schedule, 1), clip=1.0)
-        with assume_even_load():
+        with StepContext(even_load=1.0).installed():
             step = capture_step(recipe, BatchShape(((1, case.sequence),), (False,)))
     ended = time.perf_counter()
     return {

@@ -19,7 +19,7 @@ from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import each_rank, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.strategy import Strategy
 
 Move = Callable[[Axis, torch.Tensor], torch.Tensor]
@@ -49,7 +49,7 @@ def measure(world: int, cluster: Cluster, kind: str) -> ByLevel:
         x = per_rank(lambda rank: torch.arange(rows, dtype=torch.float32).view(-1, 1) % 7 + rank)
         found = {}
         for name, known in (("levels", cluster), ("flat", None)):
-            axis = Axis.of("shard", mesh, Groups(mesh, known))
+            axis = ProcessMesh.of(mesh, known)["shard"]
             with collectives.counting() as counted:
                 found[name] = (each_rank(move(axis, x)), counted)
         assert all(

@@ -39,10 +39,10 @@ from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.pass_manager import rewritten
+from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap import FsdpBaseline, overlap
 from hyper_parallel.overlap.overlap_pass import simulated
-from hyper_parallel.shard.experts.even_load import assume_even_load
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
@@ -148,7 +148,7 @@ def captured(case: Case, rows: int, length: int) -> StepGraph:
         optimizer = build_optimizer(model, AdamWConfig(lr=1e-3))
         plan = schedule(ScheduleConfig(name="constant"), 1000)
         recipe = Recipe(model, hp.sharded(model), optimizer, plan, clip=1.0)
-        with assume_even_load():
+        with StepContext(even_load=1.0).installed():
             step = capture_step(recipe, BatchShape(((rows, length),) * MICRO, (False,) * MICRO))
         return rewritten(step, passes(strategy, ordered=False))
 

@@ -138,7 +138,7 @@ def graph_of(step: Any) -> list[Any]:
         if isinstance(value, fx.Node):
             return f"%{numbers[value]}"
         if isinstance(value, str) and value in step.groups:
-            return plain(step.groups[value])
+            return plain([step.groups[value].axis, step.groups[value].ranks])
         if isinstance(value, Value):
             return [
                 list(map(str, value.shape)),

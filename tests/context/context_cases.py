@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.compat.local_tensor import on_rank, one_device, per_rank, simulated_ranks
+from hyper_parallel.layout.device_group import DeviceGroup
 from hyper_parallel.layout.mesh import Fold, Mesh
 from hyper_parallel.shard.context.attention import attention, give_axes
 from hyper_parallel.shard.context.mask import ContextMask, Positions
 from hyper_parallel.shard.context.position_split import PositionSplit
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.process_mesh import ProcessMesh
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def expected(case: Case) -> dict[str, Tensor]:
 def spread(case: Case, ring: int, ulysses: int) -> list[dict[str, Tensor]]:
     """The same over this process's rank, or over every simulated one: local tensors by rank, `positions` with them."""
     mesh = mesh_of(ring, ulysses)
-    groups = Groups.of(mesh)
-    context, rings, inner = (Axis.of(name, mesh, groups) for name in ("context", "rings", "inner"))
+    axes = ProcessMesh.of(mesh)
+    context, rings, inner = (axes[name] for name in ("context", "rings", "inner"))
     split = PositionSplit(context, ulysses)
     given = {}
     with one_device():
@@ -150,7 +151,7 @@ def simulated(case: Case, ring: int, ulysses: int) -> dict[str, Tensor]:
 
 def together(case: Case, ring: int, ulysses: int, by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The ranks' local tensors in order of position; gradients of sinks summed."""
-    split = PositionSplit(Axis("context", mesh_of(ring, ulysses), ""), ulysses)
+    split = PositionSplit(Axis("context", DeviceGroup.of_all_ranks(mesh_of(ring, ulysses)), ""), ulysses)
     order = torch.cat([split.positions(case.length, index) for index in range(ring * ulysses)])
     back = torch.argsort(order)
     whole = {}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout.device_group import DeviceGroup
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.context.block_schedule import Documents, blocks, relation, steps
 from hyper_parallel.shard.context.position_split import PositionSplit, position_chunks
@@ -107,7 +108,9 @@ def test_a_relation_is_skipped_full_causal_or_masked() -> None:
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 @settings(max_examples=40)
 def test_positions_are_dealt_once_and_put_back(rings: int, ulysses: int, times: int) -> None:
-    split = PositionSplit(Axis("context", Mesh(("context", rings * ulysses)), ""), ulysses)
+    split = PositionSplit(
+        Axis("context", DeviceGroup.of_all_ranks(Mesh(("context", rings * ulysses))), ""), ulysses
+    )
     length = split.multiple * times
     dealt = torch.cat([split.positions(length, index) for index in range(rings * ulysses)])
     assert sorted(dealt.tolist()) == list(range(length))

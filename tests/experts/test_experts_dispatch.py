@@ -15,8 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.experts.dispatch import compute
-from hyper_parallel.shard.mesh_axis import MeshAxes
-from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.strategy import Strategy
 
 EXPERTS, HIDDEN = 8, 4
@@ -49,7 +48,7 @@ def check(kind: str, by_rank: list[torch.Tensor], replicas: tuple[int, ...] = ()
 
     with simulated_ranks(n):
         mesh = Mesh.of(Strategy(axes={"shard": n, "expert": n}))
-        axis = MeshAxes(mesh, Groups.of(mesh))["expert"]
+        axis = ProcessMesh.of(mesh)["expert"]
         local = {
             name: per_rank(lambda rank, w=w: w.detach().chunk(n)[rank].clone()).requires_grad_()
             for name, w in module.named_parameters()

@@ -10,6 +10,7 @@ from hyper_parallel.compat import foreach_kernels
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, capture, executable, host, lifetimes, peak, phase, values_of
+from hyper_parallel.graph.suspension import HostPoint
 
 
 def _fake(*shape: int) -> torch.Tensor:
@@ -29,7 +30,7 @@ def _linear_step() -> StepGraph:
                 loss = out.square().sum()
             with phase("backward"):
                 (gradient,) = torch.autograd.grad(loss, [model[0].weight])
-            host("check", [loss.detach()])
+            host(HostPoint.CHECK, [loss.detach()])
             with phase("optimizer"), torch.no_grad():
                 model[0].weight.add_(gradient, alpha=-0.1)
             return {"loss": loss.detach()}

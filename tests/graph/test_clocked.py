@@ -10,6 +10,7 @@ from hyper_parallel.compat.events import EventClock, HostClock
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.graph import StepGraph, capture, executable, host
 from hyper_parallel.graph.profile import Profiler
+from hyper_parallel.graph.suspension import HostPoint
 
 
 class _Ticks:
@@ -32,7 +33,7 @@ def _step() -> StepGraph:
 
         def step() -> dict[str, torch.Tensor]:
             product = x @ w.t()
-            host("check", [product.sum()])
+            host(HostPoint.CHECK, [product.sum()])
             w.add_(1.0)
             return {"out": product}
 

@@ -25,6 +25,7 @@ from hyper_parallel.graph.compiled.artifacts import obtain, own
 from hyper_parallel.graph.compiled.digest import digest, text
 from hyper_parallel.graph.compiled.regions import FEWEST, Region, regions
 from hyper_parallel.graph.compiled.replace import replace
+from hyper_parallel.graph.suspension import HostPoint
 
 Tensors = dict[str, torch.Tensor]
 
@@ -76,7 +77,7 @@ def _step(scale: float = 1.0) -> StepGraph:
                     for name, gradient in zip(parameters, found, strict=True):
                         gradients[name] = gradients[name].add_(gradient) if name in gradients else gradient
                 total = total + loss.detach()
-            host("check", [total])
+            host(HostPoint.CHECK, [total])
             with phase("optimizer"), torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.add_(gradients[name], alpha=-0.1)
@@ -171,7 +172,7 @@ def test_a_region_holds_no_host_point_no_random_numbers_and_no_sizes_of_the_data
             torch._check(count >= 0)
             torch._check(count <= 8)
             z = ((y.narrow(0, 0, count) + 1) * 2 - 3).exp().sum()
-            host("look", [z])
+            host(HostPoint.LOOK, [z])
             return {"z": z, "y": ((y + 1) * 2 - 3).exp()}
 
         graph = capture(step, {"x": ("input", x), "n": ("input", n)})

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph import StepGraph, capture, costs
+from hyper_parallel.graph import CollectiveGroup, StepGraph, capture, costs
 from hyper_parallel.workload.work import Work
 
 
@@ -193,7 +193,7 @@ def test_a_collective_gives_its_input_to_the_ranks_of_its_group() -> None:
         graph = _graph(lambda x: collectives.all_gather(x, name, 4), torch.empty(8, 6))
     with pytest.raises(CaptureError, match="was not told"):
         costs(graph)
-    graph.groups = {name: ("shard", (0, 1, 2, 3))}
+    graph.groups = {name: CollectiveGroup(name, "shard", (0, 1, 2, 3))}
     (call,) = costs(graph).values()
     assert (call.kind, call.ranks, call.bytes, call.axis) == ("all_gather", (0, 1, 2, 3), 192, "shard")
 

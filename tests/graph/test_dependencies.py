@@ -10,6 +10,7 @@ from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import StepGraph, capture, dependencies, executable, host, legal, peak, reorder
 from hyper_parallel.graph.memory_effects import is_view
+from hyper_parallel.graph.suspension import HostPoint
 
 
 def _writes_through_views() -> StepGraph:
@@ -75,7 +76,7 @@ def test_nothing_that_lasts_is_written_before_the_host_has_looked() -> None:
 
         def body() -> dict[str, torch.Tensor]:
             state.add_(1)
-            host("check", [x.sum()])
+            host(HostPoint.CHECK, [x.sum()])
             made = x * 2
             made.add_(1)
             state.mul_(made)

@@ -15,8 +15,8 @@ from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, executable, lifetimes
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
+from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.launch.stop import Requests
-from hyper_parallel.shard.experts.even_load import assume_even_load
 from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.capture_train_step import capture_step
@@ -94,7 +94,7 @@ def _captured() -> StepGraph:
 
 
 def test_a_balanced_graph_is_for_costs_and_is_not_run() -> None:
-    with assume_even_load():
+    with StepContext(even_load=1.0).installed():
         balanced = _captured()
     assert not balanced.sizes
     with pytest.raises(CaptureError, match="spread evenly over the experts"):
@@ -102,7 +102,7 @@ def test_a_balanced_graph_is_for_costs_and_is_not_run() -> None:
 
 
 def test_the_sizes_of_an_exact_graph_have_the_values_of_a_balanced_one() -> None:
-    with assume_even_load():
+    with StepContext(even_load=1.0).installed():
         balanced = sum(life.bytes for life in lifetimes(_captured()))
     exact = _captured()
     sizes = balanced_sizes(exact)

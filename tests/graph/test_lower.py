@@ -12,7 +12,7 @@ from hyper_parallel.compat import collectives
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
-from hyper_parallel.graph import StepGraph, capture, lower, peak
+from hyper_parallel.graph import CollectiveGroup, StepGraph, capture, lower, peak
 from hyper_parallel.simulator import simulate
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.lr_schedule import schedule
@@ -37,7 +37,11 @@ def _sum_beside_a_product() -> StepGraph:
             product = a @ b
             return {"out": product[:, :500] + collectives.waited(begun)}
 
-        return capture(step, {"a": ("input", a), "b": ("input", b)}, groups={group: ("shard", (0, 1))})
+        return capture(
+            step,
+            {"a": ("input", a), "b": ("input", b)},
+            groups={group: CollectiveGroup(group, "shard", (0, 1))},
+        )
 
 
 def test_a_collective_runs_beside_what_does_not_wait_for_it() -> None:

@@ -27,6 +27,7 @@ from hyper_parallel.graph import (
     repeatable,
     validate,
 )
+from hyper_parallel.graph.suspension import HostPoint
 
 Instruction = tuple[str, int, int]
 Tensors = dict[str, torch.Tensor]
@@ -69,7 +70,7 @@ def _run(trace: list[Instruction], turn: int, tensors: Tensors, ask: bool) -> Te
         with phase("backward" if at >= turn else "forward"):
             if name == "host":
                 if ask:
-                    host("look", [pool[i % len(pool)].sum()])
+                    host(HostPoint.LOOK, [pool[i % len(pool)].sum()])
                 continue
             pool += OPERATORS[name](pool[i % len(pool)], pool[j % len(pool)])
     return {f"out {at}": tensor for at, tensor in enumerate(pool[2:]) if at % 3 == 0}

@@ -14,7 +14,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.shard import ShardedModel, parallelize
 from hyper_parallel.shard.loss import valid_tokens
-from hyper_parallel.shard.sharded_model import cut
+from hyper_parallel.shard.whole_tensors import cut
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.build import fill_model
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
@@ -118,7 +118,13 @@ def replayed(
         seen[rank] = {name: gradient.clone() for name, gradient in found.items()}
         for parameter in recipes[rank].handle.parameters():
             if parameter.name in found and parameter.name in one.gradients:
-                found[parameter.name].copy_(cut(one.gradients[parameter.name], parameter.layout, rank))
+                found[parameter.name].copy_(
+                    cut(
+                        one.gradients[parameter.name],
+                        parameter.layout,
+                        parameter.layout.mesh.coordinate(rank),
+                    )
+                )
         return None
 
     replay(steps, tensors, host)

@@ -16,7 +16,9 @@ from hyper_parallel.integration.batch_rows import positions_of, rows_of, shifted
 from hyper_parallel.integration.broadcast_values import as_on_rank_0
 from hyper_parallel.integration.parallel_run import ParallelRun
 from hyper_parallel.integration.streamed_sharding import parallelize_streamed
+from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
+from hyper_parallel.shard.context.plan import ContextPlan
 from hyper_parallel.strategy import Strategy
 
 IDS = torch.arange(3, 13).reshape(2, 5)
@@ -31,12 +33,12 @@ def alone() -> ShardedModel:
 class Dealt:
     """A handle whose axes divide lengths by four, and positions by two."""
 
-    length_multiple = 4
+    mesh = Mesh(("context", 2))
 
-    class mesh:
-        @staticmethod
-        def size(axis: str) -> int:
-            return 2 if axis == "context" else 1
+    class plan:
+        mesh = Mesh(("context", 2))
+        context = ContextPlan("ring", 2, 1, "", ())
+        sequence = False
 
 
 DEALT: Any = Dealt()

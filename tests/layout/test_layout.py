@@ -13,8 +13,8 @@ from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, p
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.layout.layout import chunk
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.process_groups import Groups
-from hyper_parallel.shard.sharded_model import cut
+from hyper_parallel.shard.process_mesh import ProcessMesh
+from hyper_parallel.shard.whole_tensors import cut
 from hyper_parallel.strategy import AXIS_NAMES, Strategy
 
 
@@ -74,13 +74,13 @@ def test_any_layout_can_be_made_from_any_other_by_intersecting_boxes(one: Layout
         coordinate = other.mesh.coordinate(rank)
         local = torch.full(other.local_shape(coordinate), -1)
         for source in range(one.mesh.world):
-            piece = cut(whole, one, source)
+            piece = cut(whole, one, one.mesh.coordinate(source))
             for mine in other.boxes(coordinate):
                 for theirs in one.boxes(one.mesh.coordinate(source)):
                     common = mine.intersect(theirs)
                     if common is not None:
                         local[common[0]] = piece[common[1]]
-        assert torch.equal(local, cut(whole, other, rank))
+        assert torch.equal(local, cut(whole, other, other.mesh.coordinate(rank)))
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -113,7 +113,7 @@ def test_moves_along_an_axis_are_each_others_inverse_and_transpose(order: tuple[
     mesh = Mesh.of(strategy)
     for length in (4, 5, 1):
         with simulated_ranks(4):
-            axis = Axis.of("tensor_x", mesh, Groups(mesh))
+            axis = ProcessMesh.of(mesh)["tensor_x"]
             whole = per_rank(lambda rank, n=length: torch.arange(3.0 * n).reshape(3, n) + 100 * rank)
             part = axis.split(whole, 1)
             for rank, tensor in each_rank(axis.gather(part, 1, length)).items():

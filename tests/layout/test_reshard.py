@@ -19,7 +19,7 @@ from hyper_parallel.layout import Fold, Layout, Mesh
 from hyper_parallel.layout.transfer import transfers
 from hyper_parallel.shard.dtensor_placements import layout_to_placements, placements_to_layout
 from hyper_parallel.shard.reshard import reshard
-from hyper_parallel.shard.sharded_model import cut
+from hyper_parallel.shard.whole_tensors import cut
 
 WORLD = 8
 MESHES = [
@@ -74,7 +74,7 @@ def _pieces(layout: Layout, whole: torch.Tensor) -> torch.Tensor:
         coordinate, part = layout.mesh.coordinate(rank), 0
         for axis in axes:
             part = part * layout.mesh.size(axis) + layout.mesh.index(axis, coordinate)
-        piece = cut(whole, layout, rank)
+        piece = cut(whole, layout, layout.mesh.coordinate(rank))
         return piece - sum(range(count)) if part == 0 else torch.full_like(piece, part)
 
     return per_rank(make)
@@ -102,7 +102,7 @@ def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
         for rank, piece in each_rank(moved).items():
             with one_device():
                 coordinate = target.mesh.coordinate(rank)
-                expected = cut(whole, target, rank)
+                expected = cut(whole, target, target.mesh.coordinate(rank))
                 if any(target.mesh.index(axis, coordinate) for axis in target.partial):
                     expected = torch.zeros_like(expected)
                 assert torch.equal(piece, expected)
@@ -130,7 +130,7 @@ def _moves(rank: int, world: int) -> torch.Tensor:
     target = Layout(MESHES[1], (7, 5), ((), ("f",)))
     whole = torch.arange(35.0, dtype=torch.float64).reshape(7, 5)
     moved = reshard(_pieces(source, whole), source, target)
-    assert torch.equal(moved, cut(whole, target, rank))
+    assert torch.equal(moved, cut(whole, target, target.mesh.coordinate(rank)))
     return moved
 
 

@@ -11,8 +11,8 @@ from harness import run_ranks
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.loss import cross_entropy_sum, valid_tokens
-from hyper_parallel.shard.mesh_axis import Axis, MeshAxes
-from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.mesh_axis import Axis
+from hyper_parallel.shard.process_mesh import ProcessMesh
 
 
 def _case(n: int, v: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +53,9 @@ def test_whole_logits(n: int, v: int, smoothing: float, z: float, seed: int) -> 
     torch.testing.assert_close(leaf.grad, gradient)
 
 
-def _split(axes: MeshAxes, name: str, logits: torch.Tensor, labels: torch.Tensor, smoothing: float, z: float):  # type: ignore[no-untyped-def]
+def _split(
+    axes: ProcessMesh, name: str, logits: torch.Tensor, labels: torch.Tensor, smoothing: float, z: float
+):  # type: ignore[no-untyped-def]
     """(total, this rank's gradient) with the vocabulary split over `name`, a leaf on each rank."""
     axis = axes[name]
     leaf = per_rank(lambda rank: logits[:, slice(*axis.interval(logits.size(1), rank))].clone())
@@ -77,7 +79,7 @@ def test_split_vocabulary(v: int, smoothing: float, z: float) -> None:
     expected, gradient = _reference(logits, labels, smoothing, z)
     mesh = Mesh(("tensor_x", 4))
     with simulated_ranks(4):
-        axes = MeshAxes(mesh, Groups(mesh))
+        axes = ProcessMesh.of(mesh)
         total, mine = _split(axes, "tensor_x", logits, labels, smoothing, z)
         with one_device():
             for rank, found in each_rank(total).items():
@@ -89,7 +91,7 @@ def test_split_vocabulary(v: int, smoothing: float, z: float) -> None:
 def _rank_split(rank: int, world: int, v: int) -> tuple[torch.Tensor, torch.Tensor]:
     logits, labels = _case(7, v)
     mesh = Mesh(("tensor_x", world))
-    total, gradient = _split(MeshAxes(mesh, Groups(mesh)), "tensor_x", logits, labels, 0.1, 1e-2)
+    total, gradient = _split(ProcessMesh.of(mesh), "tensor_x", logits, labels, 0.1, 1e-2)
     return total, gradient
 
 
@@ -108,7 +110,7 @@ def test_positions_split_over_another_axis() -> None:
     expected, gradient = _reference(logits, labels, 0.1, 1e-2)
     mesh = Mesh(("tensor_y", 2), ("tensor_x", 2))
     with simulated_ranks(4):
-        axes = MeshAxes(mesh, Groups(mesh))
+        axes = ProcessMesh.of(mesh)
         x, y = axes["tensor_x"], axes["tensor_y"]
 
         def span(axis: Axis, length: int, rank: int) -> slice:
@@ -156,7 +158,7 @@ def test_a_label_beyond_a_split_vocabulary_is_not_taken_for_a_right_one() -> Non
     labels[1] = 10
     mesh = Mesh(("tensor_x", 2))
     with simulated_ranks(2):
-        total, _ = _split(MeshAxes(mesh, Groups(mesh)), "tensor_x", logits, labels, 0.0, 0.0)
+        total, _ = _split(ProcessMesh.of(mesh), "tensor_x", logits, labels, 0.0, 0.0)
         with one_device():
             assert all(found.isnan() for found in each_rank(total).values())
     with pytest.raises((IndexError, RuntimeError)):

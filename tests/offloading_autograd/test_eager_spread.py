@@ -100,7 +100,7 @@ def _trained(model: nn.Module, adam: bool) -> Ran:
     rows = torch.arange(ROWS) + ROWS * handle.data_index
     for step in range(3 if adam else 2):
         for micro in range(MICRO):
-            held = [*model.parameters(), *model.buffers(), *handle.kept.contents.values()]
+            held = [*model.parameters(), *model.buffers(), *handle.gathers.contents.values()]
             held += [p.grad for p in model.parameters() if p.grad is not None]
             held += [x for state in optimizer.state.values() for x in state.values()]
             with (

@@ -16,15 +16,15 @@ from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.strategy import Strategy
 
 
 def _axes(strategy: Strategy, name: str, cluster: Cluster) -> tuple[Axis, Axis]:
     """The axis level by level, and flat."""
     mesh = Mesh.of(strategy)
-    levelled = Axis.of(name, mesh, Groups(mesh, cluster))
-    flat = Axis.of(name, mesh, Groups(mesh))
+    levelled = ProcessMesh.of(mesh, cluster)[name]
+    flat = ProcessMesh.of(mesh)[name]
     assert levelled.levels is not None
     assert flat.levels is None
     return levelled, flat
@@ -103,12 +103,12 @@ def test_real_ranks_find_what_flat_collectives_give() -> None:
 def test_levels_that_differ_from_rank_to_rank_are_not_used() -> None:
     with simulated_ranks(6):
         mesh = Mesh.of(Strategy(axes={"shard": 6}))
-        assert Groups(mesh, Cluster(4)).levels("shard") is None
-        assert Groups(mesh, Cluster(6)).levels("shard") is None
+        assert ProcessMesh.of(mesh, Cluster(4))["shard"].levels is None
+        assert ProcessMesh.of(mesh, Cluster(6))["shard"].levels is None
     with simulated_ranks(12):
         # Of the groups 0–3, 4–7, 8–11 on nodes of 6 the second alone spans two.
         mesh = Mesh.of(Strategy(axes={"shard": 3, "tensor": 4}))
-        assert Groups(mesh, Cluster(6)).levels("tensor_x") is None
+        assert ProcessMesh.of(mesh, Cluster(6))["tensor_x"].levels is None
 
 
 @settings(max_examples=20, deadline=None)

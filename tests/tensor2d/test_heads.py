@@ -7,8 +7,7 @@ import torch
 
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
-from hyper_parallel.shard.mesh_axis import MeshAxes
-from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.shard.tensor2d.heads import ScatterHeads
 from hyper_parallel.shard.tensor2d.types import part_of_x, with_digits
 
@@ -34,7 +33,7 @@ def test_heads_reach_the_ranks_that_attend_with_them(
         # Without 2D a mesh has no digits, and one row of ranks is all that this needs.
         folds = dict(with_digits(Mesh(("tensor_y", 2), ("tensor_x", x))).folds)
         mesh = Mesh(("tensor_y", 1), ("tensor_x", x), folds=folds)
-        axes = MeshAxes(mesh, Groups(mesh))
+        axes = ProcessMesh.of(mesh)
         name = part_of_x(mesh, sharing, 1) if sharing > 1 else "none"
         scatter = ScatterHeads(axes["tensor_x"], tuple(features), shared, axes[name], size)
         partial = per_rank(lambda rank: whole * (rank + 1) / 10).requires_grad_()  # weights that sum to 1

@@ -14,8 +14,7 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import Mesh
-from hyper_parallel.shard.mesh_axis import MeshAxes
-from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.shard.tensor2d.norm import distributed_norm, formula_of
 
 NORMS = {
@@ -82,7 +81,7 @@ def test_gradients_of_a_quarter_of_the_features(name: str) -> None:
     own = {key: p.detach().clone() for key, p in module._parameters.items() if p is not None}
     with simulated_ranks(4):
         mesh = Mesh(("tensor_x", 4))
-        axes = MeshAxes(mesh, Groups(mesh))
+        axes = ProcessMesh.of(mesh)
 
         def part(full: torch.Tensor) -> torch.Tensor:
             return per_rank(lambda rank: full[..., rank * 4 : rank * 4 + 4].clone())

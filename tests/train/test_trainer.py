@@ -19,7 +19,7 @@ from hyper_parallel.checkpoint.lock import open_folder
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
-from hyper_parallel.train import Summary, Trainer, register_tracker, trainer
+from hyper_parallel.train import Summary, Trainer, register_tracker, run_parts
 from hyper_parallel.train.save_interval import SaveInterval
 from hyper_parallel.train.trackers import RunInfo
 
@@ -149,7 +149,9 @@ def test_a_checkpoint_is_due_after_a_length_of_time(
 ) -> None:
     # A clock that goes on by a second with each look: one a step, and one a save.
     seconds = itertools.count()
-    monkeypatch.setattr(trainer, "SaveInterval", functools.partial(SaveInterval, clock=lambda: next(seconds)))
+    monkeypatch.setattr(
+        run_parts, "SaveInterval", functools.partial(SaveInterval, clock=lambda: next(seconds))
+    )
     train = {"steps": 6, "batch": 8, "engine": engine, "sample": {"tokens": 0}}
     config = run_config(folder, f"timed-{engine}", checkpoint={"every": "2s", "keep": 9}, train=train)
     run(config)

@@ -23,10 +23,9 @@ from hyper_parallel.compat.fake_process_group import fake_mode, make_fake
 from hyper_parallel.compat.storage_tracker import Kind, Storages
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.resident_memory import count_micro_batches
+from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.shard import ShardedModel, sharded
-from hyper_parallel.shard.experts.even_load import assume_even_load
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.mesh_axis import MeshAxes
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.step.optimizer import build_optimizer
 
@@ -69,7 +68,7 @@ def measure(model: nn.Module, config: RunConfig, rows: int) -> Measured:
     mode = fake_mode()
     make_fake(model, mode)
     model.train()
-    with mode, documents_known(several=False), assume_even_load():
+    with mode, StepContext(even_load=1.0).installed(), documents_known(several=False):
         with counting() as calls:
             measured = _memory(model, handle, config, rows, patterns)
         # With all of ZeRO a micro-batch sends what it sends, whatever came before it.
@@ -214,7 +213,6 @@ class AxisNames:
     def __init__(self, handle: ShardedModel) -> None:
         self._handle = handle
         mesh, axes = handle.mesh, handle.axes
-        assert isinstance(axes, MeshAxes)
         strategy = handle.strategy
         self._cluster = Cluster.of(strategy) if strategy.placement.given else None
         names = [
@@ -227,7 +225,7 @@ class AxisNames:
         self._groups: dict[tuple[int, ...], str] = {}
         for name in names:
             if mesh.size(name) > 1:
-                mine = next(ranks for ranks in mesh.groups(name) if handle.rank in ranks)
+                mine = next(ranks for ranks in axes.devices.groups(name) if axes.rank in ranks)
                 self._groups.setdefault(mine, name)
         for name in (mesh.storage, mesh.tensor):
             axes[name]  # FSDP2's groups are those of the storage's axes

@@ -22,8 +22,8 @@ from hyper_parallel.estimate.resident_memory import count_micro_batches
 from hyper_parallel.graph import Pass, StepGraph
 from hyper_parallel.graph.lower import Lowered, lowered
 from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
+from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.shard import parallelize, sharded
-from hyper_parallel.shard.experts.even_load import assume_even_load
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.engine import check_length
@@ -115,7 +115,7 @@ def captured_step(
         shape = BatchShape(
             ((micro_batch(config), config.data.sequence),) * micro_batches, (False,) * micro_batches
         )
-        with assume_even_load(load_of(strategy)):
+        with StepContext(even_load=load_of(strategy)).installed():
             step = capture_step(Recipe.of(config, model), shape)
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
         if any(one.provides & ACROSS_LAYERS for one in passes):

@@ -60,7 +60,7 @@ class Gathered:
 
 def resident_bytes_of(handle: ShardedModel, config: RunConfig, rank: int) -> dict[str, ResidentBytes]:
     """By parameter name, what `rank` keeps of a model that was parallelized on the meta device."""
-    strategy, coordinate = handle.strategy, handle.mesh.coordinate(rank)
+    strategy, coordinate = handle.strategy, handle.axes.devices.coordinate(rank)
     state = _optimizer_bytes(handle, config)
     micro_batches = count_micro_batches(config)
     stored, reduce = dtype(strategy.precision.param), dtype(strategy.precision.reduce)

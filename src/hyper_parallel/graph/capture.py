@@ -15,6 +15,7 @@ import bisect
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from hyper_parallel.graph.capture_errors import explained
 from hyper_parallel.graph.dead_code import trim
 from hyper_parallel.graph.dynamic_sizes import Sizes
 from hyper_parallel.graph.guards import Questions
-from hyper_parallel.graph.ir import Input, Kind, StepGraph, Storage, Value
-from hyper_parallel.graph.phase import current_phase
+from hyper_parallel.graph.ir import CollectiveGroup, GivenTensor, Input, Kind, StepGraph, Storage, Value
 from hyper_parallel.graph.random_state import followed
+from hyper_parallel.graph.step_context import current_step
 
 _ATTRIBUTE = "_hyper_parallel_node"
 _QUESTIONS = frozenset(
@@ -55,18 +56,18 @@ _SHOWN = frozenset(
 
 def capture(
     step: Callable[[], Mapping[str, torch.Tensor]],
-    tensors: Mapping[str, tuple[Kind, torch.Tensor]],
+    tensors: Mapping[str, GivenTensor],
     modules: nn.Module | None = None,
     gradients: Callable[[], Mapping[str, torch.Tensor]] | None = None,
-    groups: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+    groups: Mapping[str, CollectiveGroup] | None = None,
     questions: Questions | None = None,
 ) -> StepGraph:
     """What `step` computes, as a graph. To be called inside the fake mode that its tensors belong to.
 
     `tensors`: every tensor that the step reads from outside, by name and kind; `step` finds them where it expects
     them, in modules for example. What it returns are the outputs. `modules`: the model whose modules' names the nodes
-    are given. `gradients`: called after the step, the gradient of each parameter by its name. `groups`: the axis and
-    the ranks of each process group, by its name, so that collectives can be asked for them (`groups.group_of`).
+    are given. `gradients`: called after the step, the gradient of each parameter by its name. `groups`: the process
+    groups by name, so that collectives can be asked for their axis and ranks (`collective_groups.group_of`).
     `questions`: answers what the step asks of its inputs' values.
 
     Raises CaptureError, which names the line and the operator, when the step reads a tensor that it was not told of, or
@@ -77,7 +78,8 @@ def capture(
         recorder.give(name, kind, tensor)
     device = next((tensor.device for _, tensor in tensors.values()), torch.device("cpu"))
     try:
-        with recorder.following(), recorder.sizes.told(), followed(device), recorder, _NothingShown():
+        context = replace(current_step(), even_sizes=recorder.sizes.even)
+        with recorder.following(), context.installed(), followed(device), recorder, _NothingShown():
             returned = dict(step())
     except CaptureError as error:
         raise recorder.explained(error) from error
@@ -223,7 +225,7 @@ class _Recorder(TorchDispatchMode):
         if backward is not None and not self._modules:
             at = bisect.bisect_right(self._sequences, backward) - 1
             module = self._at_sequence[at] if at >= 0 and backward < next_sequence() else ""
-        return {"phase": current_phase(), "module": module, "recomputed": recomputed}
+        return {"phase": current_step().phase, "module": module, "recomputed": recomputed}
 
     def _argument(self, arg: Any, func: Any) -> Any:
         if isinstance(arg, torch.Tensor):

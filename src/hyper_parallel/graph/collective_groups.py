@@ -1,33 +1,20 @@
 """Process groups of a graph's collectives: their ranks and mesh axis.
 
 A graph names a group as the runtime does, which says nothing to a reader. `capture` takes no Strategy, so whoever made
-the groups tells it which name means what (`ShardedModel.process_groups`).
+the groups tells it which name means what (`shard.process_mesh.ProcessMesh.process_groups`).
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph.ir import StepGraph
+from hyper_parallel.graph.ir import CollectiveGroup, StepGraph
 
 _ARGUMENT = "group_name"
-
-
-@dataclass(frozen=True)
-class CollectiveGroup:
-    """Ranks that a collective joins."""
-
-    name: str
-    """Of the process group, as the graph's nodes have it."""
-    axis: str
-    """Of the mesh: an axis, a joint such as ``shard*context``, or a fold such as ``expert``."""
-    ranks: tuple[int, ...]
-    """Global ranks in the group's order."""
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -57,8 +44,7 @@ def group_of(step: StepGraph, node: fx.Node) -> CollectiveGroup:
             f"the graph's {node.target} is over the process group {name!r}, of which the capture was not told "
             f"(told of: {told}); give `capture` the axis and the ranks of each group in `groups`"
         )
-    axis, ranks = found
-    return CollectiveGroup(name, axis, ranks)
+    return found
 
 
 def group_name(node: fx.Node) -> str:
@@ -71,7 +57,7 @@ def group_name(node: fx.Node) -> str:
 
 def ranks_of(step: StepGraph) -> list[int]:
     """The global ranks that the step's collectives join, ascending; rank 0 where there are none."""
-    return sorted({rank for _, members in step.groups.values() for rank in members} | {0})
+    return sorted({rank for group in step.groups.values() for rank in group.ranks} | {0})
 
 
 def _functional(node: fx.Node) -> bool:

@@ -9,13 +9,11 @@ memory is as large as a whole part, however it is made up, so that a bound on th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -25,11 +23,10 @@ from torch import fx
 from hyper_parallel.compat.symbolic_sizes import expression, floor_division, is_symbolic, not_negative
 from hyper_parallel.errors import BudgetError, CaptureError
 from hyper_parallel.graph.ir import Even, StepGraph
+from hyper_parallel.graph.step_context import current_step
 
 ROUNDING = 2.0**-20
 """A load is measured in fp32: so much more than was allowed may be taken for it."""
-
-_even: ContextVar[dict[Any, Even] | None] = ContextVar("even_sizes", default=None)
 
 
 class Sizes:
@@ -39,15 +36,7 @@ class Sizes:
         self._graph = graph
         self.nodes: dict[Any, fx.Node] = {}
         self.even: dict[Any, Even] = {}
-
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Inside, `expected` tells what these sizes are likely to be."""
-        token = _even.set(self.even)
-        try:
-            yield
-        finally:
-            _even.reset(token)
+        """What `expected` says of these sizes, while it is the record of the `StepContext`."""
 
     def bind(self, number: Any, node: fx.Node) -> None:
         """`node` computes `number`."""
@@ -103,7 +92,7 @@ def expected(numbers: Sequence[int], even: Sequence[int], scales: bool, most: in
     They may be taken for sizes of tensors from here on. `scales`: they grow with the popularity of this rank's experts.
     `most`: what all together are at most; left out, they are always as many as where rows spread evenly.
     """
-    known_even = _even.get()
+    known_even = current_step().even_sizes
     if known_even is None:
         return
     part = 1 + max((known.part for known in known_even.values()), default=-1)

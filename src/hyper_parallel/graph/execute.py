@@ -24,10 +24,10 @@ from hyper_parallel.graph.collective_groups import is_collective, is_wait
 from hyper_parallel.graph.host_update import OperatorCall, update
 from hyper_parallel.graph.ir import StepGraph, Value, values_of
 from hyper_parallel.graph.memory_effects import begun, touched
-from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.suspension import HOST, HostPoint
 from hyper_parallel.graph.tier_ops import OPERATORS
 
-Host = Callable[[str, Sequence[torch.Tensor]], torch.Tensor | None]
+Host = Callable[[HostPoint, Sequence[torch.Tensor]], torch.Tensor | None]
 """(point, values) to the answer, None where the graph wants none."""
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -60,7 +60,7 @@ class Executable:
             except StopIteration as stop:
                 return dict(zip(self.outputs, stop.value, strict=True))
             assert host is not None, f"the graph asks the host at {point!r}"
-            answer = host(point, values)
+            answer = host(HostPoint(point), values)
             del values
 
     def node_of(self, error: BaseException) -> fx.Node | None:
@@ -101,7 +101,7 @@ def executable(
     if step.balanced:
         raise CaptureError(
             "this graph takes tokens to spread evenly over the experts, and is right for costs only; capture the step "
-            "without `spread_evenly` to run it"
+            "without a `StepContext.even_load` to run it"
         )
     writer = _Writer(step, stamp, cache)
     source = writer.source()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -67,6 +67,25 @@ class Input:
     kind: Kind
 
 
+class GivenTensor(NamedTuple):
+    """A tensor that a step reads from outside, for its capture."""
+
+    kind: Kind
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Ranks that a collective joins."""
+
+    name: str
+    """Of the process group, as the graph's nodes have it."""
+    axis: str
+    """Of the mesh: an axis, a joint such as ``shard*context``, or a fold such as ``expert``."""
+    ranks: tuple[int, ...]
+    """Global ranks in the group's order."""
+
+
 @dataclass(frozen=True)
 class Even:
     """What a size that depends on the data is, where rows spread evenly."""
@@ -105,8 +124,8 @@ class StepGraph:
     """Symbol to what it is where tokens spread evenly, for `sizes.balanced_sizes`."""
     balanced: bool = False
     """The sizes are those of rows that spread evenly, whatever the data: right for costs, and never to be run."""
-    groups: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Name of a process group to its (axis, ranks); read by `groups.group_of`."""
+    groups: Mapping[str, CollectiveGroup] = field(default_factory=dict)
+    """The process groups by name; read by `collective_groups.group_of`."""
     slots: Mapping[int, Slot] = field(default_factory=dict)
     """The places that storages have in other tiers, by the numbers that cache operators name."""
 

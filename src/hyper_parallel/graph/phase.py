@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Literal
+
+from hyper_parallel.graph.step_context import current_step
 
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "clip", "optimizer")
 """In the order of the step."""
 
-_phase: ContextVar[Phase] = ContextVar("phase", default="forward")
 
-
-@contextlib.contextmanager
-def phase(name: Phase) -> Iterator[None]:
-    """What is computed in the block belongs to this phase."""
-    token = _phase.set(name)
-    try:
-        yield
-    finally:
-        _phase.reset(token)
-
-
-def current_phase() -> Phase:
-    """The phase at hand; "forward" where nobody said."""
-    return _phase.get()
+def phase(name: Phase) -> AbstractContextManager[None]:
+    """What is computed inside belongs to this phase."""
+    return replace(current_step(), phase=name).installed()

@@ -7,6 +7,7 @@ nobody to ask.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 import torch
 
@@ -30,13 +31,34 @@ def _fake(
 
 _library.impl("host", _nobody, "CompositeExplicitAutograd")
 _library.impl("host", _fake, "Meta")
+
+
+class HostPoint(StrEnum):
+    """Why a run stops and asks the host. A graph's node has the text; every host is given the member."""
+
+    LOAD = "load"
+    """The device has the backward pass to compute: the host loads the next batch and says what this rank has to say."""
+    CHECK = "check"
+    """The host is shown what the step came to, and may raise before anything is updated."""
+    ROWS = "rows"
+    """The host is shown the largest load of the experts of all ranks, and may raise before there is memory for it."""
+    LOOK = "look"
+    """The host is shown a tensor, and gives nothing."""
+    TURN = "turn"
+    """The forward pass is over: the host is shown what it gives, and answers with the gradient of the first of it."""
+    GRADIENT = "gradient"
+    """The host answers with the gradient of a further output."""
+    END = "end"
+    """The backward pass is over."""
+
+
 HOST = torch.ops.hyper_parallel.host.default
 torch.fx.node.has_side_effect(HOST)
 
 
 def host(
-    point: str, values: Sequence[torch.Tensor], count: int = 0, dtype: torch.dtype = torch.float32
+    point: HostPoint, values: Sequence[torch.Tensor], count: int = 0, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Ask the host: it is shown `values`, at least one, and gives [count] of `dtype` on their device."""
-    answer: torch.Tensor = HOST(point, list(values), count, dtype=dtype)
+    answer: torch.Tensor = HOST(point.value, list(values), count, dtype=dtype)
     return answer

@@ -22,6 +22,7 @@ from hyper_parallel.errors import IntegrationError
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.loss import IGNORED
 from hyper_parallel.shard.packed_documents import several_documents
+from hyper_parallel.shard.row_length import length_multiple
 
 _READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask"})
 _OF_DOCUMENTS = frozenset(
@@ -78,7 +79,7 @@ def rows_of(
         rest["position_ids"], positions = positions, None
     several = apart and positions is not None and several_documents(positions)
     rows = Rows(input_ids, shifted(inputs), positions, several, rest, input_ids.size(1))
-    return _lengthened(rows, pad, length or _up(input_ids.size(1), handle.length_multiple))
+    return _lengthened(rows, pad, length or _up(input_ids.size(1), length_multiple(handle.plan)))
 
 
 def shifted(inputs: Mapping[str, Any]) -> Tensor | None:

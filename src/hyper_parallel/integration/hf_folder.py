@@ -24,6 +24,7 @@ from hyper_parallel.integration.rank_agreement import ranks_of, together
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
 from hyper_parallel.shard.safetensors_folder import Folder
+from hyper_parallel.shard.whole_tensors import fill_piece
 from hyper_parallel.train.checkpoint_state import model_shards
 
 ADAPTERS = "adapter_model.safetensors"
@@ -133,7 +134,6 @@ def _name_dtype(config: Path, floating: set[torch.dtype]) -> None:
 
 
 def _read(handle: ShardedModel, folder: Path) -> None:
-    here = handle.mesh.coordinate(handle.rank)
     with Folder(folder) as files:
         for name, piece in model_shards(handle).items():
             found = files.find(name.removeprefix(MODEL), handle.model, piece.layout.shape)
@@ -142,15 +142,13 @@ def _read(handle: ShardedModel, folder: Path) -> None:
                     f"{folder}: no tensor {name.removeprefix(MODEL)!r}; the folder holds another model's weights"
                 )
             with present(piece.local, changed=True):
-                for box in piece.layout.boxes(here):
-                    piece.local[box.local_slices].copy_(found[box.global_slices])
+                fill_piece(piece.local, found, piece.layout, handle.coordinate)
 
 
 def _read_adapters(handle: ShardedModel, folder: Path) -> None:
     from safetensors.torch import load_file
 
     model: Any = handle.model
-    here = handle.mesh.coordinate(handle.rank)
     known = {p.name: p for p in handle.parameters()}
     for adapter in model.peft_config:
         path = folder / ADAPTERS if adapter == "default" else folder / adapter / ADAPTERS
@@ -165,8 +163,7 @@ def _read_adapters(handle: ShardedModel, folder: Path) -> None:
                     f"{path}: {name!r} has shape {list(whole.shape)}, the model needs {list(parameter.layout.shape)}"
                 )
             with present(parameter.local, changed=True):
-                for box in parameter.layout.boxes(here):
-                    parameter.local[box.local_slices].copy_(whole[box.global_slices])
+                fill_piece(parameter.local, whole, parameter.layout, handle.coordinate)
 
 
 def _name_in_model(name: str, adapter: str, known: Any) -> str:

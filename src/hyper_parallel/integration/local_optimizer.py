@@ -112,7 +112,8 @@ def on_local(optimizer: Optimizer, handle: ShardedModel) -> None:
     """
     inner, known = find_twins(optimizer)
     if known is not None:
-        assert known.handle is handle, "an optimizer is for one model"
+        if known.handle is not handle:
+            raise IntegrationError("this optimizer has another model's parameters; make one for each model")
         return
     named = {id(p.parameter): p for p in handle.parameters()}
     twins: list[Twin] = []

@@ -26,6 +26,7 @@ from hyper_parallel.offloading.autograd import Swap, offload
 from hyper_parallel.offloading.autograd.rank_agreement import agreed
 from hyper_parallel.offloading.tiers.host import available
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.row_length import length_multiple
 from hyper_parallel.strategy import Memory, Strategy
 from hyper_parallel.units import format_bytes
 
@@ -89,10 +90,9 @@ class Budget:
 
         A multiple of what the axes can divide.
         """
-        device = self._handle.parameters()[0].local.device
-        told = torch.tensor([longest], dtype=torch.int64, device=device)
+        told = torch.tensor([longest], dtype=torch.int64, device=self._handle.device)
         wanted = int(self._handle.all_reduce(told, self._handle.mesh.names, "max"))
-        found = length_of(wanted, self._lengths, self._handle.length_multiple)
+        found = length_of(wanted, self._lengths, length_multiple(self._handle.plan))
         if found not in self._lengths:
             self._lengths.append(found)
         return found

@@ -87,7 +87,7 @@ def restore(optimizer: Any, checkpoint: Checkpoint, saved: dict[str, Any]) -> No
         if not name.startswith(OPTIMIZER) or twin is None:
             continue
         layout = _layout(twin, None if tensor.shape == twin.layout.shape else tensor.shape)
-        shape = layout.local_shape(layout.mesh.coordinate(twins.handle.rank))
+        shape = layout.local_shape(twins.handle.coordinate)
         value = torch.zeros(shape, dtype=tensor.dtype, device=twin.tensor.device)
         pieces[name] = Piece(value, layout)
         state.setdefault(parameter, {})[key] = value

@@ -5,7 +5,8 @@
 
 from hyper_parallel.shard.load_weights import fill_weights, init_weights, load_weights
 from hyper_parallel.shard.parallelize import parallelize
-from hyper_parallel.shard.sharded_model import ShardedModel, ShardedParameter, sharded
+from hyper_parallel.shard.sharded_model import ShardedModel, sharded
+from hyper_parallel.shard.sharded_parameter import ShardedParameter
 
 __all__ = [
     "ShardedModel",

@@ -9,16 +9,15 @@ same mask again.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hyper_parallel.errors import HyperParallelError, StrategyError
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.context.position_split import PositionSplit
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.mesh_axis import Axis
@@ -42,27 +41,9 @@ class Draw:
     """int64[B]: the index in the step's global batch of each row at hand."""
 
 
-_draw: ContextVar[Draw | None] = ContextVar("draw", default=None)
-
-
-@contextlib.contextmanager
-def drawing(draw: Draw) -> Iterator[None]:
-    """Random numbers in the block are those of `draw`."""
-    token = _draw.set(draw)
-    try:
-        yield
-    finally:
-        _draw.reset(token)
-
-
-def draw_at_hand() -> Draw | None:
-    """What is being computed; None outside of `drawing`."""
-    return _draw.get()
-
-
-def current_draw(name: str) -> Draw:
-    """The draw at hand; refuses dropout outside of one, where it could not be reproduced."""
-    draw = _draw.get()
+def _current_draw(name: str) -> Draw:
+    """The draw of the step; refuses dropout without one, where it could not be reproduced."""
+    draw = current_step().draw
     if draw is None:
         raise HyperParallelError(
             f"{name!r} drops activations, and nothing says for which step and rows; compute the loss inside "
@@ -76,7 +57,7 @@ def _dropout(x: torch.Tensor, p: float, name: str, indices: dict[int, torch.Tens
 
     `indices` gives, for dims that are split, the int64 global indices of what is held; other dims are whole.
     """
-    draw = current_draw(name)
+    draw = _current_draw(name)
     if draw.rows.numel() != x.size(0):
         raise StrategyError(
             f"{name!r} drops activations of {x.size(0)} rows, but the batch has {draw.rows.numel()}: what is no row of "

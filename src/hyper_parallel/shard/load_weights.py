@@ -22,7 +22,9 @@ from hyper_parallel.errors import CheckpointError, StrategyError
 from hyper_parallel.shard.lora_adapters import initialise, name_in_base, without_adapters
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.safetensors_folder import Folder, Source
-from hyper_parallel.shard.sharded_model import ShardedModel, ShardedParameter, sharded
+from hyper_parallel.shard.sharded_model import ShardedModel, sharded
+from hyper_parallel.shard.sharded_parameter import ShardedParameter
+from hyper_parallel.shard.whole_tensors import fill_piece
 
 
 def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
@@ -118,8 +120,7 @@ def _fill(handle: ShardedModel, name: str, source: Source) -> None:
         return
     with filled(f"parameter.{name}", found.local), one_device():
         for rank, local in each_rank(found.local).items():
-            for box in found.layout.boxes(handle.mesh.coordinate(rank)):
-                local[box.local_slices].copy_(source[box.global_slices])
+            fill_piece(local, source, found.layout, handle.axes.devices.coordinate(rank))
 
 
 def _parameters(handle: ShardedModel) -> dict[str, ShardedParameter]:
@@ -224,7 +225,11 @@ def _run_initialisers(skeleton: nn.Module, path: str, module: nn.Module) -> None
         layer, _, adapter = path.rpartition(".")
         peft: Any = skeleton
         how = peft.peft_config[adapter].init_lora_weights
-        assert isinstance(module, nn.Linear)
+        if not isinstance(module, nn.Linear):
+            raise StrategyError(
+                f"{path!r} is a {type(module).__name__}; new adapters are drawn for linear layers only: load them, or "
+                "name other target_modules"
+            )
         initialise(skeleton.get_submodule(layer.rpartition(".")[0]), adapter, module, how)
         return
     around = [path]

@@ -21,49 +21,38 @@ shorter or empty. They are padded on the way, and only there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import int_on_rank, per_rank, per_rank_int
+from hyper_parallel.layout.device_group import DeviceGroup
 from hyper_parallel.layout.layout import chunk
-from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.link_levels import Levels
-from hyper_parallel.shard.process_groups import Groups
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis, a joint or a fold of axes, with its process group. `mesh` says which rank has which index."""
+    """An axis, a joint or a fold of axes, with its process group. `devices` says which rank has which index."""
 
     name: str
-    mesh: Mesh
+    devices: DeviceGroup
     group: str
     order: tuple[int, ...] | None = None
     """The index of each rank of the group, in order of rank; None when they are 0, 1, 2, …"""
     levels: Levels | None = None
     """How to run collectives level by level, where the axis spans link levels and the placement wants it."""
 
-    @classmethod
-    def of(cls, name: str, mesh: Mesh, groups: Groups | None) -> Axis:
-        """The axis `name`; without groups only an axis of degree 1 makes sense."""
-        if mesh.size(name) == 1:
-            return cls(name, mesh, "")
-        assert groups is not None, f"axis {name} needs process groups"
-        order = tuple(mesh.index(name, mesh.coordinate(rank)) for rank in mesh.groups(name)[0])
-        in_order = order == tuple(range(len(order)))
-        return cls(name, mesh, groups.name(name), None if in_order else order, groups.levels(name))
-
     @property
     def size(self) -> int:
         """The degree of the axis."""
-        return self.mesh.size(self.name)
+        return self.devices.mesh.size(self.name)
 
     def index(self, rank: int) -> int:
         """The index along the axis of a global rank."""
-        return self.mesh.index(self.name, self.mesh.coordinate(rank))
+        return self.devices.index(self.name, rank)
 
     def interval(self, length: int, rank: int) -> tuple[int, int]:
         """The half-open interval of a dim of `length` that a global rank holds."""
@@ -201,30 +190,6 @@ class Axis:
             lambda g: collectives.all_to_all(g, receive, send, self.group),
             x,
         )
-
-
-class MeshAxes(Mapping[str, Axis]):
-    """The axes of a mesh by name, joints and folds too. Looking one up the first time makes its process group, which
-    every rank must do in the same order: the engine does so while it parallelizes, never in a forward pass."""
-
-    def __init__(self, mesh: Mesh, groups: Groups | None) -> None:
-        self.mesh, self.groups = mesh, groups
-        self._made: dict[str, Axis] = {}
-
-    def __getitem__(self, name: str) -> Axis:
-        if name not in self._made:
-            self._made[name] = Axis.of(name, self.mesh, self.groups)
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.mesh.names)
-
-    def __len__(self) -> int:
-        return len(self.mesh.names)
-
-    def made(self) -> dict[str, Axis]:
-        """Every axis, joint and fold that has been looked up, by name."""
-        return dict(self._made)
 
 
 _Move = Callable[[torch.Tensor], torch.Tensor]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-_several: ContextVar[bool | None] = ContextVar("several_documents", default=None)
+from hyper_parallel.graph.step_context import current_step
 
 
 @contextlib.contextmanager
@@ -25,17 +25,11 @@ def documents_known(several: bool) -> Iterator[None]:
     masks.find_packed_sequence_indices = _documents if several else lambda position_ids: None
     # Transformers takes fake tensors for a compilation, in which it builds masks that a run does not.
     masks.is_tracing = lambda tensor=None: False
-    token = _several.set(several)
     try:
-        yield
+        with replace(current_step(), documents=several).installed():
+            yield
     finally:
-        _several.reset(token)
         masks.find_packed_sequence_indices, masks.is_tracing = asked
-
-
-def known_documents() -> bool | None:
-    """What `documents_known` said; None where nobody did, and the values are to be looked at."""
-    return _several.get()
 
 
 def several_documents(positions: Tensor) -> bool:

@@ -24,19 +24,19 @@ from hyper_parallel.shard.experts.token_layout import apply_experts_plan
 from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gathered
 from hyper_parallel.shard.functional_dropout import apply_functional_dropout
 from hyper_parallel.shard.loss.root import apply_loss
-from hyper_parallel.shard.mesh_axis import MeshAxes
 from hyper_parallel.shard.model_structure import layers_or_refuse, without_values
-from hyper_parallel.shard.parameter_access import Access, Accesses, Dtypes, apply_access
+from hyper_parallel.shard.parameter_access import Access, AccessedParameter, Dtypes, apply_access
 from hyper_parallel.shard.placement import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
-from hyper_parallel.shard.process_groups import Groups
+from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.shard.region_check import check_before_training, check_on_first_call
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.sharded_model import ShardedModel, attach, cut
+from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
 from hyper_parallel.shard.tensor_parallel import apply_boundaries, apply_edges
 from hyper_parallel.shard.vision_towers import apply_towers
+from hyper_parallel.shard.whole_tensors import cut
 from hyper_parallel.strategy import Strategy
 
 Lowering = Literal["fsdp", "traceable"]
@@ -67,11 +67,12 @@ def parallelize(
 
     Raises StrategyError when the strategy does not fit the model or the process group, or computes other gradients.
     """
-    if hasattr(model, "_hyper_parallel"):
+    if is_sharded(model):
         raise StrategyError(f"this {type(model).__name__} is parallelized already")
-    assert not any(is_per_rank(p) for p in model.parameters()), (
-        "build the model under one_device() when ranks are simulated"
-    )
+    if any(is_per_rank(p) for p in model.parameters()):
+        raise StrategyError(
+            "where ranks are simulated, build the model under compat.local_tensor.one_device()"
+        )
     plan = make_plan(model, strategy)
     mesh = plan.mesh
     if alone and mesh.world > 1:
@@ -79,11 +80,13 @@ def parallelize(
             f"alone=True computes on one device, but the strategy's axes multiply to {mesh.world}"
         )
     if like is not None:
-        assert like.mesh == mesh, f"{like.mesh} is not {mesh}"
-        groups = like.axes.groups
+        if like.mesh != mesh:
+            raise StrategyError(
+                f"`like` was parallelized over {like.mesh.axes}, and this strategy's axes are {mesh.axes}"
+            )
+        axes = like.axes
     else:
-        groups = None if alone else Groups.of(mesh, placed_on(strategy))
-    axes = MeshAxes(mesh, groups)
+        axes = ProcessMesh.of(mesh, placed_on(strategy), alone=alone)
     skeleton = copy.deepcopy(model) if any(p.is_meta for p in model.parameters()) else None
 
     # Everything that may be refused is, before the model is touched.
@@ -104,9 +107,10 @@ def parallelize(
     if recomputed is not None:
         apply_recompute(recomputed)
 
-    _store(model, plan, dtype(strategy.precision.param), None if gathers else groups)
-    if not gathers and groups is not None:
-        _fully_shard(model, plan, strategy, groups, dtypes)
+    fsdp2 = axes.connected and not gathers
+    _store(model, plan, dtype(strategy.precision.param), axes, fsdp2)
+    if fsdp2:
+        _fully_shard(model, plan, strategy, axes, dtypes)
     # Every rank makes the same groups now, not when a forward pass or a metric first needs one.
     for name in mesh.names:
         _ = axes[name]
@@ -120,7 +124,7 @@ def _apply(
     model: nn.Module,
     plan: Plan,
     strategy: Strategy,
-    axes: MeshAxes,
+    axes: ProcessMesh,
     dtypes: dict[str, torch.dtype],
     gathers: bool,
 ) -> Routing | None:
@@ -170,21 +174,21 @@ def _on_simulated_ranks(model: nn.Module, strategy: Strategy) -> nn.Module:
 def _apply_accesses(
     model: nn.Module,
     plan: Plan,
-    axes: MeshAxes,
+    axes: ProcessMesh,
     dtypes: dict[str, torch.dtype],
     reduce: torch.dtype,
     gathers: bool,
 ) -> None:
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     alone = plan.mesh.world == 1
-    by_group: dict[str, Accesses] = {}
+    by_group: dict[str, list[AccessedParameter]] = {}
     for name, module in model.named_modules():
         group = _group_of(name, plan, dtypes, root=is_transformers(model))
         for own, parameter in module._parameters.items():
             if parameter is not None and not (alone and parameter.dtype == dtypes[name]):
                 dtype_pair = Dtypes(dtypes[name], reduce)
                 access = Access(plan.parameters[known[id(parameter)]], axes, dtype_pair, gathers)
-                by_group.setdefault(group, []).append((module, own, access))
+                by_group.setdefault(group, []).append(AccessedParameter(module, own, access))
     for name, accesses in by_group.items():
         apply_access(model.get_submodule(name), accesses)
 
@@ -203,7 +207,7 @@ def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype], root: bool)
     return f"{plan.layers}.{index}"
 
 
-def _store(model: nn.Module, plan: Plan, stored: torch.dtype, fsdp2: Groups | None) -> None:
+def _store(model: nn.Module, plan: Plan, stored: torch.dtype, axes: ProcessMesh, fsdp2: bool) -> None:
     """Exchange every parameter for this rank's piece of it.
 
     With FSDP2 the storage axes are left to it. Where there is one tensor axis its piece is carried by a DTensor, so
@@ -213,12 +217,12 @@ def _store(model: nn.Module, plan: Plan, stored: torch.dtype, fsdp2: Groups | No
 
     def make(old: nn.Parameter) -> nn.Parameter:
         parameter = plan.parameters[names[id(old)]]
-        layout = parameter.layout if fsdp2 is None else parameter.computed
+        layout = parameter.computed if fsdp2 else parameter.layout
         if plan.mesh.world == 1:
             return old if old.dtype == stored else nn.Parameter(old.detach().to(stored), old.requires_grad)
-        local = per_rank(lambda rank: cut(old.detach().to(stored), layout, rank))
-        if fsdp2 is not None and fsdp2.carries_tensor and set(layout.split_axes) <= {"tensor_x"}:
-            local = _as_dtensor(local, layout, fsdp2.whole["tensor_x"])
+        local = per_rank(lambda rank: cut(old.detach().to(stored), layout, axes.devices.coordinate(rank)))
+        if fsdp2 and axes.carries_tensor and set(layout.split_axes) <= {"tensor_x"}:
+            local = _as_dtensor(local, layout, axes.whole["tensor_x"])
         return nn.Parameter(local, old.requires_grad)
 
     fsdp.replace_parameters(model, make)
@@ -234,7 +238,7 @@ def _as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTenso
 
 
 def _fully_shard(
-    model: nn.Module, plan: Plan, strategy: Strategy, groups: Groups, dtypes: dict[str, torch.dtype]
+    model: nn.Module, plan: Plan, strategy: Strategy, processes: ProcessMesh, dtypes: dict[str, torch.dtype]
 ) -> None:
     """FSDP2 over the data axes: a group for each layer, one for the rest, so that tied weights stay together.
 
@@ -249,10 +253,10 @@ def _fully_shard(
         # FSDP2 exchanges the parameters of what it has taken, so they are looked up anew.
         plans = {id(p): plan.parameters[name] for name, p in model.named_parameters()}
         axes = ("replicate", storage) if mesh.size("replicate") > 1 else (storage,)
-        levels = groups.levels(storage) if mesh.size(storage) > 1 else None
+        levels = processes[storage].levels
         fsdp.shard_module(
             module,
-            groups.device_mesh(*axes),
+            processes.device_mesh(*axes),
             compute=compute if compute != stored else None,
             reduce=reduce if reduce != compute else None,
             reshard_after_forward=reshard,

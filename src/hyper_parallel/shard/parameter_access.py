@@ -7,25 +7,25 @@ modules compute with the weights of those below them (Mamba's mixer with its con
 In the traceable lowering the chain is: cast to the compute dtype, gather over the storage axes (gradient: sum and
 scatter), over `replicate` (gradient: sum), over axes whose ranks contribute different terms (gradient: sum), and the
 choice of the rows that this rank's heads need. FSDP2 does the first two itself. What is gathered or summed once for
-several micro-batches, `current_gathers` says.
+several micro-batches, the step's context says (`StepContext.gathers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
 from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.mesh_axis import Axis, _Moved
 from hyper_parallel.shard.plan.types import ParameterPlan
-from hyper_parallel.shard.saved_gathers import current_gathers
+from hyper_parallel.shard.sharded_parameter import local_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Access:
     """The traceable lowering: gather over the storage axes and sum gradients over the data axes here."""
 
     def __call__(self, stored: torch.Tensor) -> torch.Tensor:
-        x = stored.to_local() if isinstance(stored, DTensor) else stored
+        x = local_of(stored)
         x = self._over_data(x) if self.gathers else x.to(self.dtypes.compute)
         for axis in self.plan.summed:
             x = self.axes[axis].copy(x)
@@ -69,11 +69,13 @@ class Access:
         whole, found = self.plan.computed, self.plan.storage_dim
         splits, dim = found is not None and storage.size > 1, found or 0
         length = (
-            per_rank_int(lambda rank: whole.local_shape(whole.mesh.coordinate(rank))[dim]) if splits else 0
+            per_rank_int(lambda rank: whole.local_shape(storage.devices.coordinate(rank))[dim])
+            if splits
+            else 0
         )
 
         # Asked now: a backward pass may run in a thread of its own.
-        between, key = current_gathers(), id(self)
+        between, key = current_step().gathers, id(self)
 
         def made(x: torch.Tensor) -> torch.Tensor:
             x = x.to(self.dtypes.compute)
@@ -96,11 +98,16 @@ class Access:
         return _Moved.apply(x, forward, backward)  # type: ignore[no-any-return]
 
 
-Accesses = list[tuple[nn.Module, str, Access]]
-"""(owner, the parameter's name in it, what is made of it)."""
+class AccessedParameter(NamedTuple):
+    """A parameter where its owner has it, and what is made of it."""
+
+    owner: nn.Module
+    own: str
+    """Its name in the owner."""
+    access: Access
 
 
-def apply_access(module: nn.Module, accesses: Accesses) -> None:
+def apply_access(module: nn.Module, accesses: Sequence[AccessedParameter]) -> None:
     """Exchange the parameters named in `accesses`, of the module or of any below it, while its forward runs.
 
     One that several modules share is made ready once.

@@ -13,15 +13,39 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextvars import ContextVar
+from enum import StrEnum
+from typing import NamedTuple
 
 from torch import Tensor
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.strategy.memory import ShardLevel
 
-Item = tuple[str, Hashable]
-"""`weight` or `gradient`, and whose it is."""
+
+class SavedKind(StrEnum):
+    """What a pass of a micro-batch leaves for later ones."""
+
+    WEIGHT = "weight"
+    """A gathered weight."""
+    GRADIENT = "gradient"
+    """A sum of gradients that is not reduced yet."""
+    COUNT = "count"
+    """Rows that each expert of a module got (`shard.experts.load_balancing`)."""
+
+
+class SavedItem(NamedTuple):
+    """What is saved, and of whom."""
+
+    kind: SavedKind
+    owner: Hashable
+
+
+class MicroBatchPosition(NamedTuple):
+    """Where in its step a micro-batch is, as far as saving is concerned."""
+
+    level: ShardLevel
+    last: bool
+    """It is the step's last, in which all that was kept is reduced."""
 
 
 class SavedGathers:
@@ -30,8 +54,8 @@ class SavedGathers:
     def __init__(self) -> None:
         self._weights: dict[Hashable, Tensor] = {}
         self._gradients: dict[Hashable, Tensor] = {}
-        self._level: ShardLevel = "parameters"
-        self._last = True
+        self.position = MicroBatchPosition("parameters", last=True)
+        """Of the micro-batch that is being computed."""
 
     @contextlib.contextmanager
     def micro_batch(self, level: ShardLevel, *, last: bool) -> Iterator[None]:
@@ -39,8 +63,7 @@ class SavedGathers:
 
         Raises StrategyError when a gradient was kept for the last one, which then did not use its parameter.
         """
-        self._level, self._last = level, last
-        token = _current.set(self)
+        self.position = MicroBatchPosition(level, last)
         left = True
         try:
             yield
@@ -52,42 +75,32 @@ class SavedGathers:
                     "'replicate' axis, or leave train.micro_batch out"
                 )
         finally:
-            _current.reset(token)
             if left:
                 self._weights.clear()
                 self._gradients.clear()
 
     @property
-    def at_hand(self) -> tuple[ShardLevel, bool]:
-        """The level, and whether this is the step's last micro-batch."""
-        return self._level, self._last
-
-    @property
-    def contents(self) -> dict[Item, Tensor]:
+    def contents(self) -> dict[SavedItem, Tensor]:
         """All that is kept now."""
-        weights: dict[Item, Tensor] = {("weight", key): tensor for key, tensor in self._weights.items()}
-        return weights | {("gradient", key): tensor for key, tensor in self._gradients.items()}
+        weights = {SavedItem(SavedKind.WEIGHT, key): tensor for key, tensor in self._weights.items()}
+        sums = {SavedItem(SavedKind.GRADIENT, key): tensor for key, tensor in self._gradients.items()}
+        return weights | sums
 
-    def replace(self, contents: Mapping[Item, Tensor]) -> None:
+    def replace(self, contents: Mapping[SavedItem, Tensor]) -> None:
         """Keep these, and nothing else."""
-        self._weights = {key: tensor for (what, key), tensor in contents.items() if what == "weight"}
-        self._gradients = {key: tensor for (what, key), tensor in contents.items() if what == "gradient"}
+        self._weights = {key: x for (kind, key), x in contents.items() if kind == SavedKind.WEIGHT}
+        self._gradients = {key: x for (kind, key), x in contents.items() if kind == SavedKind.GRADIENT}
 
-    @contextlib.contextmanager
-    def stand_in(self, contents: Mapping[Item, Tensor]) -> Iterator[SavedGathers]:
-        """Inside, the micro-batch at hand keeps in another one, which begins with `contents`: while it is captured."""
+    def holding(self, contents: Mapping[SavedItem, Tensor]) -> SavedGathers:
+        """Another one for the same micro-batch, which begins with `contents`: for its capture."""
         other = SavedGathers()
-        other._level, other._last = self.at_hand
+        other.position = self.position
         other.replace(contents)
-        token = _current.set(other)
-        try:
-            yield other
-        finally:
-            _current.reset(token)
+        return other
 
     def weight(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """What `make` gives, made once a step where the level keeps weights. Without autograd."""
-        if self._level == "parameters":
+        if self.position.level == "parameters":
             return make()
         if key not in self._weights:
             self._weights[key] = make()
@@ -96,7 +109,7 @@ class SavedGathers:
 
     def whole(self, key: Hashable, gradient: Tensor) -> Tensor | None:
         """The sum over the micro-batches of a gradient before it is scattered; None while it is kept."""
-        return self._summed(key, gradient) if self._level == "optimizer" else gradient
+        return self._summed(key, gradient) if self.position.level == "optimizer" else gradient
 
     def shards(self, key: Hashable, gradient: Tensor) -> Tensor | None:
         """The sum over the micro-batches of a gradient before it is summed over copies; None while it is kept."""
@@ -106,15 +119,7 @@ class SavedGathers:
         before = self._gradients.pop(key, None)
         # Not in place: autograd may have given one tensor to two parameters.
         total = gradient if before is None else before + gradient
-        if self._last:
+        if self.position.last:
             return total
         self._gradients[key] = total
         return None
-
-
-_current: ContextVar[SavedGathers | None] = ContextVar("kept", default=None)
-
-
-def current_gathers() -> SavedGathers | None:
-    """That of the micro-batch at hand; None outside of one, where nothing is kept."""
-    return _current.get()

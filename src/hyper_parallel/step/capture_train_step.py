@@ -6,7 +6,7 @@ It is the eager step (`step`) with what the host decides put into tensors:
 - the host is asked twice: at "load" for what this rank says, when the device has been given the backward pass, and at
   "check" it is shown what the step came to, and may raise before anything is updated;
 - under a memory budget it is asked once more for each exchange of experts' rows: at "rows" it is shown the largest load
-  of all ranks (`shard.experts.load_report`), and may raise before there is memory for the rows;
+  of all ranks (`StepContext.report_load`), and may raise before there is memory for the rows;
 - clipping multiplies by min(1, clip / norm) always, which is by 1 where eager does not clip.
 
 Gradients are added up as they come, each into the first one of its parameter.
@@ -14,8 +14,7 @@ Gradients are added up as they come, each into the first one of its parameter.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,12 +23,14 @@ from torch import Tensor, nn
 from hyper_parallel.compat.fake_process_group import faked
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph import Kind, StepGraph, capture, host, phase, rewritten
+from hyper_parallel.graph import StepGraph, capture, host, phase, rewritten
 from hyper_parallel.graph.gradient_layout import owned
-from hyper_parallel.offloading.runtime.expert_overflow import loads_shown
+from hyper_parallel.graph.ir import GivenTensor
+from hyper_parallel.graph.module_state import module_state
+from hyper_parallel.graph.step_context import current_step
+from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.offloading.runtime.expert_overflow import load_shown
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.activation_checkpointing import left_to_the_graph
-from hyper_parallel.shard.experts.even_load import even_load
 from hyper_parallel.shard.experts.load_balancing import update_biases
 from hyper_parallel.shard.graph_passes import recompute_pass
 from hyper_parallel.shard.loss import causal_lm_loss
@@ -72,8 +73,8 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
     """The graph of one rank's step. The model was parallelized in the traceable lowering; it may be on the meta device.
 
     The inputs are named ``parameter.<name>``, ``buffer.<name>``, the names of the optimizer's tensors, and those of
-    `batch_inputs`. It is written for any routing of tokens to experts; under `shard.experts.even_load.assume_even_load`
-    for one that spreads evenly, which is quick for any number of experts, right for costs, and refused by
+    `batch_inputs`. It is written for any routing of tokens to experts; under a `StepContext.even_load` for one
+    that spreads evenly, which is quick for any number of experts, right for costs, and refused by
     `graph.executable`. Raises CaptureError where the step cannot be followed.
     """
     mode = fake_mode_with_symbols()
@@ -90,16 +91,19 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
         tensors = {
             **state(handle, optimizer),
             **{
-                name: ("input", tensor)
+                name: GivenTensor("input", tensor)
                 for name, tensor in batch_inputs(micro, step, tokens, lr_scale).items()
             },
         }
+        # Where a budget is to be kept, the host is shown how uneven the rows of each exchange are.
+        report = load_shown(handle) if handle.strategy.memory.device is not None else None
+        context = replace(current_step(), recompute_in_graph=True, report_load=report)
         try:
-            with mode, left_to_the_graph(), _told_loads(handle):
+            with mode, context.installed():
                 found = capture(body, tensors, model, lambda: body.gradients)
                 # Asked for now: the step has made those that it was the first to need.
-                found.groups = handle.process_groups()
-                found.balanced = even_load() is not None and bool(handle.plan.experts)
+                found.groups = handle.axes.process_groups()
+                found.balanced = context.even_load is not None and bool(handle.plan.experts)
         finally:
             body.forget()
     if handle.strategy.memory.recompute != "layer":
@@ -107,16 +111,6 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
     name, modules = layers_or_refuse(model, "memory.recompute: layer")
     again = [f"{name}.{index}" for index in range(len(modules))]
     return rewritten(found, [recompute_pass(again, alone=handle.strategy.axes.world == 1)])
-
-
-@contextlib.contextmanager
-def _told_loads(handle: ShardedModel) -> Iterator[None]:
-    """Inside, where a budget is to be kept, the host is shown how uneven the rows of each exchange are."""
-    if handle.strategy.memory.device is None:
-        yield
-        return
-    with loads_shown(handle):
-        yield
 
 
 def _capturable(optimizer: Optimizer) -> Optimizer:
@@ -129,18 +123,10 @@ def _capturable(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def state(handle: ShardedModel, optimizer: Optimizer) -> dict[str, tuple[Kind, Tensor]]:
+def state(handle: ShardedModel, optimizer: Optimizer) -> dict[str, GivenTensor]:
     """Everything that lives across steps, by the names of the graph's inputs."""
-    parameters: dict[str, tuple[Kind, Tensor]] = {
-        f"parameter.{p.name}": ("parameter", p.parameter) for p in handle.parameters()
-    }
-    buffers: dict[str, tuple[Kind, Tensor]] = {
-        f"buffer.{name}": ("buffer", tensor) for name, tensor in handle.model.named_buffers()
-    }
-    moments: dict[str, tuple[Kind, Tensor]] = {
-        name: ("optimizer", tensor) for name, tensor in optimizer.tensors().items()
-    }
-    return {**parameters, **buffers, **moments}
+    moments = {name: GivenTensor("optimizer", tensor) for name, tensor in optimizer.tensors().items()}
+    return {**module_state(handle.model), **moments}
 
 
 def batch_inputs(
@@ -194,9 +180,9 @@ class _Body:
             parameter.grad = gradient
         with phase("clip"):
             norm = handle.grad_norm()
-            said = host("load", [total], CONTROL_VECTOR)
+            said = host(HostPoint.LOAD, [total], CONTROL_VECTOR)
             values, loads = recipe.summed(total, norm, self._tokens, said)
-            host("check", [values, loads])
+            host(HostPoint.CHECK, [values, loads])
             if recipe.clip is not None:
                 self._clip(norm, recipe.clip)
         with phase("optimizer"):

@@ -12,7 +12,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TextData
 from hyper_parallel.errors import BudgetError, StrategyError
 from hyper_parallel.overlap.collective_order import APART, DIGEST, order_digest
-from hyper_parallel.shard import ShardedModel, parallelize, sharded
+from hyper_parallel.shard import ShardedModel, parallelize, row_length, sharded
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.capture_train_step import BatchShape
@@ -121,6 +121,6 @@ def _tried(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> tup
 def check_length(handle: ShardedModel, config: RunConfig) -> None:
     """Raise StrategyError when rows of the run's length cannot be split as its strategy wants."""
     try:
-        handle.check_length(config.data.sequence)
+        row_length.check_length(handle.plan, config.data.sequence)
     except StrategyError as error:
         raise StrategyError(f"data.sequence: {error}") from None

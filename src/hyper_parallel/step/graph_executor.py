@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.errors import BudgetError, HyperParallelError
+from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.launch import logs
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.stop import Requests
@@ -33,7 +34,7 @@ from hyper_parallel.step.nonfinite import gradients_counted
 from hyper_parallel.step.nonfinite_report import non_finite
 from hyper_parallel.step.out_of_memory import post_mortem
 from hyper_parallel.step.profiling import Profiling
-from hyper_parallel.step.recipe import Recipe, StepResult
+from hyper_parallel.step.recipe import Recipe, StepResult, StepSums
 from hyper_parallel.step.replan import Replanning
 from hyper_parallel.step.train_step import Stepper, accumulate, control_values_of
 
@@ -226,16 +227,16 @@ class _Host:
         self._load_next, self._requests, self._memory = load_next, requests, memory
         self.following: StepBatch | None = None
 
-    def __call__(self, point: str, values: Sequence[Tensor]) -> Tensor | None:
-        if point == "load":
+    def __call__(self, point: HostPoint, values: Sequence[Tensor]) -> Tensor | None:
+        if point is HostPoint.LOAD:
             return self._load(values[0].device)
-        if point == "rows":
+        if point is HostPoint.ROWS:
             check_load(values[0].item(), self._planned)
             return None
-        assert point == "check", point
+        assert point is HostPoint.CHECK, point
         summed, loads = values
         self.result = self._recipe.result(summed, loads, self._batch)
-        self.tokens = summed[1]
+        self.tokens = StepSums.next_tokens(summed)
         if not (self.result.finite and self._update):
             raise _NoUpdate
         return None

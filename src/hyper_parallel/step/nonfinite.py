@@ -13,13 +13,11 @@ from torch import Tensor, fx
 
 from hyper_parallel.graph import StepGraph, executable, values_of
 from hyper_parallel.graph.memory_effects import touched
-from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.suspension import HOST, HostPoint
 from hyper_parallel.graph.tier_ops import is_cache
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.step.nonfinite_report import counted
 from hyper_parallel.step.recipe import CONTROL_VECTOR
-
-_LOOK = "gradient "
 
 
 def gradients_counted(
@@ -30,19 +28,21 @@ def gradients_counted(
     `state` of what the step is `given` was not changed since the step began, and rests where it wants it afterwards.
     """
     found: dict[str, Tensor] = {}
+    looked, names = looking(step)
+    left = iter(names)
 
-    def host(point: str, values: Sequence[Tensor]) -> Tensor | None:
-        if point == "load":
+    def host(point: HostPoint, values: Sequence[Tensor]) -> Tensor | None:
+        if point is HostPoint.LOAD:
             return torch.zeros(CONTROL_VECTOR, device=values[0].device)
-        if point == "check":
+        if point is HostPoint.CHECK:
             raise _Seen
-        if point.startswith(_LOOK):
-            found[point.removeprefix(_LOOK)] = counted(values[0])
+        if point is HostPoint.LOOK:
+            found[next(left)] = counted(values[0])
         return None
 
     runtime.stopped(state)
     try:
-        executable(looking(step), cache=runtime).run(given, host)
+        executable(looked, cache=runtime).run(given, host)
     except _Seen:
         runtime.stopped(state)
     return found
@@ -52,13 +52,15 @@ class _Seen(Exception):
     """Ends the second run of a step."""
 
 
-def looking(step: StepGraph) -> StepGraph:
-    """The step with a point for each gradient at which the host is shown it, before the host is shown the norm."""
+def looking(step: StepGraph) -> tuple[StepGraph, list[str]]:
+    """The step with a point for each gradient at which the host is shown it, before the host is shown the norm; and
+    the names of the gradients in the order of these points."""
     made = step.copy()
+    names: dict[fx.Node, str] = {}
     seen: set[int] = set()
     checked = False
     for node in reversed(list(made.nodes)):
-        if node.target is HOST and node.args[0] == "check":
+        if node.target is HOST and node.args[0] == HostPoint.CHECK:
             checked = True
         if not checked or is_cache(node):
             continue
@@ -68,10 +70,10 @@ def looking(step: StepGraph) -> StepGraph:
             if shown is not None:
                 seen.add(storage)
                 with made.graph.inserting_after(node):
-                    point = f"{_LOOK}{made.gradients[storage]}"
-                    look = made.graph.call_function(HOST, (point, [shown], 0))
+                    look = made.graph.call_function(HOST, (HostPoint.LOOK.value, [shown], 0))
+                names[look] = made.gradients[storage]
                 look.meta = {key: node.meta[key] for key in ("phase", "module", "recomputed")}
-    return made
+    return made, [names[node] for node in made.nodes if node in names]
 
 
 def _whole(node: fx.Node, storage: int) -> fx.Node | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,48 @@ from hyper_parallel.step.lr_schedule import Schedule, schedule
 from hyper_parallel.step.nonfinite_report import shorten
 from hyper_parallel.step.optimizer import Optimizer, build_optimizer
 
-CONTROL_VECTOR = 6
-"""Numbers that a rank says in a step: valid tokens of the next batch, whether it was asked to stop, its memory, whether
-it has no graph for the next batch, whether links are not what its plan takes them to be, whether it wants a checkpoint.
-"""
+
+class ControlVector(NamedTuple):
+    """What a rank says in a step, in the order of the tensor that says it; what is yes or no is 1 or 0."""
+
+    next_tokens: float
+    """Valid tokens of the next batch."""
+    stop: float
+    """It was asked to stop."""
+    memory: float
+    """Bytes that it holds."""
+    graph_ends: float
+    """It has no graph for the next batch."""
+    links_changed: float
+    """Links are not what its plan takes them to be."""
+    save: float
+    """It wants a checkpoint."""
+
+
+CONTROL_VECTOR = len(ControlVector._fields)
+
+
+class StepSums(NamedTuple):
+    """What a step came to over all ranks, in the order of the tensor that `Recipe.summed` gives."""
+
+    loss: float
+    said: ControlVector
+    norm: float
+    tokens: float
+    """Valid tokens of the step."""
+    imbalance: float
+    """0 without experts."""
+
+    @classmethod
+    def of(cls, values: Tensor) -> StepSums:
+        """Read from fp32 [10]; the host waits for the device."""
+        loss, *said, norm, tokens, imbalance = values.tolist()
+        return cls(loss, ControlVector(*said), norm, tokens, imbalance)
+
+    @staticmethod
+    def next_tokens(values: Tensor) -> Tensor:
+        """Valid tokens of the next batch, zero-dim, still on the device."""
+        return values[1 + ControlVector._fields.index("next_tokens")]
 
 
 @dataclass(frozen=True)
@@ -86,16 +125,24 @@ class Recipe:
 
     def tokens(self, batch: StepBatch) -> Tensor:
         """Valid tokens of a step over all ranks: zero-dim fp32. A collective."""
-        return self.handle.all_reduce(batch.tokens * _speaks(self.handle, ROW_AXES), self.handle.mesh.names)
+        return self.handle.all_reduce(
+            batch.tokens * self.handle.axes.speaks(ROW_AXES, self.handle.rank), self.handle.mesh.names
+        )
 
     def summed(self, loss: Tensor, norm: Tensor, tokens: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
-        """(fp32 [10] for `result`, each expert's load) from this rank's part of the loss, and what it says, fp32 [6].
+        """(fp32 [10], the `StepSums` for `result`; each expert's load) from this rank's part of the loss, and what it
+        says, fp32 [6].
 
         One collective. The loss and the tokens are of all ranks only where one speaks for those that hold the same.
         """
         handle = self.handle
-        told = said[:1] * _speaks(handle, ROW_AXES)
-        parts = [(loss * _speaks(handle, LOSS_AXES)).view(1), told, said[1:], take_loads(handle)]
+        told = said[:1] * handle.axes.speaks(ROW_AXES, handle.rank)
+        parts = [
+            (loss * handle.axes.speaks(LOSS_AXES, handle.rank)).view(1),
+            told,
+            said[1:],
+            take_loads(handle),
+        ]
         vector = handle.all_reduce(torch.cat(parts), handle.mesh.names)
         vector, loads = vector[: 1 + CONTROL_VECTOR], vector[1 + CONTROL_VECTOR :]
         uneven = imbalance(handle, loads) if loads.numel() else torch.zeros_like(loss)
@@ -106,17 +153,22 @@ class Recipe:
 
         Raises DataError when no token of the batch bears loss.
         """
-        loss, _, stops, held, ends, links, saves, norm, valid, ratio = values.tolist()
-        if valid == 0:
+        sums = StepSums.of(values)
+        if sums.tokens == 0:
             raise DataError(
                 f"step {batch.step + 1}: no token of the batch bears loss (rows {shorten(batch.rows)}); "
                 "check that the data's answers are not empty or cut off, or raise train.batch"
             )
-        experts = (ratio, loads) if loads.numel() else (None, None)
-        return StepResult(loss, norm, int(valid), stops > 0, held, ends > 0, links > 0, saves > 0, *experts)
-
-
-def _speaks(handle: ShardedModel, axes: tuple[str, ...]) -> float:
-    """1 on one rank of those that differ along other axes than these, 0 on the others: ranks along the others hold the
-    same rows, or the same part of the loss, and one of them speaks for all."""
-    return float(all(index == 0 for axis, index in handle.coordinate.items() if axis not in axes))
+        said, experts = sums.said, bool(loads.numel())
+        return StepResult(
+            loss=sums.loss,
+            grad_norm=sums.norm,
+            tokens=int(sums.tokens),
+            stop=said.stop > 0,
+            memory=said.memory,
+            graph_ends=said.graph_ends > 0,
+            links_changed=said.links_changed > 0,
+            save=said.save > 0,
+            expert_imbalance=sums.imbalance if experts else None,
+            expert_loads=loads if experts else None,
+        )

@@ -27,7 +27,7 @@ from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.nonfinite_report import non_finite
-from hyper_parallel.step.recipe import Recipe, StepResult
+from hyper_parallel.step.recipe import ControlVector, Recipe, StepResult, StepSums
 
 
 def accumulate(
@@ -111,7 +111,7 @@ class Stepper:
             update_biases(model, loads, recipe.router_bias_rate)
         model.zero_grad(set_to_none=True)
         if following is not None:
-            self.take(following, values[1])
+            self.take(following, StepSums.next_tokens(values))
         return result
 
     def probe(self, batch: StepBatch) -> StepResult | None:
@@ -137,9 +137,17 @@ def control_values_of(
     graph_ends: bool = False,
     links_changed: bool = False,
 ) -> Tensor:
-    """What a rank says in a step, fp32 [6]: see `recipe.CONTROL_VECTOR`."""
-    flags = [float(graph_ends), float(links_changed), float(requests.save)]
-    said = torch.tensor([0.0, float(requests.stop), memory, *flags], device=device)
+    """What a rank says in a step: a `ControlVector` as fp32 [6]."""
+    said = ControlVector(
+        next_tokens=0.0,
+        stop=float(requests.stop),
+        memory=memory,
+        graph_ends=float(graph_ends),
+        links_changed=float(links_changed),
+        save=float(requests.save),
+    )
+    vector = torch.tensor(said, device=device)
     if following is not None:
-        said[0] = following.tokens
-    return said
+        # From tensor to tensor: the host does not wait for the count.
+        vector[ControlVector._fields.index("next_tokens")] = following.tokens
+    return vector

@@ -14,7 +14,7 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -73,6 +73,15 @@ class RunState:
             if consumed < stop and start < consumed + batch:
                 consumed = stop
         return consumed
+
+
+class _Choice(NamedTuple):
+    """The checkpoint that a run goes on from."""
+
+    found: Found | None
+    notes: list[str]
+    rewound: bool
+    """The run is taken back to it."""
 
 
 class RunCheckpoints:
@@ -134,8 +143,7 @@ class RunCheckpoints:
             )
         return resumed, notes
 
-    def _chosen(self) -> tuple[Found | None, list[str], bool]:
-        """The checkpoint to go on from, what to say of it, and whether the run is taken back to it."""
+    def _chosen(self) -> _Choice:
         asked, group = self._config.checkpoint.resume_from, _group(self._handle)
         found = None
         if asked is None or self._rewound_before():
@@ -144,9 +152,11 @@ class RunCheckpoints:
             notes = [f"passed over {path.name}: {reason}" for path, reason in skipped]
             if asked is not None:
                 notes.append(f"this very run was taken back to step {asked} before, and goes on from there")
-            return found, notes, False
+            return _Choice(found, notes, rewound=False)
         found = of_step(self._folder, asked, group=group)
-        return found, [f"passed over {path.name}: {reason}" for path, reason in found.skipped], True
+        return _Choice(
+            found, [f"passed over {path.name}: {reason}" for path, reason in found.skipped], rewound=True
+        )
 
     def _rewound_before(self) -> bool:
         """Whether the newest checkpoint that is not to be passed over was written by this very run file."""

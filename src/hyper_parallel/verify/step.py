@@ -15,7 +15,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TextData
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
-from hyper_parallel.shard.sharded_model import LOSS_AXES, cut
+from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.step.optimizer import build_optimizer
 
 Tensors = dict[str, torch.Tensor]
@@ -65,7 +65,7 @@ def run_step(
     gradients = {p.name: agreed(handle.gather(p.grad, p.layout)) for p in parameters if p.grad is not None}
     if update_from is not None:
         for parameter in parameters:
-            _replace_gradient(parameter, update_from)
+            _replace_gradient(handle, parameter, update_from)
     optimizer = build_optimizer(model, config.train.optimizer)
     if config.train.clip is not None:
         handle.clip(handle.grad_norm(), config.train.clip)
@@ -122,7 +122,7 @@ def inputs_of(rows: Tensors) -> Tensors:
     return inputs
 
 
-def _replace_gradient(parameter: ShardedParameter, whole: Tensors) -> None:
+def _replace_gradient(handle: ShardedModel, parameter: ShardedParameter, whole: Tensors) -> None:
     gradient = parameter.grad
     if gradient is not None and parameter.name in whole:
-        gradient.copy_(per_rank(lambda rank: cut(whole[parameter.name], parameter.layout, rank)))
+        gradient.copy_(handle.cut(whole[parameter.name], parameter.layout))

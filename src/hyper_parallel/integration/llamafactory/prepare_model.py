@@ -15,6 +15,7 @@ import math
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.pytree import mapped
 from hyper_parallel.errors import IntegrationError
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.integration.llamafactory.context_parallel import LossAlone, call_with_positions_split
 from hyper_parallel.integration.llamafactory.fsdp2_plugin import with_plugin
 from hyper_parallel.integration.llamafactory.strategy import check_device, strategy_from_arguments
@@ -34,7 +36,7 @@ from hyper_parallel.integration.streamed_sharding import parallelize_streamed
 from hyper_parallel.integration.trainer_arguments import check_model
 from hyper_parallel.integration.versions import check
 from hyper_parallel.shard import ShardedModel, sharded
-from hyper_parallel.shard.dropout import Draw, drawing
+from hyper_parallel.shard.dropout import Draw
 from hyper_parallel.shard.loss.root import root_of
 from hyper_parallel.strategy import Strategy
 
@@ -76,7 +78,7 @@ class HSDPModule:
             # The loss of the call around this one.
             return call(*args, **kwargs)
         spread = _spreads[self]
-        with drawing(_draw(self, spread.handle, args, kwargs)):
+        with replace(current_step(), draw=_draw(self, spread.handle, args, kwargs)).installed():
             if spread.handle.mesh.size("context") > 1:
                 output = call_with_positions_split(call, spread.handle, args, kwargs)
             else:

@@ -25,16 +25,15 @@ from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import Kind, StepGraph, capture, host, is_cache, phase, rewritten
 from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.graph.guards import Question, Questions
+from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.memory_effects import reads, touched
-from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.module_state import module_state
+from hyper_parallel.graph.suspension import HOST, HostPoint
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
 from hyper_parallel.offloading.autograd.parallel_context import Around
 from hyper_parallel.offloading.pass_pipeline import passes
-from hyper_parallel.shard.saved_gathers import Item
+from hyper_parallel.shard.saved_gathers import SavedItem, SavedKind
 from hyper_parallel.strategy import Strategy
-
-TURN, GRADIENT, END = "turn", "gradient", "end"
-"""Points at which the host is asked: after the forward pass, for each further gradient, and after the backward pass."""
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -67,7 +66,7 @@ class Passes:
     """What the forward pass asked of its inputs' values."""
     wanted: tuple[str, ...]
     """Inputs of the step that have a gradient, at least one; a spread model may keep what comes for a later call."""
-    left: Mapping[Item, str | None]
+    left: Mapping[SavedItem, str | None]
     """What the passes leave around them (`around`), and which output of the step it is; None for what was there."""
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
@@ -79,20 +78,9 @@ class Passes:
 _TENSOR = object()
 
 
-def state_of(model: nn.Module) -> dict[str, tuple[Kind, Tensor]]:
-    """What lives on from one call to the next, by the names of the step's inputs."""
-    parameters: dict[str, tuple[Kind, Tensor]] = {
-        f"parameter.{name}": ("parameter", parameter) for name, parameter in model.named_parameters()
-    }
-    buffers: dict[str, tuple[Kind, Tensor]] = {
-        f"buffer.{name}": ("buffer", buffer) for name, buffer in model.named_buffers()
-    }
-    return {**parameters, **buffers}
-
-
 def lodgers(model: nn.Module) -> frozenset[str]:
-    """Of `state_of`, what lies in memory that is not its own alone: given up, it would be gone for others too."""
-    state = {name: tensor for name, (_, tensor) in state_of(model).items()}
+    """Of `module_state`, what lies in memory that is not its own alone: given up, it would be gone for others too."""
+    state = {name: tensor for name, (_, tensor) in module_state(model).items()}
     owners = Counter(tensor.untyped_storage().data_ptr() for tensor in state.values())
     return frozenset(
         name
@@ -125,16 +113,17 @@ def capture_passes(
     with faked(model, mode), mode:
         given = [_empty(tensor) for tensor in call.tensors]
         body = _Body(model, forward, call, given, through, keep, around)
-        inputs: dict[str, tuple[Kind, Tensor]] = {
-            name: ("input", tensor) for name, tensor in zip(call.names, given, strict=True)
-        }
+        inputs = {name: GivenTensor("input", tensor) for name, tensor in zip(call.names, given, strict=True)}
         fakes = [dict(module._buffers) for module in model.modules()]
         try:
             with taken_for_real(), computed_once(model) as again:
                 step = capture(
                     body,
                     {
-                        **{name: (staying.get(name, kind), x) for name, (kind, x) in state_of(model).items()},
+                        **{
+                            name: GivenTensor(staying.get(name, kind), x)
+                            for name, (kind, x) in module_state(model).items()
+                        },
                         **inputs,
                     },
                     model,
@@ -148,7 +137,7 @@ def capture_passes(
     _say_written(step)
     if around is not None:
         # Asked for now: the capture has made those that it was the first to need.
-        step.groups = around.handle.process_groups()
+        step.groups = around.handle.axes.process_groups()
         step = around.rewritten(step, again)
     elif again:
         step = rewritten(step, passes(Strategy(), ordered=False, recompute=again))
@@ -184,7 +173,7 @@ class _Body:
         self._around = around
         self._model, self._forward, self._call, self._given = model, forward, call, given
         self._through, self._keep = through, keep
-        named = {**{name: tensor for name, (_, tensor) in state_of(model).items()}}
+        named = {**{name: tensor for name, (_, tensor) in module_state(model).items()}}
         named.update(zip(call.names, given, strict=True))
         self._wanted = {tensor: name for name, tensor in named.items() if tensor.requires_grad}
         self._of: dict[Tensor, Tensor] = {}
@@ -192,7 +181,7 @@ class _Body:
         self.outputs: list[Output] = []
         self.leaves: list[Any] = []
         self.shape: Any = None
-        self.left: dict[Item, str | None] = {}
+        self.left: dict[SavedItem, str | None] = {}
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
@@ -213,12 +202,12 @@ class _Body:
             returned = self._call.run(self._forward, self._given)
         tensors = self._read(returned)
         through = [tensor for tensor, output in zip(tensors, self.outputs, strict=True) if output.through]
-        state = [tensor.detach() for _, tensor in state_of(self._model).values()]
+        state = [tensor.detach() for _, tensor in module_state(self._model).values()]
         with torch.no_grad():
             shown = [tensor.detach() for tensor in tensors]
             answers = [
                 host(
-                    TURN if not at else GRADIENT,
+                    HostPoint.TURN if not at else HostPoint.GRADIENT,
                     [*shown, *state] if not at else [shown[0]],
                     x.numel(),
                     x.dtype,
@@ -236,7 +225,7 @@ class _Body:
             for hook in hooks:
                 hook.remove()
         with torch.no_grad(), phase("backward"):
-            host(END, state)
+            host(HostPoint.END, state)
         named = {
             f"output.{at}": tensor
             for at, (tensor, output) in enumerate(zip(shown, self.outputs, strict=True))
@@ -256,7 +245,7 @@ class _Body:
                 continue
             if tensor.untyped_storage()._cdata in self._taken:
                 # A weight that is its parameter as it is: found there again.
-                if what[0] == "weight":
+                if what.kind == SavedKind.WEIGHT:
                     continue
                 # A gradient that autograd gave to two parameters, and the other one's owner may write to it.
                 with torch.no_grad(), phase("backward"):
@@ -355,7 +344,7 @@ def _check_left(model: nn.Module, fakes: Sequence[Mapping[str, Tensor | None]]) 
 def _say_written(step: StepGraph) -> None:
     """What the person's own code may write to between two steps is written to at the end of each."""
     for node in step.nodes:
-        if node.target is HOST and node.args[0] == END:
+        if node.target is HOST and node.args[0] == HostPoint.END:
             node.meta["writes"] = frozenset(touched(node))
 
 
@@ -365,7 +354,7 @@ def late(step: StepGraph) -> frozenset[str]:
     found: set[int] = set()
     for node in step.nodes:
         at_host = node.target is HOST
-        if at_host and node.args[0] == TURN:
+        if at_host and node.args[0] == HostPoint.TURN:
             shown: Any = node.args[1]
             names = {source.meta["value"].storage: f"output.{at}" for at, source in enumerate(shown)}
         elif names and not at_host:

@@ -30,10 +30,11 @@ from hyper_parallel.compat.fake_process_group import aliased
 from hyper_parallel.compat.fake_world import computed_once
 from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.random_state import set_state
 from hyper_parallel.graph.random_state import state_of as random_state_of
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
-from hyper_parallel.offloading.autograd.capture_passes import Passes, lodgers, state_of
+from hyper_parallel.offloading.autograd.capture_passes import Passes, lodgers
 from hyper_parallel.offloading.autograd.resident_memory import WHOLES
 from hyper_parallel.offloading.autograd.tensor_digest import (
     SEED,
@@ -132,7 +133,7 @@ class Check:
     def _own(self, tiers: Mapping[str, Tier], budget: int, closely: bool) -> dict[str, TensorDigest]:
         """What comes of the model's own passes, paged."""
         model, call, passes = self._model, self._call, self._ready.passes
-        state = {name: tensor for name, (_, tensor) in state_of(model).items()}
+        state = {name: tensor for name, (_, tensor) in module_state(model).items()}
         shared = lodgers(model)
         moving = [x for name, x in state.items() if name.startswith("parameter.") and name not in shared]
         moving = [x for x in moving if x.untyped_storage().resizable()]
@@ -158,7 +159,7 @@ class Check:
         call, passes = self._call, self._ready.passes
         given = [x.detach().requires_grad_(x.requires_grad) for x in call.tensors]
         named = {
-            **{name: x for name, (_, x) in state_of(self._model).items()},
+            **{name: x for name, (_, x) in module_state(self._model).items()},
             **dict(zip(call.names, given, strict=True)),
         }
         with torch.enable_grad():
@@ -187,7 +188,7 @@ class Check:
     def _planned(self, closely: bool) -> dict[str, TensorDigest]:
         """What comes of the plan."""
         passes = self._ready.passes
-        tensors = {**{name: x for name, (_, x) in state_of(self._model).items()}, **self._call.named}
+        tensors = {**{name: x for name, (_, x) in module_state(self._model).items()}, **self._call.named}
         self._seed()
         run = Run(self._ready, tensors)
         with torch.no_grad():
@@ -218,7 +219,7 @@ class Check:
             f"the random state of {name}": digest_of(_tensor(state), closely)
             for name, state in self._states().items()
         }
-        for name, (kind, tensor) in state_of(self._model).items():
+        for name, (kind, tensor) in module_state(self._model).items():
             if kind == "buffer":
                 found[f"{_named(name)} afterwards"] = digest_of(tensor, closely)
         return found
@@ -241,7 +242,7 @@ class Check:
         """Afterwards the random state, the buffers and the inputs are what they are now. Copies of the latter two lie
         in the host's memory."""
         states = self._states()
-        tensors = [x for name, (_, x) in state_of(self._model).items() if name.startswith("buffer.")]
+        tensors = [x for name, (_, x) in module_state(self._model).items() if name.startswith("buffer.")]
         tensors += self._call.tensors
         storages = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
         with outside_modes():

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.errors import BudgetError, HyperParallelError
+from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
-from hyper_parallel.offloading.autograd.capture_passes import state_of
 from hyper_parallel.offloading.autograd.parallel_context import Around
 from hyper_parallel.offloading.autograd.plan_cache import Plans
 from hyper_parallel.offloading.autograd.rank_agreement import agreed
@@ -80,7 +80,7 @@ class Offloaded:
         handle = self._around.handle if self._around is not None else None
         ready, call = agreed(handle, lambda: self._ready(model, args, kwargs))
         while True:
-            tensors = {**{name: x for name, (_, x) in state_of(model).items()}, **call.named}
+            tensors = {**{name: x for name, (_, x) in module_state(model).items()}, **call.named}
             run = Run(ready, tensors, self._around, self._plans.load)
             self._run = weakref.ref(run)
             try:

@@ -11,29 +11,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hyper_parallel.graph import StepGraph, rewritten
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import passes
-from hyper_parallel.offloading.runtime.expert_overflow import loads_shown
+from hyper_parallel.offloading.runtime.expert_overflow import load_shown
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.activation_checkpointing import left_to_the_graph
-from hyper_parallel.shard.dropout import Draw, draw_at_hand, drawing
+from hyper_parallel.shard.dropout import Draw
 from hyper_parallel.shard.loss.root import Request, root_of
 from hyper_parallel.shard.model_structure import layers_or_refuse
-from hyper_parallel.shard.packed_documents import known_documents
-from hyper_parallel.shard.saved_gathers import Item, current_gathers
+from hyper_parallel.shard.saved_gathers import SavedGathers, SavedItem, SavedKind
 
 
 @dataclass(frozen=True)
 class _Items:
     """Names of what is kept, in order: one leaf of a call, however they look."""
 
-    names: tuple[Item, ...]
+    names: tuple[SavedItem, ...]
 
 
 class Around:
@@ -42,8 +41,8 @@ class Around:
     def __init__(self, handle: ShardedModel) -> None:
         self.handle = handle
         self._root = root_of(handle.model)
-        self._given: Mapping[Item, Tensor] = {}
-        self._kept: Any = None
+        self._given: Mapping[SavedItem, Tensor] = {}
+        self._kept: SavedGathers | None = None
         self._counts: dict[str, Tensor] = {}
 
     def given(self) -> dict[str, Any]:
@@ -52,7 +51,7 @@ class Around:
             "loss": self._loss(),
             "draw": _draw(),
             # The graph follows it by itself; to calls it says which are of one kind.
-            "documents": known_documents(),
+            "documents": current_step().documents,
             "kept": self._what_is_kept(),
         }
 
@@ -66,11 +65,11 @@ class Around:
         return request.labels, tokens, request.options, request.micro_batches
 
     def _what_is_kept(self) -> Any:
-        between = current_gathers()
-        if between is None:
+        gathers = current_step().gathers
+        if gathers is None:
             return None
-        contents = between.contents
-        return between.at_hand, _Items(tuple(contents)), list(contents.values())
+        contents = gathers.contents
+        return gathers.position, _Items(tuple(contents)), list(contents.values())
 
     # While a call is captured.
 
@@ -78,21 +77,22 @@ class Around:
     def within(self, given: Mapping[str, Any]) -> Iterator[None]:
         """Inside, a forward pass of the model finds what `given` says, of other tensors; `left` says what it left."""
         routing = self.handle.routing
+        context = replace(current_step(), recompute_in_graph=True)
+        if self.handle.plan.experts:
+            context = replace(context, report_load=load_shown(self.handle))
+        if given["draw"] is not None:
+            context = replace(context, draw=Draw(*given["draw"]))
+        self._given, self._kept = {}, None
+        if context.gathers is not None:
+            _, items, tensors = given["kept"]
+            self._given = dict(zip(items.names, tensors, strict=True))
+            self._kept = context.gathers.holding(self._given)
+            context = replace(context, gathers=self._kept)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(left_to_the_graph())
-            if self.handle.plan.experts:
-                stack.enter_context(loads_shown(self.handle))
+            stack.enter_context(context.installed())
             if given["loss"] is not None:
                 assert self._root is not None
                 stack.enter_context(self._root.requested(Request(*given["loss"])))
-            if given["draw"] is not None:
-                stack.enter_context(drawing(Draw(*given["draw"])))
-            self._given, self._kept = {}, None
-            between = current_gathers()
-            if between is not None:
-                _, items, tensors = given["kept"]
-                self._given = dict(zip(items.names, tensors, strict=True))
-                self._kept = stack.enter_context(between.stand_in(self._given))
             if routing is None:
                 yield
                 return
@@ -103,9 +103,11 @@ class Around:
                 self._counts, routing.counts = routing.counts, before
                 routing.logits.clear()
 
-    def left(self) -> dict[Item, Tensor | None]:
+    def left(self) -> dict[SavedItem, Tensor | None]:
         """What both passes of the captured call leave around them, by what it is; None for what they were given."""
-        found: dict[Item, Tensor | None] = {("count", name): x for name, x in self._counts.items()}
+        found: dict[SavedItem, Tensor | None] = {
+            SavedItem(SavedKind.COUNT, name): x for name, x in self._counts.items()
+        }
         if self._kept is not None:
             for item, tensor in self._kept.contents.items():
                 found[item] = None if self._given.get(item) is tensor else tensor
@@ -123,24 +125,23 @@ class Around:
 
     # When a call has run.
 
-    def leave(self, left: Mapping[Item, Tensor | None]) -> None:
+    def leave(self, left: Mapping[SavedItem, Tensor | None]) -> None:
         """Put what a run of both passes left in its places: of `left`, None is what was there before."""
-        between, routing = self.handle.kept, self.handle.routing
-        before, contents = between.contents, {}
+        gathers, routing = self.handle.gathers, self.handle.routing
+        before, contents = gathers.contents, {}
         for what, tensor in left.items():
-            kind, name = what
-            if kind == "count":
-                assert isinstance(name, str)
+            if what.kind == SavedKind.COUNT:
                 assert routing is not None
                 assert tensor is not None
+                name = str(what.owner)
                 routing.counts[name] = routing.counts[name] + tensor if name in routing.counts else tensor
             else:
                 contents[what] = before[what] if tensor is None else tensor
-        between.replace(contents)
+        gathers.replace(contents)
 
 
 def _draw() -> Any:
-    draw = draw_at_hand()
+    draw = current_step().draw
     if draw is None:
         return None
     step = draw.step if isinstance(draw.step, Tensor) else torch.tensor(draw.step, dtype=torch.int64)

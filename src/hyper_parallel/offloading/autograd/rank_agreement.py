@@ -30,8 +30,7 @@ def agreed(handle: ShardedModel | None, make: Callable[[], T]) -> T:
     except Exception as raised:
         error = raised
     floor = error.floor if isinstance(error, BudgetError) else None
-    device = handle.parameters()[0].local.device
-    told = torch.tensor([int(error is not None), floor or 0], dtype=torch.int64, device=device)
+    told = torch.tensor([int(error is not None), floor or 0], dtype=torch.int64, device=handle.device)
     failed, most = handle.all_reduce(told, handle.mesh.names, "max").tolist()
     if error is not None:
         if isinstance(error, BudgetError) and floor is not None and most > floor:

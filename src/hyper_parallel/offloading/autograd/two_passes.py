@@ -13,10 +13,11 @@ from torch import Tensor
 from hyper_parallel.compat.dispatch import below_autograd, version
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import Executable
+from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.offloading import Runtime
-from hyper_parallel.offloading.autograd.capture_passes import TURN, Passes
+from hyper_parallel.offloading.autograd.capture_passes import Passes
 from hyper_parallel.offloading.autograd.parallel_context import Around
-from hyper_parallel.offloading.runtime.expert_overflow import ROWS, TooUneven
+from hyper_parallel.offloading.runtime.expert_overflow import TooUneven
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ class Run:
         Raises TooUneven before there is memory for experts' rows that are more than planned for, on every rank.
         """
         point, values = self._send(None)
-        while point == ROWS:
+        while point == HostPoint.ROWS:
             load = float(values[0])
             if load > self._load:
                 self._stop("the plan has no memory for as many rows as the model's experts were to get")
                 raise TooUneven(load)
             point, values = self._send(None)
-        assert point == TURN, point
+        assert point == HostPoint.TURN, point
         passes = self._ready.passes
         shown = values[: len(passes.outputs)]
         looked_at = {f"output.{at}": tensor for at, tensor in enumerate(shown)} | self._tensors

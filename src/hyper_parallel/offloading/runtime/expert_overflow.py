@@ -8,23 +8,19 @@ all stop there or none does. Nothing was updated then, and the same batch can ru
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, host
 from hyper_parallel.graph.memory_effects import writes
-from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.suspension import HOST, HostPoint
 from hyper_parallel.graph.tier_ops import is_cache
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.experts.load_report import reporting_loads
 
 ELSEWHERE_FULL = "another worker's step has no such plan; its log says why"
-
-ROWS = "rows"
-"""The point of a step at which the host is shown a load."""
 
 MARGIN = 1.1
 """What comes next is likely to be as uneven, and a little more."""
@@ -56,7 +52,7 @@ def changed_before(step: StepGraph) -> str | None:
     changed: str | None = None
     first: str | None = None
     for node in step.nodes:
-        if node.target is HOST and node.args[0] == ROWS:
+        if node.target is HOST and node.args[0] == HostPoint.ROWS:
             changed = first
         elif first is None and not is_cache(node):
             first = next((outside[storage].name for storage in sorted(outside.keys() & writes(node))), None)
@@ -84,11 +80,12 @@ def refused(step: int, load: float, planned: float, why: str) -> BudgetError:
     )
 
 
-def loads_shown(handle: ShardedModel) -> contextlib.AbstractContextManager[None]:
-    """Inside, the host is shown at "rows" how uneven the rows of each exchange are: the largest load of all ranks."""
-    # The same number on every rank, so that all go on or none does.
-    return reporting_loads(lambda load: _shown(handle.all_reduce(load, handle.mesh.names, "max")))
+def load_shown(handle: ShardedModel) -> Callable[[Tensor], None]:
+    """A `StepContext.report_load` that shows the host at "rows" how uneven an exchange is: the largest load of all
+    ranks."""
 
+    def report(load: Tensor) -> None:
+        # The same number on every rank, so that all go on or none does.
+        host(HostPoint.ROWS, [handle.all_reduce(load, handle.mesh.names, "max")])
 
-def _shown(load: Tensor) -> None:
-    host(ROWS, [load])
+    return report

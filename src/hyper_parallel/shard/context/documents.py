@@ -14,7 +14,7 @@ from torch import Tensor
 from hyper_parallel.compat.fake_process_group import is_fake
 from hyper_parallel.compat.local_tensor import each_rank, one_device
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.packed_documents import known_documents
+from hyper_parallel.graph.step_context import current_step
 
 
 def documents_of(positions: Tensor, padding: Any, rows: int, length: int) -> tuple[Tensor, Tensor] | None:
@@ -31,8 +31,8 @@ def documents_of(positions: Tensor, padding: Any, rows: int, length: int) -> tup
         positions = positions[0]
     begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
     documents = begins.long().cumsum(-1).expand(rows, -1)
-    told = known_documents()
-    several = _any(begins) if told is None else told
+    known = current_step().documents
+    several = _any(begins) if known is None else known
     return (documents, documents) if several else None
 
 

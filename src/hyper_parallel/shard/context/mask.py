@@ -8,10 +8,11 @@ refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,8 +115,23 @@ class ContextMask:
         return seen[None, None] if together is None else (seen[None] & together)[:, None]
 
 
-current: ContextVar[Positions | None] = ContextVar("current", default=None)
-"""The positions of the forward pass that is running."""
+_running: ContextVar[Positions | None] = ContextVar("positions", default=None)
+
+
+@contextlib.contextmanager
+def split_positions(positions: Positions) -> Iterator[None]:
+    """Inside, a forward pass runs whose positions are split. It says so to its own masks and embeddings: an input of
+    the step, which would be in `graph.step_context`, this is not."""
+    token = _running.set(positions)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def running_positions() -> Positions | None:
+    """The positions of the forward pass that is running; None where none are split."""
+    return _running.get()
 
 
 def context_mask(
@@ -129,7 +145,7 @@ def context_mask(
     **others: Any,
 ) -> ContextMask:
     """The mask function registered with Transformers. Raises StrategyError for a mask that is not understood."""
-    positions = current.get()
+    positions = running_positions()
     if positions is None:
         raise StrategyError(
             "a mask was asked for outside of the language model's forward pass, whose positions are split over "
@@ -153,8 +169,17 @@ def context_mask(
     return ContextMask(positions, window, positions.padded or packed)
 
 
-def read_mask(function: Callable[..., Any] | None) -> tuple[bool, int | None, bool]:
-    """(causal, window, whether packed documents are kept apart) of a mask function of Transformers.
+class MaskKind(NamedTuple):
+    """What a mask function of Transformers hides."""
+
+    causal: bool
+    window: int | None
+    packed: bool
+    """Packed documents do not see each other."""
+
+
+def read_mask(function: Callable[..., Any] | None) -> MaskKind:
+    """What the chain of closures that Transformers asks for makes of a mask.
 
     Which documents there are `Positions` knows from the whole rows. Raises StrategyError when a part is not known.
     """
@@ -181,7 +206,7 @@ def read_mask(function: Callable[..., Any] | None) -> tuple[bool, int | None, bo
                 f"the model's attention mask is made with {name}, which axes.context does not understand; known are "
                 "causal masks, sliding windows and packed documents; set axes.context to 1 for this model"
             )
-    return causal, min(windows, default=None), packed
+    return MaskKind(causal, min(windows, default=None), packed)
 
 
 def watch_for_documents() -> None:
@@ -198,7 +223,7 @@ def watch_for_documents() -> None:
 
     @functools.wraps(theirs)
     def find(position_ids: Tensor) -> Tensor | None:
-        positions = current.get()
+        positions = running_positions()
         if positions is None:
             found: Tensor | None = theirs(position_ids)
             return found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.context.attention import NAME, PASSED_ON, attention, give_axes
 from hyper_parallel.shard.context.documents import documents_of
-from hyper_parallel.shard.context.mask import Positions, context_mask, current, watch_for_documents
+from hyper_parallel.shard.context.mask import Positions, context_mask, split_positions, watch_for_documents
 from hyper_parallel.shard.context.plan import RING, ULYSSES, ContextPlan
 from hyper_parallel.shard.context.position_split import PositionSplit
 from hyper_parallel.shard.context.rotary import apply_whole_rotary
@@ -89,11 +89,8 @@ class ContextRoot:
             # Given a mask, Transformers looks for no documents; what ours hides is known by now.
             kwargs["attention_mask"] = torch.ones_like(self.split.cut(padding, 1))
         kwargs["use_cache"] = False
-        token = current.set(here)
-        try:
+        with split_positions(here):
             output = forward(**kwargs)
-        finally:
-            current.reset(token)
         if here.attentions < len(self._plan.attentions):
             raise StrategyError(
                 f"of {len(self._plan.attentions)} attention modules only {here.attentions} computed attention over all "

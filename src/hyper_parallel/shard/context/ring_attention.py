@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,15 @@ from hyper_parallel.shard.context.block_schedule import AttentionBlock, blocks, 
 from hyper_parallel.shard.context.mask import ContextMask
 from hyper_parallel.shard.context.online_softmax import Runs
 from hyper_parallel.shard.mesh_axis import Axis
+
+
+class BlockWork(NamedTuple):
+    """A block to compute; intervals are of the tensors at hand."""
+
+    queries: Interval
+    keys: Interval
+    mask: Tensor | None
+    causal: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +63,13 @@ class Ring:
         """The distances to compute at, 0 first; the same on every rank."""
         return (0, *steps(self.mask.positions.length, self.axis.size, self.mask.window))
 
-    def work(self, distance: int, q: Tensor) -> list[tuple[Interval, Interval, Tensor | None, bool]]:
-        """(queries, keys, mask, causal) of each block of a step; intervals are of the tensors at hand."""
+    def work(self, distance: int, q: Tensor) -> list[BlockWork]:
+        """The blocks of a step."""
         if is_simulated():
             whole = (0, q.size(2))
-            return [(whole, whole, self.mask.seen_at(distance, q.device), False)]
+            return [BlockWork(whole, whole, self.mask.seen_at(distance, q.device), False)]
         return [
-            (
+            BlockWork(
                 block.queries,
                 block.keys,
                 self.mask.seen(block.query_positions, block.key_positions, q.device)

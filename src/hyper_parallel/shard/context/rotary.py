@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.shard.context.mask import current
+from hyper_parallel.shard.context.mask import running_positions
 from hyper_parallel.shard.hooks import Forward, wrap
 
 _BY_LENGTH = ("dynamic", "longrope")
@@ -26,7 +26,7 @@ def apply_whole_rotary(decoder: nn.Module) -> None:
 
 
 def _whole(forward: Forward, x: Any, position_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    here = current.get()
+    here = running_positions()
     assert here is not None, "rotary embeddings are made in the decoder's own forward pass"
     cos, sin = forward(x, here.position_ids, *args, **kwargs)
     return here.split.cut(cos, -2), here.split.cut(sin, -2)

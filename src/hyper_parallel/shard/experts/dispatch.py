@@ -19,6 +19,7 @@ replicas is summed to the owner.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,12 +28,24 @@ from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
 from hyper_parallel.compat.symbolic_sizes import is_symbolic
 from hyper_parallel.graph.dynamic_sizes import expected
-from hyper_parallel.shard.experts.even_load import even_load, evenly
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.experts.grouped_matmul import apply_experts
-from hyper_parallel.shard.experts.load_report import ask
 from hyper_parallel.shard.mesh_axis import Axis, _Moved
 
 Weights = Mapping[str, torch.Tensor]
+
+
+class RowCounts(NamedTuple):
+    """How many rows an exchange moves."""
+
+    send: list[int]
+    """To each rank."""
+    receive: list[int]
+    """From each rank."""
+    groups: list[int]
+    """To each of this rank's experts."""
+    hot: list[int]
+    """To each replica, which stay."""
 
 
 def compute(
@@ -57,7 +70,7 @@ def compute(
     counts = count(keys, experts + len(replicas))
     if expert.size == 1:
         even = evenly(rows.size(0), experts)
-        if even_load() is not None:
+        if current_step().even_load is not None:
             groups = even
         else:
             groups = counts.tolist()
@@ -74,6 +87,11 @@ def count(keys: torch.Tensor, bins: int) -> torch.Tensor:
     return zeros.scatter_add(0, keys, torch.ones_like(keys))
 
 
+def evenly(rows: int, bins: int) -> list[int]:
+    """`rows` spread over `bins` as evenly as they go; the first ones have one more."""
+    return [rows // bins + (at < rows % bins) for at in range(bins)]
+
+
 def _elsewhere(
     module: nn.Module,
     weights: Weights,
@@ -88,7 +106,10 @@ def _elsewhere(
     leaving = counts[:experts].view(n, local)
     arriving = collectives.all_to_all(leaving, [1] * n, [1] * n, expert.group)
     # Before the numbers are read, after which there is memory for as many rows.
-    ask(arriving, lambda: sum(_told_evenly(rows.size(0), expert, experts, len(replicas), 1.0)[1]))
+    report = current_step().report_load
+    if report is not None:
+        likely = sum(_told_evenly(rows.size(0), expert, experts, len(replicas), 1.0).receive)
+        report((arriving.sum().float() / max(likely, 1)).view(1))
     told = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[experts:]])
     send, receive, groups, hot = _read(told, rows.size(0), expert, experts, len(replicas))
     away = rows.narrow(0, 0, sum(send)) if replicas else rows
@@ -111,12 +132,10 @@ def _elsewhere(
     return torch.cat([returned, here])
 
 
-def _read(
-    told: torch.Tensor, rows: int, expert: Axis, experts: int, replicas: int
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Rows to each rank, from each rank, to each of this rank's experts, to each replica, once the host has waited."""
+def _read(told: torch.Tensor, rows: int, expert: Axis, experts: int, replicas: int) -> RowCounts:
+    """The rows of an exchange, once the host has waited."""
     sizes = expert.size, expert.size, experts // expert.size, replicas
-    load = even_load()
+    load = current_step().even_load
     if load is not None:
         return _told_evenly(rows, expert, experts, replicas, load)
     whole = told.tolist()
@@ -124,26 +143,23 @@ def _read(
     for size in sizes:
         parts.append(whole[:size])
         whole = whole[size:]
-    send, receive, groups, hot = parts
-    if any(map(is_symbolic, send)):
+    if any(map(is_symbolic, parts[0])):
         even = _told_evenly(rows, expert, experts, replicas, 1.0)
         # What leaves is certain, but for what stays with replicas; from each rank no more comes than it has.
         limits = (rows, expert.size * rows, expert.size * rows, rows)
         for part, likely, scales, most in zip(parts, even, (False, True, True, False), limits, strict=True):
             expected(part, likely, scales, most)
-    return send, receive, groups, hot
+    return RowCounts(*parts)
 
 
-def _told_evenly(
-    rows: int, expert: Axis, experts: int, replicas: int, load: float
-) -> tuple[list[int], list[int], list[int], list[int]]:
+def _told_evenly(rows: int, expert: Axis, experts: int, replicas: int, load: float) -> RowCounts:
     """What `_read` gives if the rows of every rank were spread evenly over the experts, and this rank's were `load`
     times as popular."""
     n, local = expert.size, experts // expert.size
     counts = evenly(rows, experts + replicas)
     send = [sum(counts[at * local : (at + 1) * local]) for at in range(n)]
     come = round(send[per_rank_int(expert.index)] * load)
-    return send, [come] * n, evenly(n * come, local), counts[experts:]
+    return RowCounts(send, [come] * n, evenly(n * come, local), counts[experts:])
 
 
 # Replicas.

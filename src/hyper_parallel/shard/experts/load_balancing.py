@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.compat.local_tensor import per_rank
+from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.experts.dispatch import count
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.model_structure import text_config
@@ -114,7 +115,7 @@ def auxiliary_loss(handle: ShardedModel) -> torch.Tensor:
     """
     routing = handle.routing
     if routing is None or not routing.coefficient or not routing.logits:
-        return torch.zeros((), device=handle.parameters()[0].local.device)
+        return torch.zeros((), device=handle.device)
     experts = routing.logits[0].size(-1)
     chosen, probabilities, rows = [], [], []
     for logits in routing.logits:
@@ -140,25 +141,20 @@ def loads(handle: ShardedModel) -> torch.Tensor:
 
     The sum over all axes is the load of the whole batch: of ranks that see the same tokens one tells.
     """
-    device = handle.parameters()[0].local.device
     routing = handle.routing
     if routing is None:
-        return torch.zeros(0, device=device)
+        return torch.zeros(0, device=handle.device)
     zeros = {
-        name: torch.zeros(e.count, dtype=torch.int64, device=device) for name, e in routing.experts.items()
+        name: torch.zeros(e.count, dtype=torch.int64, device=handle.device)
+        for name, e in routing.experts.items()
     }
     told = torch.cat([routing.counts.get(name, zeros[name]) for name in routing.experts]).float()
-    return told if routing.own_tokens else told * _speaks(handle, device)
-
-
-def _speaks(handle: ShardedModel, device: torch.device) -> torch.Tensor:
-    """1 on one of the ranks that see the same tokens, 0 on the others."""
-
-    def first(rank: int) -> torch.Tensor:
-        along = [i for axis, i in handle.mesh.coordinate(rank).items() if axis not in LOSS_AXES]
-        return torch.tensor(float(not any(along)), device=device)
-
-    return per_rank(first)
+    return (
+        told
+        if routing.own_tokens
+        else told
+        * per_rank(lambda rank: torch.tensor(handle.axes.speaks(LOSS_AXES, rank), device=handle.device))
+    )
 
 
 def take_loads(handle: ShardedModel) -> torch.Tensor:
@@ -193,9 +189,15 @@ def imbalance(handle: ShardedModel, told: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def update_biases(model: nn.Module, told: torch.Tensor, rate: float) -> None:
-    """Correct each router's bias by the step's loads: `told` as for `imbalance`. Layers without one are left alone."""
+    """Correct each router's bias by the step's loads: `told` as for `imbalance`. Layers without one are left alone.
+
+    Raises StrategyError for a model without experts.
+    """
     routing = sharded(model).routing
-    assert routing is not None
+    if routing is None:
+        raise StrategyError(
+            f"{type(model).__name__} has no experts whose loads could correct a router's bias"
+        )
     layers = told.split([experts.count for experts in routing.experts.values()])
     for (name, experts), load in zip(routing.experts.items(), layers, strict=True):
         for module in model.get_submodule(name.rpartition(".")[0]).modules():

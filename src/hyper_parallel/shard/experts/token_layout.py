@@ -23,11 +23,12 @@ from hyper_parallel.shard.experts import dispatch
 from hyper_parallel.shard.experts.load_balancing import Routing
 from hyper_parallel.shard.experts.plan import is_concatenated
 from hyper_parallel.shard.hooks import Forward, wrap
-from hyper_parallel.shard.mesh_axis import Axis, MeshAxes, _pad
+from hyper_parallel.shard.mesh_axis import Axis, _pad
 from hyper_parallel.shard.plan.types import ExpertsPlan, Plan
+from hyper_parallel.shard.process_mesh import ProcessMesh
 
 
-def apply_experts_plan(model: nn.Module, plan: Plan, axes: MeshAxes) -> Routing | None:
+def apply_experts_plan(model: nn.Module, plan: Plan, axes: ProcessMesh) -> Routing | None:
     """Wrap the experts that the plan names, and routers where something is asked of them; None without experts."""
     if not plan.experts:
         return None

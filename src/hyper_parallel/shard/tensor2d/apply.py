@@ -16,9 +16,10 @@ from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.dropout import Stretch
 from hyper_parallel.shard.hooks import Forward, all_positions, change_input, change_output, wrap
-from hyper_parallel.shard.mesh_axis import Axis, MeshAxes
+from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.model_structure import dim_of_features, is_conv1d
 from hyper_parallel.shard.plan.types import Plan
+from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.shard.tensor2d.heads import ScatterHeads
 from hyper_parallel.shard.tensor2d.norm import distributed_norm
 from hyper_parallel.shard.tensor2d.regather import GatheredInput
@@ -28,7 +29,7 @@ from hyper_parallel.shard.tensor_parallel import _entering, _leaving, _localise_
 Move = Callable[[torch.Tensor], torch.Tensor]
 
 
-def apply_tensor_2d(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, Stretch]:
+def apply_tensor_2d(model: nn.Module, plan: Plan, axes: ProcessMesh) -> dict[str, Stretch]:
     """Wrap what the 2D plan names. Parameters are given their local tensors elsewhere.
 
     Returns, by region, the stretches in which activations are split otherwise than between regions.
@@ -59,7 +60,7 @@ def apply_tensor_2d(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, S
     return stretches
 
 
-def apply_edges_2d(model: nn.Module, plan: Plan, axes: MeshAxes) -> None:
+def apply_edges_2d(model: nn.Module, plan: Plan, axes: ProcessMesh) -> None:
     """Split activations on the way into the first layer, and gather them on the way out of the last; after all else
     that is put around layers."""
     if plan.tensor2d is None:
@@ -71,7 +72,7 @@ def apply_edges_2d(model: nn.Module, plan: Plan, axes: MeshAxes) -> None:
     wrap(layers[-1], change_output(lambda x: _whole(x, axes)))
 
 
-def split_between(plan: Plan, axes: MeshAxes, name: str) -> dict[int, Axis]:
+def split_between(plan: Plan, axes: ProcessMesh, name: str) -> dict[int, Axis]:
     """The dims of activations that are split outside of regions' stretches where the module `name` stands."""
     if not plan.sequence or not name.startswith(f"{plan.layers}."):
         return {}
@@ -83,7 +84,7 @@ def split_between(plan: Plan, axes: MeshAxes, name: str) -> dict[int, Axis]:
     return {SEQUENCE: axes["tensor_y"], FEATURES: axes["tensor_x"]}
 
 
-def _split(x: torch.Tensor, axes: MeshAxes) -> torch.Tensor:
+def _split(x: torch.Tensor, axes: ProcessMesh) -> torch.Tensor:
     """[B, S, h] to [B, S / y, h / x]."""
     if x.dim() != 3:
         raise StrategyError(
@@ -98,11 +99,11 @@ def _split(x: torch.Tensor, axes: MeshAxes) -> torch.Tensor:
     return axes["tensor_x"].split(axes["tensor_y"].split(x, SEQUENCE), FEATURES)
 
 
-def _whole(x: torch.Tensor, axes: MeshAxes) -> torch.Tensor:
+def _whole(x: torch.Tensor, axes: ProcessMesh) -> torch.Tensor:
     return axes["tensor_y"].gather(axes["tensor_x"].gather(x, FEATURES), SEQUENCE)
 
 
-def _swapped(module: nn.Module, axes: MeshAxes) -> None:
+def _swapped(module: nn.Module, axes: ProcessMesh) -> None:
     """[T/y, h/x] to [T/(y·x), h] and back: what is inside sees what 1D with the sequence split sees."""
     x = axes["tensor_x"]
     last = FEATURES % 3
@@ -110,7 +111,7 @@ def _swapped(module: nn.Module, axes: MeshAxes) -> None:
 
 
 def _attention(
-    module: nn.Module, model: nn.Module, name: str, plan: Attention, whole: Plan, axes: MeshAxes
+    module: nn.Module, model: nn.Module, name: str, plan: Attention, whole: Plan, axes: ProcessMesh
 ) -> Stretch:
     x, y = axes["tensor_x"], axes["tensor_y"]
     given = GatheredInput()
@@ -119,16 +120,16 @@ def _attention(
     sharing = axes[part_of_x(whole.mesh, plan.sharing, 1) if plan.sharing > 1 else digit(1, 1)]
     for child, parts in plan.colwise.items():
         scatter = ScatterHeads(x, parts, plan.shares[child], sharing, plan.heads.size)
-        _product(model.get_submodule(child), child, whole, given, scatter)
+        _product(model.get_submodule(child), child, whole, axes, given, scatter)
     stretch = Stretch(dims={FEATURES: axes[whole.mesh.tensor]}, heads=plan.heads.query)
     rowwise = model.get_submodule(plan.rowwise)
-    _product(rowwise, plan.rowwise, whole, GatheredInput(), lambda out: y.reduce_split(out, SEQUENCE),
+    _product(rowwise, plan.rowwise, whole, axes, GatheredInput(), lambda out: y.reduce_split(out, SEQUENCE),
              lambda h: x.gather_sum(h, FEATURES), plan.keeps)  # fmt: skip
     features = plan.heads.query * plan.heads.size
     return _stretch(stretch, features, [model.get_submodule(child) for child in plan.colwise], rowwise)
 
 
-def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: MeshAxes) -> Stretch:
+def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: ProcessMesh) -> Stretch:
     mesh = whole.mesh
     up, k, r = (axes[name] for name in plan.digits(mesh))
     y, beside = axes["tensor_y"], axes[part_of_x(mesh, mesh.size("tensor_x") // plan.factors.up, 1)]
@@ -147,12 +148,15 @@ def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: Mesh
     given = GatheredInput()
     wrap(module, given.region(enter, plan.keeps))
     for child in plan.colwise:
-        _product(model.get_submodule(child), child, whole, given, lambda out: up.reduce_split(out, SEQUENCE))
+        _product(
+            model.get_submodule(child), child, whole, axes, given, lambda out: up.reduce_split(out, SEQUENCE)
+        )
     rowwise = model.get_submodule(plan.rowwise)
     _product(
         rowwise,
         plan.rowwise,
         whole,
+        axes,
         GatheredInput(),
         leave,
         between,
@@ -174,6 +178,7 @@ def _product(
     module: nn.Module,
     name: str,
     plan: Plan,
+    axes: ProcessMesh,
     given: GatheredInput,
     leave: Move,
     enter: Move | None = None,
@@ -186,7 +191,7 @@ def _product(
     if conv:
         layout = plan.parameters[f"{name}.weight"].computed
         dim = dim_of_features(module, output=True)
-        module.__dict__["nf"] = per_rank_int(lambda r: layout.local_shape(layout.mesh.coordinate(r))[dim])
+        module.__dict__["nf"] = per_rank_int(lambda r: layout.local_shape(axes.devices.coordinate(r))[dim])
 
     def wrapper(forward: Forward, x: torch.Tensor) -> Any:
         parameters, bias = module._parameters, None

@@ -1,0 +1,51 @@
+"""A device group: global ranks that form a mesh of their own.
+
+Coordinates are local to the group: the rank at place p of `ranks` is at the coordinate of p in `mesh`. Training with
+one mesh has one group, of all ranks, in which place and rank are the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hyper_parallel.layout.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Global ranks and their mesh.
+
+    >>> DeviceGroup(Mesh(("shard", 2), ("tensor_x", 2)), range(4, 8)).groups("shard")
+    ((4, 6), (5, 7))
+    """
+
+    mesh: Mesh
+    ranks: Sequence[int]
+    """Global ranks, ascending, one for each place of the mesh."""
+
+    def __post_init__(self) -> None:
+        assert len(self.ranks) == self.mesh.world, f"{len(self.ranks)} ranks for a mesh of {self.mesh.world}"
+        assert all(a < b for a, b in zip(self.ranks, self.ranks[1:], strict=False)), (
+            f"{self.ranks} do not ascend"
+        )
+
+    @classmethod
+    def of_all_ranks(cls, mesh: Mesh) -> DeviceGroup:
+        """The group of a run that has one mesh."""
+        return cls(mesh, range(mesh.world))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Axis name to index of a global rank of the group. In a group of one every process is that rank."""
+        if self.mesh.world == 1:
+            return self.mesh.coordinate(0)
+        assert rank in self.ranks, f"rank {rank} is not one of {tuple(self.ranks)}"
+        return self.mesh.coordinate(self.ranks.index(rank))
+
+    def index(self, name: str, rank: int) -> int:
+        """The index of a global rank along an axis, joint or fold."""
+        return self.mesh.index(name, self.coordinate(rank))
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The sets of global ranks that an axis, joint or fold makes, each ascending."""
+        return tuple(tuple(self.ranks[place] for place in places) for places in self.mesh.groups(name))

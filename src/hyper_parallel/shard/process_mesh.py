@@ -1,0 +1,228 @@
+"""The mesh of processes: a device group with the process groups and collectives of its axes, joints and folds by name.
+
+Everything that turns a rank into a coordinate, or an axis into a process group, goes by this object, and it is local to
+its device group: ranks are global, coordinates are those of the group's own mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat import collectives
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.graph.ir import CollectiveGroup
+from hyper_parallel.layout.device_group import DeviceGroup
+from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.shard.link_levels import Levels, Part
+from hyper_parallel.shard.mesh_axis import Axis
+
+DATA_AXES = "replicate*shard"
+"""The joint along which ranks see different rows."""
+
+
+class ProcessMesh(Mapping[str, Axis]):
+    """The axes of a device group by name, joints and folds too.
+
+    Looking one up the first time makes its process group, which every rank of the group must do in the same order: the
+    engine does so while it parallelizes, never in a forward pass.
+    """
+
+    def __init__(self, devices: DeviceGroup, cluster: Cluster | None = None, connected: bool = True) -> None:
+        """With a `cluster`, collectives over groups that span its levels run level by level. One that is not
+        `connected` has no process groups, and only axes of degree 1."""
+        self.devices, self.mesh, self.connected = devices, devices.mesh, connected
+        self._cluster = cluster
+        self._axes: dict[str, Axis] = {}
+        self._made: dict[str, dist.ProcessGroup] = {}
+        self._members: dict[str, CollectiveGroup] = {}
+        if connected:
+            whole: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+            everyone = whole if self._of_all_ranks else self._new_group(devices.ranks)
+            self._everyone = str(everyone.group_name)
+            self._note(self._everyone, self.mesh.joint(*self.mesh.names), devices.ranks)
+
+    @classmethod
+    def of(cls, mesh: Mesh, cluster: Cluster | None = None, *, alone: bool = False) -> ProcessMesh:
+        """The mesh of all processes; of this one `alone`, or where there is no process group.
+
+        Raises StrategyError when the default process group is not one of `mesh.world` ranks.
+        """
+        devices = DeviceGroup.of_all_ranks(mesh)
+        if alone or not dist.is_initialized():
+            if mesh.world > 1:
+                raise StrategyError(
+                    f"the strategy's axes multiply to {mesh.world}, but this process is alone; "
+                    "start it with hyper-parallel or torchrun, and call torch.distributed.init_process_group"
+                )
+            return cls(devices, connected=False)
+        if dist.get_world_size() != mesh.world:
+            degrees = " · ".join(f"{axis} {size}" for axis, size in mesh.axes if size > 1)
+            raise StrategyError(
+                f"the strategy's axes multiply to {mesh.world} ({degrees or 'one rank'}), "
+                f"but there are {dist.get_world_size()} workers"
+            )
+        return cls(devices, cluster)
+
+    def __getitem__(self, name: str) -> Axis:
+        if name not in self._axes:
+            self._axes[name] = self._axis(name)
+        return self._axes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.mesh.names)
+
+    def __len__(self) -> int:
+        return len(self.mesh.names)
+
+    def made(self) -> dict[str, Axis]:
+        """Every axis, joint and fold that has been looked up, by name."""
+        return dict(self._axes)
+
+    # Ranks.
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank; 0 when the mesh is of one device."""
+        return dist.get_rank() if self.mesh.world > 1 else 0
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's index on each axis."""
+        return self.devices.coordinate(self.rank)
+
+    def data_index_of(self, rank: int) -> int:
+        """Which share of the batch a global rank computes, 0 ≤ index < replicate · shard."""
+        return self.devices.index(DATA_AXES, rank)
+
+    def speaks(self, axes: tuple[str, ...], rank: int) -> float:
+        """1 on one rank of those that differ along other axes than these, 0 on the others: they hold the same, and one
+        of them speaks for all."""
+        return float(
+            all(index == 0 for axis, index in self.devices.coordinate(rank).items() if axis not in axes)
+        )
+
+    # Collectives.
+
+    def all_reduce(self, tensor: torch.Tensor, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
+        """The sum (or ``max``) of `tensor` over `axes`, on every rank of them; its own over axes of degree 1."""
+        live = [axis for axis in axes if self.mesh.size(axis) > 1]
+        if live and math.prod(self.mesh.size(axis) for axis in live) == self.mesh.world:
+            return collectives.all_reduce(tensor, self._everyone, op)
+        for axis in live:
+            tensor = collectives.all_reduce(tensor, self[axis].group, op)
+        return tensor
+
+    # Process groups.
+
+    def process_groups(self) -> dict[str, CollectiveGroup]:
+        """Each group that has been made, and that of all ranks of the mesh, by name; empty on one device.
+
+        Those of an axis's levels are of that axis; their ranks say on which level.
+        """
+        return dict(self._members)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """This rank's process group of an axis, joint or fold. Its ranks stand in ascending order."""
+        if axis not in self._made:
+            self._made[axis] = self._mine_of(axis, self.devices.groups(axis))
+        return self._made[axis]
+
+    @property
+    def _of_all_ranks(self) -> bool:
+        return len(self.devices.ranks) == dist.get_world_size()
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Groups inside of a device group are made by its ranks alone: others make their own meanwhile."""
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), use_local_synchronization=not self._of_all_ranks
+        )
+        return group
+
+    def _mine_of(self, axis: str, groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+        """The process group of this rank, of groups that all ranks make together."""
+        mine = dist.get_rank()
+        wanted = groups if self._of_all_ranks else [ranks for ranks in groups if mine in ranks]
+        made = [(self._new_group(ranks), ranks) for ranks in wanted]
+        group, ranks = next(pair for pair in made if mine in pair[1])
+        self._note(str(group.group_name), axis, ranks)
+        return group
+
+    def _note(self, name: str, axis: str, ranks: Sequence[int]) -> None:
+        self._members[name] = CollectiveGroup(name, axis, tuple(ranks))
+
+    def _axis(self, name: str) -> Axis:
+        if self.mesh.size(name) == 1:
+            return Axis(name, self.devices, "")
+        assert self.connected, f"axis {name} needs process groups"
+        order = tuple(
+            self.mesh.index(name, self.mesh.coordinate(place)) for place in self.mesh.groups(name)[0]
+        )
+        in_order = order == tuple(range(len(order)))
+        group = str(self.group(name).group_name)
+        return Axis(name, self.devices, group, None if in_order else order, self._levels(name))
+
+    def _levels(self, axis: str) -> Levels | None:
+        """The groups of an axis level by level; None where it lies on one level, or unevenly."""
+        groups = self.devices.groups(axis)
+        ways = {self._cluster.radices(ranks) for ranks in groups} if self._cluster else {None}
+        if len(ways) > 1:
+            return None  # groups lie on the levels differently: no one way serves all ranks
+        (radices,) = ways
+        if radices is None or len(radices) < 2:
+            return None
+        parts, outer = [], 1
+        for level, size in radices:
+            inner = len(groups[0]) // (outer * size)
+            split = tuple(
+                tuple(ranks[(high * size + at) * inner + low] for at in range(size))
+                for ranks in groups
+                for high in range(outer)
+                for low in range(inner)
+            )
+            parts.append(Part(level, size, str(self._mine_of(axis, split).group_name)))
+            outer *= size
+        return Levels(tuple(parts), str(self.group(axis).group_name))
+
+    # FSDP2's meshes.
+
+    @property
+    def carries_tensor(self) -> bool:
+        """Whether tensor-split parameters can be DTensors: one tensor axis, a mesh dim beside those of FSDP2."""
+        return self.mesh.size("tensor_x") > 1 and self.mesh.size("tensor_y") == 1
+
+    @functools.cached_property
+    def whole(self) -> DeviceMesh:
+        """The device mesh of all ranks: replicate, storage, tensor_x. FSDP2 wants its mesh and that of the DTensors
+        it is given to be parts of one."""
+        names = ("replicate", self.mesh.storage, "tensor_x")
+        return DeviceMesh(
+            collectives.device_type(), self._members_by_index(names, self.devices.ranks), mesh_dim_names=names
+        )
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """This rank's device mesh of one or two axes, joints or folds, as FSDP2 takes it."""
+        if self.carries_tensor and set(axes) <= set(self.whole.mesh_dim_names or ()):
+            return self.whole[axes if len(axes) > 1 else axes[0]]
+        joint = next(ranks for ranks in self.devices.groups("*".join(axes)) if dist.get_rank() in ranks)
+        members = self._members_by_index(axes, joint)
+        groups = [self.group(axis) for axis in axes]
+        return DeviceMesh.from_group(
+            groups if len(axes) > 1 else groups[0],
+            collectives.device_type(),
+            members,
+            mesh_dim_names=axes,
+        )
+
+    def _members_by_index(self, axes: tuple[str, ...], ranks: Sequence[int]) -> torch.Tensor:
+        """int64 [size of each axis]: the rank of `ranks` at each index along the axes."""
+        members = torch.empty([self.mesh.size(axis) for axis in axes], dtype=torch.int64)
+        for rank in ranks:
+            members[tuple(self.devices.index(axis, rank) for axis in axes)] = rank
+        return members

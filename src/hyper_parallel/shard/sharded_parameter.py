@@ -1,0 +1,36 @@
+"""A sharded parameter: its name and layout, and this rank's piece of its values and of its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter as one rank holds it."""
+
+    name: str
+    """Its fully qualified name, the same as in the unsharded model."""
+    layout: Layout
+    parameter: nn.Parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's piece, without autograd; writing to it writes the parameter."""
+        return local_of(self.parameter.detach())
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's piece of the gradient, or None before a backward pass."""
+        return None if self.parameter.grad is None else local_of(self.parameter.grad)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a tensor that may be a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,116 @@
+"""The parts of one training run on one rank, made from its run file before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.config.train import LossConfig
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.launch import Worker
+from hyper_parallel.shard import ShardedModel, sharded
+from hyper_parallel.shard.experts.load_balancing import has_biases
+from hyper_parallel.step.batches import Batches
+from hyper_parallel.step.build import Built, build, fill
+from hyper_parallel.step.capture_train_step import state as state_of
+from hyper_parallel.step.profiling import Profiling
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.train.checkpoint_state import RunCheckpoints
+from hyper_parallel.train.evaluate import Evaluation
+from hyper_parallel.train.meter import Meter
+from hyper_parallel.train.reporter import Reporter
+from hyper_parallel.train.save_interval import SaveInterval
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a run is made of. The parts have their state; which there are does not change."""
+
+    config: RunConfig
+    worker: Worker
+    built: Built
+    handle: ShardedModel
+    recipe: Recipe
+    prompt: list[int]
+    """Token ids that the sample goes on from; empty where none is wanted."""
+    batches: Batches
+    evaluation: Evaluation
+    checkpoints: RunCheckpoints
+    reporter: Reporter
+    meter: Meter
+    interval: SaveInterval
+    profiling: Profiling | None
+    """On rank 0 of a run that asks for one."""
+
+    @classmethod
+    def of(cls, config: RunConfig, model: nn.Module | None, worker: Worker) -> RunParts:
+        """Raises what `step.build.build` does, and ConfigError for a bias rate of a model without such biases."""
+        train, device = config.train, worker.device
+        built = build(config, model, device)
+        handle = sharded(built.model)
+        # Now, so that a prompt that the chat template does not take costs no run.
+        prompt = built.text.prompt(train.sample.prompt) if train.sample else []
+        if train.router_bias_rate and not has_biases(built.model):
+            raise ConfigError(
+                f"train.router_bias_rate is {train.router_bias_rate}, but no router of "
+                f"{type(built.model).__name__} has a bias to correct; leave it out"
+            )
+        recipe = _recipe(config, built, handle, device)
+        flops = built.flops.per_token(config.data.sequence)
+        peak = worker.backend.peak_flops(getattr(torch, config.effective_strategy.precision.compute))
+        tokens = train.batch * config.data.sequence
+        return cls(
+            config,
+            worker,
+            built,
+            handle,
+            recipe,
+            prompt,
+            Batches(built.text.train, built.text.order, train.batch, train.micro_batch, handle, device),
+            Evaluation(
+                built.text.eval,
+                train.eval.batches,
+                train.batch,
+                train.micro_batch,
+                handle,
+                device,
+                LossConfig(chunk=train.loss.chunk),
+            ),
+            RunCheckpoints(config, built, recipe.optimizer),
+            Reporter(config, leads=worker.rank == 0),
+            Meter(tokens, flops, worker.world, peak),
+            SaveInterval(config.checkpoint),
+            Profiling(train.profile, Path(config.out), worker, flops * tokens, peak)
+            if train.profile is not None and worker.rank == 0
+            else None,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The parallelized model."""
+        return self.built.model
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of a step over all ranks, padding included."""
+        return self.config.train.batch * self.config.data.sequence
+
+
+def _recipe(config: RunConfig, built: Built, handle: ShardedModel, device: torch.device) -> Recipe:
+    """The step, of a model that has values; under a budget its state is where it rests between steps."""
+    try:
+        with built.settling():
+            fill(built, config, device)
+            recipe = Recipe.of(config, built.model)
+        if built.budget is not None:
+            known = state_of(handle, recipe.optimizer)
+            built.budget.settle_others({name: tensor.detach() for name, (_, tensor) in known.items()})
+    except BaseException:
+        if built.budget is not None:
+            built.budget.close()
+        raise
+    return recipe
