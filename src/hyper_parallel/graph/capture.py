@@ -32,6 +32,7 @@ from hyper_parallel.graph.guards import Questions
 from hyper_parallel.graph.ir import Input, Kind, StepGraph, Storage, Value
 from hyper_parallel.graph.phase import current_phase
 from hyper_parallel.graph.random_state import followed
+from hyper_parallel.graph.regions import Region, current_micro_batch, layer_finder, layer_of, locate
 
 _ATTRIBUTE = "_hyper_parallel_node"
 _QUESTIONS = frozenset(
@@ -112,6 +113,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._questions = questions
         self._names = {module: name for name, module in model.named_modules()} if model is not None else {}
+        self._layer_named = layer_finder(self._names.values())
         self._last: Any = None
         """The operator that was dispatched last."""
         self._graph = fx.Graph()
@@ -134,7 +136,8 @@ class _Recorder(TorchDispatchMode):
         node = self._graph.placeholder(f"in_{len(self._inputs)}")
         self._inputs.append(Input(name, kind))
         value = self._value(tensor, name)
-        node.meta.update(value=value, phase="forward", module="", recomputed=False)
+        region = Region(self._layer_named(name), None, "forward")
+        node.meta.update(value=value, region=region, module="", recomputed=False)
         self._given[value.storage] = (tensor, node)
         self._tell(tensor, node)
 
@@ -223,7 +226,8 @@ class _Recorder(TorchDispatchMode):
         if backward is not None and not self._modules:
             at = bisect.bisect_right(self._sequences, backward) - 1
             module = self._at_sequence[at] if at >= 0 and backward < next_sequence() else ""
-        return {"phase": current_phase(), "module": module, "recomputed": recomputed}
+        region = Region(layer_of(module), current_micro_batch(), current_phase())
+        return {"region": region, "module": module, "recomputed": recomputed}
 
     def _argument(self, arg: Any, func: Any) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -307,9 +311,9 @@ class _Recorder(TorchDispatchMode):
         output.meta.update(self._where())
         before = output
         for node in self._graph.nodes:
-            if "phase" not in node.meta:
+            if "region" not in node.meta:
                 # Arithmetic on sizes is where the node before it is.
-                where = {key: before.meta[key] for key in ("phase", "module", "recomputed")}
+                where = {key: before.meta[key] for key in ("region", "module", "recomputed")}
                 node.meta.update(where)
             before = node
         step = StepGraph(
@@ -322,7 +326,9 @@ class _Recorder(TorchDispatchMode):
             {symbol: node for symbol, node in self.sizes.nodes.items() if symbol.is_Symbol},
             even=self.sizes.even,
         )
-        return trim(step)
+        step = trim(step)
+        locate(step, self._layer_named)
+        return step
 
 
 def _lies_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import Kind, StepGraph, capture, host, phase
 from hyper_parallel.graph.gradient_layout import owned
+from hyper_parallel.graph.regions import micro_batch
 from hyper_parallel.offloading.runtime.expert_overflow import loads_shown
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.activation_checkpointing import left_to_the_graph
@@ -186,7 +187,8 @@ class _Body:
         hooks = [parameter.register_hook(self._add_to(parameter)) for parameter in self._names]
         try:
             for index in range(len(self._micro)):
-                total = total + self._accumulate(index)
+                with micro_batch(index):
+                    total = total + self._accumulate(index)
         finally:
             for hook in hooks:
                 hook.remove()

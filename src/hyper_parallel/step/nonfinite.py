@@ -70,7 +70,7 @@ def looking(step: StepGraph) -> StepGraph:
                 with made.graph.inserting_after(node):
                     point = f"{_LOOK}{made.gradients[storage]}"
                     look = made.graph.call_function(HOST, (point, [shown], 0))
-                look.meta = {key: node.meta[key] for key in ("phase", "module", "recomputed")}
+                look.meta = {key: node.meta[key] for key in ("region", "module", "recomputed")}
     return made
 
 
