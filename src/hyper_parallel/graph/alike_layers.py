@@ -10,15 +10,17 @@ are nodes, and alike if their operators, arguments, shapes and dtypes are (`like
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
-from hyper_parallel.graph.ir import Value, values_of
+from hyper_parallel.graph.ir import Size, Value, values_of
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 # Layers as modules.
 
@@ -140,22 +142,27 @@ def find_period(found: Sequence[Sequence[int]], captured: int) -> Period | None:
 # Layers as nodes.
 
 
-def tensor_kind(value: Value) -> Hashable:
-    """What alike nodes share of a tensor."""
-    return value.shape, value.stride, value.dtype, value.device
-
-
-def likeness(nodes: Iterable[fx.Node], tensor: Callable[[Value], Hashable] = tensor_kind) -> Hashable:
+def likeness(nodes: Iterable[fx.Node], tensor: Callable[[Value], Hashable] | None = None) -> Hashable:
     """What is equal for runs of nodes that do the same: operators, arguments and tensors, whatever they are called and
-    wherever in a step they are. `tensor`: what they share of a tensor besides how its storage is shared."""
-    storages: dict[int, int] = {}
-    places: dict[fx.Node, int] = {}
+    wherever in a step they are.
+
+    Nodes, storages and symbols of sizes count by their first places in the run. `tensor`: what the runs share of a
+    tensor besides its storage; left out: shape, strides, dtype and device.
+    """
+    places: dict[object, int] = {}
+
+    def place(of: object) -> int:
+        return places.setdefault(of, len(places))
+
+    def size(one: Size) -> Hashable:
+        return one if isinstance(one, int) else _SYMBOL.sub(lambda found: f"%{place(found[0])}", str(one))
+
+    def kind(value: Value) -> Hashable:
+        return (*map(size, value.shape), *map(size, value.stride), value.dtype, value.device)
 
     def seen(node: fx.Node) -> Hashable:
-        values = tuple(
-            (tensor(value), storages.setdefault(value.storage, len(storages))) for value in values_of(node)
-        )
-        return places.setdefault(node, len(places)), values
+        described = tensor or kind
+        return place(node), tuple((described(value), place(value.storage)) for value in values_of(node))
 
     def argument(arg: Any) -> Hashable:
         if isinstance(arg, fx.Node):
