@@ -16,7 +16,6 @@ from hyper_parallel.graph.alike_layers import (
     find_period,
     kinds,
     likeness,
-    prefix_with_all_kinds,
     signature,
 )
 from hyper_parallel.graph.regions import region_of
@@ -48,11 +47,6 @@ def test_a_signature_tells_settings_and_shapes_and_no_values() -> None:
     one, other = _Layer(0), _Layer(0)
     assert signature(one) == signature(other)
     assert len({signature(layer) for layer in (one, _Layer(0, width=8), _Layer(0, window=2), _Layer(1))}) == 4
-
-
-def test_a_prefix_holds_one_layer_of_each_kind() -> None:
-    assert prefix_with_all_kinds([[0, 1, 2], [3, 5], [4]]) == 5
-    assert prefix_with_all_kinds([]) == 0
 
 
 def _period(found: list[list[int]]) -> Period | None:

@@ -15,7 +15,6 @@ from torch import nn
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.inspect import micro_batch
-from hyper_parallel.estimate.layer_names import LayerNames
 from hyper_parallel.estimate.repeat_ops import Loop, Repeated, Tag, Unlike, repeat
 from hyper_parallel.estimate.resident_memory import count_micro_batches
 from hyper_parallel.graph import Pass, StepGraph, values_of
@@ -139,7 +138,7 @@ def _repeated(
     micro = [region_of(node).micro_batch for node in found.nodes]
     made = Repeated(found.ops, found.resident, tuple(range(len(found.ops))))
     if kept is not None and prefix is not None:
-        made = _of_all_layers(step, found, LayerNames(prefix), kept)
+        made = _of_all_layers(step, found, prefix, kept)
         micro = [micro[index] for index in made.origin]
     if captured < micro_batches:
         loop = Loop(captured // 2, micro_batches - captured + 1)
@@ -151,25 +150,28 @@ def _repeated(
     return made
 
 
-def _of_all_layers(step: StepGraph, found: Lowered, names: LayerNames, kept: Period) -> Repeated:
-    def block_of(name: str) -> Tag:
-        layer = names.index(name)
-        return None if layer is None else kept.block(layer)
+def _of_all_layers(step: StepGraph, found: Lowered, prefix: str, kept: Period) -> Repeated:
+    index = re.compile(rf"(?:^|(?<=\.)){re.escape(prefix)}\.(\d+)(?=\.|$)")
 
-    layers = {storage: names.index(layer) for storage, layer in storage_layers(step.graph.nodes).items()}
+    def block_of(name: str) -> Tag:
+        layer = index.search(name)
+        return kept.block(int(layer[1])) if layer else None
+
+    def renamed(name: str, _: Tag, copied: int) -> str:
+        return index.sub(lambda layer: f"{prefix}.{kept.real(int(layer[1]), copied)}", name, count=1)
+
+    layers = {
+        storage: layer for storage, layer in storage_layers(step.graph.nodes).items() if index.match(layer)
+    }
     for op, node in zip(found.ops, found.nodes, strict=True):
-        if names.index(region_of(node).layer) is not None or op.work is None or op.work.read <= _FEW:
+        if index.match(region_of(node).layer) or op.work is None or op.work.read <= _FEW:
             continue
-        read = {layers[value.storage] for source in node.all_input_nodes for value in values_of(source)}
+        read = {layers.get(value.storage) for source in node.all_input_nodes for value in values_of(source)}
         if len(read - {None}) > 1:
             raise Unlike(f"{op.name} reads {op.work.read:.0f} bytes of several layers at once")
-    return repeat(
-        found.ops,
-        [block_of(region_of(node).layer) for node in found.nodes],
-        [(held, block_of(held.name)) for held in found.resident],
-        Loop(kept.middle, kept.copies),
-        lambda name, _, copied: names.renamed(name, kept, copied),
-    )
+    tags = [block_of(region_of(node).layer) for node in found.nodes]
+    resident = [(held, block_of(held.name)) for held in found.resident]
+    return repeat(found.ops, tags, resident, Loop(kept.middle, kept.copies), renamed)
 
 
 def _batch_of(name: str) -> Tag:

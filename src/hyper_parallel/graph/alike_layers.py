@@ -29,10 +29,10 @@ def described(module: nn.Module) -> dict[str, str]:
     """What a module computes, up to its values: classes, plain attributes and parameters of all its parts."""
     found: dict[str, str] = {}
     for path, part in module.named_modules():
-        found[f"{path}:class"] = type(part).__qualname__
-        for key, value in vars(part).items():
-            if isinstance(value, _PLAIN) and key != "training":
-                found[f"{path}:{key}"] = repr(value)
+        found[f"{path}:class"] = f"{type(part).__module__}.{type(part).__qualname__}"
+        found |= {
+            f"{path}:{key}": repr(value) for key, value in vars(part).items() if isinstance(value, _PLAIN)
+        }
         for own, p in part._parameters.items():
             if p is not None:
                 found[f"{path}:{own}"] = f"{tuple(p.shape)} {p.dtype} {p.requires_grad}"
@@ -58,11 +58,6 @@ def kinds(
     for index, one in enumerate(facts):
         found.setdefault(frozenset((k, v) for k, v in one.items() if k in telling), []).append(index)
     return list(found.values())
-
-
-def prefix_with_all_kinds(found: Sequence[Sequence[int]]) -> int:
-    """How many of the first layers hold one of each kind."""
-    return 1 + max((layers[0] for layers in found), default=-1)
 
 
 # Periods.

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.graph.alike_layers import kinds, prefix_with_all_kinds
+from hyper_parallel.graph.alike_layers import kinds
 from hyper_parallel.shard.lora_adapters import is_adapted, without_adapters
 from hyper_parallel.shard.model_structure import layers_of
 from hyper_parallel.shard.plan import Plan, make_plan
@@ -64,7 +64,9 @@ class Reduced:
 def distinct_prefix(model: nn.Module) -> int:
     """How many of the model's first layers hold one of each kind, at least two; 0 where it has no list of layers."""
     found = layers_of(model)
-    return min(max(prefix_with_all_kinds(kinds(found[1])), 2), len(found[1])) if found else 0
+    if found is None:
+        return 0
+    return min(max(1, *(layers[0] for layers in kinds(found[1]))) + 1, len(found[1]))
 
 
 def reduced_strategies(strategy: Strategy) -> Iterator[Strategy]:

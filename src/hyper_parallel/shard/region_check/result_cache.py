@@ -39,8 +39,7 @@ def digest(model: nn.Module, strategy: Strategy, call: SampleCall | None) -> str
     ]
     if is_transformers(model):
         parts += [metadata.version("transformers"), core.config.to_json_string(use_diff=False)]  # type: ignore[union-attr, operator]
-    trained = [f"{name} {tuple(p.shape)} {p.requires_grad}" for name, p in model.named_parameters()]
-    parts += [signature(model), *trained]
+    parts.append(signature(model))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
