@@ -211,7 +211,7 @@ class Borders:
 
 def phases_of(step: StepGraph) -> list[str]:
     """Of each node."""
-    return [node.meta["phase"] for node in step.nodes]
+    return [node.meta["region"].phase for node in step.nodes]
 
 
 def _layer_name(node: fx.Node) -> str | None:

@@ -160,7 +160,7 @@ def graph_of(step: Any) -> list[Any]:
             shown(node.args),
             shown(node.kwargs),
             shown(node.meta.get("value")),
-            *(node.meta.get(key) for key in ("phase", "module", "recomputed")),
+            *(node.meta["region"].phase, node.meta["module"], node.meta["recomputed"]),
         ]
         for node in step.graph.nodes
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.estimate.layer_instances import choose
 from hyper_parallel.estimate.repeat_ops import Loop, Tag, Unlike, repeat
 from hyper_parallel.trace import Bytes, Collective, Op, Trace
 
@@ -91,17 +90,5 @@ def test_blocks_that_are_not_alike_are_refused() -> None:
     interrupted.tags[8] = None
     with pytest.raises(Unlike):
         repeat(interrupted.ops, interrupted.tags, [], Loop(2, 3))
-
-
-def test_layers_are_chosen_by_their_period() -> None:
-    assert choose([list(range(80))]).layers == [0, 1, 2, 78, 79]  # type: ignore[union-attr]
-    alternate = choose([list(range(0, 26, 2)), list(range(1, 26, 2))])
-    assert alternate is not None
-    assert alternate.period == 2
-    assert alternate.layers == [0, 1, 2, 3, 4, 5, 22, 23, 24, 25]
-    assert [alternate.real(at, 1) for at in (3, 4, 5, 6)] == [3, 6, 7, 22]
-    dense_first = choose([[0, 1, 2], list(range(3, 61))])
-    assert dense_first is not None
-    assert dense_first.layers == [0, 1, 2, 3, 4, 5, 59, 60]
-    assert choose([[0, 1, 2, 3, 4]]) is None
-    assert choose([]) is None
+    with pytest.raises(Unlike, match="no op belongs to block 2"):
+        repeat(interrupted.ops, [None] * len(interrupted.ops), [], Loop(2, 3))

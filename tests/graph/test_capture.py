@@ -132,13 +132,19 @@ def test_the_node_that_failed_is_found_and_the_host_may_use_autograd() -> None:
     with pytest.raises(RuntimeError) as caught:
         run.run({"weight": torch.zeros(3, 5), "x": torch.zeros(5, 4)}, ask)
     node = run.node_of(caught.value)
-    assert node is not None and node.meta["phase"] == "forward" and node.target is torch.ops.aten.mm.default
+    assert (
+        node is not None
+        and node.meta["region"].phase == "forward"
+        and node.target is torch.ops.aten.mm.default
+    )
     run.run({"weight": torch.zeros(3, 4), "x": torch.zeros(5, 4)}, ask)
     assert [x.tolist() for x in seen] == [[2.0, 2.0]]
 
 
 def test_nodes_know_their_phase_and_module() -> None:
-    where = {(str(node.target), node.meta["phase"], node.meta["module"]) for node in _linear_step().nodes}
+    where = {
+        (str(node.target), node.meta["region"].phase, node.meta["module"]) for node in _linear_step().nodes
+    }
     assert ("aten.tanh.default", "forward", "1") in where
     assert ("aten.tanh_backward.default", "backward", "1") in where
     assert ("aten.add_.Tensor", "optimizer", "") in where

@@ -22,25 +22,26 @@ from hyper_parallel.errors import CompileError
 from hyper_parallel.graph import StepGraph, capture, executable, host, phase
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.compiled.artifacts import obtain, own
-from hyper_parallel.graph.compiled.digest import digest, text
-from hyper_parallel.graph.compiled.regions import FEWEST, Region, regions
+from hyper_parallel.graph.compiled.digest import digest
+from hyper_parallel.graph.compiled.partition import FEWEST, Subgraph, partition
 from hyper_parallel.graph.compiled.replace import replace
+from hyper_parallel.graph.regions import Region
 from hyper_parallel.graph.suspension import HostPoint
 
 Tensors = dict[str, torch.Tensor]
 
 
 def _rewritten(step: StepGraph) -> tuple[StepGraph, int]:
-    """The regions exchanged for their own operators, not compiled."""
+    """The subgraphs exchanged for their own operators, not compiled."""
     result = step.copy()
-    found = regions(result)
-    replace(result, found, [(f"region_{at}", _functional(region)) for at, region in enumerate(found)])
+    found = partition(result)
+    replace(result, found, [(f"subgraph_{at}", _functional(subgraph)) for at, subgraph in enumerate(found)])
     return result, len(found)
 
 
-def _functional(region: Region) -> Callable[..., list[torch.Tensor]]:
-    """What a compiler may make of a region: no output shares memory with another or with an input."""
-    module = fx.GraphModule({}, region.graph())
+def _functional(subgraph: Subgraph) -> Callable[..., list[torch.Tensor]]:
+    """What a compiler may make of a subgraph: no output shares memory with another or with an input."""
+    module = fx.GraphModule({}, subgraph.graph())
     return lambda *inputs: [output.clone() for output in module(*inputs)]
 
 
@@ -100,7 +101,7 @@ def _run(step: StepGraph) -> tuple[torch.Tensor, Tensors]:
     return outputs["loss"], tensors
 
 
-def test_the_operators_of_regions_in_their_place_are_the_step() -> None:
+def test_the_operators_of_subgraphs_in_their_place_are_the_step() -> None:
     step = _step()
     result, count = _rewritten(step)
     assert count >= 8  # both layers and what is outside of them, forward and backward, twice
@@ -112,9 +113,9 @@ def test_the_operators_of_regions_in_their_place_are_the_step() -> None:
 
 def test_equal_layers_give_one_artifact() -> None:
     step = _step()
-    found = regions(step)
-    names = [digest(region, {}) for region in found]
-    layers = [region.nodes[0].meta["module"].startswith("layers.") for region in found]
+    found = partition(step)
+    names = [digest(subgraph, {}) for subgraph in found]
+    layers = [subgraph.nodes[0].meta["module"].startswith("layers.") for subgraph in found]
     assert sum(layers) == 8
     # The first layer's backward pass does not go on to the input.
     assert len({name for name, layer in zip(names, layers, strict=True) if layer}) <= 5
@@ -122,7 +123,7 @@ def test_equal_layers_give_one_artifact() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_views_and_writes_across_regions_stay_what_they_were(seed: int) -> None:
+def test_views_and_writes_across_subgraphs_stay_what_they_were(seed: int) -> None:
     """Random straight-line programs with views and in-place operators, cut anywhere."""
     draw = random.Random(seed)
     operators: list[Callable[..., torch.Tensor]] = [
@@ -151,7 +152,7 @@ def test_views_and_writes_across_regions_stay_what_they_were(seed: int) -> None:
     layer = 0
     for node in step.nodes:
         layer += draw.random() < 0.15
-        node.meta["module"] = f"layers.{layer}"
+        node.meta["region"] = Region(f"layers.{layer}", None, "forward")
     result, _ = _rewritten(step)
     seen = []
     for graph in (step, result):
@@ -161,7 +162,7 @@ def test_views_and_writes_across_regions_stay_what_they_were(seed: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
 
 
-def test_a_region_holds_no_host_point_no_random_numbers_and_no_sizes_of_the_data() -> None:
+def test_a_subgraph_holds_no_host_point_no_random_numbers_and_no_sizes_of_the_data() -> None:
     with fake_mode_with_symbols():
         x, n = torch.empty(8, 2), torch.zeros((), dtype=torch.int64)
 
@@ -176,7 +177,7 @@ def test_a_region_holds_no_host_point_no_random_numbers_and_no_sizes_of_the_data
             return {"z": z, "y": ((y + 1) * 2 - 3).exp()}
 
         graph = capture(step, {"x": ("input", x), "n": ("input", n)})
-    found = [[str(node.target) for node in region.nodes] for region in regions(graph)]
+    found = [[str(node.target) for node in subgraph.nodes] for subgraph in partition(graph)]
     whole = ["aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor", "aten.exp.default"]
     assert found == [whole, whole]
     assert len(whole) == FEWEST
@@ -185,15 +186,15 @@ def test_a_region_holds_no_host_point_no_random_numbers_and_no_sizes_of_the_data
 # Artifacts.
 
 
-def _region() -> Region:
-    return regions(_step())[0]
+def _subgraph() -> Subgraph:
+    return partition(_step())[0]
 
 
 @pytest.mark.parametrize("key", ["torch", "threads", "compiler", "config", "vectors", "hyper_parallel"])
 def test_an_artifact_of_another_environment_is_another_one(key: str, tmp_path: Path) -> None:
     environment = {"hyper_parallel": "1", **inductor.environment(tmp_path)}
-    assert digest(_region(), environment) == digest(_region(), dict(environment))
-    assert digest(_region(), environment) != digest(_region(), {**environment, key: "other"})
+    assert digest(_subgraph(), environment) == digest(_subgraph(), dict(environment))
+    assert digest(_subgraph(), environment) != digest(_subgraph(), {**environment, key: "other"})
 
 
 def test_an_artifact_of_another_number_shape_or_dtype_is_another_one() -> None:
@@ -201,8 +202,8 @@ def test_an_artifact_of_another_number_shape_or_dtype_is_another_one() -> None:
         with fake_mode_with_symbols():
             x = torch.empty(rows, 4, dtype=dtype)
             step = capture(lambda: {"y": (x * scale + 1).exp().sum().sqrt()}, {"x": ("input", x)})
-        (region,) = regions(step)
-        return text(region)
+        (subgraph,) = partition(step)
+        return digest(subgraph, {})
 
     kinds = [
         (1.0, 2, torch.float32),
@@ -288,7 +289,7 @@ def test_what_the_compiler_raises_is_a_compile_error(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.skipif(inductor.missing() is not None, reason="no C++ compiler")
-def test_compiled_regions_compute_the_step_and_are_kept(tmp_path: Path) -> None:
+def test_compiled_subgraphs_compute_the_step_and_are_kept(tmp_path: Path) -> None:
     step = _step()
     first = compiled(step, tmp_path)
     assert first.made == first.artifacts > 0

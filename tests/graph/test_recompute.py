@@ -79,7 +79,7 @@ def test_a_strategy_that_recomputes_layers_has_them_in_its_graph() -> None:
     step, asked = _captured(), _captured(memory={"recompute": "layer"})
     assert _kept(asked) == _kept(layers(step, LAYERS)) < _kept(step) / 4
     again = [node for node in asked.nodes if node.meta["recomputed"]]
-    assert {node.meta["phase"] for node in again} == {"backward"}
+    assert {node.meta["region"].phase for node in again} == {"backward"}
     expected, got = _updated(step), _updated(asked)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
@@ -88,7 +88,7 @@ def test_in_bfloat16_layers_are_computed_again_from_what_they_are_given() -> Non
     # A layer's input is cast to float32 for its norm; the cast is what the backward pass uses, and not the input.
     small = list(layers(_captured(precision={"compute": "bfloat16"}), LAYERS).nodes)
     first, second = (
-        [at for at, node in enumerate(small) if node.meta["phase"] == "backward" and _of(node, layer)]
+        [at for at, node in enumerate(small) if node.meta["region"].phase == "backward" and _of(node, layer)]
         for layer in LAYERS
     )
     # So the first layer is not computed again before the last one's backward pass is over.
@@ -119,9 +119,9 @@ def test_weights_are_gathered_again_and_live_twice_but_briefly() -> None:
     validate(step, again)
     gathers = [node for node in again.nodes if is_collective(node) and "all_gather" in str(node.target)]
     repeated = [node for node in gathers if node.meta["recomputed"]]
-    assert repeated and all(node.meta["phase"] == "backward" for node in repeated)
+    assert repeated and all(node.meta["region"].phase == "backward" for node in repeated)
     assert peak(again).bytes < peak(step).bytes
-    turn = next(at for at, node in enumerate(again.nodes) if node.meta["phase"] == "backward")
+    turn = next(at for at, node in enumerate(again.nodes) if node.meta["region"].phase == "backward")
     through = [
         life for life in lifetimes(again) if life.kind == "parameter" and -1 < life.born < turn < life.died
     ]

@@ -9,6 +9,7 @@ from torch import fx
 from hyper_parallel.graph import Slot, StepGraph, tier_ops, validate, values_of
 from hyper_parallel.graph.host_update import is_update, storages_of
 from hyper_parallel.graph.memory_effects import touched
+from hyper_parallel.graph.regions import Region
 
 
 def placed(step: StepGraph, tier: str = "host") -> StepGraph:
@@ -30,7 +31,7 @@ def placed(step: StepGraph, tier: str = "host") -> StepGraph:
         def put(operator: Any, storage: int, before: fx.Node, number: dict[int, int] = number) -> None:
             with made.graph.inserting_before(before):
                 moved = made.graph.call_function(operator, (names[storage], number[storage], tier))
-            moved.meta = {"phase": "optimizer", "module": "", "recomputed": False}
+            moved.meta = {"region": Region("", None, "optimizer"), "module": "", "recomputed": False}
 
         first, last = uses[master][0], uses[master][-1]
         put(tier_ops.prefetch, master, first)

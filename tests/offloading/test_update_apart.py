@@ -33,6 +33,7 @@ from hyper_parallel.graph import (
 from hyper_parallel.graph.host_update import calls_of, host_arguments_of, is_update, slots_of, storages_of
 from hyper_parallel.graph.liveness import peak_of
 from hyper_parallel.graph.memory_effects import touched
+from hyper_parallel.graph.regions import Region
 from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.offloading.runtime.executor import Runtime
 from hyper_parallel.offloading.schedule.build_problem import build_problem
@@ -98,7 +99,7 @@ def _given_leaves(moved: StepGraph) -> StepGraph:
         for operator in (tier_ops.store, tier_ops.wait, tier_ops.detach):
             with made.graph.inserting_before(last):
                 node = made.graph.call_function(operator, (source, slot, "host"))
-            node.meta = {"phase": "optimizer", "module": "", "recomputed": False}
+            node.meta = {"region": Region("", None, "optimizer"), "module": "", "recomputed": False}
     assert given
     validate(moved, made)
     return made

@@ -12,6 +12,7 @@ import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
+from hyper_parallel.estimate.build_trace import captured_step
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.overlap import FsdpBaseline, overlap
 from hyper_parallel.overlap.chunked_matmul import NO_CHUNKS, WHOLE
@@ -19,6 +20,9 @@ from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.verify.families import FAMILIES
+from hyper_parallel.verify.matrix import build_model, family_config
+from hyper_parallel.verify.strategies import STRATEGIES
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +124,13 @@ def test_collectives_go_in_pieces_where_no_other_micro_batch_hides_them() -> Non
     assert found.chosen is not None and found.chosen.chunks.forward != WHOLE
     assert "in pieces: forward gathers in" in str(found)
     assert found.after.step < whole.after.step
+
+
+def test_a_node_that_gives_several_tensors_is_no_product_in_pieces() -> None:
+    """Gradients of GPT-2's norms are results of one node, and are summed over the copies."""
+    family = FAMILIES["gpt2"]
+    run = family_config(family, STRATEGIES["replicate 2 shard 2"])
+    step = captured_step(build_model(family), run, run.strategy, 2)
+    assert any("native_layer_norm_backward" in str(node.target) for node in step.nodes)
+    found = overlap(step, Cluster.named("h100x4"))
+    assert found.after.step <= found.before.step

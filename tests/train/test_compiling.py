@@ -67,7 +67,7 @@ def _one_fails(rank: int, world: int, folder: Path) -> Ran:
     def stand_in(step: StepGraph, _: Path) -> Compiled:
         if rank == 1:
             raise CompileError("a C++ compiler is missing")
-        return Compiled(step, regions=1, artifacts=1, made=1, share=1.0, seconds=0.0)
+        return Compiled(step, subgraphs=1, artifacts=1, made=1, share=1.0, seconds=0.0)
 
     graph_cache.compiled = stand_in
     sections = {"strategy": {"axes": {"shard": 2}}, "train": {"compile": True, "steps": 2}}

@@ -42,7 +42,9 @@ def _collectives(declared: dict[str, Any]) -> tuple[Counter[str], int]:
         graphs.ordered = False  # each parameter by its own collectives
         shape = BatchShape(((1, 16),) * MICRO, (False,) * MICRO)
         assert graphs.ready(shape), graphs.refused
-        nodes = [n for n in graphs[shape].step.nodes if n.meta["phase"] in ("forward", "loss", "backward")]
+        nodes = [
+            n for n in graphs[shape].step.nodes if n.meta["region"].phase in ("forward", "loss", "backward")
+        ]
         names = (str(node.target).split(".")[1] for node in nodes if "c10d" in str(node.target))
         return Counter(names), len(list(model.parameters()))
 

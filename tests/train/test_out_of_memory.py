@@ -94,7 +94,7 @@ def _described(phase: str, strategy: Strategy, **settings: Any) -> str:
     shape = BatchShape.of(_batch().micro)
     assert graphs.ready(shape), graphs.refused
     step = graphs[shape].step
-    node = next(node for node in step.nodes if node.meta["phase"] == phase)
+    node = next(node for node in step.nodes if node.meta["region"].phase == phase)
     return describe(step, node, strategy, head_of(graphs.shadow.model))
 
 

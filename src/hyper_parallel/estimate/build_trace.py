@@ -15,24 +15,27 @@ from torch import nn
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.inspect import micro_batch
-from hyper_parallel.estimate.layer_instances import CapturedLayers, Layers, choose
-from hyper_parallel.estimate.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.estimate.repeat_ops import Loop, Repeated, Tag, Unlike, repeat
 from hyper_parallel.estimate.resident_memory import count_micro_batches
-from hyper_parallel.graph import Pass, StepGraph
+from hyper_parallel.graph import Pass, StepGraph, values_of
+from hyper_parallel.graph.alike_layers import Period, find_period
 from hyper_parallel.graph.lower import Lowered, lowered
 from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
+from hyper_parallel.graph.regions import region_of, storage_layers
 from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.engine import check_length
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.trace import Op, Trace
+from hyper_parallel.trace import Trace
 
 ACROSS_LAYERS = frozenset({SCHEDULE, "offload"})
 """What passes provide that gather a layer ahead, or move storages: after them layers that were alike no longer are."""
+CAPTURED = 5
+"""Periods of layers that are captured."""
 MICRO = 5
 """Micro-batches that are captured where there are more: the first two, the last two, and one that is repeated."""
 
@@ -68,7 +71,7 @@ def trace_of(
     plan = make_plan(model, strategy)
     rewrites = passes_of(strategy)
     whole = whole or any(one.provides & ACROSS_LAYERS for one in rewrites)
-    kept = None if whole else choose(layer_kinds(model, plan, strategy))
+    kept = None if whole else find_period(layer_kinds(model, plan, strategy), CAPTURED)
     captured = micro_batches if whole or micro_batches <= MICRO else MICRO
     found: Repeated | None = None
     if kept is not None or captured < micro_batches:
@@ -133,17 +136,16 @@ def load_of(strategy: Strategy) -> float:
 def _repeated(
     step: StepGraph,
     prefix: str | None,
-    kept: CapturedLayers | None,
+    kept: Period | None,
     captured: int,
     micro_batches: int,
     views: bool,
 ) -> Repeated:
     found = lowered(step, views=views)
-    micro = micro_batch_of(found.ops)
+    micro = [region_of(node).micro_batch for node in found.nodes]
     made = Repeated(found.ops, found.resident, tuple(range(len(found.ops))))
     if kept is not None and prefix is not None:
-        layers = Layers(step, prefix)
-        made = _of_all_layers(found, layers, kept)
+        made = _of_all_layers(step, found, prefix, kept)
         micro = [micro[index] for index in made.origin]
     if captured < micro_batches:
         loop = Loop(captured // 2, micro_batches - captured + 1)
@@ -155,24 +157,28 @@ def _repeated(
     return made
 
 
-def _of_all_layers(found: Lowered, layers: Layers, kept: CapturedLayers) -> Repeated:
-    tags = [None if layer is None else kept.block(layer) for layer in layers.of_all(found)]
-    for op, node in zip(found.ops, found.nodes, strict=True):
-        outside = layers.of(node) is None and layers.spans(node)
-        if outside and op.work is not None and op.work.read > _FEW:
-            raise Unlike(f"{op.name} reads {op.work.read:.0f} bytes of several layers at once")
+def _of_all_layers(step: StepGraph, found: Lowered, prefix: str, kept: Period) -> Repeated:
+    index = re.compile(rf"(?:^|(?<=\.)){re.escape(prefix)}\.(\d+)(?=\.|$)")
 
     def block_of(name: str) -> Tag:
-        layer = layers.named(name)
-        return None if layer is None else kept.block(layer)
+        layer = index.search(name)
+        return kept.block(int(layer[1])) if layer else None
 
-    return repeat(
-        found.ops,
-        tags,
-        [(held, block_of(held.name)) for held in found.resident],
-        kept.loop,
-        lambda name, _, copied: layers.rename(name, kept, copied),
-    )
+    def renamed(name: str, _: Tag, copied: int) -> str:
+        return index.sub(lambda layer: f"{prefix}.{kept.real(int(layer[1]), copied)}", name, count=1)
+
+    layers = {
+        storage: layer for storage, layer in storage_layers(step.graph.nodes).items() if index.match(layer)
+    }
+    for op, node in zip(found.ops, found.nodes, strict=True):
+        if index.match(region_of(node).layer) or op.work is None or op.work.read <= _FEW:
+            continue
+        read = {layers.get(value.storage) for source in node.all_input_nodes for value in values_of(source)}
+        if len(read - {None}) > 1:
+            raise Unlike(f"{op.name} reads {op.work.read:.0f} bytes of several layers at once")
+    tags = [block_of(region_of(node).layer) for node in found.nodes]
+    resident = [(held, block_of(held.name)) for held in found.resident]
+    return repeat(found.ops, tags, resident, Loop(kept.middle, kept.copies), renamed)
 
 
 def _batch_of(name: str) -> Tag:
@@ -187,18 +193,3 @@ def _batch_renamed(name: str, loop: Loop, copied: int) -> str:
         return name
     shift = copied if at == loop.middle else loop.times - 1
     return _BATCH.sub(f"micro.{at + shift}.", name)
-
-
-def micro_batch_of(ops: tuple[Op, ...]) -> list[Tag]:
-    """The micro-batch of each op, counted by the backward passes before it; None from the clipping on."""
-    found: list[Tag] = []
-    at, backward = 0, False
-    for op in ops:
-        if op.phase in ("clip", "optimizer"):
-            at = -1
-        elif at >= 0:
-            if backward and op.phase == "forward":
-                at += 1
-            backward = op.phase == "backward"
-        found.append(at if at >= 0 else None)
-    return found

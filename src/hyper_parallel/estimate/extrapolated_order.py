@@ -14,23 +14,23 @@ difference of their peaks in the order of the model's code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
-from hyper_parallel.estimate.build_trace import captured_step
+from hyper_parallel.estimate.build_trace import CAPTURED, captured_step
 from hyper_parallel.estimate.inspect import model_of
-from hyper_parallel.estimate.layer_instances import choose
-from hyper_parallel.estimate.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.estimate.predict import predict_run
 from hyper_parallel.estimate.resident_memory import count_micro_batches
+from hyper_parallel.graph.alike_layers import Period, find_period
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap import Overlap, overlap
 from hyper_parallel.overlap.collective_order import order_pass
 from hyper_parallel.overlap.overlap_pass import simulated
+from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.shard.plan import make_plan
 
 LAYERS = (3, 4)
@@ -79,7 +79,7 @@ def predicted_step(
     found: dict[tuple[int, int], float] = {}
     more = 0.0
     for repeats in LAYERS:
-        kept = [*range(small.before + repeats * small.period), *range(small.behind, small.total)]
+        kept = replace(small, captured=repeats).layers
         model, smaller = with_layers(plain, make_plan(plain, strategy), strategy, kept)
         for micro in micros:
             say(f"ordering the collectives of {len(kept)} of {small.total} layers, {micro} micro-batches")
@@ -101,33 +101,14 @@ def predicted_step(
     )
 
 
-@dataclass(frozen=True)
-class _Small:
-    """Which layers stand for all."""
-
-    total: int
-    before: int
-    """Layers in front of the first period."""
-    period: int
-    repeats: int
-
-    @property
-    def behind(self) -> int:
-        """The first layer behind the last period."""
-        return self.before + self.period * self.repeats
-
-
-def _small(model: nn.Module, config: RunConfig) -> _Small | None:
-    """None where the small steps are as much work as the whole."""
+def _small(model: nn.Module, config: RunConfig) -> Period | None:
+    """The layers that stand for all; None where the small steps are as much work as the whole."""
     strategy = config.effective_strategy
-    kept = choose(layer_kinds(model, make_plan(model, strategy), strategy))
-    if kept is None:
-        return None
+    kept = find_period(layer_kinds(model, make_plan(model, strategy), strategy), CAPTURED)
     micro_batches = count_micro_batches(config)
     micros = sum(MICRO) if micro_batches > MICRO[1] else micro_batches
-    if sum(LAYERS) * micros >= kept.repeats * micro_batches:
-        return None
-    return _Small(kept.total, kept.before, kept.period, kept.repeats)
+    less = kept is not None and sum(LAYERS) * micros < kept.repeats * micro_batches
+    return kept if less else None
 
 
 def _through(points: dict[int, float], at: int) -> float:

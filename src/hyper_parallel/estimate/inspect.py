@@ -20,10 +20,10 @@ from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.activation_memory import Measured, measure
-from hyper_parallel.estimate.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.estimate.memory_report import Inspection, collective_rows, parameter_rows
 from hyper_parallel.estimate.resident_memory import count_micro_batches, gathered_by, resident_bytes_of
 from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.step.build import on_meta, transformers_config

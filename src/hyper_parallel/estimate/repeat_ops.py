@@ -102,6 +102,8 @@ class _Repeater:
         for at, run in enumerate(self._runs):
             if run.tag == loop.middle:
                 self._match(at)
+        if not self._beside:
+            raise Unlike(f"no op belongs to block {loop.middle}")
         self._made = {held.storage: (op.index, slot) for op in ops for slot, held in enumerate(op.allocates)}
         self._next = 1 + max((held.storage for held, _ in resident), default=-1)
         self._next = max(self._next, 1 + max(self._made, default=-1))

@@ -32,6 +32,7 @@ from hyper_parallel.graph.dynamic_sizes import Sizes
 from hyper_parallel.graph.guards import Questions
 from hyper_parallel.graph.ir import CollectiveGroup, GivenTensor, Input, Kind, StepGraph, Storage, Value
 from hyper_parallel.graph.random_state import followed
+from hyper_parallel.graph.regions import Region, layer_finder, layer_of, locate
 from hyper_parallel.graph.step_context import current_step
 
 _ATTRIBUTE = "_hyper_parallel_node"
@@ -114,6 +115,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._questions = questions
         self._names = {module: name for name, module in model.named_modules()} if model is not None else {}
+        self._layer_named = layer_finder(self._names.values())
         self._last: Any = None
         """The operator that was dispatched last."""
         self._graph = fx.Graph()
@@ -136,7 +138,8 @@ class _Recorder(TorchDispatchMode):
         node = self._graph.placeholder(f"in_{len(self._inputs)}")
         self._inputs.append(Input(name, kind))
         value = self._value(tensor, name)
-        node.meta.update(value=value, phase="forward", module="", recomputed=False)
+        region = Region(self._layer_named(name), None, "forward")
+        node.meta.update(value=value, region=region, module="", recomputed=False)
         self._given[value.storage] = (tensor, node)
         self._tell(tensor, node)
 
@@ -225,7 +228,9 @@ class _Recorder(TorchDispatchMode):
         if backward is not None and not self._modules:
             at = bisect.bisect_right(self._sequences, backward) - 1
             module = self._at_sequence[at] if at >= 0 and backward < next_sequence() else ""
-        return {"phase": current_step().phase, "module": module, "recomputed": recomputed}
+        context = current_step()
+        region = Region(layer_of(module), context.micro_batch, context.phase)
+        return {"region": region, "module": module, "recomputed": recomputed}
 
     def _argument(self, arg: Any, func: Any) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -309,9 +314,9 @@ class _Recorder(TorchDispatchMode):
         output.meta.update(self._where())
         before = output
         for node in self._graph.nodes:
-            if "phase" not in node.meta:
+            if "region" not in node.meta:
                 # Arithmetic on sizes is where the node before it is.
-                where = {key: before.meta[key] for key in ("phase", "module", "recomputed")}
+                where = {key: before.meta[key] for key in ("region", "module", "recomputed")}
                 node.meta.update(where)
             before = node
         step = StepGraph(
@@ -324,7 +329,9 @@ class _Recorder(TorchDispatchMode):
             {symbol: node for symbol, node in self.sizes.nodes.items() if symbol.is_Symbol},
             even=self.sizes.even,
         )
-        return trim(step)
+        step = trim(step)
+        locate(step, self._layer_named)
+        return step
 
 
 def _lies_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from hyper_parallel.graph.dynamic_sizes import known
 from hyper_parallel.graph.host_update import is_update
 from hyper_parallel.graph.ir import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import draws_random, touched, writes
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.suspension import HOST
 
 FEW = 1 / 64
@@ -110,13 +111,13 @@ def _by_updates(
     updates = [
         node
         for node in nodes
-        if node.meta["phase"] == "optimizer" and writes(node) & lasting and not is_update(node)
+        if region_of(node).phase == "optimizer" and writes(node) & lasting and not is_update(node)
     ]
     lazy = {
         node
         for node in nodes
         if not _fixed(node)
-        and (node.meta["phase"] == "optimizer" or (node.meta["phase"] == "clip" and not _fresh(node)))
+        and (region_of(node).phase == "optimizer" or (region_of(node).phase == "clip" and not _fresh(node)))
     }
     anchors = [node for node in nodes if node not in lazy]
     if backwards:

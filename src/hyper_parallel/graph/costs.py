@@ -25,6 +25,7 @@ from hyper_parallel.compat.collective_counter import FUNCTIONAL
 from hyper_parallel.compat.dispatch import mutated_arguments
 from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.graph import host_update
+from hyper_parallel.graph.alike_layers import likeness
 from hyper_parallel.graph.collective_groups import group_of, is_collective, is_wait
 from hyper_parallel.graph.dynamic_sizes import known
 from hyper_parallel.graph.ir import StepGraph, Value, values_of
@@ -90,7 +91,7 @@ class _Pricer:
         self._sized: dict[int, _Sized] = {}
         self._alive: list[Value] = []
         self._works: dict[Hashable, Work | None] = {}
-        """By what is called, and on what: layers are alike."""
+        """By the likeness of the node: layers are alike."""
 
     def cost(self, node: fx.Node) -> Work | Collective | None:
         if is_collective(node):
@@ -99,30 +100,14 @@ class _Pricer:
             return self._update(node)
         if is_wait(node) or node.target is HOST or not hasattr(node.target, "_schema"):
             return None
-        alike = self._alike(node)
-        if alike not in self._works:
-            self._works[alike] = self._work(node)
-        return self._works[alike]
+        kind = likeness((node,), self._tensor)
+        if kind not in self._works:
+            self._works[kind] = self._work(node)
+        return self._works[kind]
 
-    def _alike(self, node: fx.Node) -> Hashable:
-        """What is the same of two nodes that do the same: all that a work is made of, storages by their first place."""
-        places: dict[int, int] = {}
-
-        def seen(value: Value) -> Hashable:
-            sized = self._of(value)
-            return sized.shape, sized.stride, sized.dtype, places.setdefault(value.storage, len(places))
-
-        def argument(arg: Any) -> Hashable:
-            if isinstance(arg, fx.Node):
-                return tuple(map(seen, values_of(arg)))
-            if isinstance(arg, tuple | list):
-                return tuple(map(argument, arg))
-            # 1, 1.0 and True are equal, and not the same.
-            return type(arg), arg
-
-        args = argument(node.args)
-        kwargs = tuple((name, argument(arg)) for name, arg in node.kwargs.items())
-        return node.target, args, kwargs, tuple(map(seen, values_of(node)))
+    def _tensor(self, value: Value) -> Hashable:
+        sized = self._of(value)
+        return sized.shape, sized.stride, sized.dtype
 
     def _work(self, node: fx.Node) -> Work | None:
         target: Any = node.target

@@ -20,6 +20,7 @@ from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.dynamic_sizes import known
 from hyper_parallel.graph.ir import Kind, StepGraph, values_of
 from hyper_parallel.graph.memory_effects import begun, touched, writes
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.tier_ops import detach, prefetch
 
 
@@ -82,7 +83,7 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
 
 
 def _where(nodes: list[fx.Node], born: int) -> tuple[str, str]:
-    return ("", "") if born < 0 else (nodes[born].meta["module"], nodes[born].meta["phase"])
+    return ("", "") if born < 0 else (nodes[born].meta["module"], region_of(nodes[born]).phase)
 
 
 def _lives(born: int, died: int, moves: list[tuple[int, bool]]) -> Iterator[tuple[int, int]]:
@@ -103,8 +104,8 @@ def _kind(step: StepGraph, storage: int, born: fx.Node, last: fx.Node, weights: 
         return "gradient"
     if storage in weights:
         return "parameter"
-    early = born.meta["phase"] in ("forward", "loss") and not born.meta["recomputed"]
-    return "activation" if early and last.meta["phase"] == "backward" else "temporary"
+    early = region_of(born).phase in ("forward", "loss") and not born.meta["recomputed"]
+    return "activation" if early and region_of(last).phase == "backward" else "temporary"
 
 
 def of_weights(step: StepGraph, nodes: list[fx.Node]) -> set[int]:

@@ -28,6 +28,7 @@ from hyper_parallel.graph.ir import Kind, StepGraph
 from hyper_parallel.graph.liveness import Lifetime, lifetimes
 from hyper_parallel.graph.matmuls import operator_name
 from hyper_parallel.graph.memory_effects import begun
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.graph.tier_ops import is_cache, prefetch, slot_of, store
 from hyper_parallel.graph.tier_ops import wait as wait_for
@@ -242,7 +243,7 @@ class _Writer:
                 if node.target is HOST
                 else operator_name(node).removesuffix("_for_cpu"),
                 node.meta["module"],
-                node.meta["phase"],
+                region_of(node).phase,
                 queue,
                 work=cost if isinstance(cost, Work) else None,
                 collective=cost if isinstance(cost, Collective) else None,

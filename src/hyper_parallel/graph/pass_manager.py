@@ -3,9 +3,9 @@
 A pass never changes the graph that it is given. What validation proves of its result: the graph is well formed; inputs
 and outputs are the same; and every node that was there before still reads what the same writes left in memory, and
 still runs after everything that it had to run after. A node that a pass makes again from another one is held to the
-same (`meta["origin"]`, the name of the node that it repeats). Of a storage whose memory was given up nothing is read
-before it was brought back, nothing changes or frees what a copy still reads, and between two steps everything is where
-its slot says.
+same (`meta["origin"]`, the name of the node that it repeats), and is of the same layer and micro-batch. Of a storage
+whose memory was given up nothing is read before it was brought back, nothing changes or frees what a copy still reads,
+and between two steps everything is where its slot says.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hyper_parallel.graph.collective_groups import is_collective, is_wait
 from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.ir import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import begun, is_view, reads, touched, writes
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.tier_ops import detach, is_cache, prefetch, slot_of, store
 
 SCHEDULE = "schedule"
@@ -129,8 +130,7 @@ def validate(before: StepGraph, after: StepGraph, *, chosen: bool = False) -> No
     except RuntimeError as error:
         raise GraphError(f"the graph is not well formed: {error}") from None
     _same_ends(before, after)
-    for node in after.nodes:
-        _check_meta(node)
+    _check_meta(before, after)
     _same_order(before, after, [node for node in before.nodes if is_collective(node)] if chosen else [])
     _same_contents(before, after)
 
@@ -150,10 +150,16 @@ def _same_ends(before: StepGraph, after: StepGraph) -> None:
         raise GraphError("an output has another shape or dtype than before")
 
 
-def _check_meta(node: fx.Node) -> None:
-    missing = {"phase", "module", "recomputed"} - node.meta.keys()
-    if missing:
-        raise GraphError(f"{node} ({node.target}) lacks meta {', '.join(sorted(missing))}")
+def _check_meta(before: StepGraph, after: StepGraph) -> None:
+    known = {node.name: region_of(node) for node in before.nodes}
+    for node in after.nodes:
+        missing = {"region", "module", "recomputed"} - node.meta.keys()
+        if missing:
+            raise GraphError(f"{node} ({node.target}) lacks meta {', '.join(sorted(missing))}")
+        region = region_of(node)
+        origin = known.get(node.meta.get("origin", node.name), region)
+        if (region.layer, region.micro_batch) != (origin.layer, origin.micro_batch):
+            raise GraphError(f"{node} ({node.target}) is in {region}, and what it repeats in {origin}")
 
 
 def _same_order(before: StepGraph, after: StepGraph, free: Collection[fx.Node]) -> None:

@@ -17,6 +17,7 @@ from torch import fx
 from hyper_parallel.graph import host_update
 from hyper_parallel.graph.ir import StepGraph, Value, values_of
 from hyper_parallel.graph.liveness import lifetimes, peak
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.tier_ops import is_cache
 from hyper_parallel.units import format_bytes
 
@@ -63,7 +64,7 @@ def changes(
 
 def _line(node: fx.Node, born: int, freed: int) -> str:
     shapes = " ".join(_shape(value) for value in values_of(node)) or "-"
-    where = ".".join(part for part in (node.meta["phase"], node.meta["module"]) if part)
+    where = ".".join(part for part in (region_of(node).phase, node.meta["module"]) if part)
     again = " again" if node.meta["recomputed"] else ""
     memory = (f" +{format_bytes(born)}" if born else "") + (f" -{format_bytes(freed)}" if freed else "")
     arguments = ", ".join(source.name for source in node.all_input_nodes)

@@ -30,6 +30,8 @@ from hyper_parallel.graph.dependencies import later
 from hyper_parallel.graph.ir import StepGraph, Storage, Value, values_of
 from hyper_parallel.graph.liveness import of_weights
 from hyper_parallel.graph.memory_effects import draws_random, reads, touched, writes
+from hyper_parallel.graph.phase import Phase
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.suspension import HOST
 
 _EARLY = ("forward", "loss")
@@ -150,7 +152,7 @@ def _homes(step: StepGraph, modules: Collection[str]) -> dict[int, str | None]:
         for value in values_of(node):
             home.setdefault(value.storage, of[node])
     for node in nodes:
-        if node.meta["phase"] in _EARLY:
+        if region_of(node).phase in _EARLY:
             for storage in touched(node):
                 if home.get(storage) != of[node]:
                     home[storage] = None
@@ -205,9 +207,9 @@ class _Repeater:
         if storage in self._lates:
             return self._lates[storage]
         places = self._users.get(storage, [])
-        if not places or self._nodes[places[0]].meta["phase"] not in _EARLY:
+        if not places or region_of(self._nodes[places[0]]).phase not in _EARLY:
             return None
-        return next((at for at in places if self._nodes[at].meta["phase"] == "backward"), None)
+        return next((at for at in places if region_of(self._nodes[at]).phase == "backward"), None)
 
     def refusal(self, storage: int) -> str | None:
         """Why a storage cannot be computed again; None if it can."""
@@ -218,7 +220,7 @@ class _Repeater:
         late = self.late(storage)
         if late is None:
             return "it is not made in the forward pass and used in the backward pass"
-        if any(self._nodes[at].meta["phase"] in _EARLY for at in self._users[storage] if at > late):
+        if any(region_of(self._nodes[at]).phase in _EARLY for at in self._users[storage] if at > late):
             return "a later forward pass uses it"
         for at in self._history(storage, late):
             reason = self._unrepeatable(self._nodes[at], storage, late)
@@ -284,7 +286,7 @@ class _Repeater:
         needed = [node for node in self.chain(storage) if node not in self._again]
         with self._step.graph.inserting_before(self._nodes[late]):
             for node in needed:
-                self._copy(node, self._nodes[late].meta["phase"])
+                self._copy(node, region_of(self._nodes[late]).phase)
 
     def chain(self, storage: int) -> list[fx.Node]:
         """The nodes, in order, that make a storage from what stays."""
@@ -317,7 +319,7 @@ class _Repeater:
             return True
         return any(self._unrepeatable(self._nodes[at], storage, late) for at in self._history(storage, late))
 
-    def _copy(self, node: fx.Node, phase: str) -> None:
+    def _copy(self, node: fx.Node, phase: Phase) -> None:
         again = self._step.graph.node_copy(node, lambda source: self._again.get(source, source))
         places = self._places(node, self._again)
         for value in values_of(node):
@@ -327,7 +329,7 @@ class _Repeater:
                 self._step.storages.append(Storage(len(self._step.storages), old.bytes, old.device))
         again.meta = {
             **moved_meta(node, places),
-            "phase": phase,
+            "region": replace(region_of(node), phase=phase),
             "recomputed": True,
             "origin": node.meta.get("origin", node.name),
         }

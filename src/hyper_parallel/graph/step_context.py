@@ -39,7 +39,9 @@ class StepContext:
     """What a part of a step is computed under. Each default is that of a computation that is no part of a step."""
 
     phase: Phase = "forward"
-    """Recorded on each captured node."""
+    """Recorded on each captured node, as is the micro-batch."""
+    micro_batch: int | None = None
+    """None outside of all: in the step's prologue and epilogue."""
     draw: Draw | None = None
     """What random numbers are a function of; None refuses dropout."""
     gathers: SavedGathers | None = None

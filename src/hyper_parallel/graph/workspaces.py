@@ -24,6 +24,7 @@ from hyper_parallel.graph.dynamic_sizes import known
 from hyper_parallel.graph.ir import StepGraph, Value, values_of
 from hyper_parallel.graph.liveness import Lifetime
 from hyper_parallel.graph.memory_effects import begun
+from hyper_parallel.graph.regions import region_of
 
 
 def workspaces(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[Lifetime]:
@@ -37,7 +38,7 @@ def workspaces(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[
     for at, node in enumerate(nodes):
         taken = _taken(node, sizes or {})
         if taken:
-            where = (node.meta["module"], node.meta["phase"])
+            where = (node.meta["module"], region_of(node).phase)
             found.append(Lifetime(-1, taken, "temporary", at, ends.get(node, at), None, *where))
     return found
 

@@ -23,8 +23,9 @@ from hyper_parallel.graph.collective_groups import group_name, is_collective, is
 from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.memory_effects import begun
 from hyper_parallel.graph.pass_manager import SCHEDULE
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.overlap.jobs import lanes_of
-from hyper_parallel.overlap.parameter_collectives import kind_of, layer_of, reductions, runs
+from hyper_parallel.overlap.parameter_collectives import kind_of, reductions, runs
 from hyper_parallel.overlap.priority_order import priority_order
 
 _ops = torch.ops._c10d_functional
@@ -54,8 +55,8 @@ class Buckets:
         of_layers: dict[object, list[fx.Node]] = defaultdict(list)
         lanes = lanes_of(made)
         for node in reductions(made):
-            if layer_of(node):  # outside of layers they are far apart, and large
-                of_layers[lanes[node], layer_of(node)].append(node)
+            if region_of(node).layer:  # outside of layers they are far apart, and large
+                of_layers[lanes[node], region_of(node).layer].append(node)
         candidates += of_layers.values()
         buckets = [bucket for one in candidates for bucket in self._cut(one)]
         while True:
@@ -64,7 +65,7 @@ class Buckets:
                 break
             except GraphError:
                 # Reductions of one layer that wait for one another, over two groups in turn: gathers never do.
-                kept = [bucket for bucket in buckets if bucket[0].meta["phase"] == "forward"]
+                kept = [bucket for bucket in buckets if region_of(bucket[0]).phase == "forward"]
                 buckets = kept if len(kept) < len(buckets) else []
         return _coalesced(made, buckets, order)
 

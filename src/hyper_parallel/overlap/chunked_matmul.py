@@ -33,6 +33,7 @@ from hyper_parallel.graph.collective_groups import group_of, is_collective, is_w
 from hyper_parallel.graph.liveness import of_weights
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.pass_manager import SCHEDULE
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.overlap.graph_writer import GraphWriter
 from hyper_parallel.overlap.node_patterns import (
     RESHAPES,
@@ -103,7 +104,7 @@ class Chunks:
         return made
 
     def _count(self, found: _Change) -> int:
-        pieces = {"forward": self.forward, "backward": self.backward}.get(found.begin.meta["phase"], WHOLE)
+        pieces = {"forward": self.forward, "backward": self.backward}.get(region_of(found.begin).phase, WHOLE)
         return pieces.of(found.kind)
 
     def __str__(self) -> str:

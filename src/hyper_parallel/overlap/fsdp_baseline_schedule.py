@@ -19,8 +19,9 @@ from hyper_parallel.graph.collective_groups import group_name, is_collective, is
 from hyper_parallel.graph.dependencies import dependencies, reorder
 from hyper_parallel.graph.memory_effects import begun
 from hyper_parallel.graph.pass_manager import SCHEDULE, Rewrite
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.overlap.buckets import Buckets
-from hyper_parallel.overlap.parameter_collectives import layer_of, reductions, runs
+from hyper_parallel.overlap.parameter_collectives import reductions, runs
 from hyper_parallel.overlap.priority_order import priority_order
 
 
@@ -42,14 +43,14 @@ class FsdpBaseline:
         for before, run in itertools.pairwise(found):
             ahead = min((place[wait] for wait in before.waits), default=place[before.asks[-1]]) - 0.5
             wish.update((node, (ahead, place[node])) for node in run.asks)
-        end = next((place[node] for node in nodes if node.meta["phase"] == "clip"), len(nodes))
+        end = next((place[node] for node in nodes if region_of(node).phase == "clip"), len(nodes))
         begins = reductions(step)
         until: dict[fx.Node, float] = {}
         for at, node in enumerate(begins):
             following = (
                 place[other] + 0.5
                 for other in begins[at + 1 :]
-                if group_name(other) == group_name(node) and layer_of(other) != layer_of(node)
+                if group_name(other) == group_name(node) and region_of(other).layer != region_of(node).layer
             )
             until[node] = next(following, end - 0.5)
         for node in nodes:

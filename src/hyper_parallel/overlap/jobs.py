@@ -4,13 +4,12 @@
             = cluster.collective_seconds(...)           of a collective, alone       (`cluster.collective`)
             = 0                                         of views, waits and numbers
 
-A lane is a micro-batch: what depends on its rows, and what is computed for it alone, such as a gathered weight. What
-depends on several belongs to the last of them; clipping and the optimizer have a lane of their own, the last.
+A lane is a micro-batch; the step's prologue is in the first one's. Clipping and the optimizer have a lane of their own,
+the last.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +22,9 @@ from hyper_parallel.graph.collective_groups import is_collective, is_wait
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.memory_effects import begun
+from hyper_parallel.graph.regions import Region, region_of
 from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job
 from hyper_parallel.trace import Collective
-
-_MICRO_BATCH = re.compile(r"micro\.(\d+)\.")
-"""An input that a step is given for one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -106,24 +103,15 @@ def jobs_of(step: StepGraph, prices: Prices, sizes: Mapping[Any, int] | None = N
 
 def lanes_of(step: StepGraph) -> dict[fx.Node, int]:
     """The lane of each node that computes."""
-    found: dict[fx.Node, int] = {}
-    for entry, node in zip(step.inputs, step.placeholders, strict=True):
-        named = _MICRO_BATCH.match(entry.name)
-        if named:
-            found[node] = int(named.group(1))
-    last = 1 + max(found.values(), default=0)
-    nodes = list(step.nodes)
-    for node in nodes:
-        if node.meta["phase"] in ("clip", "optimizer"):
-            found[node] = last
-            continue
-        of = [found[source] for source in node.all_input_nodes if source in found]
-        if of:
-            found[node] = max(of)
-    for node in reversed(nodes):
-        if node not in found:
-            found[node] = min((found[user] for user in node.users if user in found), default=last)
-    return {node: found[node] for node in nodes}
+    regions = {node: region_of(node) for node in step.nodes}
+    last = 1 + max((region.micro_batch or 0 for region in regions.values()), default=0)
+
+    def lane(region: Region) -> int:
+        if region.micro_batch is not None:
+            return region.micro_batch
+        return last if region.phase in ("clip", "optimizer") else 0
+
+    return {node: lane(region) for node, region in regions.items()}
 
 
 def _memory(

@@ -11,8 +11,7 @@ from torch import fx
 from hyper_parallel.graph import Input, StepGraph, values_of
 from hyper_parallel.graph.liveness import of_weights
 from hyper_parallel.graph.phase import Phase
-from hyper_parallel.overlap.jobs import lanes_of
-from hyper_parallel.overlap.parameter_collectives import layer_of
+from hyper_parallel.graph.regions import region_of
 
 
 def excerpt(step: StepGraph, layers: int, phase: Phase) -> StepGraph:
@@ -20,18 +19,17 @@ def excerpt(step: StepGraph, layers: int, phase: Phase) -> StepGraph:
     nodes = list(step.nodes)
     order: dict[str, None] = {}
     for node in nodes:
-        if node.meta["phase"] == "forward" and layer_of(node):
-            order.setdefault(layer_of(node))
+        if region_of(node).phase == "forward" and region_of(node).layer:
+            order.setdefault(region_of(node).layer)
     names = list(order)
     first = max(0, (len(names) - layers + 1) // 2)
     chosen = set(names[first : first + layers])
     weights = of_weights(step, nodes)
-    lanes = lanes_of(step)
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     inputs: list[Input] = []
     kinds = {node: entry.kind for entry, node in zip(step.inputs, step.placeholders, strict=True)}
-    kept = [node for node in nodes if layer_of(node) in chosen and node.meta["phase"] == phase]
+    kept = [node for node in nodes if region_of(node).layer in chosen and region_of(node).phase == phase]
     inside = set(kept)
     for node in kept:
         for source in node.all_input_nodes:
@@ -44,8 +42,7 @@ def excerpt(step: StepGraph, layers: int, phase: Phase) -> StepGraph:
                 lasting = kinds.get(source) == "parameter" or any(
                     value.storage in weights for value in values_of(source)
                 )
-                lane = f"micro.{lanes[source]}." if source in lanes else ""
-                inputs.append(Input(lane + source.name, "parameter" if lasting else "input"))
+                inputs.append(Input(source.name, "parameter" if lasting else "input"))
             new[source].meta = dict(source.meta)
     for node in kept:
         new[node] = graph.node_copy(node, lambda source: new[source])

@@ -42,9 +42,10 @@ def is_product(node: fx.Node) -> bool:
     """Whether its columns are those of its second operand."""
     if node.target is _aten.mm.default:
         return True
-    grouped = str(node.target).endswith("grouped_mm.default")
+    if not str(node.target).endswith("grouped_mm.default"):
+        return False
     shapes = [tensor_value(arg).shape for arg in node.args[:2] if isinstance(arg, fx.Node)]
-    return grouped and [len(shape) for shape in shapes] == [2, 3]
+    return [len(shape) for shape in shapes] == [2, 3]
 
 
 def functional_call(node: fx.Node) -> bool:

@@ -23,13 +23,13 @@ from hyper_parallel.graph.dependencies import reorder
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.lower import lower
 from hyper_parallel.graph.pass_manager import SCHEDULE, validate
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.chunk_counts import chunks_for
 from hyper_parallel.overlap.chunked_matmul import NO_CHUNKS, WHOLE, Chunks
 from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline
 from hyper_parallel.overlap.jobs import Jobs, Prices, jobs_of
 from hyper_parallel.overlap.list_scheduling import Arranged, arrange
-from hyper_parallel.overlap.parameter_collectives import layer_of
 from hyper_parallel.simulator import simulate
 from hyper_parallel.trace import Timeline
 from hyper_parallel.units import format_bytes, format_seconds
@@ -257,7 +257,7 @@ def simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> Ti
 
 def _layer_seconds(jobs: Jobs) -> float:
     """What a layer takes in one direction when everything runs one after the other: the mean."""
-    layers = {layer_of(node) for node in jobs.nodes} - {""}
+    layers = {region_of(node).layer for node in jobs.nodes} - {""}
     lanes = [job.seconds for job in jobs.jobs if job.lane < jobs.lanes]
     return sum(lanes) / max(1, jobs.lanes) / max(1, len(layers)) / 2
 

@@ -6,7 +6,6 @@ time. A gradient is reduced, and nothing but the update needs the result, so tha
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from torch import fx
@@ -15,9 +14,8 @@ from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.collective_groups import group_name, is_collective, is_wait
 from hyper_parallel.graph.liveness import of_weights
 from hyper_parallel.graph.memory_effects import begun, is_view, writes
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.suspension import HOST
-
-_LAYER = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -68,21 +66,15 @@ def reductions(step: StepGraph) -> list[fx.Node]:
     """The collectives of the backward pass whose results no product of it needs, in order."""
     needed: set[fx.Node] = set()
     for node in reversed(list(step.nodes)):
-        if node.meta["phase"] not in ("forward", "loss", "backward"):
+        if region_of(node).phase not in ("forward", "loss", "backward"):
             continue
         if _is_product(node) or any(user in needed for user in node.users):
             needed.add(node)
     return [
         node
         for node in step.nodes
-        if _is_reduction(node) and node.meta["phase"] == "backward" and node not in needed
+        if _is_reduction(node) and region_of(node).phase == "backward" and node not in needed
     ]
-
-
-def layer_of(node: fx.Node) -> str:
-    """The name of the layer that a node's module is part of: up to its first index; empty outside of layers."""
-    found = _LAYER.match(node.meta["module"])
-    return found.group(1) if found else ""
 
 
 def kind_of(node: fx.Node) -> tuple[object, ...]:
@@ -93,7 +85,7 @@ def kind_of(node: fx.Node) -> tuple[object, ...]:
         group_name(node),
         *(arg for arg in node.args if not isinstance(arg, fx.Node)),
         value.dtype,
-        node.meta["phase"],
+        region_of(node).phase,
         node.meta["recomputed"],
     )
 

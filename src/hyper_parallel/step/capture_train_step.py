@@ -27,6 +27,7 @@ from hyper_parallel.graph import StepGraph, capture, host, phase, rewritten
 from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.module_state import module_state
+from hyper_parallel.graph.regions import micro_batch
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.offloading.runtime.expert_overflow import load_shown
@@ -172,7 +173,8 @@ class _Body:
         hooks = [parameter.register_hook(self._add_to(parameter)) for parameter in self._names]
         try:
             for index in range(len(self._micro)):
-                total = total + self._accumulate(index)
+                with micro_batch(index):
+                    total = total + self._accumulate(index)
         finally:
             for hook in hooks:
                 hook.remove()

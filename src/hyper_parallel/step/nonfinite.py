@@ -72,7 +72,7 @@ def looking(step: StepGraph) -> tuple[StepGraph, list[str]]:
                 with made.graph.inserting_after(node):
                     look = made.graph.call_function(HOST, (HostPoint.LOOK.value, [shown], 0))
                 names[look] = made.gradients[storage]
-                look.meta = {key: node.meta[key] for key in ("phase", "module", "recomputed")}
+                look.meta = {key: node.meta[key] for key in ("region", "module", "recomputed")}
     return made, [names[node] for node in made.nodes if node in names]
 
 

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from hyper_parallel.errors import OutOfMemoryError
 from hyper_parallel.graph import Kind, Lifetime, StepGraph, lifetimes
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.step.graph_cache import Captured
 from hyper_parallel.strategy import Strategy
@@ -48,8 +49,8 @@ def describe(step: StepGraph, node: fx.Node, strategy: Strategy, head: str | Non
         kinds[life.kind] += life.bytes
     by_kind = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.most_common())
     lines = [
-        f"in {node.target}{_where(node.meta['module'], node.meta['phase'])}, with {format_bytes(total)} of its tensors "
-        f"alive ({by_kind})",
+        f"in {node.target}{_where(node.meta['module'], region_of(node).phase)}, with {format_bytes(total)} of its "
+        f"tensors alive ({by_kind})",
         *(_line(life) for life in alive[:_SHOWN]),
     ]
     if len(alive) > _SHOWN:

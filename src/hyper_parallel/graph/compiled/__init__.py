@@ -1,4 +1,4 @@
-"""Compilation of graph regions by Inductor, with artifacts cached on disk."""
+"""Compilation of subgraphs by Inductor, with artifacts cached on disk."""
 
 from hyper_parallel.graph.compiled.compile import LIMIT_SECONDS, Compiled, compiled
 

@@ -1,4 +1,4 @@
-"""A folder of compiled regions that several processes use at once.
+"""A folder of compiled subgraphs that several processes use at once.
 
 Each artifact has a folder under its digest. It counts only with its manifest, a digest of every file, which is written
 last; without one, or where a file differs from it, the folder is emptied and filled again. Whoever fills a folder holds
@@ -65,12 +65,12 @@ def obtain(
                     ready, made = _made(place, make[name], load), made + 1
                 found[name] = ready
             if len(found) < len(make) and time.monotonic() > deadline:
-                raise TimeoutError(f"{len(found)} of {len(make)} regions are compiled")
+                raise TimeoutError(f"{len(found)} of {len(make)} subgraphs are compiled")
         if len(found) == before:
             time.sleep(_POLL_SECONDS)
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"another process still compiles {len(make) - len(found)} of {len(make)} regions"
+                    f"another process still compiles {len(make) - len(found)} of {len(make)} subgraphs"
                 )
     return found, made
 

@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 
 from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import touched
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.offloading.schedule.problem import Buffer, Problem
 
 AHEAD = 2
@@ -48,7 +49,7 @@ class Swap:
         """The storages that one layer makes, or none, and another one uses in the forward pass."""
         layers: Mapping[int, set[str]] = defaultdict(set)
         for node in step.nodes:
-            if node.meta["phase"] != "backward":
+            if region_of(node).phase != "backward":
                 for storage in touched(node) | {value.storage for value in values_of(node)}:
                     layers[storage].add(self._layer(node.meta["module"]))
         return frozenset(storage for storage, of in layers.items() if len(of) > 1)

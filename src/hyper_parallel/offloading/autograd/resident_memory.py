@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.graph import Input, Kind, StepGraph, Storage
 from hyper_parallel.graph.ir import Value
+from hyper_parallel.graph.regions import Region
 
 WHOLES = "what the inputs are parts of"
 KINDS: Mapping[str, Kind] = {
@@ -114,7 +115,7 @@ def with_resident_inputs(step: StepGraph, held: Mapping[str, int]) -> StepGraph:
         made.inputs.append(Input(name, KINDS[name]))
         value = Value((count,), (1,), torch.uint8, device, len(made.storages))
         made.storages.append(Storage(value.storage, count, device, name))
-        last.meta.update(value=value, phase="forward", module="", recomputed=False)
+        last.meta.update(value=value, region=Region("", None, "forward"), module="", recomputed=False)
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.offloading.schedule.linear_program import SolverError
 from hyper_parallel.offloading.schedule.lower_bound import least_seconds
 from hyper_parallel.offloading.schedule.offload_pass import Planned
@@ -41,7 +42,7 @@ def explained(found: Planned) -> str:
         "",
     ]
     phases = [
-        f"{node.meta['phase']}{' again' if node.meta['recomputed'] else ''}" for node in found.graph.nodes
+        f"{region_of(node).phase}{' again' if node.meta['recomputed'] else ''}" for node in found.graph.nodes
     ]
     sorts: dict[_Row, list[Move]] = defaultdict(list)
     for move in plan.moves:

@@ -286,7 +286,7 @@ def _on_host(made: StepGraph, source: fx.Node, at_home: dict[fx.Node, fx.Node]) 
             copy = made.graph.call_function(torch.ops.aten._to_copy.default, (source,), {"device": cpu})
         made.storages.append(Storage(len(made.storages), value.bytes, cpu))
         copy.meta = {
-            **{key: source.meta[key] for key in ("phase", "module")},
+            **{key: source.meta[key] for key in ("region", "module")},
             "recomputed": False,
             "value": Value(value.shape, value.stride, value.dtype, cpu, made.storages[-1].index),
         }

@@ -75,7 +75,7 @@ def apply(
             with made.graph.inserting_before(after):
                 slot = numbers[event.storage, event.space]
                 moved = made.graph.call_function(operator, (names[event.storage], slot, event.space))
-            moved.meta = {"phase": after.meta["phase"], "module": after.meta["module"], "recomputed": False}
+            moved.meta = {**{key: after.meta[key] for key in ("region", "module")}, "recomputed": False}
     validate(step, made)
     return made
 

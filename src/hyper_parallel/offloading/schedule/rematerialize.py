@@ -97,10 +97,10 @@ def _over(problem: Problem) -> list[float]:
 
 def _idle(held: Buffer, nodes: list[fx.Node], over: list[float]) -> float:
     """Seconds over the budget between a storage's last use in the forward pass and its first in the backward pass."""
-    if held.state or nodes[held.busy[0].first].meta["phase"] not in ("forward", "loss"):
+    if held.state or nodes[held.busy[0].first].meta["region"].phase not in ("forward", "loss"):
         return 0.0
     for before, after in pairwise(held.busy):
-        if nodes[after.first].meta["phase"] == "backward":
+        if nodes[after.first].meta["region"].phase == "backward":
             return over[after.first] - over[before.last + 1]
     return 0.0
 

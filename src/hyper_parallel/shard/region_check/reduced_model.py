@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.graph.alike_layers import kinds
 from hyper_parallel.shard.lora_adapters import is_adapted, without_adapters
 from hyper_parallel.shard.model_structure import layers_of
 from hyper_parallel.shard.plan import Plan, make_plan
@@ -65,24 +66,7 @@ def distinct_prefix(model: nn.Module) -> int:
     found = layers_of(model)
     if found is None:
         return 0
-    seen: dict[str, int] = {}
-    for at, layer in enumerate(found[1]):
-        seen.setdefault(signature(layer), at)
-    return min(max(*seen.values(), 1) + 1 if len(seen) > 1 else 2, len(found[1]))
-
-
-def signature(module: nn.Module) -> str:
-    """What a module computes, up to its values: classes, shapes and plain attributes of all its parts."""
-    lines = []
-    for name, part in module.named_modules():
-        plain = {
-            key: value
-            for key, value in vars(part).items()
-            if isinstance(value, bool | int | float | str | tuple) and "idx" not in key and "index" not in key
-        }
-        shapes = {own: tuple(p.shape) for own, p in part._parameters.items() if p is not None}
-        lines.append(f"{name} {type(part).__qualname__} {sorted(plain.items(), key=str)} {shapes}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return min(max(1, *(layers[0] for layers in kinds(found[1]))) + 1, len(found[1]))
 
 
 def reduced_strategies(strategy: Strategy) -> Iterator[Strategy]:

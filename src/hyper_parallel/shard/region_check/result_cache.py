@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hyper_parallel.graph.alike_layers import signature
 from hyper_parallel.shard.lora_adapters import without_adapters
-from hyper_parallel.shard.region_check.reduced_model import signature
 from hyper_parallel.shard.region_check.sample_inputs import SampleCall
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.strategy import Strategy
@@ -39,8 +39,7 @@ def digest(model: nn.Module, strategy: Strategy, call: SampleCall | None) -> str
     ]
     if is_transformers(model):
         parts += [metadata.version("transformers"), core.config.to_json_string(use_diff=False)]  # type: ignore[union-attr, operator]
-    trained = [f"{name} {tuple(p.shape)} {p.requires_grad}" for name, p in model.named_parameters()]
-    parts += [signature(model), *trained]
+    parts.append(signature(model))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.graph.alike_layers import signature
 from hyper_parallel.shard.model_structure import (
     Heads,
     dim_of_features,
@@ -38,7 +39,7 @@ class _Planner:
         self.draft, self.mesh, self.names = draft, draft.mesh, draft.names
         self.x, self.y = draft.mesh.size("tensor_x"), draft.mesh.size("tensor_y")
         self.hidden = int(getattr(draft.config, "hidden_size", 0))
-        self.formulas: dict[tuple[object, ...], Formula] = {}
+        self.formulas: dict[str, Formula] = {}
         self.gathered = draft.strategy.memory.gathered
 
     def plan(self) -> None:
@@ -92,9 +93,7 @@ class _Planner:
         for own in module._parameters:
             self._set(name, own, [(0, "tensor_x", None)], summed=("tensor_y",))
         # Norms that are made alike are tried once: there are two and more in each of many layers.
-        made = tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, int | float | str)))
-        weights = tuple(own for own, p in module._parameters.items() if p is not None)
-        key = (type(module), made, weights)
+        key = signature(module)
         if key not in self.formulas:
             self.formulas[key] = formula_of(name, module, self.hidden)
         return self.formulas[key]

@@ -1,24 +1,23 @@
-"""Partition of a step into regions that are compiled together.
+"""Partition of a step into subgraphs that are compiled together.
 
-A region is a run of neighbours in the order of the step, so replacing it by one node moves nothing past anything. It
-ends
+A subgraph is a run of neighbours in the order of the step, so replacing it by one node moves nothing past anything.
+It ends
 
 - at whatever has an order of its own: a collective, its wait, a host point, an operator that is not PyTorch's;
 - at what a compiler would do differently (random numbers) or cannot know (sizes that depend on the data);
-- where the next layer begins: the first module on the path whose name is a number. Layers that are alike give regions
-  that are alike, which are compiled once; so compiling takes as long for eighty layers as for two.
+- where the next layer begins (`graph.regions`). Layers that are alike give subgraphs that are alike, which are compiled
+  once; so compiling takes as long for eighty layers as for two.
 
 Only the forward pass, the loss and the backward pass are cut up; the update's operators are whole kernels already.
 
-No memory goes across a region's boundary under two names: a view that comes from outside is taken again inside, a view
-that goes outside is taken again there, and what an in-place operator gives is what it was given.
+No memory goes across a subgraph's boundary under two names: a view that comes from outside is taken again inside, a
+view that goes outside is taken again there, and what an in-place operator gives is what it was given.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,28 +28,30 @@ from torch import fx
 from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.ir import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import draws_random, is_view, writes
+from hyper_parallel.graph.regions import region_of
 
 _PHASES = frozenset({"forward", "loss", "backward"})
 _NAMESPACES = frozenset({"aten", "prims"})
-_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 FEWEST = 4
 """Nodes that compute, not counting views: below it, a call of a compiled function costs what it saves."""
 
 
 @dataclass(frozen=True)
-class Region:
+class Subgraph:
     """Neighbours that are compiled together."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
-    """What is read from outside, each its own memory, in order of first use. A region may write to it."""
+    """What is read from outside, each its own memory, in order of first use. A subgraph may write to it."""
     outputs: tuple[fx.Node, ...]
     """What is used outside, each its own memory."""
 
     def graph(self) -> fx.Graph:
-        """Computes the outputs from the inputs: the region's nodes, in-place ones as they are."""
+        """Computes the outputs from the inputs: the subgraph's nodes, in-place ones as they are."""
         graph = fx.Graph()
         made = {node: graph.placeholder(f"input_{at}") for at, node in enumerate(self.inputs)}
+        for node, given in made.items():
+            given.meta["value"] = node.meta["value"]
 
         def found(node: fx.Node) -> fx.Node:
             if node not in made:
@@ -67,15 +68,15 @@ class Region:
         return graph
 
 
-def regions(step: StepGraph) -> list[Region]:
+def partition(step: StepGraph) -> list[Subgraph]:
     """All that is worth compiling, in order."""
     found = []
     for place, run in itertools.groupby(step.nodes, _place):
         nodes = tuple(run)
         if place is not None and sum(_computes(node) for node in nodes) >= FEWEST:
-            region = _region(nodes)
-            if _own_memory(region.inputs) and _own_memory(region.outputs):
-                found.append(region)
+            subgraph = _subgraph(nodes)
+            if _own_memory(subgraph.inputs) and _own_memory(subgraph.outputs):
+                found.append(subgraph)
     return found
 
 
@@ -105,10 +106,8 @@ def again(node: fx.Node, graph: fx.Graph, source_of: Callable[[fx.Node], fx.Node
 
 def _place(node: fx.Node) -> str | None:
     """The layer of a node that can be compiled, "" outside of all layers; None for one that cannot."""
-    if node.meta["phase"] not in _PHASES or not _compilable(node):
-        return None
-    layer = _LAYER.match(node.meta["module"])
-    return layer.group() if layer is not None else ""
+    region = region_of(node)
+    return region.layer if region.phase in _PHASES and _compilable(node) else None
 
 
 def _compilable(node: fx.Node) -> bool:
@@ -136,12 +135,12 @@ def _computes(node: fx.Node) -> bool:
     return node.target is not operator.getitem and not is_view(node)
 
 
-def _region(nodes: tuple[fx.Node, ...]) -> Region:
+def _subgraph(nodes: tuple[fx.Node, ...]) -> Subgraph:
     inside = frozenset(nodes)
     outer = frozenset(source for node in nodes for source in node.all_input_nodes) - inside
     read = (source for node in nodes for source in node.all_input_nodes if source in outer)
     used = (node for node in nodes if any(user not in inside for user in node.users))
-    return Region(
+    return Subgraph(
         nodes,
         tuple(dict.fromkeys(_roots(read, None))),
         tuple(root for root in dict.fromkeys(_roots(used, inside)) if root in inside),

@@ -1,7 +1,8 @@
-"""Groups identical layers, so that the cost of one layer of each kind is measured once.
+"""Decoder layers by kind under a strategy, and copies of a model with few of its layers.
 
-Two layers are of one kind if their modules, weights, layouts, dtypes and settings are the same, but for numbers that
-are each layer's own index.
+Two layers are of one kind if they are alike as modules (`graph.alike_layers`), each config's list with an entry for
+every layer says the same of both, and the plan and the dtypes are the same. What one layer of each kind costs, or looks
+like as a graph, is found once.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.graph.alike_layers import kinds
 from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gathered
 from hyper_parallel.shard.model_structure import text_config
 from hyper_parallel.shard.plan import Plan
 from hyper_parallel.shard.precision import compute_dtypes
 from hyper_parallel.shard.rules import matching
 from hyper_parallel.strategy import Strategy
-
-_PLAIN = (int, float, str, bool, type(None))
 
 
 def layer_kinds(model: nn.Module, plan: Plan, strategy: Strategy) -> list[list[int]]:
@@ -30,17 +30,13 @@ def layer_kinds(model: nn.Module, plan: Plan, strategy: Strategy) -> list[list[i
         return []
     dtypes = compute_dtypes(model, strategy.precision)
     frees = frees_after_forward(strategy.memory, separately_gathered(model, plan, dtypes))
-    signatures = [
-        _signature(f"{plan.layers}.{index}", layer, plan, dtypes, frees) for index, layer in enumerate(layers)
-    ]
-    own = _own_index(signatures)
     per_layer = _per_layer(text_config(model), len(layers))
-    kinds: dict[Any, list[int]] = {}
-    for index, signature in enumerate(signatures):
-        settings = tuple(repr(values[index]) for _, values in sorted(per_layer.items()))
-        shared = tuple(sorted((k, v) for k, v in signature.items() if k not in own))
-        kinds.setdefault((settings, shared), []).append(index)
-    return list(kinds.values())
+
+    def more(index: int) -> dict[str, str]:
+        settings = {f"config {key}": repr(values[index]) for key, values in per_layer.items()}
+        return {**settings, **_placement(f"{plan.layers}.{index}", layers[index], plan, dtypes, frees)}
+
+    return kinds(layers, more)
 
 
 def layers_in(model: nn.Module, plan: Plan) -> nn.ModuleList | None:
@@ -116,40 +112,25 @@ def _renamed(model: nn.Module, plan: Plan, strategy: Strategy, keep: Sequence[in
     return strategy.model_copy(update=changed)
 
 
-def _signature(
+def _placement(
     name: str,
     layer: nn.Module,
     plan: Plan,
     dtypes: Mapping[str, torch.dtype],
     frees: Mapping[str, bool],
 ) -> dict[str, str]:
-    """Everything about a layer that its cost may depend on, by what it is."""
+    """How a strategy places a layer and computes it."""
     found: dict[str, str] = {}
     for path, module in layer.named_modules():
         full = f"{name}.{path}" if path else name
-        found[f"{path}:class"] = f"{type(module).__qualname__} {dtypes[full]}"
         planned = (plan.modules.get(full), plan.regions.get(full), plan.experts.get(full), frees.get(full))
         # A plan names other modules of its layer, which stand at the same place in each.
-        found[f"{path}:plan"] = repr(planned).replace(f"{name}.", "")
-        for key, value in vars(module).items():
-            if isinstance(value, _PLAIN) and key != "training":
-                found[f"{path}:{key}"] = repr(value)
-        for own, parameter in module._parameters.items():
+        found[f"{path}:plan"] = repr((dtypes[full], *planned)).replace(f"{name}.", "")
+        for own in module._parameters:
             known = plan.parameters.get(f"{full}.{own}")
-            if parameter is not None and known is not None:
-                found[f"{path}:{own}"] = f"{known.layout} {known.storage} {known.summed} {known.chosen}"
+            if known is not None:
+                found[f"{path}:{own}:plan"] = f"{known.layout} {known.storage} {known.summed} {known.chosen}"
     return found
-
-
-def _own_index(signatures: Sequence[Mapping[str, str]]) -> set[str]:
-    """The settings that are each layer's own index, in every layer that has them."""
-    others = {
-        key
-        for index, signature in enumerate(signatures)
-        for key, value in signature.items()
-        if value != repr(index)
-    }
-    return {key for signature in signatures for key in signature} - others
 
 
 def _per_layer(config: Any, count: int) -> dict[str, Sequence[Any]]:

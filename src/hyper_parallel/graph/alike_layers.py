@@ -1,0 +1,172 @@
+"""Likeness of layers: which do the same up to their values, and the period in which kinds of layers follow each other.
+
+Before capture layers are modules, and alike if their code, settings, shapes and placement are (`kinds`). After it they
+are nodes, and alike if their operators, arguments, shapes and dtypes are (`likeness`).
+
+    layers        0 | 1 2 | 3 4 | … | 75 76 | 77        before = 1, length = 2, repeats = 38
+    captured      0 | 1 2 | 3 4 | 5 6 | 73 74 | 75 76 | 77        5 periods; that in the middle stands for the others
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from hyper_parallel.graph.ir import Size, Value, values_of
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+
+# Layers as modules.
+
+
+def described(module: nn.Module) -> dict[str, str]:
+    """What a module computes, up to its values: classes, plain attributes and parameters of all its parts."""
+    found: dict[str, str] = {}
+    for path, part in module.named_modules():
+        found[f"{path}:class"] = f"{type(part).__module__}.{type(part).__qualname__}"
+        found |= {
+            f"{path}:{key}": repr(value) for key, value in vars(part).items() if isinstance(value, _PLAIN)
+        }
+        for own, p in part._parameters.items():
+            if p is not None:
+                found[f"{path}:{own}"] = f"{tuple(p.shape)} {p.dtype} {p.requires_grad}"
+    return found
+
+
+def signature(module: nn.Module) -> str:
+    """A digest of what a module computes, up to its values."""
+    return hashlib.sha256(repr(sorted(described(module).items())).encode()).hexdigest()
+
+
+def kinds(
+    layers: Iterable[nn.Module], more: Callable[[int], Mapping[str, str]] = lambda index: {}
+) -> list[list[int]]:
+    """The indices of the layers by kind, in order of each kind's first layer.
+
+    `more`: what else layers of one kind share, by index, such as their placement. A setting that is each layer's own
+    index, in every layer that has it, tells no kinds apart.
+    """
+    facts = [{**described(layer), **more(index)} for index, layer in enumerate(layers)]
+    telling = {key for index, one in enumerate(facts) for key, value in one.items() if value != repr(index)}
+    found: dict[Hashable, list[int]] = {}
+    for index, one in enumerate(facts):
+        found.setdefault(frozenset((k, v) for k, v in one.items() if k in telling), []).append(index)
+    return list(found.values())
+
+
+# Periods.
+
+
+@dataclass(frozen=True)
+class Period:
+    """Layers of which a period repeats, some in front of it and some behind it, and those that are captured.
+
+    Of the periods as many are captured at either end, where a layer may differ in how it hands on what it computed, and
+    between them one that stands for all others.
+    """
+
+    total: int
+    """Layers of the model."""
+    before: int
+    """Layers in front of the first period."""
+    length: int
+    """Layers of a period."""
+    repeats: int
+    """How often the period comes in the model."""
+    captured: int
+    """Periods that are captured, at most `repeats`."""
+
+    @property
+    def behind(self) -> int:
+        """The first layer behind the last period."""
+        return self.before + self.length * self.repeats
+
+    @property
+    def middle(self) -> int:
+        """The captured period that stands for others."""
+        return self.captured // 2
+
+    @property
+    def copies(self) -> int:
+        """How often the middle period comes in the model."""
+        return self.repeats - self.captured + 1
+
+    @property
+    def layers(self) -> list[int]:
+        """The indices in the model of the layers that are captured."""
+        first = self.before + (self.middle + 1) * self.length
+        last = self.behind - (self.captured - self.middle - 1) * self.length
+        return [*range(first), *range(last, self.total)]
+
+    def block(self, layer: int) -> int | None:
+        """The captured period that a layer is in, by its place among those captured; None outside of periods."""
+        at = (layer - self.before) // self.length
+        return at if 0 <= at < self.captured else None
+
+    def real(self, layer: int, copy: int) -> int:
+        """The model's index of a layer, by its place among those captured, in a copy of the middle period."""
+        at = (layer - self.before) // self.length
+        if at < self.middle:
+            return layer
+        return layer + (copy if at == self.middle else self.copies - 1) * self.length
+
+
+def find_period(found: Sequence[Sequence[int]], captured: int) -> Period | None:
+    """The period to capture so often, given the indices of each kind's layers: that with the fewest captured layers;
+    None where none comes more often."""
+    kind = {layer: kind for kind, layers in enumerate(found) for layer in layers}
+    sequence = [kind[layer] for layer in sorted(kind)]
+    best: Period | None = None
+    for length in range(1, len(sequence) // (captured + 1) + 1):
+        for before in range(len(sequence)):
+            stop = before + length
+            while stop < len(sequence) and sequence[stop] == sequence[stop - length]:
+                stop += 1
+            one = Period(len(sequence), before, length, (stop - before) // length, captured)
+            if one.copies > 1 and (best is None or len(one.layers) < len(best.layers)):
+                best = one
+    return best
+
+
+# Layers as nodes.
+
+
+def likeness(nodes: Iterable[fx.Node], tensor: Callable[[Value], Hashable] | None = None) -> Hashable:
+    """What is equal for runs of nodes that do the same: operators, arguments and tensors, whatever they are called and
+    wherever in a step they are.
+
+    Nodes, storages and symbols of sizes count by their first places in the run. `tensor`: what the runs share of a
+    tensor besides its storage; left out: shape, strides, dtype and device.
+    """
+    places: dict[object, int] = {}
+
+    def place(of: object) -> int:
+        return places.setdefault(of, len(places))
+
+    def size(one: Size) -> Hashable:
+        return one if isinstance(one, int) else _SYMBOL.sub(lambda found: f"%{place(found[0])}", str(one))
+
+    def kind(value: Value) -> Hashable:
+        return (*map(size, value.shape), *map(size, value.stride), value.dtype, value.device)
+
+    def seen(node: fx.Node) -> Hashable:
+        described = tensor or kind
+        return place(node), tuple((described(value), place(value.storage)) for value in values_of(node))
+
+    def argument(arg: Any) -> Hashable:
+        if isinstance(arg, fx.Node):
+            return seen(arg)
+        if isinstance(arg, tuple | list):
+            return tuple(map(argument, arg))
+        if isinstance(arg, Mapping):
+            return tuple((key, argument(value)) for key, value in arg.items())
+        # 1, 1.0 and True are equal, and not the same.
+        return type(arg), arg
+
+    return tuple((node.target, argument(node.args), argument(node.kwargs), seen(node)) for node in nodes)
