@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.offloading.schedule.idle_intervals import Gaps, Ints
+from hyper_parallel.offloading.schedule.array_types import Ints
+from hyper_parallel.offloading.schedule.idle_intervals import Gaps
 from hyper_parallel.offloading.schedule.problem import Buffer, Problem
 from hyper_parallel.offloading.schedule.selection import Chosen
 from hyper_parallel.offloading.schedule.transfer_layout import Layout
@@ -49,7 +50,7 @@ def floor_of(problem: Problem, gaps: Gaps, base: Ints) -> Floor:
         if found is None:
             least = middle + 1
         else:
-            most = int(found.live.max(initial=0))
+            most = found.live.peak
             best = Floor(most, found.chosen)
     return best
 
@@ -64,10 +65,9 @@ def _sweep(problem: Problem, gaps: Gaps, base: Ints, budget: int) -> Layout | No
     n, node = gaps.nodes, 0
     open_ = ~gaps.must
     while True:
-        over = np.flatnonzero(layout.live[node:] > budget)
-        if not over.size:
+        node = layout.live.first_over(node, n, budget)
+        if node >= n:
             return layout
-        node += int(over[0])
         at = np.where(gaps.after <= node, node, node + n)
         rows = np.flatnonzero(open_ & (gaps.after <= at) & (at < gaps.used))
         if not rows.size:

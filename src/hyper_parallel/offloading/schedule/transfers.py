@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.simulator.queue_clock import QueueClock
 
 _STEPS = 16
 _NOTHING = 1e-12
@@ -114,9 +115,8 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
     last = {held.storage: len(held.gaps(n)) - 1 for held in problem.held if held.must is not None}
     worked: dict[_Copy, float] = {}
     """When the host has done what a copy brings back."""
-    host = 0.0
-    free: dict[tuple[str, bool], float] = defaultdict(float)
     over: dict[_Copy, float] = {}
+    clock: QueueClock[tuple[str, bool]] = QueueClock()
     step = problem.starts[-1] - problem.starts[0]
     end, seconds = 0.0, step
     # What is still under way when a step begins, as seconds that it will take, decides how it goes.
@@ -126,22 +126,21 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
         waits: dict[tuple[int, int], float] = {}
         late_by: list[float] = []
         for at in places:
-            now = since + (problem.starts[at] - problem.starts[0]) + stall
+            clock.now = since + (problem.starts[at] - problem.starts[0]) + stall
             for begins, ends in ((stores, leaves), (fetches, uses)):
                 for _, _, copy, link, taken in begins.get(at, ()):
-                    free[link] = over[copy] = max(now, free[link], worked.get(copy, 0.0)) + taken
+                    over[copy] = clock.begin(link, taken, worked.get(copy, 0.0))
                 for copy in ends.get(at, ()):
-                    late = over.get(copy, 0.0) - now
+                    late = clock.wait(over.get(copy, 0.0))
                     if late > 0:
                         stall += late
-                        now += late
                         waits[copy[:2]] = waits.get(copy[:2], 0.0) + late
             late_by.append(stall)
             if at in updates:
                 update = updates[at]
                 gradient = (update.gradient, last[update.gradient], True)
-                host = max(now, host, over.get(gradient, 0.0)) + update.seconds
-                worked[update.parameter, last[update.parameter], False] = host
+                done = clock.begin(_UPDATES, update.seconds, over.get(gradient, 0.0))
+                worked[update.parameter, last[update.parameter], False] = done
         end = since + step + stall
         left = {
             copy: round(until - end, 12)
@@ -178,6 +177,8 @@ def _stretched(
     return tuple(arrives), tuple(begins)
 
 
+_UPDATES = ("", True)
+"""The queue of the host's updates, beside those of the links: (space, whether copies go out to it)."""
 _Copy = tuple[int, int, bool]
 """Storage, gap, and whether it goes out."""
 _Begin = tuple[int, int, _Copy, tuple[str, bool], float]
