@@ -38,9 +38,8 @@ class Facts:
 
     def __init__(self, problem: Problem, gaps: Gaps) -> None:
         self.gaps, self.nodes = gaps, gaps.nodes
-        starts = [start - problem.starts[0] for start in problem.starts]
-        self.step = starts[-1]
-        self.seconds = [*starts[:-1], *(self.step + start for start in starts)]
+        self.step = problem.seconds
+        self.seconds = [problem.comes(place) for place in range(2 * gaps.nodes + 1)]
         """Of each place of two steps: when the host comes there if nothing waits."""
         self.bytes: list[int] = gaps.bytes.tolist()
         self.open: list[int] = gaps.open.tolist()

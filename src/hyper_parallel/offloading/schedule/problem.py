@@ -75,6 +75,12 @@ class Buffer:
             return 0, nodes
         return self.busy[0].first, nodes if self.must is not None else self.busy[-1].last + 1
 
+    def pinned(self, nodes: int) -> list[tuple[int, int]]:
+        """The stretches of places (first, end) at which no plan can do without it: its uses, or all of its life."""
+        if not self.movable:
+            return [self.life(nodes)]
+        return [(busy.first, busy.last + 1) for busy in self.busy]
+
     def gaps(self, nodes: int) -> list[tuple[int, int]]:
         """Of each gap the first place after the stretch before it, and the place of the stretch behind it."""
         found = [(before.last + 1, after.first) for before, after in pairwise(self.busy)]
@@ -168,6 +174,15 @@ class Problem:
         """How many there are."""
         return len(self.starts) - 1
 
+    @property
+    def seconds(self) -> float:
+        """Of a step in which nothing waits for memory."""
+        return self.starts[-1] - self.starts[0]
+
+    def comes(self, place: int) -> float:
+        """Seconds into the step at which the host comes to a place, also of the step before or behind, likewise."""
+        return self.starts[place % self.nodes] - self.starts[0] + self.seconds * (place // self.nodes)
+
     @cached_property
     def by_storage(self) -> dict[int, Buffer]:
         """The storages by their numbers."""
@@ -185,16 +200,8 @@ class Problem:
 
     def needed(self) -> list[int]:
         """Bytes that no plan can do without at each node: what is in use, and what may not move."""
-        uses = (
-            (*use, held.bytes)
-            for held in self.held
-            for use in (
-                [(busy.first, busy.last + 1) for busy in held.busy]
-                if held.movable
-                else [held.life(self.nodes)]
-            )
-        )
-        return profile((*uses, *self._workspaces()), self.nodes)
+        pinned = ((*part, held.bytes) for held in self.held for part in held.pinned(self.nodes))
+        return profile((*pinned, *self._workspaces()), self.nodes)
 
     @property
     def working_set(self) -> int:

@@ -104,7 +104,7 @@ class _Planner:
         self._quick = quick
         self._idle = replace(gaps, open=gaps.after)
         """As if no store could begin before its storage is idle."""
-        self._hidden = HIDDEN * (problem.starts[-1] - problem.starts[0])
+        self._hidden = HIDDEN * problem.seconds
 
     def plan(self, frugal: Chosen) -> _Found:
         """The best plan found; `frugal` is one that meets every budget that can be met."""

@@ -117,7 +117,7 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
     """When the host has done what a copy brings back."""
     over: dict[_Copy, float] = {}
     clock: QueueClock[tuple[str, bool]] = QueueClock()
-    step = problem.starts[-1] - problem.starts[0]
+    step = problem.seconds
     end, seconds = 0.0, step
     # What is still under way when a step begins, as seconds that it will take, decides how it goes.
     seen: list[tuple[float, dict[_Copy, float]]] = [(0.0, {})]
@@ -126,7 +126,7 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
         waits: dict[tuple[int, int], float] = {}
         late_by: list[float] = []
         for at in places:
-            clock.now = since + (problem.starts[at] - problem.starts[0]) + stall
+            clock.now = since + problem.comes(at) + stall
             for begins, ends in ((stores, leaves), (fetches, uses)):
                 for _, _, copy, link, taken in begins.get(at, ()):
                     over[copy] = clock.begin(link, taken, worked.get(copy, 0.0))
