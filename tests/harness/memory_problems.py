@@ -15,9 +15,11 @@ from itertools import accumulate
 
 from hyper_parallel.offloading.schedule.problem import (
     Buffer,
+    ForcedOffload,
     OffloadTier,
     Problem,
     Rate,
+    Update,
     UseInterval,
     Workspace,
 )
@@ -331,6 +333,21 @@ def drawn(seed: int, storages: int = 30, nodes: int = 60, room: int = 2**50, tie
         rates = [Rate(draw.choice((0.0, 1e-5)), draw.uniform(0.2, 2.0) * 1e9 / 8**tier) for _ in range(2)]
         found.append(OffloadTier(("host", "flash", "far")[tier], room, *rates))
     problem = Problem((0.0, *accumulate(seconds)), tuple(held), tuple(taken), tuple(found), 0)
+    return replace(problem, budget=max(problem.profile()))
+
+
+def with_update(problem: Problem, size: int = 2**19, seconds: float = 2e-3) -> Problem:
+    """With one node more, which begins an update on the host of one parameter more; the budget is the peak."""
+    n, first = problem.nodes, len(problem.held)
+    must = ForcedOffload(problem.spaces[0].name, n)
+    gradient = Buffer(first, size, "gradient", (UseInterval(n - 3, n - 3, True),), False, must=must)
+    parameter = Buffer(first + 1, size, "parameter", (UseInterval(2, 2, False),), True, must=must)
+    problem = replace(
+        problem,
+        starts=(*problem.starts, problem.starts[-1] + 1e-3),
+        held=(*problem.held, gradient, parameter),
+        updates=(Update(n, seconds, gradient.storage, parameter.storage),),
+    )
     return replace(problem, budget=max(problem.profile()))
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from harness.exact_plans import long_run
-from harness.memory_problems import drawn
+from harness.layouts import everything_away
+from harness.memory_problems import drawn, under, with_update
+from harness.simulated_plans import step_ends
+from hyper_parallel.offloading.schedule.incremental_layout import Draft, Facts
 from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
 from hyper_parallel.offloading.schedule.solve import choose
 from hyper_parallel.offloading.schedule.transfers import Move, replay
@@ -30,3 +33,19 @@ def test_the_steps_are_those_of_a_long_run(seed: int) -> None:
     problem = drawn(seed)
     plan = choose(problem, tries=5)
     assert replay(problem, plan.moves).seconds == pytest.approx(long_run(problem, plan.moves), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_steps_are_those_of_the_simulator(seed: int) -> None:
+    problem = under(drawn(seed, 8, 12, tiers=1 + seed % 2), 0.3)
+    if seed % 4 == 3:
+        problem = under(with_update(problem), 0.3)
+    for layout in (everything_away(problem), None):
+        moves = choose(problem, tries=2).moves if layout is None else layout.moves(problem)
+        # Of steps that repeat every 1, 2, 3, 4 or 6.
+        ends = step_ends(problem, moves, 32)
+        seconds = (ends[-1] - ends[-13]) / 12
+        assert replay(problem, moves).seconds == pytest.approx(seconds, rel=1e-9)
+        if layout is not None:
+            stall, _ = Draft(Facts(problem, layout.gaps), layout).stall()
+            assert problem.starts[-1] + stall == pytest.approx(seconds, rel=1e-6)

@@ -9,6 +9,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from harness.ranks import run_ranks
+from harness.scheduling_pass import Schedule
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph, executable
@@ -21,7 +22,6 @@ from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.chunked_matmul import Chunked, Chunks
 from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline
 from hyper_parallel.overlap.jobs import Prices
-from hyper_parallel.overlap.scheduling_pass import Schedule
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
 from hyper_parallel.step.lr_schedule import schedule

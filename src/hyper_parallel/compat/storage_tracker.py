@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.compat.dispatch import mutated_arguments
+from hyper_parallel.trace import live_bytes
 
 
 class Kind(IntEnum):
@@ -61,30 +62,23 @@ class Storages(TorchDispatchMode):
     def kept(self, excluded: Collection[torch.Tensor] = ()) -> Iterator[Record]:
         """What is alive now, apart from weights, what was given, and the storages `excluded`."""
         without = {id(self._record(tensor, Kind.ACTIVATION)) for tensor in excluded}
-        return (
-            record
-            for record in self.records
-            if record.died is None
-            and not record.given
-            and record.kind != Kind.WEIGHT
-            and id(record) not in without
-        )
+        return (record for record in self._counted(without) if record.died is None)
 
     def peak(self, excluded: Collection[torch.Tensor]) -> int:
         """The most bytes that were alive at once, apart from weights, what was given, and the storages `excluded`."""
         without = {id(self._record(tensor, Kind.ACTIVATION)) for tensor in excluded}
-        changes: dict[int, int] = {}
-        for record in self.records:
-            if record.given or record.kind == Kind.WEIGHT or id(record) in without:
-                continue
-            changes[record.born] = changes.get(record.born, 0) + record.bytes
-            if record.died is not None:
-                changes[record.died] = changes.get(record.died, 0) - record.bytes
-        alive = most = 0
-        for at in sorted(changes):
-            alive += changes[at]
-            most = max(most, alive)
-        return most
+        return live_bytes.peak(
+            (record.born, self.clock + 1 if record.died is None else record.died, record.bytes)
+            for record in self._counted(without)
+        )[0]
+
+    def _counted(self, without: Collection[int]) -> Iterator[Record]:
+        """What is told apart neither by its kind nor by its id."""
+        return (
+            record
+            for record in self.records
+            if not record.given and record.kind != Kind.WEIGHT and id(record) not in without
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

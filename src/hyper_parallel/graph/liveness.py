@@ -22,6 +22,7 @@ from hyper_parallel.graph.ir import Kind, StepGraph, values_of
 from hyper_parallel.graph.memory_effects import begun, touched, writes
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.tier_ops import detach, prefetch
+from hyper_parallel.trace import live_bytes
 
 
 @dataclass(frozen=True)
@@ -143,16 +144,8 @@ def peak(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> Peak:
 
 def peak_of(found: list[Lifetime]) -> Peak:
     """The worst moment of storages whose lifetimes are given."""
-    changes: Counter[int] = Counter()
-    for life in found:
-        changes[life.born] += life.bytes
-        changes[life.died + 1] -= life.bytes
-    alive = most = 0
-    at = -1
-    for moment in sorted(changes):
-        alive += changes[moment]
-        if alive > most:
-            most, at = alive, moment
+    most, moment = live_bytes.peak((life.born, life.died + 1, life.bytes) for life in found)
+    at = -1 if moment is None else moment
     there = sorted((x for x in found if x.born <= at <= x.died), key=lambda x: (-x.bytes, x.storage))
     by_kind: Counter[Kind] = Counter()
     for life in there:

@@ -36,6 +36,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hyper_parallel.simulator.queue_clock import QueueClock
+from hyper_parallel.trace.live_bytes import LiveBytes
+
 COMPUTE = "compute"
 FREE = ""
 """The queue of what takes no time, such as a view: it runs right before the first job that needs it."""
@@ -90,21 +93,20 @@ def arrange(
 
 def replayed(jobs: Sequence[Job], order: Sequence[int] | None = None, *, slowdown: float = 1.0) -> Arranged:
     """What an order comes to; the order in which the jobs are given when left out."""
-    queues: dict[str, float] = {}
+    clock: QueueClock[str] = QueueClock(slowdown)
     ends: dict[int, float] = {}
     memory = _Memory(jobs)
-    now = 0.0
     taken = list(range(len(jobs))) if order is None else list(order)
     for index in taken:
         job = jobs[index]
         memory.ran(job)
         if job.waits is not None:
-            now = max(now, ends[job.waits])
+            clock.wait(ends[job.waits])
         elif job.queue == COMPUTE:
-            now += job.seconds * (slowdown if any(free > now for free in queues.values()) else 1.0)
+            clock.run(job.seconds)
         elif job.queue != FREE:
-            ends[index] = queues[job.queue] = max(now, queues.get(job.queue, 0.0)) + job.seconds
-    return Arranged(tuple(taken), max([now, *queues.values()]), memory.most)
+            ends[index] = clock.begin(job.queue, job.seconds)
+    return Arranged(tuple(taken), max([clock.now, *clock.free.values()]), memory.live.most)
 
 
 class _Memory:
@@ -113,17 +115,16 @@ class _Memory:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._users = Counter(storage for job in jobs for storage in job.uses)
         self._sizes: dict[int, int] = {}
-        self.alive = self.most = 0
+        self.live = LiveBytes()
 
     def ran(self, job: Job) -> None:
         for storage, size in job.makes:
             self._sizes[storage] = size
-            self.alive += size
-        self.most = max(self.most, self.alive)
+            self.live.add(size)
         for storage in job.uses:
             self._users[storage] -= 1
             if not self._users[storage]:
-                self.alive -= self._sizes.get(storage, 0)
+                self.live.add(-self._sizes.get(storage, 0))
 
 
 class _Arranging:
@@ -138,16 +139,14 @@ class _Arranging:
         slowdown: float,
         patience: float,
     ) -> None:
-        self.jobs, self.window, self.budget, self.slowdown = jobs, window, budget, slowdown
-        self.patience = patience
+        self.jobs, self.budget, self.patience = jobs, budget, patience
         self.order: list[int] = []
-        self.now = 0.0
-        """When the compute queue is free."""
+        self.clock: QueueClock[str] = QueueClock(slowdown)
+        self.clock.free = {job.queue: 0.0 for job in jobs if job.queue not in (COMPUTE, FREE)}
         self.ends: list[float] = [0.0] * len(jobs)
         """Of collectives."""
         self.due: list[float] = [0.0] * len(jobs)
         """When everything that a job waits for has ended."""
-        self.queues: dict[str, float] = {job.queue: 0.0 for job in jobs if job.queue not in (COMPUTE, FREE)}
         self.emitted = bytearray(len(jobs))
         self.then: list[list[int]] = [[] for _ in jobs]
         self.pending = [0] * len(jobs)
@@ -165,7 +164,9 @@ class _Arranging:
         """By lane the kernels that wait for nothing, the most urgent first."""
         self.lane = min(self.kernels, default=0)
         """Of the last kernel."""
-        self.begins: dict[str, list[tuple[tuple[int, float, int], int]]] = {name: [] for name in self.queues}
+        self.begins: dict[str, list[tuple[tuple[int, float, int], int]]] = {
+            name: [] for name in self.clock.free
+        }
         self.waits: list[list[int]] = [[] for _ in jobs]
         """Of collectives."""
         for index, job in enumerate(jobs):
@@ -183,20 +184,19 @@ class _Arranging:
             self._admit()
             kernel = self._next_kernel()
             took = self.jobs[kernel].seconds if kernel is not None else 0.0
-            if self._begin_until(self.now + took, force=kernel is None and not self.stalled):
+            if self._begin_until(self.clock.now + took, force=kernel is None and not self.stalled):
                 if kernel is not None:
                     self._offer(kernel)
                 continue
             if kernel is not None:
                 self._run(kernel)
             elif self.stalled:
-                due = self.stalled[0][0]
-                self.now = max(self.now, due)
+                self.clock.wait(self.stalled[0][0])
             else:
                 break
         for index in range(len(self.jobs)):
             self._emit(index)
-        return replayed(self.jobs, self.order, slowdown=self.slowdown)
+        return replayed(self.jobs, self.order, slowdown=self.clock.slowdown)
 
     # What may run.
 
@@ -209,7 +209,7 @@ class _Arranging:
             if job.waits is not None:
                 self.due[index] = max(self.due[index], self.ends[job.waits])
             if job.queue == FREE:
-                if not self.then[index] and job.waits is None and self.due[index] <= self.now:
+                if not self.then[index] and job.waits is None and self.due[index] <= self.clock.now:
                     self._emit(index)  # nothing needs it: left for later it would hold what it uses
                 self._passed(index, pending)
             else:
@@ -226,18 +226,18 @@ class _Arranging:
 
     def _admit(self) -> None:
         """Sort what has come within its lane's window, and what no longer has to wait."""
-        while self.over and self.over[0][0] <= self.now:
+        while self.over and self.over[0][0] <= self.clock.now:
             for index in self.waits[heapq.heappop(self.over)[1]]:
                 if all(self.emitted[other] for other in self.jobs[index].after):
                     self._emit(index)
         for index in self.lanes.admitted():
             self._offer(index)
-        while self.stalled and self.stalled[0][0] <= self.now:
+        while self.stalled and self.stalled[0][0] <= self.clock.now:
             self._offer(heapq.heappop(self.stalled)[2])
 
     def _offer(self, index: int) -> None:
         queue = self.jobs[index].queue
-        if self.due[index] > self.now:
+        if self.due[index] > self.clock.now:
             heapq.heappush(self.stalled, (self.due[index], self.rank[index], index))
         elif queue == COMPUTE:
             heapq.heappush(self.kernels[self.jobs[index].lane], (self.rank[index], index))
@@ -272,7 +272,7 @@ class _Arranging:
     def _begin_until(self, time: float, force: bool) -> bool:
         """Give collectives to queues that would be empty before `time`; whether there was one."""
         for queue, waiting in self.begins.items():
-            if waiting and (self.queues[queue] < time or force):
+            if waiting and (self.clock.free[queue] < time or force):
                 index = waiting[0][1]
                 if self._fits(index) or force:
                     heapq.heappop(waiting)
@@ -284,15 +284,14 @@ class _Arranging:
 
     def _run(self, index: int) -> None:
         self._emit(index)
-        beside = any(free > self.now for free in self.queues.values())
-        self.now += self.jobs[index].seconds * (self.slowdown if beside else 1.0)
+        self.clock.run(self.jobs[index].seconds)
         self.lane = self.jobs[index].lane
         self._after(index)
 
     def _begin(self, index: int) -> None:
         job = self.jobs[index]
         self._emit(index)
-        self.ends[index] = self.queues[job.queue] = max(self.now, self.queues[job.queue]) + job.seconds
+        self.ends[index] = self.clock.begin(job.queue, job.seconds)
         if self.patience < math.inf:
             heapq.heappush(self.over, (self.ends[index] + self.patience * job.seconds, index))
         self._after(index)
@@ -323,7 +322,7 @@ class _Arranging:
 
     def _fits(self, index: int) -> bool:
         made = sum(size for _, size in self.jobs[index].makes)
-        return not made or self.memory.alive + made <= self.budget
+        return not made or self.memory.live.alive + made <= self.budget
 
 
 class _Lanes:

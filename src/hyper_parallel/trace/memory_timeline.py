@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hyper_parallel.trace.live_bytes import LiveBytes
 from hyper_parallel.trace.op import KINDS, Bytes, Kind, Op
 
 if TYPE_CHECKING:
@@ -89,23 +90,17 @@ def curve(trace: Trace, name: str, spans: Iterable[Span], tier: str) -> MemoryCu
 
 def peak(trace: Trace, name: str, spans: Iterable[Span], tier: str) -> Peak:
     """The first moment at which the ranks of a class hold most in a tier."""
-    ordered = list(_changes(trace, name, spans))
-    total = most = sum(held.bytes for held in trace.resident.get(name, ()) if held.tier == tier)
-    at = 0
-    for place, (_, held, sign, _) in enumerate(ordered, 1):
-        if held.tier == tier:
-            total += sign * held.bytes
-            if total > most:
-                most, at = total, place
-    alive = {
-        held.storage: Alive(held, None, 0.0) for held in trace.resident.get(name, ()) if held.tier == tier
-    }
+    resident = [held for held in trace.resident.get(name, ()) if held.tier == tier]
+    ordered = [change for change in _changes(trace, name, spans) if change[1].tier == tier]
+    live = LiveBytes(sum(held.bytes for held in resident))
+    grown = [place for place, (_, held, sign, _) in enumerate(ordered, 1) if live.add(sign * held.bytes)]
+    at = grown[-1] if grown else 0
+    alive = {held.storage: Alive(held, None, 0.0) for held in resident}
     for time, held, sign, op in ordered[:at]:
-        if held.tier == tier:
-            if sign > 0:
-                alive[held.storage] = Alive(held, op, time)
-            else:
-                del alive[held.storage]
+        if sign > 0:
+            alive[held.storage] = Alive(held, op, time)
+        else:
+            del alive[held.storage]
     time = ordered[at - 1][0] if at else 0.0
     largest = sorted(alive.values(), key=lambda one: (-one.held.bytes, one.held.storage))
     return Peak(trace.first(name), tier, time, tuple(largest))

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import touched
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.offloading.schedule.problem import Buffer, Problem
+from hyper_parallel.trace.live_bytes import profile
 
 AHEAD = 2
 """Layers whose activations are on their way."""
@@ -64,9 +65,11 @@ class Swap:
 
 def _away(leaving: list[Buffer], nodes: int) -> list[int]:
     """Bytes of these storages that are alive and in no use, at each node."""
-    change = [0] * (nodes + 1)
-    for held in leaving:
-        for before, after in pairwise(held.busy):
-            change[before.last + 1] += held.bytes
-            change[after.first] -= held.bytes
-    return list(accumulate(change))[:nodes]
+    return profile(
+        (
+            (before.last + 1, after.first, held.bytes)
+            for held in leaving
+            for before, after in pairwise(held.busy)
+        ),
+        nodes,
+    )

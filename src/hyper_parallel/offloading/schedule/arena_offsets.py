@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from hyper_parallel.offloading.schedule.array_types import Ints
+from hyper_parallel.offloading.schedule.live_profile import LiveProfile
 
 EFFORT = 40_000
 """Lives that are placed in all rounds together; there are at least 4 rounds and at most 64."""
@@ -71,12 +71,10 @@ class _Arena:
         self.first, self.last = first, np.where(around, end - 1, last)
         self.again = np.where(around, last, -1)
         """Last place of the stretch from 0 on."""
-        change = np.zeros(end + 1, dtype=np.int64)
-        np.add.at(change, self.first, sizes)
-        np.add.at(change, self.last + 1, -sizes)
-        change[0] += sizes[around].sum()
-        np.add.at(change, self.again[around] + 1, -sizes[around])
-        self.peak = int(np.cumsum(change).max())
+        live = LiveProfile(np.zeros(end, dtype=np.int64)).with_all(
+            first, np.where(around, end + last, last) + 1, sizes
+        )
+        self.peak = live.peak
         self.length = self.last - self.first + 1 + self.again + 1
 
     def search(self) -> tuple[Ints, int]:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hyper_parallel.offloading.schedule.idle_intervals import Ints
 from hyper_parallel.offloading.schedule.problem import Problem
 from hyper_parallel.offloading.schedule.transfer_layout import Layout
+from hyper_parallel.simulator.queue_clock import QueueClock
 
 STEPS = 3
 """As many as a copy of the step before, which was late because of one before it, takes to show."""
@@ -70,18 +70,24 @@ class _Run:
                 self._use[int(gaps.first_use[row])].append(row)
         for row in rows[layout.stores[rows]].tolist():
             self._begin[int(gaps.open[row]) % n].append(row)
-        self._over = (_without(layout) - layout.budget).tolist()
+        stored = np.flatnonzero(layout.stores)
+        there = layout.live.with_all(layout.leave[stored], layout.fetch[stored], gaps.bytes[stored])
+        self._over = (there.at - layout.budget).tolist()
+        """Bytes over the budget at each node if nobody left who has to be stored."""
         self._sizes, self._spaces = gaps.bytes.tolist(), layout.chosen.space.tolist()
         self._opens, self._after, self._used = gaps.open.tolist(), gaps.after.tolist(), gaps.used.tolist()
-        self._out, self._back = gaps.out.tolist(), gaps.back.tolist()
+        self._seconds_out, self._back = gaps.out.tolist(), gaps.back.tolist()
         self._last = np.minimum(layout.fetch - 1, gaps.until).tolist()
         self._updates = {update[0]: update for update in gaps.updates}
         self._stored: dict[int, float] = {}
         """Of each row, when its store is over."""
-        self._now, self._away = 0.0, 0
+        self._away = 0
         self._gone: set[int] = set()
-        self._free = [0.0 for _ in problem.spaces]
-        """When each link out is."""
+        self._host: QueueClock[int | None] = QueueClock()
+        """The step; its queues are the links back, by their spaces, and the host's updates (None)."""
+        self._out: QueueClock[int] = QueueClock()
+        """The links out, as of when the host came to the node at hand: it may wait there for what began then."""
+        self._out.free = dict.fromkeys(range(len(problem.spaces)), 0.0)
         self._open: list[list[_Open]] = [[] for _ in problem.spaces]
         self._waiting = 0
         """How many those are."""
@@ -93,23 +99,21 @@ class _Run:
     def go(self) -> None:
         """Run them."""
         n = self._layout.gaps.nodes
-        free = [0.0 for _ in self._free]
-        host, here = 0.0, dict[int, float]()
+        host = self._host
+        here: dict[int, float] = {}
         """Of each row, when its fetch is over."""
         done: dict[int, float] = {}
         """Of each row, when the host has done what its fetch brings."""
         eventful = {*self._begin, *self._fetch, *self._use, *self._updates}
         for at in range(STEPS * n):
             node = at % n
-            came = self._now
+            self._out.now = host.now
             if node not in eventful and at not in self._early:
                 # Most nodes: nothing changes but the time, and what its passing allows.
-                while (self._under or self._waiting) and self._leaves(
-                    at, came, self._away < self._over[node]
-                ):
-                    self._fill(at, came, self._now)
-                self._now += self._seconds[node]
-                self._fill(at, came, self._now)
+                while (self._under or self._waiting) and self._leaves(at, self._away < self._over[node]):
+                    self._fill(at, host.now)
+                host.run(self._seconds[node])
+                self._fill(at, host.now)
                 continue
             for row in self._fetch.get(node, ()):
                 if row in self._gone:
@@ -122,48 +126,46 @@ class _Run:
                 self._waiting += 1
             for under in self._early.pop(at, ()):
                 heappush(self._under, under)
-            self._fill(at, came, came)
-            while self._leaves(at, came, self._away < self._over[node]):
-                self._fill(at, came, self._now)
+            self._fill(at, host.now)
+            while self._leaves(at, self._away < self._over[node]):
+                self._fill(at, host.now)
             for row in self._fetch.get(node, ()):
                 space = self._spaces[row]
-                begin = max(self._now, free[space], done.get(row, 0.0))
-                here[row] = free[space] = begin + self._back[space][row]
+                here[row] = host.begin(space, self._back[space][row], done.get(row, 0.0))
             for row in self._use.get(node, ()):
-                self._now = max(self._now, here.get(row, 0.0))
+                host.wait(here.get(row, 0.0))
             if node in self._updates:
                 _, seconds, gradient, parameter = self._updates[node]
-                host = max(self._now, host, self._stored.get(gradient, 0.0)) + seconds
-                done[parameter] = host
-            self._now += self._seconds[node]
-            self._fill(at, came, self._now)
+                done[parameter] = host.begin(None, seconds, self._stored.get(gradient, 0.0))
+            host.run(self._seconds[node])
+            self._fill(at, host.now)
 
-    def _fill(self, at: int, came: float, until: float) -> None:
+    def _fill(self, at: int, until: float) -> None:
         """Begin stores while a link out would be idle before a time."""
-        if not self._waiting or min(self._free) >= until:
+        free = self._out.free
+        if not self._waiting or min(free.values()) >= until:
             return
         for space, waiting in enumerate(self._open):
-            while waiting and self._free[space] < until:
-                self._store(space, at, came)
+            while waiting and free[space] < until:
+                self._store(space, at)
 
-    def _store(self, space: int, at: int, came: float) -> None:
-        """Begin the store that is needed first, at a place to which the host came at a time."""
+    def _store(self, space: int, at: int) -> None:
+        """Begin the store that is needed first, at a place."""
         one = heappop(self._open[space])
         self._waiting -= 1
-        self._free[space] = max(came, self._free[space]) + self._out[space][one.row]
         self._layout.store[one.row] = at - one.base
-        self._stored[one.row] = self._free[space]
-        under = _Under(self._free[space], one.row, one.base)
+        self._stored[one.row] = over = self._out.begin(space, self._seconds_out[space][one.row])
+        under = _Under(over, one.row, one.base)
         if one.idle <= at:
             heappush(self._under, under)
         else:
             self._early[one.idle].append(under)
 
-    def _leaves(self, at: int, came: float, needed: bool) -> bool:
+    def _leaves(self, at: int, needed: bool) -> bool:
         """Let one leave that is stored, or has to leave; False where there is none."""
         if not self._under:
             waiting = [
-                (max(came, self._free[space]) + self._out[space][queue[0].row], space)
+                (self._out.end(space, self._seconds_out[space][queue[0].row]), space)
                 for space, queue in enumerate(self._open)
                 if queue
                 and queue[0].idle <= at
@@ -171,27 +173,15 @@ class _Run:
             ]
             if not waiting:
                 return False
-            self._store(min(waiting)[1], at, came)
+            self._store(min(waiting)[1], at)
         over, row, base = self._under[0]
         last = base + self._last[row]
-        if over > self._now and not needed and at < last:
+        if over > self._host.now and not needed and at < last:
             return False
         heappop(self._under)
         if at <= last:
-            self._now = max(self._now, over)
+            self._host.wait(over)
             self._gone.add(row)
             self._away += self._sizes[row]
             self._layout.leave[row] = at - base
         return True
-
-
-def _without(layout: Layout) -> Ints:
-    """Live bytes at each node if nobody left who has to be stored."""
-    gaps, n = layout.gaps, layout.gaps.nodes
-    change = np.zeros(2 * n + 1, dtype=np.int64)
-    rows = np.flatnonzero(layout.stores)
-    np.add.at(change, layout.leave[rows], gaps.bytes[rows])
-    np.subtract.at(change, layout.fetch[rows], gaps.bytes[rows])
-    here = np.cumsum(change[: 2 * n])
-    found: Ints = layout.live + here[:n] + here[n:]
-    return found

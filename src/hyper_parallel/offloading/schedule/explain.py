@@ -97,9 +97,4 @@ def _bytes(problem: Problem, moves: list[Move]) -> int:
 
 def _away(problem: Problem, move: Move) -> float:
     """Seconds between leaving and being fetched, when nothing waits."""
-    n, starts = problem.nodes, problem.starts
-
-    def at(place: int) -> float:
-        return starts[place % n] - starts[0] + (starts[-1] - starts[0]) * (place // n)
-
-    return at(move.fetch) - at(move.leave)
+    return problem.comes(move.fetch) - problem.comes(move.leave)

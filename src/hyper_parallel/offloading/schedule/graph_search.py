@@ -107,7 +107,7 @@ class _Search:
         zero = tuple(0 for _ in self._dials)
         self._try(zero)
         if self.best is not None:
-            waits = self.best.plan.seconds - _seconds(self._problem)
+            waits = self.best.plan.seconds - self._problem.seconds
             self._plans = min(self._plans, int(REPAID * waits / (PRICE * self._problem.nodes)))
         else:
             self._try(tuple(dial.settings - 1 for dial in self._dials))
@@ -149,7 +149,7 @@ class _Search:
     def _done(self) -> bool:
         if self._plans <= 0:
             return True
-        return self.best is not None and self.best.plan.seconds <= (1 + SMALL) * _seconds(self._problem)
+        return self.best is not None and self.best.plan.seconds <= (1 + SMALL) * self._problem.seconds
 
     def _try(self, settings: tuple[int, ...]) -> None:
         if settings in self._seen:
@@ -160,7 +160,7 @@ class _Search:
             f"a change of a step's graph keeps what it says to others: {settings}"
         )
         problem = self._problem_of(step) if any(settings) else self._problem
-        if self.best is not None and _seconds(problem) >= self.best.plan.seconds:
+        if self.best is not None and problem.seconds >= self.best.plan.seconds:
             return
         self._plans -= 1
         try:
@@ -180,11 +180,6 @@ class _Search:
                 dial.turn(before, settings[-1], bool(self.refused)) if settings[-1] else before
             )
         return self._graphs[settings]
-
-
-def _seconds(problem: Problem) -> float:
-    """Of a step in which nothing waits for memory."""
-    return problem.starts[-1] - problem.starts[0]
 
 
 def _talk(step: StepGraph) -> list[str]:

@@ -24,10 +24,11 @@ from typing import Literal
 
 import numpy as np
 
-from hyper_parallel.offloading.schedule.idle_intervals import Floats, Gaps, Ints
+from hyper_parallel.offloading.schedule.array_types import Floats, Ints
+from hyper_parallel.offloading.schedule.idle_intervals import Gaps
+from hyper_parallel.offloading.schedule.live_profile import LiveProfile
 from hyper_parallel.offloading.schedule.problem import Problem
 from hyper_parallel.offloading.schedule.selection import Chosen
-from hyper_parallel.offloading.schedule.transfer_layout import intervals_of
 
 SLICES = 900
 """Of a step with more nodes."""
@@ -278,8 +279,7 @@ class _Run:
             self.out[:, same[self.gaps.turn[same] > self.gaps.turn[row]]] = 0.0
         _take(self.free[1, space], 2 * int(last) + 1, self.gaps.back[space, row], backward=True)
         if leave < fetch:
-            for begin, end in intervals_of(leave, fetch, m):
-                self.over[begin:end] -= self.gaps.bytes[row]
+            LiveProfile(self.over).add(leave, fetch, -int(self.gaps.bytes[row]))
 
     def _at(self, place: Ints) -> Ints:
         """Index of a slice's stall in running sums of a link, which begin with the step before."""

@@ -10,13 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hyper_parallel.offloading.schedule.array_types import Flags, Floats, Ints
 from hyper_parallel.offloading.schedule.problem import Buffer, Problem, Rate
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Incremental layout: a small plan under thousands of changes, with its step time kept up to date.
 
 `Layout` and `replay` are for plans of any size. Of a few dozen moves their arrays cost more than what is in them, so
-that here bytes are counted in lists, the events of a step are kept in order and only those of changed moves are sorted
-in anew, and a run of the step is given up as soon as it waits for longer than is asked for.
+that here places are lists, the events of a step are kept in order and only those of changed moves are sorted in anew,
+and a run of the step is given up as soon as it waits for longer than is asked for.
 
-What is counted is `replay`'s: a step that begins with copies under way is never quicker than one that begins with
-none, so that the stall of the first of some steps in a row is never more than that of those that repeat.
+Times are those of `replay`, by the same clock: a step that begins with copies under way is never quicker than one that
+begins with none, so that the stall of the first of some steps in a row is never more than that of those that repeat.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import numpy as np
 from hyper_parallel.offloading.schedule.idle_intervals import Gaps
 from hyper_parallel.offloading.schedule.problem import Problem
 from hyper_parallel.offloading.schedule.selection import Chosen
-from hyper_parallel.offloading.schedule.transfer_layout import Layout, intervals_of
+from hyper_parallel.offloading.schedule.transfer_layout import Layout
+from hyper_parallel.simulator.queue_clock import QueueClock
 
 STEPS = 16
 """After which the last one counts, though they do not repeat."""
 CLOSE = 1e-9
 """Of a step: what is as near as this from one step to the next repeats."""
 _STORE, _LEAVE, _FETCH, _USE, _UPDATE = range(5)
+_HOST = -1
+"""The queue of the host's updates; those of links are numbered from 0."""
 
 _Event = tuple[int, int, int, int, float, int, float]
 """Place, what begins or is waited for there, how soon it is waited for, gap; seconds into the step, link, seconds."""
@@ -35,9 +38,8 @@ class Facts:
 
     def __init__(self, problem: Problem, gaps: Gaps) -> None:
         self.gaps, self.nodes = gaps, gaps.nodes
-        starts = [start - problem.starts[0] for start in problem.starts]
-        self.step = starts[-1]
-        self.seconds = [*starts[:-1], *(self.step + start for start in starts)]
+        self.step = problem.seconds
+        self.seconds = [problem.comes(place) for place in range(2 * gaps.nodes + 1)]
         """Of each place of two steps: when the host comes there if nothing waits."""
         self.bytes: list[int] = gaps.bytes.tolist()
         self.open: list[int] = gaps.open.tolist()
@@ -50,6 +52,8 @@ class Facts:
         self.clean: list[bool] = gaps.clean.tolist()
         self.out: list[list[float]] = gaps.out.tolist()
         self.back: list[list[float]] = gaps.back.tolist()
+        self.free = dict.fromkeys((_HOST, *range(2 * len(self.out))), 0.0)
+        """The queues, as a run of the step begins."""
         alike = {version: rows[np.argsort(gaps.turn[rows])].tolist() for version, rows in gaps.alike.items()}
         self.alike: list[list[int]] = [alike[version] for version in gaps.version.tolist()]
         """The gaps of its version, in turn."""
@@ -70,7 +74,7 @@ class Draft:
         self.leave: list[int] = layout.leave.tolist()
         self.fetch: list[int] = layout.fetch.tolist()
         self.store: list[int] = layout.store.tolist()
-        self.live: list[int] = layout.live.tolist()
+        self.live = layout.live.copy()
         self.waits: list[int] = []
         """Gaps whose copies were waited for when the step was last run."""
         self._events: list[list[_Event]] = [[] for _ in self.taken]
@@ -102,14 +106,14 @@ class Draft:
 
     def leave_at(self, row: int, place: int) -> None:
         """Leave earlier or later."""
-        self._add(self.leave[row], place, self.facts.bytes[row])
+        self.live.add(self.leave[row], place, self.facts.bytes[row])
         self.leave[row] = place
         self.store[row] = min(self.store[row], place)
         self._changed.add(row)
 
     def fetch_at(self, row: int, place: int) -> None:
         """Come back earlier or later."""
-        self._add(self.fetch[row], place, -self.facts.bytes[row])
+        self.live.add(place, self.fetch[row], self.facts.bytes[row])
         self.fetch[row] = place
         self._changed.add(row)
 
@@ -120,7 +124,7 @@ class Draft:
 
     def drop(self, row: int) -> None:
         """Stay here instead."""
-        self._add(self.leave[row], self.fetch[row], self.facts.bytes[row])
+        self.live.add(self.leave[row], self.fetch[row], self.facts.bytes[row])
         self.taken[row] = False
         self.chosen = self.chosen.copy()
         self.chosen.drop(row)
@@ -133,7 +137,7 @@ class Draft:
             return False
         self.chosen, self.taken[row] = chosen, True
         self.store[row], self.leave[row], self.fetch[row] = store, leave, fetch
-        self._add(leave, fetch, -self.facts.bytes[row])
+        self.live.add(leave, fetch, -self.facts.bytes[row])
         # Where there is not room for all, a storage's other gaps may have to go to another space with it.
         self._changed.update(self.facts.alike[row] if chosen.ample else self.rows)
         return True
@@ -150,19 +154,11 @@ class Draft:
 
     def latest(self, row: int, last: int) -> int:
         """The place up to `last` until which it could stay before it leaves."""
-        limit, n, live = self.budget - self.facts.bytes[row], self.facts.nodes, self.live
-        for place in range(self.leave[row], last):
-            if live[place % n] > limit:
-                return place
-        return max(last, self.leave[row])
+        return self.live.first_over(self.leave[row], last, self.budget - self.facts.bytes[row])
 
     def earliest(self, row: int, first: int) -> int:
         """The place from `first` on from which it could be here again."""
-        limit, n, live = self.budget - self.facts.bytes[row], self.facts.nodes, self.live
-        for place in range(self.fetch[row], first, -1):
-            if live[(place - 1) % n] > limit:
-                return place
-        return min(first, self.fetch[row])
+        return self.live.under_from(first, self.fetch[row], self.budget - self.facts.bytes[row])
 
     def stall(self, most: float = math.inf) -> tuple[float, int]:
         """Seconds of a step in which nodes wait, infinity where they are more than `most`; and events looked at."""
@@ -170,33 +166,32 @@ class Draft:
         facts, order = self.facts, self._order
         step, count = facts.step, len(self.taken)
         out, back, worked = [0.0] * count, [0.0] * count, [0.0] * count
-        free = [0.0] * (2 * len(facts.out))
-        host, since, before = 0.0, 0.0, [-1.0]
+        clock: QueueClock[int] = QueueClock()
+        clock.free = facts.free.copy()
+        begin = clock.begin
+        since, before = 0.0, [-1.0]
         stall, work = 0.0, 0
         for _ in range(STEPS):
             work += len(order)
             stall, waits = 0.0, []
             for _, what, _, row, at, link, taken in order:
-                now = since + at + stall
-                if what in (_USE, _LEAVE):
+                clock.now = now = since + at + stall
+                if what == _STORE:
+                    out[row] = begin(link, taken)
+                elif what == _FETCH:
+                    back[row] = begin(link, taken, worked[row])
+                elif what == _UPDATE:
+                    worked[row] = begin(_HOST, taken, out[link])
+                else:
                     over = back[row] if what == _USE else out[row]
-                    if over > now:
-                        stall += over - now
+                    if over > now:  # most are over
+                        stall += clock.wait(over)
                         if stall > most:
                             return math.inf, work
                         waits.append(row)
-                    continue
-                if what == _UPDATE:
-                    host = worked[row] = max(now, host, out[link]) + taken
-                    continue
-                begun = free[link] if free[link] > now else now
-                if what == _STORE:
-                    free[link] = out[row] = begun + taken
-                else:
-                    free[link] = back[row] = max(begun, worked[row]) + taken
             since += step + stall
             # What decides the next step: what the links and the host still have to do.
-            left = [stall, max(0.0, host - since), *(max(0.0, until - since) for until in free)]
+            left = [stall, *(max(0.0, until - since) for until in clock.free.values())]
             if not any(left[1:]) or all(
                 abs(one - other) <= CLOSE * step for one, other in zip(left, before, strict=False)
             ):
@@ -218,37 +213,16 @@ class Draft:
 
     def _of(self, row: int) -> list[_Event]:
         facts, n = self.facts, self.facts.nodes
-        space, leave, fetch, used = (
-            int(self.chosen.space[row]),
-            self.leave[row],
-            self.fetch[row],
-            self.facts.used[row],
-        )
+        leave, fetch, used, seconds = self.leave[row], self.fetch[row], self.facts.used[row], facts.seconds
+        space = int(self.chosen.space[row])
         found: list[_Event] = []
         if self.carries(row):
             store = self.store[row]
-            found = [
-                _event(facts, store % n, _STORE, leave - store, row, 2 * space, facts.out[space][row]),
-                _event(facts, leave % n, _LEAVE, 0, row),
-            ]
+            at, taken = store % n, facts.out[space][row]
+            found.append((at, _STORE, leave - store, row, seconds[at], 2 * space, taken))
+            found.append((leave % n, _LEAVE, 0, row, seconds[leave % n], 0, 0.0))
         if facts.returns[row]:
-            found += [
-                _event(facts, fetch % n, _FETCH, used - fetch, row, 2 * space + 1, facts.back[space][row]),
-                _event(facts, used % n, _USE, 0, row),
-            ]
+            at, taken = fetch % n, facts.back[space][row]
+            found.append((at, _FETCH, used - fetch, row, seconds[at], 2 * space + 1, taken))
+            found.append((used % n, _USE, 0, row, seconds[used % n], 0, 0.0))
         return found
-
-    def _add(self, first: int, last: int, count: int) -> None:
-        """Bytes more at each place from one to another, as many less where the second is the earlier one."""
-        if last < first:
-            first, last, count = last, first, -count
-        live = self.live
-        for begin, end in intervals_of(first, last, self.facts.nodes):
-            for place in range(begin, end):
-                live[place] += count
-
-
-def _event(
-    facts: Facts, place: int, what: int, soon: int, row: int, link: int = 0, taken: float = 0.0
-) -> _Event:
-    return place, what, soon, row, facts.seconds[place], link, taken

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -18,28 +17,15 @@ from hyper_parallel.graph.host_update import is_update, slot_arguments, storages
 from hyper_parallel.graph.ir import Value
 from hyper_parallel.graph.tier_ops import Rest
 from hyper_parallel.offloading.schedule.problem import Problem
-from hyper_parallel.offloading.schedule.transfers import Move
+from hyper_parallel.offloading.schedule.transfers import FETCH, LEAVE, STORE, USE, Event, Move, events_of
 
 _Operator = Callable[..., object]
-_ORDER: tuple[_Operator, ...] = (tier_ops.store, tier_ops.detach, tier_ops.prefetch, tier_ops.wait)
-
-
-@dataclass(frozen=True, order=True)
-class _Event:
-    """Something that a move does right before a node."""
-
-    place: int
-    turn: int
-    """In `_ORDER`; what leaves waits first."""
-    soon: int
-    """Of a copy that begins: nodes until it is waited for. The most urgent goes first."""
-    storage: int
-    space: str
-
-    @property
-    def operators(self) -> tuple[_Operator, ...]:
-        operator = _ORDER[self.turn]
-        return (tier_ops.wait, tier_ops.detach) if operator is tier_ops.detach else (operator,)
+_OPERATORS: dict[int, tuple[_Operator, ...]] = {
+    STORE: (tier_ops.store,),
+    LEAVE: (tier_ops.wait, tier_ops.detach),
+    FETCH: (tier_ops.prefetch,),
+    USE: (tier_ops.wait,),
+}
 
 
 def apply(
@@ -56,7 +42,7 @@ def apply(
     """
     made = step.copy()
     nodes = list(made.nodes)
-    events = sorted(event for move in moves for event in _events(problem, move))
+    events = sorted(event for move in moves for event in events_of(problem, move))
     numbers: dict[tuple[int, str], int] = {}
     updates = [(at, node) for at, node in enumerate(nodes) if is_update(node)]
     worked_on = [(storage, tier_of(node)) for _, node in updates for storage in storages_of(node)]
@@ -71,7 +57,7 @@ def apply(
     names = _names(made)
     for event in events:
         after = nodes[event.place]
-        for operator in event.operators:
+        for operator in _OPERATORS[event.turn]:
             with made.graph.inserting_before(after):
                 slot = numbers[event.storage, event.space]
                 moved = made.graph.call_function(operator, (names[event.storage], slot, event.space))
@@ -80,23 +66,10 @@ def apply(
     return made
 
 
-def _events(problem: Problem, move: Move) -> Iterable[_Event]:
-    n, held = problem.nodes, problem.by_storage[move.storage]
-    gaps = held.gaps(n)
-    used = gaps[move.gap][1]
-    if move.store is not None:
-        yield _Event(move.store % n, 0, move.leave - move.store, move.storage, move.space)
-    yield _Event(move.leave % n, 1, 0, move.storage, move.space)
-    if move.gap == len(gaps) - 1 and not held.returns:
-        return
-    yield _Event(move.fetch % n, 2, used - move.fetch, move.storage, move.space)
-    yield _Event(used % n, 3, 0, move.storage, move.space)
-
-
 def _slots(
-    step: StepGraph, problem: Problem, events: list[_Event], numbers: dict[tuple[int, str], int]
+    step: StepGraph, problem: Problem, events: list[Event], numbers: dict[tuple[int, str], int]
 ) -> dict[int, Slot]:
-    of: dict[tuple[int, str], list[_Event]] = defaultdict(list)
+    of: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in events:
         of[event.storage, event.space].append(event)
     return {
@@ -107,19 +80,19 @@ def _slots(
     }
 
 
-def _slot(problem: Problem, storage: int, space: str, events: list[_Event]) -> Slot:
+def _slot(problem: Problem, storage: int, space: str, events: list[Event]) -> Slot:
     rest, must = _rest(events), problem.by_storage[storage].must
     until = events[-1].place if must is None else max(events[-1].place, must.update)
     first, last = (events[0].place, until) if rest == "step" else (0, problem.nodes)
     return Slot(storage, space, problem.by_storage[storage].bytes, rest, first, last)
 
 
-def _rest(events: list[_Event]) -> Rest:
+def _rest(events: list[Event]) -> Rest:
     """What a slot is between steps: what it must be for the first of its events in a step."""
-    first = _ORDER[events[0].turn]
-    if first is tier_ops.store:
+    first = events[0].turn
+    if first == STORE:
         return "step"
-    return "away" if first is tier_ops.prefetch else "here"
+    return "away" if first == FETCH else "here"
 
 
 def _names(step: StepGraph) -> dict[int, fx.Node]:

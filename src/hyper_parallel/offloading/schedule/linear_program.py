@@ -17,12 +17,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hyper_parallel.errors import HyperParallelError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from hyper_parallel.offloading.schedule.array_types import Floats, Ints
 
 
 class SolverError(HyperParallelError):

@@ -177,10 +177,10 @@ class _Search:
         seconds, until, sizes = facts.seconds, facts.until, facts.bytes
         taken, leave, fetch = draft.taken, draft.leave, draft.fetch
         for _ in range(MENDS):
-            if max(live) <= budget:
+            node = live.first_over(0, facts.nodes, budget)
+            if node == facts.nodes:
                 return True
-            node = next(at for at, count in enumerate(live) if count > budget)
-            need = live[node] - budget
+            need = int(live.at[node]) - budget
             least, row, place = math.inf, -1, 0
             for one, at in facts.around[node]:
                 if not taken[one]:
@@ -204,7 +204,7 @@ class _Search:
                 draft.leave_at(row, place)
             else:
                 draft.fetch_at(row, place + 1)
-        return max(live) <= budget
+        return live.peak <= budget
 
     def _relax(self, draft: Draft) -> None:
         """Let each move stay as long, and come back as soon, as memory allows, or not go at all."""

@@ -64,13 +64,12 @@ def least_seconds(problem: Problem, *, places: int = PLACES, seconds: float = 60
     """
     host = _of_updates(problem)
     problem = _without_updates(problem)
-    base = problem.starts[-1] - problem.starts[0]
     if max(problem.profile(), default=0) <= problem.budget:
-        return max(base, host)
+        return max(problem.seconds, host)
     if problem.budget < problem.working_set or not problem.spaces:
         return math.inf
     relaxation = Relaxation(problem, problem.budget, places, stalls=True)
-    return max(host, base + max(0.0, relaxation.linear.least(seconds)) * relaxation.unit)
+    return max(host, problem.seconds + max(0.0, relaxation.linear.least(seconds)) * relaxation.unit)
 
 
 def _without_updates(problem: Problem) -> Problem:

@@ -29,7 +29,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.offloading.schedule.linear_program import Floats, Ints, Linear
+from hyper_parallel.offloading.schedule.array_types import Floats, Ints
+from hyper_parallel.offloading.schedule.linear_program import Linear
+from hyper_parallel.offloading.schedule.live_profile import LiveProfile
 from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate
 from hyper_parallel.offloading.schedule.time_slices import cut
 
@@ -162,19 +164,19 @@ class Relaxation:
     def _collect(self, problem: Problem) -> Floats:
         """Sort the storages into families; gives the bytes at each place that are away for nothing."""
         movable = sorted((held for held in problem.held if held.movable), key=lambda held: held.bytes)
-        freed = np.zeros(self._slices.here)
+        freed = LiveProfile(np.zeros(self._slices.here))
         left = SMALL * self.peak
         for held in movable:
             left -= held.bytes
             for span in self._spans(held):
                 if left >= 0:
                     for first, last in span.places:
-                        freed[np.arange(first, last + 1) % self._slices.here] += held.bytes
+                        freed.add(first, last + 1, held.bytes)
                     continue
                 family = self._families[span]
                 family.bytes += held.bytes
                 family.largest = max(family.largest, held.bytes)
-        return freed
+        return freed.at
 
     def _spans(self, held: Buffer) -> Iterator[Span]:
         """A span from each write to the next; what is born counts as written, and state goes on in the next step."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.offloading.schedule.idle_intervals import Gaps, Ints
-from hyper_parallel.offloading.schedule.problem import Buffer, Problem
+from hyper_parallel.offloading.schedule.array_types import Ints
+from hyper_parallel.offloading.schedule.idle_intervals import Gaps
+from hyper_parallel.offloading.schedule.problem import Problem
 from hyper_parallel.offloading.schedule.selection import Chosen
 from hyper_parallel.offloading.schedule.transfer_layout import Layout
 from hyper_parallel.units import format_bytes
@@ -49,7 +50,7 @@ def floor_of(problem: Problem, gaps: Gaps, base: Ints) -> Floor:
         if found is None:
             least = middle + 1
         else:
-            most = int(found.live.max(initial=0))
+            most = found.live.peak
             best = Floor(most, found.chosen)
     return best
 
@@ -64,10 +65,9 @@ def _sweep(problem: Problem, gaps: Gaps, base: Ints, budget: int) -> Layout | No
     n, node = gaps.nodes, 0
     open_ = ~gaps.must
     while True:
-        over = np.flatnonzero(layout.live[node:] > budget)
-        if not over.size:
+        node = layout.live.first_over(node, n, budget)
+        if node >= n:
             return layout
-        node += int(over[0])
         at = np.where(gaps.after <= node, node, node + n)
         rows = np.flatnonzero(open_ & (gaps.after <= at) & (at < gaps.used))
         if not rows.size:
@@ -88,10 +88,9 @@ def refusal(problem: Problem, floor: int) -> BudgetError:
         f"{', '.join(_in_use(problem, needed.index(working_set), working_set))}",
     ]
     if floor > working_set:
-        rooms = ", ".join(f"{space.name} {format_bytes(space.bytes)}" for space in problem.spaces) or "none"
         lines.append(
             f"{format_bytes(floor - working_set)} more stay on the device because other memory has no room for them "
-            f"({rooms}), and with that much more of it the least would do"
+            f"({_rooms(problem)}), and with that much more of it the least would do"
         )
     why = "; ".join(lines)
     lines.append(
@@ -103,18 +102,23 @@ def refusal(problem: Problem, floor: int) -> BudgetError:
 
 def no_room(problem: Problem) -> BudgetError:
     """Why the updates of a problem cannot run on the host."""
-    rooms = ", ".join(f"{space.name} {format_bytes(space.bytes)}" for space in problem.spaces) or "none"
     count = len(problem.updates)
     return BudgetError(
         f"the updates of {count} parameter{'s' if count > 1 else ''} are to run on the host, and beside their state "
-        f"other memory has too little room for parameters and gradients ({rooms}); set memory.host higher, or "
-        "memory.update to auto or device"
+        f"other memory has too little room for parameters and gradients ({_rooms(problem)}); set memory.host higher, "
+        "or memory.update to auto or device"
     )
+
+
+def _rooms(problem: Problem) -> str:
+    return ", ".join(f"{space.name} {format_bytes(space.bytes)}" for space in problem.spaces) or "none"
 
 
 def _in_use(problem: Problem, node: int, working_set: int) -> list[str]:
     """What is there at a node whatever the plan, the largest first."""
-    there = [held for held in problem.held if _is_there(problem, held, node)]
+    there = [
+        held for held in problem.held if any(first <= node < end for first, end in held.pinned(problem.nodes))
+    ]
     there.sort(key=lambda held: (-held.bytes, held.storage))
     shown = [held for held in there[:SHOWN] if held.bytes >= working_set / 100]
     listed = [f"{held.name or 'a tensor'} ({held.kind}, {format_bytes(held.bytes)})" for held in shown]
@@ -125,10 +129,3 @@ def _in_use(problem: Problem, node: int, working_set: int) -> list[str]:
     if workspace:
         listed.append(f"workspaces ({format_bytes(workspace)})")
     return listed
-
-
-def _is_there(problem: Problem, held: Buffer, node: int) -> bool:
-    """Whether a storage cannot be away at a node."""
-    if any(busy.first <= node <= busy.last for busy in held.busy):
-        return True
-    return not held.movable and (held.state or held.busy[0].first <= node <= held.busy[-1].last)

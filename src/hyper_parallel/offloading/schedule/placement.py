@@ -10,7 +10,9 @@ allows with everything in time, served in the order of the next uses. In between
     `advance`  fetches begin as soon as their link is idle and memory allows, in the order of the next uses
     `delay`    who would be waited for leaves later, where memory allows
 
-Live bytes are exact at every stage. Each stage takes the times as given; `replay` says what they become.
+Live bytes are exact at every stage. Each stage takes the times as given; `replay` says what they become. The links'
+first in, first out is that of `simulator.queue_clock`, with a host that arrives when the times say and not when waits
+let it; latest starts (`_fetches`) run it backwards.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from hyper_parallel.offloading.schedule.idle_intervals import Floats, Gaps, Ints
+from hyper_parallel.offloading.schedule.array_types import Floats, Ints
+from hyper_parallel.offloading.schedule.idle_intervals import Gaps
 from hyper_parallel.offloading.schedule.selection import Chosen
-from hyper_parallel.offloading.schedule.transfer_layout import Layout, Times, intervals_of
+from hyper_parallel.offloading.schedule.transfer_layout import Layout, Times
+from hyper_parallel.simulator.queue_clock import QueueClock
 
 _TINY = 1e-12
 
@@ -67,18 +71,21 @@ def _stores(gaps: Gaps, chosen: Chosen, times: Times) -> tuple[Floats, Floats]:
         )
         taken = gaps.out[space, rows].tolist()
         begun, over = np.empty(rows.size), np.empty(rows.size)
-        free, at = -np.inf, 0
+        at = 0
+        link: QueueClock[None] = QueueClock()
+        link.now = -np.inf
         waiting: list[tuple[float, int, int]] = []
         while at < len(jobs) or waiting:
             if not waiting:
-                free = max(free, jobs[at][0])
-            while at < len(jobs) and jobs[at][0] <= free:
+                link.wait(jobs[at][0])
+            while at < len(jobs) and jobs[at][0] <= link.now:
                 heappush(waiting, jobs[at][1:])
                 at += 1
             one = heappop(waiting)[2]
             # The later of its two turns stays.
-            begun[one], free = free, free + taken[one]
-            over[one] = free
+            begun[one] = link.now
+            link.run(taken[one])
+            over[one] = link.now
         begins[rows], ends[rows] = begun - times.step + shift, over - times.step + shift
     return begins, ends
 
@@ -86,13 +93,14 @@ def _stores(gaps: Gaps, chosen: Chosen, times: Times) -> tuple[Floats, Floats]:
 def _since(gaps: Gaps, stored: Floats, times: Times) -> Ints:
     """From which place on the host has done what a fetch brings: end = max(arrival, gradient, end before) + seconds."""
     found = gaps.since.copy()
-    free = -np.inf
+    host: QueueClock[None] = QueueClock()
     # Twice, so that what the step before left over is in the way.
     for _ in range(2 if gaps.updates else 0):
-        free -= times.step
+        host.shift(times.step)
         for place, seconds, gradient, parameter in gaps.updates:
-            free = max(free, float(times.arrives[place]), float(stored[gradient])) + seconds
-            done = int(np.searchsorted(times.arrives, free - _TINY))
+            host.now = float(times.arrives[place])
+            over = host.begin(None, seconds, float(stored[gradient]))
+            done = int(np.searchsorted(times.arrives, over - _TINY))
             found[parameter] = np.clip(done, gaps.since[parameter], gaps.used[parameter])
     return found
 
@@ -119,11 +127,10 @@ def repair(layout: Layout, times: Times, stored: Floats) -> bool:
     closed = np.zeros(len(gaps), dtype=bool)
     node = 0
     while True:
-        over = np.flatnonzero(layout.live[node:] > layout.budget)
-        if not over.size:
+        node = layout.live.first_over(node, n, layout.budget)
+        if node >= n:
             return True
-        node += int(over[0])
-        ends = np.flatnonzero(layout.live[node:] <= layout.budget)
+        ends = np.flatnonzero(layout.live.at[node:] <= layout.budget)
         until = int(ends[0]) if ends.size else n - node
         at = np.where(gaps.after <= node, node, node + n)
         at = np.where(at < gaps.used, at, node + n)
@@ -143,7 +150,7 @@ def repair(layout: Layout, times: Times, stored: Floats) -> bool:
         fresh = np.maximum(0.0, out - (times.starts[place] - times.comes(gaps.open[rows])))
         # Traffic counts too where nobody waits for it now.
         wait = np.where(late[rows], sooner, np.where(early[rows], lateness, fresh + lateness + out + come))
-        needed = float(layout.live[node] - layout.budget)
+        needed = float(layout.live.at[node] - layout.budget)
         price = wait / np.minimum(gaps.bytes[rows], needed)
         best = int(np.lexsort((place - gaps.used[rows], price))[0])
         row = int(rows[best])
@@ -161,7 +168,7 @@ def prune(layout: Layout) -> int:
     dropped = 0
     away = layout.fetch[rows] - layout.leave[rows]
     for row in rows[np.lexsort((rows, away))].tolist():
-        most = layout.most(int(layout.leave[row]), int(layout.fetch[row]))
+        most = layout.live.most(int(layout.leave[row]), int(layout.fetch[row]))
         if most + int(layout.gaps.bytes[row]) <= layout.budget:
             layout.drop(row)
             dropped += 1
@@ -172,46 +179,32 @@ def advance(layout: Layout, times: Times) -> None:
     """Begin fetches as soon as memory and their link allow, in the order of the next uses."""
     gaps, n = layout.gaps, layout.gaps.nodes
     rows = layout.rows[gaps.returns[layout.rows]]
-    free = np.full(len(gaps.back), -np.inf)
+    links: QueueClock[int] = QueueClock()
+    links.free = dict.fromkeys(range(len(gaps.back)), -np.inf)
     for _ in range(2):
         for row in rows[np.lexsort((gaps.storage[rows], gaps.first_use[rows]))].tolist():
             space = int(layout.chosen.space[row])
             ahead = times.step if gaps.used[row] >= n else 0.0
             fetch = int(layout.fetch[row])
-            soonest = int(np.searchsorted(times.arrives, free[space] + ahead, "right")) - 1
+            soonest = int(np.searchsorted(times.arrives, links.free[space] + ahead, "right")) - 1
             soonest = max(soonest, int(layout.leave[row]) + 1, int(layout.since[row]))
             if soonest < fetch:
-                fetch = _earliest(layout, soonest, fetch, layout.budget - int(gaps.bytes[row]))
+                fetch = layout.live.under_from(soonest, fetch, layout.budget - int(gaps.bytes[row]))
                 layout.fetch_at(row, fetch)
-            free[space] = max(free[space], times.arrives[fetch] - ahead) + gaps.back[space, row]
+            links.now = float(times.arrives[fetch]) - ahead
+            links.begin(space, float(gaps.back[space, row]))
         # Once more behind what the step before leaves under way.
-        free -= times.step
-
-
-def _earliest(layout: Layout, first: int, last: int, limit: int) -> int:
-    """The first place from which on, up to `last`, no node has more than `limit` live bytes."""
-    for begin, end in reversed(intervals_of(first, last, layout.gaps.nodes)):
-        over = np.flatnonzero(layout.live[begin:end] > limit)
-        if over.size:
-            return last - (end - begin) + int(over[-1]) + 1
-        last -= end - begin
-    return last
+        links.shift(times.step)
 
 
 def delay(layout: Layout, times: Times, stored: Floats) -> None:
     """Let who leaves before it is stored leave later, where memory allows."""
-    gaps, n = layout.gaps, layout.gaps.nodes
+    gaps = layout.gaps
     rows = np.flatnonzero(layout.stores)
     for row in rows[np.lexsort((rows, stored[rows]))].tolist():
         leave = int(layout.leave[row])
         wanted = int(np.searchsorted(times.starts, stored[row] - _TINY))
         wanted = min(wanted, int(layout.fetch[row]) - 1, int(gaps.until[row]))
-        limit = layout.budget - int(gaps.bytes[row])
-        place = leave
-        for begin, end in intervals_of(leave, wanted, n) if leave < wanted else ():
-            over = np.flatnonzero(layout.live[begin:end] > limit)
-            place += int(over[0]) if over.size else end - begin
-            if over.size:
-                break
+        place = layout.live.first_over(leave, wanted, layout.budget - int(gaps.bytes[row]))
         if place > leave:
             layout.leave_at(row, place)

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+from hyper_parallel.trace.live_bytes import profile, wrapped
 
 if TYPE_CHECKING:
     from hyper_parallel.offloading.schedule.transfers import Move
@@ -66,6 +68,18 @@ class Buffer:
     def returns(self) -> bool:
         """Whether it comes back from its last gap."""
         return self.must is None or self.state
+
+    def life(self, nodes: int) -> tuple[int, int]:
+        """The first place at which it is alive where it never moves, and the first one at which it no longer is."""
+        if self.state:
+            return 0, nodes
+        return self.busy[0].first, nodes if self.must is not None else self.busy[-1].last + 1
+
+    def pinned(self, nodes: int) -> list[tuple[int, int]]:
+        """The stretches of places (first, end) at which no plan can do without it: its uses, or all of its life."""
+        if not self.movable:
+            return [self.life(nodes)]
+        return [(busy.first, busy.last + 1) for busy in self.busy]
 
     def gaps(self, nodes: int) -> list[tuple[int, int]]:
         """Of each gap the first place after the stretch before it, and the place of the stretch behind it."""
@@ -160,6 +174,15 @@ class Problem:
         """How many there are."""
         return len(self.starts) - 1
 
+    @property
+    def seconds(self) -> float:
+        """Of a step in which nothing waits for memory."""
+        return self.starts[-1] - self.starts[0]
+
+    def comes(self, place: int) -> float:
+        """Seconds into the step at which the host comes to a place, also of the step before or behind, likewise."""
+        return self.starts[place % self.nodes] - self.starts[0] + self.seconds * (place // self.nodes)
+
     @cached_property
     def by_storage(self) -> dict[int, Buffer]:
         """The storages by their numbers."""
@@ -167,49 +190,23 @@ class Problem:
 
     def profile(self, moves: Iterable[Move] = ()) -> list[int]:
         """Live bytes at each node. Exact: what `graph.liveness` says of the step with these moves."""
-        change = self._taken()
-        for held in self.held:
-            first, last = held.busy[0].first, held.busy[-1].last + 1
-            if held.state:
-                first, last = 0, self.nodes
-            elif held.must is not None:
-                last = self.nodes
-            change[first] += held.bytes
-            change[last] -= held.bytes
-        for move in moves:
-            count = self.by_storage[move.storage].bytes
-            for first, last in self._within(move.leave, move.fetch):
-                change[first] -= count
-                change[last] += count
-        return list(accumulate(change))[: self.nodes]
+        absences = (
+            (first, end, -self.by_storage[move.storage].bytes)
+            for move in moves
+            for first, end in wrapped(move.leave, move.fetch, self.nodes)
+        )
+        lives = ((*held.life(self.nodes), held.bytes) for held in self.held)
+        return profile((*lives, *self._workspaces(), *absences), self.nodes)
 
     def needed(self) -> list[int]:
         """Bytes that no plan can do without at each node: what is in use, and what may not move."""
-        change = self._taken()
-        for held in self.held:
-            stretches = [(busy.first, busy.last + 1) for busy in held.busy]
-            if not held.movable:
-                stretches = [(0, self.nodes) if held.state else (held.busy[0].first, held.busy[-1].last + 1)]
-            for first, last in stretches:
-                change[first] += held.bytes
-                change[last] -= held.bytes
-        return list(accumulate(change))[: self.nodes]
+        pinned = ((*part, held.bytes) for held in self.held for part in held.pinned(self.nodes))
+        return profile((*pinned, *self._workspaces()), self.nodes)
 
     @property
     def working_set(self) -> int:
         """The least budget that any plan could meet."""
         return max(self.needed(), default=0)
 
-    def _taken(self) -> list[int]:
-        change = [0] * (self.nodes + 1)
-        for taken in self.taken:
-            change[taken.first] += taken.bytes
-            change[taken.last + 1] -= taken.bytes
-        return change
-
-    def _within(self, first: int, last: int) -> list[tuple[int, int]]:
-        """A stretch of places as one or two stretches of this step."""
-        n = self.nodes
-        if first >= n:
-            return [(first - n, last - n)]
-        return [(first, last)] if last <= n else [(first, n), (0, last - n)]
+    def _workspaces(self) -> list[tuple[int, int, int]]:
+        return [(taken.first, taken.last + 1, taken.bytes) for taken in self.taken]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hyper_parallel.offloading.schedule.idle_intervals import Flags, Gaps, Ints
+from hyper_parallel.offloading.schedule.array_types import Flags, Ints
+from hyper_parallel.offloading.schedule.idle_intervals import Gaps
+from hyper_parallel.offloading.schedule.live_profile import LiveProfile
 from hyper_parallel.offloading.schedule.problem import Problem
 
 
@@ -29,7 +31,8 @@ class Chosen:
         """Storage that has to be in a space, and its index."""
         first = not any(self._fixed.values())
         self.ample = bool(self._room) and first and sum(sizes.values()) <= self._room[0]
-        self._used = np.zeros((len(self._room), gaps.nodes), dtype=np.int64)
+        self._used = [LiveProfile(np.zeros(gaps.nodes, dtype=np.int64)) for _ in self._room]
+        """Bytes of the slots in each space."""
         for storage, space in self._fixed.items():
             self.space[gaps.rows[storage]] = space
         self.holds = not [row for row in np.flatnonzero(gaps.must).tolist() if not self.add(row)]
@@ -41,7 +44,7 @@ class Chosen:
         other.gaps, other._room, other._state, other.ample = self.gaps, self._room, self._state, self.ample
         other._fixed, other.holds = self._fixed, self.holds
         other.flags, other.space = self.flags.copy(), self.space.copy()
-        other._used = self._used if self.ample else self._used.copy()
+        other._used = self._used if self.ample else [used.copy() for used in self._used]
         return other
 
     def add(self, row: int) -> bool:
@@ -76,7 +79,7 @@ class Chosen:
         # A storage only ever goes on to slower spaces, so that whoever tries again comes to an end.
         storage, here = int(gaps.storage[row]), int(self.space[row])
         for space in range(here, here + 1 if storage in self._fixed else len(self._room)):
-            if self._used[space, first:last].max(initial=0) + gaps.bytes[row] <= self._room[space]:
+            if self._used[space].most(first, last) + gaps.bytes[row] <= self._room[space]:
                 self.space[rows] = space
                 self._count(row, wanted, 1)
                 return True
@@ -91,7 +94,7 @@ class Chosen:
             return (0, 0)
         if int(gaps.storage[row]) in self._state:
             return (0, gaps.nodes)
-        return int(gaps.open[chosen[0]]), int(gaps.used[chosen[-1]]) + 1
+        return int(gaps.open[chosen[0]]), min(int(gaps.used[chosen[-1]]) + 1, gaps.nodes)
 
     def _count(self, row: int, span: tuple[int, int], sign: int) -> None:
-        self._used[self.space[row], span[0] : span[1]] += sign * self.gaps.bytes[row]
+        self._used[self.space[row]].add(*span, sign * int(self.gaps.bytes[row]))

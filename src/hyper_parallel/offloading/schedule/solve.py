@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hyper_parallel.offloading.schedule.array_types import Ints
 from hyper_parallel.offloading.schedule.edf_schedule import edf_schedule
 from hyper_parallel.offloading.schedule.greedy_selection import Cover, HeuristicWeights
-from hyper_parallel.offloading.schedule.idle_intervals import Gaps, Ints, gaps_of
+from hyper_parallel.offloading.schedule.idle_intervals import Gaps, gaps_of
 from hyper_parallel.offloading.schedule.local_search import polish
 from hyper_parallel.offloading.schedule.minimum_budget import farthest, floor_of, no_room, refusal
 from hyper_parallel.offloading.schedule.placement import advance, delay, guess, prune, repair
@@ -103,7 +104,7 @@ class _Planner:
         self._quick = quick
         self._idle = replace(gaps, open=gaps.after)
         """As if no store could begin before its storage is idle."""
-        self._hidden = HIDDEN * (problem.starts[-1] - problem.starts[0])
+        self._hidden = HIDDEN * problem.seconds
 
     def plan(self, frugal: Chosen) -> _Found:
         """The best plan found; `frugal` is one that meets every budget that can be met."""

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hyper_parallel.offloading.schedule.linear_program import Floats, Ints
+from hyper_parallel.offloading.schedule.array_types import Flags, Floats, Ints
 from hyper_parallel.offloading.schedule.problem import Problem
 
 LONG = 0.1
@@ -33,7 +32,7 @@ class Slices:
     """The one at which its node ends; `starts` again of a short node, which belongs to the slice behind it."""
     seconds: Floats
     """Of each slice of one step, when nothing waits."""
-    fixed: NDArray[np.bool_]
+    fixed: Flags
     """Of each slice, whether nothing can wait in it."""
 
     @property

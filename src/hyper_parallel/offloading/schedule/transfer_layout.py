@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.offloading.schedule.idle_intervals import Flags, Floats, Gaps, Ints
+from hyper_parallel.offloading.schedule.array_types import Flags, Floats, Ints
+from hyper_parallel.offloading.schedule.idle_intervals import Gaps
+from hyper_parallel.offloading.schedule.live_profile import LiveProfile
 from hyper_parallel.offloading.schedule.problem import Problem
 from hyper_parallel.offloading.schedule.selection import Chosen
 from hyper_parallel.offloading.schedule.transfers import Move, Replayed
@@ -62,7 +64,6 @@ class Layout:
         self.store: Ints = gaps.after.copy()
         self.since: Ints = gaps.since
         """Of each gap, from which place on a fetch finds what it is to bring."""
-        self.live: Ints = base
         self.count()
 
     def copy(self) -> Layout:
@@ -76,13 +77,9 @@ class Layout:
 
     def count(self) -> None:
         """Find the live bytes anew."""
-        n, gaps = self.gaps.nodes, self.gaps
         rows = self.rows
-        change = np.zeros(2 * n + 1, dtype=np.int64)
-        np.subtract.at(change, self.leave[rows], gaps.bytes[rows])
-        np.add.at(change, self.fetch[rows], gaps.bytes[rows])
-        away = np.cumsum(change[: 2 * n])
-        self.live = self.base + away[:n] + away[n:]
+        absences = self.leave[rows], self.fetch[rows], -self.gaps.bytes[rows]
+        self.live = LiveProfile(self.base).with_all(*absences)
 
     @property
     def rows(self) -> Ints:
@@ -96,35 +93,22 @@ class Layout:
 
     def fits(self) -> bool:
         """Whether the budget is met everywhere."""
-        return int(self.live.max(initial=0)) <= self.budget
-
-    def most(self, first: int, last: int) -> int:
-        """Live bytes at the worst place of a stretch."""
-        return max(int(self.live[a:z].max(initial=0)) for a, z in intervals_of(first, last, self.gaps.nodes))
-
-    def add(self, first: int, last: int, count: int) -> None:
-        """Live bytes more at each place of a stretch."""
-        for begin, end in intervals_of(first, last, self.gaps.nodes):
-            self.live[begin:end] += count
+        return self.live.peak <= self.budget
 
     def leave_at(self, row: int, place: int) -> None:
         """Leave earlier or later."""
-        was = int(self.leave[row])
-        count = int(self.gaps.bytes[row])
-        self.add(min(was, place), max(was, place), -count if place < was else count)
+        self.live.add(int(self.leave[row]), place, int(self.gaps.bytes[row]))
         self.leave[row] = place
         self.store[row] = min(int(self.store[row]), place)
 
     def fetch_at(self, row: int, place: int) -> None:
         """Come back earlier or later."""
-        was = int(self.fetch[row])
-        count = int(self.gaps.bytes[row])
-        self.add(min(was, place), max(was, place), count if place < was else -count)
+        self.live.add(place, int(self.fetch[row]), int(self.gaps.bytes[row]))
         self.fetch[row] = place
 
     def drop(self, row: int) -> None:
         """Stay here instead."""
-        self.add(int(self.leave[row]), int(self.fetch[row]), int(self.gaps.bytes[row]))
+        self.live.add(int(self.leave[row]), int(self.fetch[row]), int(self.gaps.bytes[row]))
         self.chosen.drop(row)
 
     def join(self, row: int, leave: int, fetch: int) -> bool:
@@ -132,7 +116,7 @@ class Layout:
         if not self.chosen.add(row):
             return False
         self.leave[row], self.fetch[row] = leave, fetch
-        self.add(leave, fetch, -int(self.gaps.bytes[row]))
+        self.live.add(leave, fetch, -int(self.gaps.bytes[row]))
         return True
 
     def moves(self, problem: Problem) -> tuple[Move, ...]:
@@ -153,12 +137,3 @@ class Layout:
             key=lambda move: (move.leave if move.store is None else move.store, move.storage, move.gap)
         )
         return tuple(found)
-
-
-def intervals_of(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
-    """A stretch of places of two steps as stretches of one."""
-    if last <= count:
-        return ((first, last),)
-    if first >= count:
-        return ((first - count, last - count),)
-    return ((first, count), (0, last - count))

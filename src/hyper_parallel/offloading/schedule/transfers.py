@@ -15,11 +15,12 @@ for first goes first.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.simulator.queue_clock import QueueClock
 
 _STEPS = 16
 _NOTHING = 1e-12
@@ -45,6 +46,37 @@ class Move:
     """Where the storage's memory is given up, the copy waited for."""
     fetch: int
     """Where the memory is taken again and the copy back begins. It is waited for right before the next use."""
+
+
+STORE, LEAVE, FETCH, USE = range(4)
+"""What moves do right before a node, in this order: a store begins, what leaves waits for its store, a fetch begins,
+and what the node uses is waited for."""
+
+
+class Event(NamedTuple):
+    """Something that a move does right before a node. Events are sorted in the order in which they happen."""
+
+    place: int
+    """Of this step."""
+    turn: int
+    soon: int
+    """Of a copy that begins: nodes until it is waited for. The most urgent goes first."""
+    storage: int
+    gap: int
+    space: str
+
+
+def events_of(problem: Problem, move: Move) -> Iterator[Event]:
+    """What a move does in a step; without a fetch where nothing comes back."""
+    n, held = problem.nodes, problem.by_storage[move.storage]
+    gaps, what = held.gaps(n), (move.storage, move.gap, move.space)
+    used = gaps[move.gap][1]
+    if move.store is not None:
+        yield Event(move.store % n, STORE, move.leave - move.store, *what)
+    yield Event(move.leave % n, LEAVE, 0, *what)
+    if held.returns or move.gap < len(gaps) - 1:
+        yield Event(move.fetch % n, FETCH, used - move.fetch, *what)
+        yield Event(used % n, USE, 0, *what)
 
 
 @dataclass(frozen=True)
@@ -82,66 +114,44 @@ class Plan:
 def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
     """Run steps on paper until they repeat, since copies of one may still be under way in the next; the mean of those
     that repeat counts, or the last one where none did in `_STEPS`."""
-    n = problem.nodes
-    spaces = {space.name: space for space in problem.spaces}
-    # By place: (how soon it is waited for, storage, copy, link, seconds), and the copies that are waited for.
-    stores: dict[int, list[_Begin]] = defaultdict(list)
-    fetches: dict[int, list[_Begin]] = defaultdict(list)
+    links = {space.name: (space.back, space.out) for space in problem.spaces}
+    at_place: dict[int, list[tuple[bool, _Copy, tuple[str, bool], float]]] = {}
+    """By place, in their order: whether it begins, copy, link, seconds."""
+    for event in sorted(event for move in moves for event in events_of(problem, move)):
+        place, turn, _, storage, gap, space = event
+        out, begins = turn <= LEAVE, turn in (STORE, FETCH)
+        taken = links[space][out].seconds(problem.by_storage[storage].bytes) if begins else 0.0
+        at_place.setdefault(place, []).append((begins, (storage, gap, out), (space, out), taken))
     updates = {update.place: update for update in problem.updates}
-    leaves: dict[int, list[_Copy]] = defaultdict(list)
-    uses: dict[int, list[_Copy]] = defaultdict(list)
-    for move in moves:
-        held, space = problem.by_storage[move.storage], spaces[move.space]
-        copy = (move.storage, move.gap, True)
-        if move.store is not None:
-            taken = space.out.seconds(held.bytes)
-            stores[move.store % n].append(
-                (move.leave - move.store, move.storage, copy, (space.name, True), taken)
-            )
-            leaves[move.leave % n].append(copy)
-        gaps = held.gaps(n)
-        if move.gap == len(gaps) - 1 and not held.returns:
-            continue
-        copy, used = (move.storage, move.gap, False), gaps[move.gap][1]
-        taken = space.back.seconds(held.bytes)
-        fetches[move.fetch % n].append((used - move.fetch, move.storage, copy, (space.name, False), taken))
-        uses[used % n].append(copy)
-    for begun in (*stores.values(), *fetches.values()):
-        begun.sort()
-    for waited in (*leaves.values(), *uses.values()):
-        waited.sort()
-    places = sorted({*stores, *leaves, *fetches, *uses, *updates})
-    last = {held.storage: len(held.gaps(n)) - 1 for held in problem.held if held.must is not None}
+    todo = [(at, problem.comes(at), at_place.get(at, ())) for at in sorted({*at_place, *updates})]
+    last = {held.storage: len(held.gaps(problem.nodes)) - 1 for held in problem.held if held.must is not None}
     worked: dict[_Copy, float] = {}
     """When the host has done what a copy brings back."""
-    host = 0.0
-    free: dict[tuple[str, bool], float] = defaultdict(float)
     over: dict[_Copy, float] = {}
-    step = problem.starts[-1] - problem.starts[0]
+    clock: QueueClock[tuple[str, bool]] = QueueClock()
+    step = problem.seconds
     end, seconds = 0.0, step
     # What is still under way when a step begins, as seconds that it will take, decides how it goes.
     seen: list[tuple[float, dict[_Copy, float]]] = [(0.0, {})]
     while len(seen) <= _STEPS:
         since, stall = end, 0.0
         waits: dict[tuple[int, int], float] = {}
-        late_by: list[float] = []
-        for at in places:
-            now = since + (problem.starts[at] - problem.starts[0]) + stall
-            for begins, ends in ((stores, leaves), (fetches, uses)):
-                for _, _, copy, link, taken in begins.get(at, ()):
-                    free[link] = over[copy] = max(now, free[link], worked.get(copy, 0.0)) + taken
-                for copy in ends.get(at, ()):
-                    late = over.get(copy, 0.0) - now
-                    if late > 0:
-                        stall += late
-                        now += late
-                        waits[copy[:2]] = waits.get(copy[:2], 0.0) + late
-            late_by.append(stall)
+        late_by: dict[int, float] = {}
+        for at, comes, events in todo:
+            clock.now = now = since + comes + stall
+            for begins, copy, link, taken in events:
+                if begins:
+                    over[copy] = clock.begin(link, taken, worked.get(copy, 0.0))
+                elif over.get(copy, 0.0) > now:
+                    stall += (late := clock.wait(over[copy]))
+                    now = clock.now
+                    waits[copy[:2]] = waits.get(copy[:2], 0.0) + late
+            late_by[at] = stall
             if at in updates:
                 update = updates[at]
                 gradient = (update.gradient, last[update.gradient], True)
-                host = max(now, host, over.get(gradient, 0.0)) + update.seconds
-                worked[update.parameter, last[update.parameter], False] = host
+                done = clock.begin(_UPDATES, update.seconds, over.get(gradient, 0.0))
+                worked[update.parameter, last[update.parameter], False] = done
         end = since + step + stall
         left = {
             copy: round(until - end, 12)
@@ -155,29 +165,25 @@ def replay(problem: Problem, moves: Iterable[Move]) -> Replayed:
             break
         seen.append((end, left))
         seconds = end - since
-    arrives, starts = _stretched(problem.starts, places, late_by)
+    arrives, starts = _stretched(problem.starts, late_by)
     return Replayed(seconds, max(0.0, seconds - step), waits, arrives, starts)
 
 
 def _stretched(
-    starts: Sequence[float], places: list[int], late_by: list[float]
+    starts: Sequence[float], late_by: dict[int, float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """When the host comes to each node and when it starts: `late_by` are the stalls up to each of the places."""
+    """When the host comes to each node and when it starts: `late_by` are the stalls up to each place that has any."""
     arrives: list[float] = []
     begins: list[float] = []
-    before, first = 0.0, 0
-    for place, late in zip([*places, len(starts)], [*late_by, 0.0], strict=True):
-        between = [start - starts[0] + before for start in starts[first:place]]
-        arrives += between
-        begins += between
-        if place < len(starts):
-            at = starts[place] - starts[0]
-            arrives.append(at + before)
-            begins.append(at + late)
-            before, first = late, place + 1
+    late = 0.0
+    for place, start in enumerate(starts):
+        arrives.append(start - starts[0] + late)
+        late = late_by.get(place, late)
+        begins.append(start - starts[0] + late)
     return tuple(arrives), tuple(begins)
 
 
+_UPDATES = ("", True)
+"""The queue of the host's updates, beside those of the links: (space, whether copies go out to it)."""
 _Copy = tuple[int, int, bool]
 """Storage, gap, and whether it goes out."""
-_Begin = tuple[int, int, _Copy, tuple[str, bool], float]
