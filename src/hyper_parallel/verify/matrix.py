@@ -185,15 +185,14 @@ def markdown(cells: Iterable[Cell], command: str) -> str:
     lines = [
         "# Equivalence",
         "",
-        "Each cell is one training step of an unmodified Transformers model under a strategy, all ranks in one "
-        "process, against one device: the loss, the gradient norm, every gradient and every updated value. A number "
-        "is the worst gradient's error over that gradient's largest element; a cell is right within 1e-5, and its "
-        "updates within 2e-6; beyond that, where a float64 step agrees and shows it to be rounding. "
-        "Models are tiny and uneven on purpose (131 tokens, odd widths, two key-value heads), "
-        "rows hold packed documents, or an image where the family sees them. A dot: the family has no "
-        "experts to spread.",
+        "Each cell compares one training step of an unmodified Transformers model under a strategy, with all ranks "
+        "in one process, with one device: the loss, the gradient norm, every gradient and every updated value. The "
+        "number is the error of the worst gradient, divided by that gradient's largest element. A cell is right if "
+        "gradients agree within 1e-5 and updates within 2e-6, or if a float64 step shows that a larger difference is "
+        "rounding. Models are tiny and uneven on purpose (131 tokens, odd widths, two key-value heads). Rows hold "
+        "packed documents, or an image for vision-language families. A dot marks a family without experts.",
         "",
-        f"Made by `{command}`: {count['right']} right, {count['refused']} refused, {count['wrong']} wrong, "
+        f"Written by `{command}`: {count['right']} right, {count['refused']} refused, {count['wrong']} wrong, "
         f"of {len(cells)}.",
         "",
         "| | " + " | ".join(families) + " |",
