@@ -102,7 +102,7 @@ def _verdict(below: Mapping[str, Mapping[str, Any]]) -> str:
     above = [name for name, one in below.items() if not one["on_or_below"]]
     if not above:
         return (
-            "Ours is at least as fast as every alternative."
+            "Ours lies on or below the point of every alternative."
             if below
             else "Ours is compared with no alternative."
         )

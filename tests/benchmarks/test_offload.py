@@ -179,6 +179,6 @@ def test_the_page_says_what_real_steps_came_to() -> None:
     text = list(offload_pages.lines({"real": found}))
     assert "| small | 50.0 MiB | 4.000 s |  | 0.50 × (0.50 to 0.50): ours, 50 |" in text
     assert "Ours lies above the point of: quick." in text
-    assert "No plan of ours was run that holds as little as: tiny." in text
+    assert "None of our plans that were run holds as little as: tiny." in text
     assert "3 alternatives and 2 of our plans alternate, 3 steps each" in text[0]
     assert "Not run yet: the real steps." not in text
