@@ -76,7 +76,7 @@ def _refuse_irregular(found: os.stat_result) -> None:
     if stat.S_ISREG(found.st_mode):
         return
     if stat.S_ISLNK(found.st_mode):
-        raise OSError(errno.ELOOP, "it is a symbolic link, and only a file of its own may be here")
+        raise OSError(errno.ELOOP, "it is a symbolic link, and only a regular file is allowed here")
     words = next((words for is_kind, words in _KINDS if is_kind(found.st_mode)), "it is no file")
     raise OSError(errno.EINVAL, f"{words}, and a file is needed")
 

@@ -78,7 +78,7 @@ def export(
             f"{source.path} has assets that the exported model would overwrite: {sorted(files)}"
         )
     if config.get("auto_map"):
-        log.warning("%s: its config names code of its own (auto_map), which is left out", source.path)
+        log.warning("%s: its config names custom code (auto_map), which is left out", source.path)
         config = {key: value for key, value in config.items() if key != "auto_map"}
     if len(floating) == 1:  # Transformers loads in the type that the config names
         config = {**config, "dtype": dtype_name(floating.pop())}

@@ -20,7 +20,7 @@ def misplaced(strategy: Strategy, cluster: Cluster) -> list[str]:
         for axis in getattr(placement, level):
             if mesh.size(axis) == 1:
                 continue
-            # Groups at a boundary may lie otherwise than the first: the one on the most levels is told.
+            # Groups at a boundary may lie differently from the first: the one on the most levels is reported.
             ranks = max(mesh.groups(axis), key=lambda ranks: len(cluster.spans(ranks)))
             spanned = cluster.spans(ranks)
             if spanned == (level,):

@@ -35,7 +35,7 @@ def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
         "extends": {
             "type": "string",
             "title": "Extends",
-            "description": "Another file, relative to this one, that this one is laid on.",
+            "description": "A base file, relative to this one, that this file extends.",
         },
         **body["properties"],
     }

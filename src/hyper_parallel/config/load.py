@@ -85,7 +85,7 @@ def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> 
     for text in overrides:
         path, value = _override(model, text)
         if isinstance(value, Mapping):
-            # {replicate: 2} means that and nothing else; a single key of a section has a path of its own.
+            # {replicate: 2} means that and nothing else; a single key of a section has its own path.
             data, over = without(data, path), without(over, path)
         nested = spelled_out(nest(path, value))
         layers.append((f"override {text}", nested))
@@ -132,7 +132,7 @@ def _files(model: type[Model], path: Path, within: tuple[Path, ...], limit: int)
         raise ConfigError(f"{path}: cannot be read: {reason}{_named_by(within)}") from None
     if here in within:
         chain = " -> ".join(f.name for f in (*within[within.index(here) :], here))
-        raise ConfigError(f"{path}: 'extends' goes round in a circle: {chain}; remove one of them")
+        raise ConfigError(f"{path}: 'extends' forms a cycle: {chain}; remove one of them")
     if len(raw) > limit or len(within) > _MOST_FILES:
         raise ConfigError(
             f"{path}: run files that build on each other are {_MOST_FILES} at most, and have "
@@ -146,7 +146,7 @@ def _files(model: type[Model], path: Path, within: tuple[Path, ...], limit: int)
         # A file that somebody else's run file names may be any, and what it holds is not for the log.
         where = str(error).partition(": not valid YAML")[0]
         raise ConfigError(
-            f"{where}: not valid YAML{_named_by(within)}; load it by itself to see why"
+            f"{where}: not valid YAML{_named_by(within)}; load that file alone to see the reason"
         ) from None
     if content is None:
         raise ConfigError(f"{path}: the file is empty; start from examples/quickstart.yaml")
@@ -177,7 +177,7 @@ def _override(model: type[BaseModel], text: str) -> tuple[tuple[str, ...], Any]:
     if not equals or not key or not all(key.split(".")):
         raise ConfigError(f"override {text}: write key=value, for example train.steps=100")
     if key == "extends":
-        raise ConfigError(f"override {text}: 'extends' can stand in a file only")
+        raise ConfigError(f"override {text}: 'extends' is allowed only in a file")
     return schema.split(model, key), yaml12.parse(value, f"override {text}", lines=False)
 
 

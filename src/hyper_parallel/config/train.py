@@ -159,7 +159,7 @@ class TrainConfig(Section):
     @field_validator("optimizer", mode="before")
     @classmethod
     def _optimizer_has_a_name(cls, given: Any) -> Any:
-        # A discriminated union has no default kind of its own: `optimizer: {lr: 1e-3}` means the default one.
+        # A discriminated union has no default kind: `optimizer: {lr: 1e-3}` means the default one.
         return {"name": "adamw", **given} if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")

@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in self._nodes:
-                raise _problem("an alias stands within what it names", event)
+                raise _problem("an alias refers to a node that contains it", event)
             return node
         below = [self._nodes[id(child)] for child in _children(node)]
         count = 1 + sum(values for values, _ in below)

@@ -121,7 +121,7 @@ def _around(tokenizer: Any, chat: Chat, index: int) -> tuple[str, str]:
 def _not_a_prefix(chat: Chat, index: int) -> str:
     return (
         f"{chat.where}: the chat template renders the beginning of the conversation differently once message "
-        f"{index} is followed by more, so that its answers cannot be told apart; {_MEND}"
+        f"{index} is followed by more, so that its answers cannot be located; {_MEND}"
     )
 
 

@@ -145,7 +145,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
         if "role" not in kept:
             raise DataError(f"{where}: message {index} has no 'role'{_misspelt('role', kept)}")
         _string(kept, "role", where)
-        # A message that only calls tools has no content of its own.
+        # A message that only calls tools has no content.
         if "content" in kept or "tool_calls" not in kept:
             if "content" not in kept:
                 raise DataError(f"{where}: message {index} has no 'content'{_misspelt('content', kept)}")

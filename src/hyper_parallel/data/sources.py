@@ -34,7 +34,7 @@ class Source:
     named: bool
     """Whether the user named this file itself; an empty file is then an error."""
     stdlib: bool = False
-    """Whether it is a file of the standard library, of which the few that are not UTF-8 are skipped."""
+    """Whether it is a file of the standard library, whose few files that are not UTF-8 are skipped."""
 
     def files(self) -> list[Path]:
         """The files whose bytes make up this source, in a fixed order."""

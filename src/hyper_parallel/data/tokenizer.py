@@ -239,7 +239,7 @@ def _sample(texts: Iterable[str], size: int) -> Iterator[str]:
 
 
 def _rust() -> Any:
-    """The tokenizers package, most of which Transformers has imported already."""
+    """The tokenizers package; Transformers has already imported most of it."""
     import tokenizers
 
     return tokenizers

@@ -65,7 +65,7 @@ class Section(BaseModel):
             handler({key: value for key, value in given.items() if key in known})
         except ValidationError as error:
             for detail in error.errors():
-                # A key that is missing because it was misspelt is told once.
+                # A key that is missing because it was misspelt is reported once.
                 if detail["type"] == "missing" and any(
                     repr(detail["loc"][-1]) in h for h in unknown.values()
                 ):

@@ -49,7 +49,7 @@ def check(trace: Trace) -> None:
     for rank, name in trace.classes.items():
         if name not in trace.ops:
             raise TraceError(
-                f"rank {rank} is of class {name!r}, of which the trace has no ops; it has {_listed(trace.ops)}"
+                f"rank {rank} is of class {name!r}, which has no ops in the trace; it has {_listed(trace.ops)}"
             )
     for name in trace.ops.keys() | trace.resident.keys():
         if name not in trace.classes.values():
