@@ -37,7 +37,7 @@ lint: venv ## Style, format, types, the direction of imports, device names in on
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python tools/check_device_words.py
-	@$(BIN)/python tools/check_vocabulary.py src/hyper_parallel
+	@$(BIN)/python tools/check_vocabulary.py src/hyper_parallel docs README.md
 
 format: venv ## Format the code and mend what the linter can
 	@$(BIN)/ruff check --fix --quiet || true
