@@ -288,7 +288,7 @@ def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
 
 
 def page(kept: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of docs/offload.md, "Does it hold"."""
+    """The lines of docs/offload.md, "Verification"."""
     summary = kept["summary"]
     count, wrong = summary["cases"], summary["wrong"]
     if count < summary.get("of", count):
