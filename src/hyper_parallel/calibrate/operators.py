@@ -172,7 +172,7 @@ def measure_operators(timer: Timer, device: torch.device, level: str, results: R
                 try:
                     _one(operator, dtype, x, timer, results)
                 except (AttributeError, RuntimeError, NotImplementedError) as error:
-                    # An operator that this PyTorch or this device has not: its kind stands for it.
+                    # This PyTorch or device lacks the operator: its kind's table is used.
                     reason = (str(error).splitlines() or [type(error).__name__])[0][:80]
                     results.notes.append(f"{operator.name} in {dtype} was not measured: {reason}")
                     break

@@ -56,7 +56,7 @@ class Timer:
         while len(taken) < self.most:
             taken.append(self._once(call, calls))
             spent = time.perf_counter() - started
-            # A long call, or a machine that is busy with something else: three are all that there is time for.
+            # For long calls, or on a busy machine, there is time for only three repetitions.
             if spent > self.budget_s and len(taken) >= (self.least if spent < 4 * self.budget_s else 3):
                 break
         taken.sort()

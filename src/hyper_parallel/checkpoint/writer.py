@@ -137,7 +137,7 @@ class Writer:
         read = functools.partial(_block_of, pieces) if self._streamed else self._copied
         part = Part(step, self._rank, self._mesh, partial, final, tensors, blocks, read, dict(largest or {}))
         if self._background:
-            # Not a daemon: a save that was begun is finished before the interpreter goes.
+            # Not a daemon: the interpreter waits for a save that has begun.
             self._thread = threading.Thread(target=self._run, args=(part, what), name=f"checkpoint-{step}")
             self._thread.start()
         else:

@@ -31,7 +31,7 @@ def export(checkpoint: Path, out: Path) -> None:
       2    no such checkpoint, it is damaged, or OUT exists and is not empty; the error is one line 130
       interrupted
     """
-    # Only now, because this needs torch; and before it, what can be told at once.
+    # Checks that need no torch come before its import.
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: no such folder; give a run's folder or that of one checkpoint")
     from hyper_parallel.checkpoint import export as write

@@ -49,7 +49,7 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
       130  interrupted
     """
     with interruptible():
-        # Within, since loading them takes most of the time before a run is there.
+        # Inside the context, since these imports take most of the time before the run starts.
         from hyper_parallel import config, launch
         from hyper_parallel.cli.preflight import check
 

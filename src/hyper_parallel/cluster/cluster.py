@@ -116,7 +116,7 @@ class Cluster:
         if supernode is None and placement.supernode:
             supernode = placement.joined(axes, "supernode")
         if supernode is not None and node is not None and supernode % node:
-            # A supernode that was worked out from degrees and does not hold whole nodes: the nodes are what is known.
+            # A supernode derived from degrees does not hold whole nodes: only the nodes are known.
             supernode = None
         return cls(node, supernode)
 

@@ -113,7 +113,7 @@ class MemoryTable:
     """As `ShapeTable.spread`."""
 
     def __post_init__(self) -> None:
-        Curve(self.points)  # raises for what is no curve
+        Curve(self.points)  # raises for invalid points
 
     @cached_property
     def curve(self) -> Curve:
@@ -159,7 +159,7 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         if self.fresh:
-            Curve(self.fresh)  # raises for what is no curve
+            Curve(self.fresh)  # raises for invalid points
 
     def slowed(self, times: float) -> Efficiency:
         """The same tables, with launch times multiplied by `times`."""
@@ -180,7 +180,7 @@ class Efficiency:
         named = [table for table in self.memory if table.op and table.op == name]
         kinds = [table for table in self.memory if not table.op and table.kind == work.kind]
         kinds = kinds or [table for table in self.memory if not table.op and not table.kind]
-        # What was measured by name tells more than the kind; a strided input more than the name.
+        # A table by name is more specific than one by kind, and a strided layout more than the name.
         for layout in (work.layout, "") if work.layout != "strided" else (work.layout,):
             for tables in (named, kinds):
                 for table in _by_closeness(tables, work.dtype):

@@ -38,8 +38,8 @@ class CollectiveTable:
     """Spread of the measured times: the mean of (third quartile − first) / median."""
 
     def __post_init__(self) -> None:
-        form(self.kind)  # raises for what is no collective
-        Curve(self.points)  # and for what is no curve
+        form(self.kind)  # raises for an unknown kind
+        Curve(self.points)  # raises for invalid points
 
     def seconds(self, size: float, ranks: int) -> float:
         """Seconds of the collective among `ranks` of this level, each giving `size` bytes."""
@@ -64,7 +64,7 @@ class CopyTable:
     """As `CollectiveTable.spread`."""
 
     def __post_init__(self) -> None:
-        Curve(self.points)  # raises for what is no curve
+        Curve(self.points)  # raises for invalid points
 
     def seconds(self, size: float) -> float:
         """Seconds of a copy of `size` bytes."""

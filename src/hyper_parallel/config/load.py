@@ -143,7 +143,7 @@ def _files(model: type[Model], path: Path, within: tuple[Path, ...], limit: int)
     except ConfigError as error:
         if not within:
             raise
-        # A file that somebody else's run file names may be any, and what it holds is not for the log.
+        # An untrusted run file may name any file, whose content must not reach the log.
         where = str(error).partition(": not valid YAML")[0]
         raise ConfigError(
             f"{where}: not valid YAML{_named_by(within)}; load that file alone to see the reason"

@@ -127,7 +127,7 @@ def read_or_build(folder: Path, key: str, read: Callable[[], T | None], build: C
             if (found := read()) is not None:
                 return found
             if alone:
-                # Left by builders that were killed; nobody else writes while the lock is held.
+                # Left by killed builders; no other process writes while the lock is held.
                 for stale in folder.glob(f"{key}*.tmp"):
                     stale.unlink(missing_ok=True)
             build()

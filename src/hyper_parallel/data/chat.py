@@ -30,7 +30,7 @@ tokenizer has and at which generation stops.
 """
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Stands in for an answer to see what a template puts around one; hardly a text that a user has.
+# Replaces an answer to find the text that a template puts around it; unlikely in a user's text.
 _PROBE = "\x02answer\x03"
 _MEND = (
     "use a chat template that marks answers with {% generation %}, or write one conversation for each answer"

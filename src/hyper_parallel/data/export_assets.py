@@ -67,7 +67,7 @@ def generation_config(config: RunConfig, hf: Any, text: TextData) -> dict[str, A
     found = None if source is None else _read(Path(source).expanduser() / GENERATION)
     if found is None:
         found = json.loads(GenerationConfig.from_model_config(hf).to_json_string())
-    # Where it is set, Transformers makes the rest anew from config.json, whose ends are those of another text.
+    # If it is set, Transformers derives the rest from config.json again, with other stop tokens.
     found.pop("_from_model_config", None)
     if config.data.tokenizer.replace:  # the ids in the folder are those of the tokenizer that was replaced
         found = {key: value for key, value in found.items() if not key.endswith("_token_id")}

@@ -101,8 +101,8 @@ def _plan(corpus: Corpus, sequence: int, pack: bool) -> _Plan:
     if pack:
         short = np.flatnonzero(lengths < sequence)
         row[short] = len(starts) + _best_fit(lengths[short], sequence)
-    # Rows stand in the order of the first token that they hold, and the pieces of a row in the order of the
-    # corpus, so that the first rows are as mixed as the rest.
+    # Rows are sorted by their first token, and the pieces of a row as in the corpus, so that the first rows are
+    # as mixed as the rest.
     _, first, row = np.unique(row, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first))

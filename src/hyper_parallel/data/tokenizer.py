@@ -120,8 +120,7 @@ class Tokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        # A copy, so that a truncation or padding set in tokenizer.json goes without the user's object
-        # changing.
+        # A copy, so that removing truncation and padding does not change the user's object.
         backend = _rust().Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()

@@ -40,7 +40,7 @@ PACKAGES = (
 REQUIRED = {"torch": ("2.11", "2.14"), "transformers": ("5.3", None)}
 """Supported versions, as the package declares them: lower bound, and exclusive upper bound (None: open)."""
 
-# Environment variables that a report may show. A list of what is allowed, since secrets have any name.
+# Environment variables that a report may show. An allowlist, since secrets can have any name.
 _SHOWN_PREFIXES = ("GLOO_", "MASTER_", "OMP_", "PYTORCH_", "SLURM_STEP_", "TORCH", "MKL_", "KMP_")
 _SHOWN_NAMES = (
     "RANK",

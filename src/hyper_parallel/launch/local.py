@@ -128,7 +128,7 @@ class _Watch:
                     if self.suspended:
                         self._suspend(server)
                     if self.asked is not None and not self.started:
-                        break  # nothing is there yet that could be saved
+                        break  # nothing to save yet
                     self._act(server)
             except LaunchError as error:
                 if self.asked is not None and not self.started:
@@ -263,7 +263,7 @@ def _preload(config: RunConfig, target: str) -> list[str]:
 
 
 def _say(text: str) -> None:
-    # Where rank 0 draws a line in place, what is said stands in its stead and not behind it.
+    # If rank 0 redraws a line in place, the message replaces that line.
     sys.stderr.write((_BEGIN_LINE if _draws(sys.stderr) else "") + text + "\n")
     sys.stderr.flush()
 

@@ -42,7 +42,7 @@ def run_lock(out: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # While the lock is held: whoever waits for it sees that the file is gone, and makes another one.
+        # While the lock is held: a waiting process sees that the file is gone, and creates a new one.
         with contextlib.suppress(OSError):
             path.unlink()
         os.close(descriptor)

@@ -123,7 +123,7 @@ def _start(message: dict[str, Any], workers: dict[int, int], channel: Connection
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     server = os.getpid()
-    # A worker takes them once its control thread is there.
+    # A worker unblocks them once its control thread runs.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     for index, place in enumerate(places):
         pid = os.fork()

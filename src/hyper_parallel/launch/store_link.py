@@ -81,7 +81,7 @@ class StoreLink:
         self._connected, self._store = True, store
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        # A launcher that starts the workers again keeps the store: what was left in it is not for this start.
+        # A launcher that restarts the workers keeps the store: older entries do not belong to this start.
         start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         own, other = (PrefixStore(start, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         for name, target, mine in (("store-link", self._exchange, own), ("watchdog", self._watch, other)):

@@ -159,7 +159,7 @@ class Watchdog:
         return max(LEAST_S, STEPS * max(times)) if times else UNMEASURED_S
 
     def _silence_limit(self, rank: int, does: Activity) -> float:
-        # A process sends heartbeats whatever it computes, unless a library holds the interpreter; a stopped one cannot.
+        # A computing process sends heartbeats, unless a library holds the interpreter; a stopped one cannot.
         if self._timeout is not None:
             return self._timeout
         return LEAST_S if does == "stopped" or not self._beats[rank].patient else UNMEASURED_S

@@ -97,7 +97,7 @@ def work(
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        log.exception("failed", extra={"terminal": False})  # whoever watches shows it there, once
+        log.exception("failed", extra={"terminal": False})  # the supervisor prints it there, once
         stop.disarm()
         if stop.interrupted():
             return 130
@@ -201,7 +201,7 @@ def _leave_together(store: Store, place: WorkerPlace, timeout: timedelta) -> Non
     """
     import torch.distributed as dist
 
-    # A peer that goes away now can no longer spoil anything.
+    # From here on a lost peer does no harm.
     with contextlib.suppress(RuntimeError):
         ended = store.add("hyper_parallel/ended", 1)
         deadline = time.monotonic() + timeout.total_seconds()

@@ -192,7 +192,7 @@ def _groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
             joint = mesh._mixed(fold.over, here)
             key += [joint % fold.stride, joint // (fold.stride * fold.size)]
         elif "*" in name:
-            # The parts of a joint may be folds of the same axes: what they leave of these tells groups apart.
+            # The parts of a joint may be folds of the same axes: the remaining indices distinguish groups.
             key += _left(mesh, name, here)
         groups.setdefault(tuple(key), []).append(rank)
     return tuple(tuple(ranks) for ranks in sorted(groups.values()))

@@ -226,7 +226,7 @@ class Run:
             if len(members) < len(meeting[1]):
                 return
             del self._arrived[meeting]
-            # What is priced is the call of the rank that gives most, and is the same whoever comes last.
+            # The price is that of the rank that gives most, independent of the order of arrival.
             members.sort()
             calls = [of for member in members if (of := self._ops[member].collective)]
             call = max(calls, key=lambda one: one.bytes)

@@ -46,7 +46,7 @@ class Section(BaseModel):
         """Reports unknown keys, each with the nearest valid name, together with the problems of known keys."""
         known = {key for name, field in cls.model_fields.items() for key in _keys_of(name, field)}
         strange = [key for key in (given if isinstance(given, Mapping) else ()) if key not in known]
-        # Finding the nearest name takes a while, and nobody reads a thousand.
+        # Finding the nearest name takes time, and a thousand hints help no one.
         unknown = {
             key: cls._hint(str(key), known) if place < _MOST_HINTS else "unknown key"
             for place, key in enumerate(strange)

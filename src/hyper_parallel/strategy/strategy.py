@@ -121,7 +121,7 @@ class Strategy(Section):
             return given
         left = [path for path in CHOSEN if not _has(given, path)]
         if _has(given, ("memory", "reshard_after_forward")):
-            # It speaks of parameters that are split for good, which is what leaving `shard` out means beside it.
+            # The key applies to `shard: parameters` only, so that leaving `shard` out selects that level.
             left.remove(("memory", "shard"))
         return {**given, "chosen": tuple(".".join(path) for path in left)}
 

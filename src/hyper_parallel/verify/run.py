@@ -214,7 +214,7 @@ def step_of(
 ) -> StepOutcome:
     """One step of a model under a strategy; on the meta device it gets the values of the run's seed or folder."""
     without_values = any(parameter.is_meta for parameter in model.parameters())
-    # What is wrong is shown here, parameter by parameter, instead of refused.
+    # The report shows errors parameter by parameter instead of a refusal.
     unchecked = strategy.model_copy(update={"check": False})
     parallelize(model, unchecked, lowering=lowering, alone=strategy.axes.world == 1)
     if without_values:

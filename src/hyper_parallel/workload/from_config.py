@@ -64,7 +64,7 @@ def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
     name = name or str(config.get("_name_or_path") or config.get("model_type") or "")
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        # A model that also sees: the language model is what is planned.
+        # A vision-language model: its language model is planned.
         config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
     family = str(config.get("model_type", ""))
     _refuse(config, name)
