@@ -29,7 +29,7 @@ class Job:
     level: str
     """Extent: `full`, `quick` or `tiny`."""
     parts: tuple[str, ...]
-    """Of `measure.PARTS`."""
+    """The parts to measure, of `measure.PARTS`."""
     folder: str
     """The folder in which flash is measured and the workers meet."""
 

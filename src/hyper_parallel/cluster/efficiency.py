@@ -83,7 +83,7 @@ class ShapeTable:
 
     @cached_property
     def _ratios(self) -> tuple[tuple[tuple[float, ...], float], ...]:
-        """For each point its log₂ shape and the log of measured over smooth."""
+        """The log₂ shape of each point, and the log of its measured over its smooth share."""
         return tuple(
             (
                 tuple(math.log2(max(size, 1)) for size in shape),

@@ -18,13 +18,12 @@ class CheckpointConfig(Section):
     every: Annotated[int | str, Field(json_schema_extra={"examples": ["15min", "2h", 500], "minimum": 0})] = (
         "15min"
     )
-    """How often a checkpoint is written: a length of time (`90s`, `15min`, `2h`), or a number of steps. 0
-    writes one at the end only. A crash loses at most the steps since the last one.
+    """The interval between checkpoints: a length of time (`90s`, `15min`, `2h`), or a number of steps. 0 writes one at
+    the end only. A crash loses at most the steps since the last one.
     """
     keep: Annotated[int, Field(ge=1)] = 2
-    """How many of the newest checkpoints are kept; older ones are removed only after a newer one is durable.
-    With 1 the previous one stays as well, since only the next step shows whether a checkpoint's weights are
-    healthy.
+    """Number of newest checkpoints to keep; older ones are removed only after a newer one is durable. With 1 the
+    previous one stays as well, since only the next step shows whether a checkpoint's weights are healthy.
     """
     background: bool = True
     """Write in the background; training waits only for the copy out of the device."""

@@ -34,7 +34,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     """The training loop: steps, batch, optimizer, schedule."""
     strategy: Strategy = Strategy()
-    """How the model is parallelized and computed; `auto`: the planner chooses."""
+    """The strategy: axes, precision, memory and overlap; `auto`: the planner chooses."""
     launch: LaunchConfig = LaunchConfig()
     """The workers."""
     checkpoint: CheckpointConfig = CheckpointConfig()

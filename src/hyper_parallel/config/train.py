@@ -67,8 +67,8 @@ class LossConfig(Section):
     z_loss: NonNegative = 0.0
     """Coefficient of the square of each token's log-sum-exp of the logits (PaLM, arXiv 2204.02311: 1e-4)."""
     chunk: PositiveInt | Literal["auto", "none"] = "auto"
-    """How many positions of a worker have their logits in memory at the same time. `auto` keeps a chunk's
-    logits near 2^27 elements; `none` computes all at once.
+    """Number of a worker's positions whose logits are in memory at the same time. `auto` keeps a chunk's logits near
+    2^27 elements; `none` computes all at once.
     """
 
 

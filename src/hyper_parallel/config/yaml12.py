@@ -165,7 +165,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
 def parse(text: str, source: str, *, lines: bool = True) -> Any:
-    """What a YAML document says; `source` names it in errors, with the line where there are several.
+    """The data of a YAML document; `source` names it in errors, with the line if it has several.
 
     Raises ConfigError for a syntax error, a duplicate key, or a tag that is not plain data, with its place.
     """

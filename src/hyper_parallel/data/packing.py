@@ -49,7 +49,7 @@ class PackedText:
         """`sequence`: tokens per row. `pad`: the id of padding."""
         self.sequence = sequence
         self.documents = corpus.documents
-        """How many documents there are."""
+        """The number of documents."""
         self.tokens = len(corpus.tokens)
         """The number of tokens of all documents, end tokens included."""
         self._corpus = corpus

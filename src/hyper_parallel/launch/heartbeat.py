@@ -115,7 +115,7 @@ class Pulse:
 
 
 pulse = Pulse()
-"""That of this process."""
+"""This process's position."""
 
 
 def _line_of_main() -> tuple[str, bool]:

@@ -87,7 +87,7 @@ class Watchdog:
         self._age[rank] = self._busy[rank] = 0.0
 
     def position(self, rank: int) -> str:
-        """Where a rank was when it was last heard."""
+        """A rank's position at its last heartbeat."""
         beat = self._beats[rank]
         step = f"in step {beat.step}" if beat.step else "before the first step"
         operation = "" if beat.operation == "step" else f", {beat.operation}"

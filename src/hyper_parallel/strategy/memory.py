@@ -23,15 +23,17 @@ Bytes = Annotated[
 """A number of bytes; in a file also `10GiB`, `512MiB`, `10GB`."""
 
 ShardLevel = Literal["optimizer", "gradients", "parameters"]
-"""What the ranks of the `shard` axis split: ZeRO-1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054, section 5)."""
+"""ZeRO levels 1, 2 and 3: the tensors that the ranks of the `shard` axis split (Rajbhandari et al., arXiv 1910.02054,
+section 5).
+"""
 
 
 Where = Literal["auto", "device", "host"]
-"""Where optimizer updates run under a budget; `auto`: wherever the step is fastest."""
+"""Place of optimizer updates under a budget; `auto`: wherever the step is fastest."""
 
 
 class Memory(Section):
-    """How the step's memory is limited."""
+    """Memory: ZeRO level, recomputation, and the budget with its tiers."""
 
     device: Bytes | None = None
     """Memory budget: the bytes that a step may hold at once on each rank's device. Parameters, optimizer state,
@@ -57,15 +59,17 @@ class Memory(Section):
     """
 
     update: Where = "auto"
-    """Where optimizer updates run under a budget. `host`: moments and master values stay in `host` or `pool`; gradients
+    """Place of optimizer updates under a budget. `host`: moments and master values stay in `host` or `pool`; gradients
     go there, PyTorch's fused AdamW runs there in parallel with the device, and new values come back: a third of the
     traffic of moving the moments. `device`: on the device. `auto`: whichever is fastest.
     """
 
     shard: ShardLevel = "parameters"
-    """What the `shard` axis splits while a step runs. `parameters`: everything; parameters are gathered for each use,
-    gradients reduced in each micro-batch (ZeRO-3). `gradients`: parameters are gathered once a step and kept (ZeRO-2).
-    `optimizer`: gradients, too, are kept whole, and reduced in the last micro-batch only (ZeRO-1)."""
+    """ZeRO level: the tensors that the `shard` axis splits while a step runs. `parameters`: everything; parameters are
+    gathered for each use, gradients reduced in each micro-batch (ZeRO-3). `gradients`: parameters are gathered once a
+    step and kept (ZeRO-2). `optimizer`: gradients, too, are kept whole, and reduced in the last micro-batch only
+    (ZeRO-1).
+    """
     recompute: Literal["auto", "none", "layer"] = "auto"
     """`layer` keeps only each layer's input and recomputes the layer in the backward pass; `none` keeps everything.
     `auto`: under a budget, recompute what is cheaper to recompute than to copy; else `none`.

@@ -10,7 +10,7 @@ from hyper_parallel.strategy.section import Section
 
 
 class Overlap(Section):
-    """How communication overlaps with computation, in a step that runs from its graph."""
+    """Overlap of communication with computation, in a step that runs from its graph."""
 
     schedule: Literal["auto", "usual", "none"] = "auto"
     """`auto` simulates schedules of the step on `cluster` and takes the fastest if it beats the order of the model's

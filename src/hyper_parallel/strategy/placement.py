@@ -23,7 +23,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 
 
 class Devices(Section):
-    """How many devices each link level joins, if not the product of the axes placed on it."""
+    """Devices per link level, if not the product of the axes placed on it."""
 
     node: Count | None = None
     """Devices in a node. Default: the launcher's number, else the product of the axes on `node`."""
@@ -58,10 +58,10 @@ class Placement(Section):
     network: tuple[str, ...] = ()
     """Axes across supernodes, or across nodes where there is no supernode."""
     devices: Devices = Devices()
-    """How many devices each level joins. An axis that is larger than its level spans levels."""
+    """Devices per level. An axis that is larger than its level spans levels."""
     collectives: Literal["levels", "flat"] = "levels"
-    """How collectives run over an axis that spans levels: `levels` runs them level by level, so that little crosses the
-    slow level; `flat` makes one call and leaves the levels to the collective library.
+    """Algorithm of collectives over an axis that spans levels: `levels` runs them level by level, so that little
+    crosses the slow level; `flat` makes one call and leaves the levels to the collective library.
     """
 
     @field_validator(*LEVELS, mode="before")

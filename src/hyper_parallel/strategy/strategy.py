@@ -52,7 +52,7 @@ CHOSEN: tuple[tuple[str, ...], ...] = (
 
 
 class Strategy(Section):
-    """How a model is parallelized over devices and computed; serializable, comparable and repeatable.
+    """Declaration of how a model is parallelized and computed; serializable, comparable and repeatable.
 
     >>> Strategy(axes={"shard": 2, "tensor": 2}, sequence=True).axes.world
     4
@@ -70,7 +70,7 @@ class Strategy(Section):
     placement: Placement = Placement()
     """The link level of each axis. If set, it determines the order of the ranks, level by level."""
     context: Context = Context()
-    """How positions are split over the `context` axis."""
+    """Context parallelism: the method that splits positions over the `context` axis."""
     sequence: bool = False
     """Shard activations between blocks along the sequence, over the tensor axis."""
     rules: dict[str, RuleName] = Field(default_factory=dict)

@@ -23,7 +23,7 @@ Meeting = tuple[str, tuple[str, ...], int]
 
 
 def meetings(trace: Trace) -> dict[str, dict[int, Meeting]]:
-    """For each class the ops with collectives that involve other classes: index to Meeting.
+    """The ops of each class with collectives that involve other classes: index to Meeting.
 
     Raises TraceError if a group has ranks outside the trace, or if a call has no counterpart.
     """

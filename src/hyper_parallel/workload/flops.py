@@ -38,7 +38,7 @@ class Flops:
     heads_times_size: int
     """Query heads times head size, in each attention layer."""
     windows: tuple[int | None, ...]
-    """For each attention layer its sliding window in tokens, or None if it attends to the whole past."""
+    """Sliding window of each attention layer in tokens, or None if it attends to the whole past."""
 
     def per_token(self, sequence: int) -> float:
         """Model FLOPs of training on one token of a sequence of `sequence` tokens."""

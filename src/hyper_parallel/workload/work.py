@@ -32,15 +32,16 @@ class Work:
     dtype: str = "float32"
     """The inputs' dtype as PyTorch names it, without its module."""
     shape: tuple[int, ...] = ()
-    """Of a matmul (batch, m, n, k), for [m, k] · [k, n]; of attention (batch, heads, queries, keys, size of a head).
-    Empty where it does not matter or is not known."""
+    """Shape of a matmul (batch, m, n, k), for [m, k] · [k, n]; of attention (batch, heads, queries, keys, head size).
+    Empty if irrelevant or unknown.
+    """
     op: str = ""
     """The operator, as `aten.silu` or `aten.add.Tensor`: a device may have been measured for it by name."""
     layout: str = ""
-    """Of a matmul, how its two matrices lie in memory: `nn` both row by row, `nt` the second transposed (a linear
-    layer's forward product), `tn` the first (its weight's gradient), `tt`. Of attention, `forward` or `backward`, and
-    ` causal` behind it where the kernel skips what the mask hides. Of others `strided` where an input is not
-    contiguous."""
+    """Memory layout of a matmul's two matrices: `nn` both row by row, `nt` the second transposed (a linear layer's
+    forward product), `tn` the first (its weight's gradient), `tt`. For attention: `forward` or `backward`, followed by
+    ` causal` if the kernel skips masked scores. For others: `strided` if an input is not contiguous.
+    """
     fresh: float = 0
     """Bytes of `written` in memory allocated for this call. On a CPU the first touch of a page costs more than the
     write.
