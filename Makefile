@@ -1,4 +1,4 @@
-# make help says what there is. Everything runs in .venv, which tools/venv.sh makes and keeps up to date.
+# make help lists the commands. Everything runs in .venv, which tools/venv.sh creates and updates.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ help: ## Show this
 	@echo "Tests in more processes at once: make test TESTERS=8"
 	@echo "Another interpreter (3.11 or newer): PYTHON=python3.12 make TARGET"
 
-venv: ## Make .venv and install the pinned dependencies, where they are not there yet
+venv: ## Create .venv and install the pinned dependencies, if they are missing
 	@tools/venv.sh $(VENV)
 
 train: venv ## Train the quickstart: make train [RUN=file.yaml] [ARGS="train.steps=20"]
@@ -27,7 +27,7 @@ test: lint ## Linters, types, import directions, then the tests with a sample of
 matrix: venv ## Every model family with every strategy
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m matrix -n $(TESTERS) --dist loadfile --durations=15 $(ARGS)
 
-test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in an environment of their own (.venv-llamafactory)
+test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in a separate environment (.venv-llamafactory)
 	@tools/venv_llamafactory.sh .venv-llamafactory
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-llamafactory/bin/python -m pytest -q tests/llamafactory tests/sft --durations=15 $(ARGS)
 
@@ -37,13 +37,13 @@ lint: venv ## Style, format, types, the direction of imports, device names in on
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python tools/check_device_words.py
-	@$(BIN)/python tools/check_vocabulary.py src/hyper_parallel
+	@$(BIN)/python tools/check_vocabulary.py src/hyper_parallel docs README.md
 
-format: venv ## Format the code and mend what the linter can
+format: venv ## Format the code and apply the linter's fixes
 	@$(BIN)/ruff check --fix --quiet || true
 	@$(BIN)/ruff format
 
-lock: venv ## Write requirements/lock.txt anew from what .venv holds
+lock: venv ## Rewrite requirements/lock.txt from .venv
 	@$(BIN)/python tools/lock.py > requirements/lock.txt.new
 	@mv requirements/lock.txt.new requirements/lock.txt
 

@@ -264,11 +264,11 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     models = found["models"]
     yield ""
     yield (
-        "What `auto` picks, beside the best of all strategies, each measured (`benchmarks/auto.py`; layers are not "
-        "computed again, and the micro-batch is one sequence). All are stepped a few times, a dozen built at a time, "
-        f"and what is {DROP} times as slow as the best of its dozen no more after its first round; the "
-        f"{LAST} best and the picked ones again, in turns, and these times are shown. `auto` was asked "
-        f"{found['starts']} times; the worst of its picks is shown:"
+        "The strategy that `auto` picks, compared with the best of all strategies (`benchmarks/auto.py`; without "
+        "recomputation, with micro-batches of one sequence). The benchmark first runs a few steps of every strategy, a "
+        f"dozen at a time, and drops those {DROP} times as slow as the best of their dozen after one round. It then "
+        f"times the {LAST} best and the picked ones in alternation; the table shows these times. `auto` ran "
+        f"{found['starts']} times; the table shows the worst of its picks:"
     )
     yield ""
     yield "| Model | Strategies | Best | `auto` picked | Of the best | Each time | Median strategy | Worst |"
@@ -286,7 +286,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{within} of {len(models)} picks are within 10% of the best of all. Measured on {found['machine']['cpu']}, "
         f"{found['machine']['cores']} cores, PyTorch {found['machine']['torch']}; the load of the machine over five "
-        f"minutes was up to {load:.1f}, of which the workers are {found['workers']}."
+        f"minutes was up to {load:.1f}, including the {found['workers']} workers."
     )
     yield ""
 

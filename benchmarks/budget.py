@@ -288,29 +288,29 @@ def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
 
 
 def page(kept: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of docs/offload.md, "Does it hold"."""
+    """The lines of docs/offload.md, "Verification"."""
     summary = kept["summary"]
     count, wrong = summary["cases"], summary["wrong"]
     if count < summary.get("of", count):
         yield f"So far {count} of {summary['of']} cases were run."
     yield (
-        f"In {'all' if not wrong else count - len(wrong)} of {count} cases every bit of the state was the same, and an "
-        "observer that knows nothing of the plan saw at most the budget and, within 1%, what was predicted."
+        f"In {'all' if not wrong else count - len(wrong)} of {count} cases every bit of the state was the same; an "
+        "observer independent of the plan saw at most the budget, and within 1% the predicted number of bytes."
     )
     if wrong:
-        yield f"**Not so** in those of the seeds {', '.join(map(str, wrong))}."
+        yield f"**Failed** seeds: {', '.join(map(str, wrong))}."
     yield (
-        f"It saw {_floored(summary['live_of_budget_at_most'])} of a budget at the most, and was off the prediction by "
-        f"{100 * summary['live_off_predicted_at_most']:.3f}% at the most. Of the budgets that lay below the working "
-        f"set of the step as captured, {summary['refused']} were refused before the run, and 1% above it the same "
-        f"cases ran; {summary.get('met_below', 0)} were met by another order of the same step."
+        f"It saw at most {_floored(summary['live_of_budget_at_most'])} of a budget, and differed from the prediction "
+        f"by at most {100 * summary['live_off_predicted_at_most']:.3f}%. Among the budgets below the working set of "
+        f"the captured step, {summary['refused']} were refused before the run (the same cases ran with 1% above it), "
+        f"and {summary.get('met_below', 0)} were met by another order of the same step."
     )
     yield ""
     yield (
         f"The process's resident memory grew by more than the tensors' bytes: to "
-        f"{summary['resident_of_budget_median']:.1%} of the budget in the median, and to "
-        f"{summary['resident_over_budget_bytes_at_most'] / 2**20:.0f} MiB more than it at the most. That is what "
-        "kernels take and give back inside themselves; leave room for it."
+        f"{summary['resident_of_budget_median']:.1%} of the budget in the median, and to at most "
+        f"{summary['resident_over_budget_bytes_at_most'] / 2**20:.0f} MiB more than the budget. The difference is "
+        "memory that kernels allocate and free internally; leave room for it."
     )
 
 

@@ -1,6 +1,6 @@
-"""The tables of docs/offload.md, "Beside the alternatives", from the results of `offload.py`.
+"""The tables of docs/offload.md, "Comparison with the alternatives", from the results of `offload.py`.
 
-Of a part that was not run yet the page says so.
+For a part that was not run yet the page says so.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 ROWS = (1, 4)
-"""Of the simulated workloads."""
+"""Rows of the simulated workloads."""
 
 
 def lines(kept: Mapping[str, Any]) -> Iterator[str]:
-    """Of all parts; of one that has not been run, that it has not."""
+    """The lines of all parts; for a part that was not run, a line that says so."""
     for part, (what, table) in _TABLES.items():
         if part in kept:
             yield from table(kept[part])
         else:
-            yield from (f"Not run yet: {what}. There are no figures of it.", "")
+            yield from (f"Not run yet: {what}.", "")
 
 
 def _simulated(found: Mapping[str, Any]) -> Iterator[str]:
     missing = [str(rows) for rows in ROWS if rows not in [one["rows"] for one in found["workloads"]]]
     if missing:
-        yield f"Not run yet: the simulated step of {' and '.join(missing)} rows. There are no figures of it."
+        yield f"Not run yet: the simulated step of {' and '.join(missing)} rows."
         yield ""
     for one in found["workloads"]:
         yield (
@@ -52,10 +52,10 @@ def _real(found: Mapping[str, Any]) -> Iterator[str]:
     rows, below = found["rows"], found["below"]
     others = [row["name"] for row in rows if not row["ours"]]
     yield (
-        f"Measured: a Llama of {found['layers']} layers on a processor, one thread; the link to the memory that is not "
+        f"Measured: a Llama of {found['layers']} layers on a CPU, one thread; the link to the memory that is not "
         f"counted is emulated at {found['emulated_bandwidth'] / 2**20:.0f} MiB/s each way, flash is a real disk. "
-        f"{len(others)} others and {len(rows) - len(others)} plans of ours took turns, {len(rows[0]['seconds'])} steps "
-        "each; a time is the median. The last column sets the best plan of ours that holds no more beside each: the "
+        f"{len(others)} alternatives and {len(rows) - len(others)} of our plans alternate, {len(rows[0]['seconds'])} "
+        "steps each; times are medians. The last column compares each with our best plan that holds no more: the "
         "median of the paired ratios and its 95% interval."
     )
     yield ""
@@ -69,11 +69,11 @@ def _real(found: Mapping[str, Any]) -> Iterator[str]:
     yield _verdict(below)
     alone = [name for name in others if name not in below]
     if alone:
-        yield f"No plan of ours was run that holds as little as: {'; '.join(alone)}."
+        yield f"None of our plans that were run holds as little as: {'; '.join(alone)}."
     if found["same_bits"]:
-        yield "The losses of our steps are those of eager ones, bit by bit."
+        yield "The losses of our steps equal those of eager ones bit for bit."
     else:
-        yield "The losses of our steps are **not** those of eager ones, bit by bit."
+        yield "The losses of our steps do **not** equal those of eager ones bit for bit."
     yield ""
 
 
@@ -102,9 +102,11 @@ def _verdict(below: Mapping[str, Mapping[str, Any]]) -> str:
     above = [name for name, one in below.items() if not one["on_or_below"]]
     if not above:
         return (
-            "Ours lies on or below every other's point." if below else "Ours stands beside no other's point."
+            "Ours lies on or below the point of every alternative."
+            if below
+            else "Ours is compared with no alternative."
         )
-    return f"Ours lies above: {', '.join(above)}."
+    return f"Ours lies above the point of: {', '.join(above)}."
 
 
 def _gib(count: float) -> str:

@@ -2,12 +2,12 @@
 
     python benchmarks/plan_published.py
 
-1. The strategies that four teams published for their largest runs, forecast by the planner's model, beside the best
+1. The strategies that four teams published for their largest runs, estimated by the planner's model, beside the best
    that the planner finds for the same model, devices, batch and framework. Only the published figure is measured.
 2. What 2D tensor parallelism and the split of the sequence give on 2,048 devices, for the two models of Hypertron (SC
    2025), which reports 1.33 × over the best strategy of other frameworks: the best strategy without them, and with.
 
-Everything but the published figures is forecast. It trains nothing and takes minutes; benchmarks/results/
+Everything but the published figures is estimated. It trains nothing and takes minutes; benchmarks/results/
 plan_published.json and a part of docs/plan-published.md are written from the outcome.
 """
 
@@ -143,7 +143,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def theirs(run: Published) -> dict[str, Any]:
-    """The forecast of a published strategy, and of the best that the planner finds."""
+    """The estimates for a published strategy and for the best one that the planner finds."""
     work = Workload(shape(run.model), run.batch, run.sequence, run.precision)
     cluster, facts = Cluster.named(f"{run.cluster}x{run.devices}"), profile(run.framework)
     table = Table.of(work, cluster, facts, **run.spread, devices=run.devices)
@@ -207,7 +207,7 @@ def main() -> None:
 
 def lines(result: Mapping[str, Any]) -> Iterable[str]:
     """The tables of docs/plan-published.md."""
-    yield "Tokens/s of a device; all but what is published is forecast, with its 90% interval."
+    yield "Tokens/s per device. All figures except the published ones are estimated, with their 90% interval."
     yield ""
     yield "| Run | published | theirs | ours | ours without the host | ours is |"
     yield "|---|---|---|---|---|---|"

@@ -54,7 +54,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     found = [
         f"Measured {result['date']} on one core ({result['machine']['cpu']}), the quickest of {result['runs']} runs.",
         "",
-        "| Model | Devices | Strategies | Excluded by memory | by time | by `kept` | Forecast | CPU s | GiB | Gap |",
+        "| Model | Devices | Strategies | Excluded by memory | by time | by `kept` | Estimated | CPU s | GiB | Gap |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:

@@ -1,7 +1,7 @@
 """The planner's closed forms against published training runs: python benchmarks/published.py
 
 Each source of `hyper_parallel.planner.evidence` is held out whole, constants are fitted on the others, and its rows are
-forecast (`planner.fit.cross_validation`). Then the constants are fitted on all sources and written, with the quantiles
+estimated (`planner.fit.cross_validation`). Then the constants are fitted on all sources and written, with the quantiles
 of the residuals that intervals are made of, to src/hyper_parallel/planner/constants.json. A part of docs/fidelity.md
 and benchmarks/results/published.json are written from the outcome. It takes about half a minute and trains nothing.
 """
@@ -118,7 +118,7 @@ def outcome(runs: Evidence, found: Judgement, constants: Constants) -> dict[str,
 
 
 def unseen(runs: Evidence, constants: Constants, between: tuple[float, float]) -> dict[str, dict[str, float]]:
-    """By source and hardware, of runs on which nothing was fitted: how far forecasts are off."""
+    """Errors of the estimates by source and hardware, for runs on which nothing was fitted."""
     ratio = seconds_of(runs.table, constants) / runs.seconds
     peak = np.broadcast_to(sum_of(memory(runs.table)), runs.table.n) / runs.peak
     held = (between[0] <= np.log(ratio)) & (np.log(ratio) <= between[1])

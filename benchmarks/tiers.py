@@ -106,12 +106,12 @@ def raw(folder: Path, on: Backend, times: int) -> dict[str, Any]:
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The lines of docs/tiers.md, "Measured"."""
     machine, load, plain = result["machine"], result[LOAD], result["raw"]
-    where = machine["accelerator"] or f"a processor ({machine['cpu']}, {machine['cores']} cores)"
+    where = machine["accelerator"] or f"a CPU ({machine['cpu']}, {machine['cores']} cores)"
     threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
     yield (
-        f"`benchmarks/tiers.py` on {where}, {threads}; medians of {result['times']} copies. The load of the machine, "
-        f"which others use too, was {load[0]:.1f} before and {load[1]:.1f} after; "
-        "[the result](../benchmarks/results/tiers.json) has all of it."
+        f"`benchmarks/tiers.py` on {where}, {threads}; medians of {result['times']} copies. The load of the shared "
+        f"machine was {load[0]:.1f} before and {load[1]:.1f} after "
+        "([result](../benchmarks/results/tiers.json))."
     )
     yield ""
     yield f"| {max(SIZES) // MiB} MiB | Out | Back | Both ways at once, in sum | {min(SIZES) // 2**10} KiB, out |"

@@ -1,4 +1,4 @@
-"""A training loop of one's own, within a memory budget: the loop stays as it is.
+"""A user's own training loop within a memory budget: the loop does not change.
 
 python examples/offload_loop.py
 """

@@ -1,4 +1,4 @@
-"""A training loop of one's own around HyperParallel's pieces: the same script on one device and on several.
+"""A user's own training loop with HyperParallel's parts: the same script on one device and on several.
 
 python examples/own_loop.py
 torchrun --nproc-per-node 2 examples/own_loop.py

@@ -1,4 +1,4 @@
-"""Transformers' Trainer with a model that HyperParallel spreads: the script stays, one line is another.
+"""Transformers' Trainer with a model that HyperParallel parallelizes: one line of the script changes.
 
 torchrun --nproc-per-node 2 examples/transformers_trainer.py
 torchrun --nproc-per-node 4 examples/transformers_trainer.py '{shard: 2, tensor: 2}'

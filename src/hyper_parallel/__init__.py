@@ -1,6 +1,6 @@
 """HyperParallel: a supernode as one computer.
 
-The public names. They are imported when they are first used, so that `import hyper_parallel` costs nothing.
+Public names are imported on first use, so that `import hyper_parallel` costs nothing.
 """
 
 from __future__ import annotations

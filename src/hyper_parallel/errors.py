@@ -6,14 +6,14 @@ import difflib
 from collections.abc import Iterable
 
 PREFIX = "hyper-parallel: error: "
-"""Begins each line on standard error that says what went wrong, whichever process writes it."""
+"""Prefix of every error line on standard error, in all processes."""
 
 
 class HyperParallelError(Exception):
-    """The one base class: whatever a user's input, machine or file can cause derives from it.
+    """Base class of all errors that a user's input, machine or files can cause.
 
-    The command line prints its text on one line and exits with 2 (with 1 for a FaultError); anything else that
-    escapes is a defect of ours and is shown with its traceback.
+    The command line prints the message on one line and exits with 2 (with 1 for a FaultError); any other exception
+    is a defect of HyperParallel and is shown with its traceback.
     """
 
 
@@ -22,11 +22,11 @@ class ConfigError(HyperParallelError):
 
 
 class StrategyError(ConfigError):
-    """A Strategy that does not fit the model or the machine, or that names what is not built yet."""
+    """A Strategy that does not fit the model or the machine, or that names an unimplemented feature."""
 
 
 class SimulationError(StrategyError):
-    """A model that the ranks of one process cannot follow; real workers can."""
+    """A model that simulated ranks in one process cannot run; real workers can."""
 
 
 class DataError(HyperParallelError):
@@ -38,15 +38,15 @@ class CheckpointError(HyperParallelError):
 
 
 class TraceError(HyperParallelError):
-    """A Trace that cannot run: what waits in a circle, or calls that other ranks do not make."""
+    """A Trace that cannot run: a cycle of waits, or a collective that other ranks do not make."""
 
 
 class IntegrationError(ConfigError):
-    """Something that another trainer, or its user, asks for and that cannot be honoured inside it."""
+    """A setting of another trainer (Transformers, TRL, LlamaFactory) that HyperParallel cannot honour."""
 
 
 class FollowsError(HyperParallelError):
-    """What another rank's failure led to on this one: that rank says why, and this is shown only if none does."""
+    """A failure on this rank that another rank's failure caused. It is shown only if no rank reports the cause."""
 
 
 class LaunchError(HyperParallelError):
@@ -54,7 +54,7 @@ class LaunchError(HyperParallelError):
 
 
 class WorkersFailedError(LaunchError):
-    """Workers that were started here ended with `code`; what went wrong has been shown by then."""
+    """Workers started by this process ended with `code`; their error has been shown already."""
 
     def __init__(self, code: int, out: str) -> None:
         super().__init__(f"the workers ended with exit code {code}; {out}/logs has a log for each rank")
@@ -62,11 +62,11 @@ class WorkersFailedError(LaunchError):
 
 
 class CaptureError(HyperParallelError):
-    """A step could not be written down as a graph; the message names what stopped it."""
+    """A step cannot be captured as a graph; the message names the cause."""
 
 
 class CompileError(HyperParallelError):
-    """A step's graph could not be compiled; it runs as it is, slower."""
+    """A step's graph could not be compiled; it runs uncompiled, and slower."""
 
 
 class GraphError(HyperParallelError):
@@ -74,33 +74,34 @@ class GraphError(HyperParallelError):
 
 
 class OutOfMemoryError(HyperParallelError):
-    """The memory of a device, or of the host, ran out in a step; says what filled it and which keys would help."""
+    """A device or the host ran out of memory in a step; the message says what filled it and which keys would help."""
 
 
 class BudgetError(ConfigError):
-    """No plan keeps a step within the memory that it was given. The message says what would do."""
+    """No plan keeps a step within its memory budget. The message gives the least budget that suffices."""
 
     def __init__(self, text: str, why: str | None = None, floor: int | None = None) -> None:
-        """`why`: the text without the advice, which names keys of a run file. `floor`: the least bytes that do."""
+        """`why`: the message without the advice, which names keys of a run file. `floor`: the least sufficient budget
+        in bytes.
+        """
         super().__init__(text)
         self.why = why or text
         self.floor = floor
 
 
 class TierError(HyperParallelError):
-    """A memory beside the device's own could not keep or give back what it was given."""
+    """An offload tier could not store or return data."""
 
 
 class FaultError(TierError):
-    """A memory or a disk failed while it was in use, or was damaged. Nothing that the user wrote is wrong: exit code 1,
-    as for a worker that is lost."""
+    """Memory or a disk failed in use, or was damaged. It is no user error: exit code 1, as for a lost worker."""
 
 
 class NonFiniteError(HyperParallelError):
-    """A loss or gradient that is not finite, found before the optimizer touched anything."""
+    """A loss or gradient that is not finite, found before the optimizer updated anything."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'tensor'?``, or the empty string when nothing is near."""
+    """A hint such as ``; did you mean 'tensor'?``, or the empty string if no name is similar."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""

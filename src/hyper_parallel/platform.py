@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Platform:
-    """This process among the run's."""
+    """This process's place in the run."""
 
     def get_rank(self) -> int:
-        """Its rank: the process group's, before there is one the launcher's; 0 for a process by itself."""
+        """The rank: from the process group, before it exists from the launcher; 0 for a single process."""
         import torch.distributed as dist
 
         return dist.get_rank() if _grouped() else int(os.environ.get("RANK", "0"))
 
     def get_world_size(self) -> int:
-        """How many processes the run has: the process group's, before there is one the launcher's, else 1."""
+        """The number of processes: from the process group, before it exists from the launcher, else 1."""
         import torch.distributed as dist
 
         return dist.get_world_size() if _grouped() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def get_platform() -> Platform:
-    """The platform of this process. Takes no part in starting the process group."""
+    """The platform of this process. It does not start the process group."""
     return Platform()
 
 

@@ -23,7 +23,7 @@ _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)")
 
 
 def parse_bytes(text: str) -> int:
-    """1610612736 from ``1.5GiB``; GB are 1000³ bytes. Raises ValueError with what is understood.
+    """1610612736 from ``1.5GiB``; GB are 1000³ bytes. Raises ValueError, which lists the accepted forms.
 
     >>> parse_bytes("1.5GiB")
     1610612736
@@ -35,7 +35,7 @@ def parse_bytes(text: str) -> int:
 
 
 def exact_bytes(count: int) -> str | int:
-    """``10GiB``: what `parse_bytes` reads back, in the largest unit of which it is a whole number."""
+    """``10GiB``: text that `parse_bytes` reads back, in the largest unit that gives a whole number."""
     for prefix, power in (("T", 4), ("G", 3), ("M", 2), ("K", 1)):
         if count and count % 1024**power == 0:
             return f"{count // 1024**power}{prefix}iB"
@@ -66,7 +66,7 @@ _TIMES = {"s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 def parse_seconds(text: str) -> float:
-    """900.0 from ``15min``. Raises ValueError with what is understood.
+    """900.0 from ``15min``. Raises ValueError, which lists the accepted forms.
 
     >>> parse_seconds("1.5h")
     5400.0
@@ -78,7 +78,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Three digits in the unit that suits, for what kernels and steps take: ``85.2 µs``, ``3.12 ms``, ``1.24 s``."""
+    """Three digits in a suitable unit, for times of kernels and steps: ``85.2 µs``, ``3.12 ms``, ``1.24 s``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9)):
         # What rounds to 1000 of a unit is 1 of the next.
         if abs(seconds) * scale >= 0.9995 or unit == "ns":

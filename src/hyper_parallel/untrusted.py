@@ -1,13 +1,13 @@
 """Safe reading of untrusted files: regular files only, bounded size, names inside their folder.
 
-A file from elsewhere may be a pipe that blocks whoever opens it, a link to another place, a device without an end, or a
-text that takes a thousand times its own size once it is parsed. Every reader of a checkpoint, a model's folder, a run
-file or a cache goes through here, so that what it may meet is decided in one place:
+An untrusted file may be a pipe that blocks its reader, a link to another place, an endless device, or a text that
+expands to a thousand times its size when it is parsed. Every reader of a checkpoint, a model's folder, a run file or a
+cache uses these functions:
 
-- `open_regular`, `open_within`: a descriptor of a regular file, and of nothing else; never waits.
-- `open_lock`, `own_folder`: a lock's file, and a folder that only this user can write to, made where they are missing.
-- `read_bytes`, `read_json`: at most so many bytes, at most so deeply nested.
-- `is_plain_name`: whether a name that was read from a file can be joined to a folder and stay inside of it.
+- `open_regular`, `open_within`: a descriptor of a regular file, and of nothing else; never blocks.
+- `open_lock`, `own_folder`: a lock file, and a folder that only this user can write to, created if missing.
+- `read_bytes`, `read_json`: reads with a limit on bytes and on nesting depth.
+- `is_plain_name`: whether a name from a file can be joined to a folder and stay inside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from hyper_parallel.units import format_bytes
 
 DEPTH = 64
-"""Of lists and mappings in each other, at most. Files that anybody writes are a tenth as deep."""
+"""Maximum nesting depth of lists and mappings. Files in practice have a tenth of it."""
 _KINDS = (
     (stat.S_ISDIR, "it is a folder"),
     (stat.S_ISFIFO, "it is a pipe"),
@@ -33,9 +33,9 @@ _KINDS = (
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> FileIO:
-    """Open a regular file for reading, without a buffer. `links`: the path itself may be a symbolic link.
+    """Open a regular file for reading, unbuffered. `links`: the path itself may be a symbolic link.
 
-    Raises OSError, with the reason in words, for anything else, and waits for nothing.
+    Raises OSError, with the reason in words, for anything else, and never blocks.
     """
     return _opened(os.fspath(path), links, None)
 
@@ -76,13 +76,13 @@ def _refuse_irregular(found: os.stat_result) -> None:
     if stat.S_ISREG(found.st_mode):
         return
     if stat.S_ISLNK(found.st_mode):
-        raise OSError(errno.ELOOP, "it is a symbolic link, and only a file of its own may be here")
+        raise OSError(errno.ELOOP, "it is a symbolic link, and only a regular file is allowed here")
     words = next((words for is_kind, words in _KINDS if is_kind(found.st_mode)), "it is no file")
     raise OSError(errno.EINVAL, f"{words}, and a file is needed")
 
 
 def read_bytes(file: FileIO, limit: int) -> bytes:
-    """All of an open file, and close it. Raises OSError where it has more than `limit` bytes, before reading them."""
+    """Read all of an open file and close it. Raises OSError, before reading, if it has more than `limit` bytes."""
     with file:
         size = os.fstat(file.fileno()).st_size
         found = b"" if size > limit else _all_of(file, limit)
@@ -107,7 +107,7 @@ def read_json(path: str | os.PathLike[str], limit: int, *, links: bool = True) -
 
 
 def parse_json(data: bytes | str) -> Any:
-    """What a JSON text says. Raises ValueError, with the reason in words, also where it is nested too deeply."""
+    """The parsed JSON text. Raises ValueError, with the reason in words, also if it is nested too deeply."""
     try:
         found = json.loads(data)
     except UnicodeDecodeError as error:
@@ -132,17 +132,17 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name names a file in a folder: printable text, no separators, no leading dot, no longer than may be."""
+    """Whether a name is a plain file name: printable text, no separators, no leading dot, not too long."""
     if not isinstance(name, str) or not name or name.startswith(".") or not name.isprintable():
         return False
     return not set(name) & set("/\\") and len(name.encode("utf-8", "surrogatepass")) <= 255
 
 
 def refuse_irregular_entries(folder: str | os.PathLike[str]) -> None:
-    """Raise OSError, with its name, if anything in a folder is neither a file nor a folder.
+    """Raise OSError, with the name, if an entry of a folder is neither a file nor a folder.
 
-    For folders that another library reads, which would wait for a pipe. Links are followed, as caches of models have
-    them; those that lead nowhere are left to the reader.
+    For folders that another library reads, which would block on a pipe. Links are followed, since model caches
+    contain them; dangling links are left to the reader.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -160,18 +160,18 @@ def refuse_irregular_entries(folder: str | os.PathLike[str]) -> None:
 
 
 def open_lock(path: str | os.PathLike[str]) -> int:
-    """A descriptor of the file that stands for a lock, made where it is missing; its content stays as it is.
+    """A descriptor of a lock file, which is created if missing; its content does not change.
 
-    Raises OSError for a symbolic link, which would have a file made or kept open elsewhere, and waits for nothing.
+    Raises OSError for a symbolic link, which could create or open a file elsewhere, and never blocks.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return os.open(path, flags, 0o644)
 
 
 def own_folder(path: str | os.PathLike[str]) -> None:
-    """Make a folder that only this user can write to, or see that it is one. The folder around it may be anybody's.
+    """Create a folder that only this user can write to, or check an existing one. Its parent may be anybody's.
 
-    Raises OSError where it belongs to somebody else, or is open to others.
+    Raises OSError if it belongs to another user, or is open to others.
     """
     try:
         os.mkdir(path, 0o700)
@@ -181,7 +181,9 @@ def own_folder(path: str | os.PathLike[str]) -> None:
 
 
 def not_ours(folder: str | os.PathLike[str]) -> str | None:
-    """Why a folder is not this user's alone to write, in words; None if it is. Raises OSError if it is not there."""
+    """Why other users could write to a folder, in words; None if only this user can. Raises OSError if it does not
+    exist.
+    """
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         return "it is no folder"
@@ -193,5 +195,5 @@ def not_ours(folder: str | os.PathLike[str]) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Text for a terminal or a log: what would move a cursor or break the line is escaped."""
+    """Text for a terminal or a log, with control characters and line breaks escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)

@@ -79,11 +79,11 @@ def test_cases_come_from_all_processes_and_one_that_fails_is_an_error(
 
 def test_the_page_of_budgets_says_what_was_run_and_what_was_wrong() -> None:
     text = " ".join(budget.page({"summary": budget.summarized([_row(0), _row(1)], of=2)}))
-    assert "In all of 2 cases" in text and "So far" not in text and "Not so" not in text
-    assert "It saw 99.0000% of a budget" in text and "to 110.0% of the budget in the median" in text
+    assert "In all of 2 cases" in text and "So far" not in text and "Failed" not in text
+    assert "It saw at most 99.0000% of a budget" in text and "to 110.0% of the budget in the median" in text
     stopped = budget.summarized([_row(0), _row(7, live=101)], of=3)
     text = " ".join(budget.page({"summary": stopped}))
-    assert "So far 2 of 3 cases" in text and "In 1 of 2 cases" in text and "the seeds 7." in text
+    assert "So far 2 of 3 cases" in text and "In 1 of 2 cases" in text and "**Failed** seeds: 7." in text
 
 
 def test_a_case_of_the_budget_benchmark_holds() -> None:

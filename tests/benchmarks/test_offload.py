@@ -150,7 +150,7 @@ def test_the_page_has_the_results_and_says_what_was_not_run() -> None:
     text = list(offload_pages.lines({"simulated": {"workloads": [one]}}))
     assert text.count("| none | 3.0 GiB | 2.500 s | 1.250 s |") == 1
     assert text.count("| a budget of 2.0 GiB | 2.0 GiB | | 4.000 s |") == 1
-    assert text.count("Ours lies on or below every other's point.") == 1
+    assert text.count("Ours lies on or below the point of every alternative.") == 1
     missing = [line for line in text if line.startswith("Not run yet: ")]
     assert [line.partition(".")[0].removeprefix("Not run yet: ") for line in missing] == [
         "the real steps",
@@ -178,7 +178,7 @@ def test_the_page_says_what_real_steps_came_to() -> None:
     found["below"] = offload._below_measured(rows)
     text = list(offload_pages.lines({"real": found}))
     assert "| small | 50.0 MiB | 4.000 s |  | 0.50 × (0.50 to 0.50): ours, 50 |" in text
-    assert "Ours lies above: quick." in text
-    assert "No plan of ours was run that holds as little as: tiny." in text
-    assert "3 others and 2 plans of ours took turns, 3 steps each" in text[0]
-    assert "Not run yet: the real steps. There are no figures of it." not in text
+    assert "Ours lies above the point of: quick." in text
+    assert "None of our plans that were run holds as little as: tiny." in text
+    assert "3 alternatives and 2 of our plans alternate, 3 steps each" in text[0]
+    assert "Not run yet: the real steps." not in text

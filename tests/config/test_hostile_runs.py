@@ -39,7 +39,7 @@ def test_many_mistakes_are_cut_with_a_count(tmp_path: Path) -> None:
     lines = str(refused.value).splitlines()
     assert len(lines) == MOST_LINES + 1
     assert lines[0].endswith("train0: unknown key; did you mean 'train'?")
-    assert lines[-1].endswith(f"and {300 - MOST_LINES} more mistakes")
+    assert lines[-1].endswith(f"and {300 - MOST_LINES} more problems")
 
 
 def test_aliases_up_to_the_bound_are_read() -> None:

@@ -154,7 +154,7 @@ class TestInheritance:
         write(tmp_path / "a.yaml", "extends: b.yaml\n")
         b = write(tmp_path / "b.yaml", "extends: a.yaml\n")
         assert problems(b) == [
-            "b.yaml: 'extends' goes round in a circle: b.yaml -> a.yaml -> b.yaml; remove one of them"
+            "b.yaml: 'extends' forms a cycle: b.yaml -> a.yaml -> b.yaml; remove one of them"
         ]
 
     def test_a_missing_base_names_the_file_that_names_it(self, tmp_path: Path) -> None:

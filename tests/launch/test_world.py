@@ -27,5 +27,5 @@ def test_written_axes_stated_workers_or_the_cores_say_it(monkeypatch: pytest.Mon
     assert workers("auto", workers=4) == 4
     assert workers("auto") == 6
     assert workers("auto", nodes=2, rendezvous="10.0.0.1:29500") == 12
-    with pytest.raises(ConfigError, match="multiply to 4, which does not divide the 6 cores"):
+    with pytest.raises(ConfigError, match="the product of the given axes, 4, does not divide the 6 cores"):
         workers({"axes": {"shard": "auto", "tensor": 4}})

@@ -23,6 +23,8 @@ def check(folder: Path, file: str, code: str) -> subprocess.CompletedProcess[str
     [
         ("told.py", "", "the file's name has 'told'"),
         ("a.py", '"""The way in which ranks are asked."""\n', "the first line has 'The way'"),
+        ("a.py", '"""What a rank holds."""\n', "the first line has 'What'"),
+        ("a.md", "A rank is told.\n", "a.md:1: the text has 'is told'"),
         ("a.py", "class KeptRows: ...\n", "KeptRows has 'kept'"),
         ("a.py", "def settle_rules() -> None: ...\n", "settle_rules has 'settle'"),
     ],
@@ -36,3 +38,8 @@ def test_a_private_word_is_refused(tmp_path: Path, file: str, code: str, said: s
 def test_terms_of_the_field_pass(tmp_path: Path) -> None:
     code = '"""Liveness analysis: the lifetime of each storage."""\nclass Buffer: ...\ndef _kept() -> None: ...\n'
     assert check(tmp_path, "liveness.py", code).returncode == 0
+
+
+def test_quoted_output_and_code_in_documents_pass(tmp_path: Path) -> None:
+    text = "A page.\n\n    so many rows\n\n```\nso many rows\n```\n"
+    assert check(tmp_path, "page.md", text).returncode == 0

@@ -1,4 +1,4 @@
-"""Calibration: this machine measured, as a cluster file that predictions are made with.
+"""Calibration: measures this machine and writes it as a cluster file, which predictions use.
 
 `calibrate` starts the workers, measures and returns a `Cluster`; `render` shows it as tables.
 """

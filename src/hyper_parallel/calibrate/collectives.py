@@ -7,8 +7,9 @@ The closed forms of `cluster.collective` are linear in α and 1/β,
 so that the least squares of relative errors, Σ ((a α + b/β) / t − 1)², have a solution in closed form (`fit`), with
 α ≥ 0 and β > 0.
 
-Weights are gathered, and their gradients scattered, a layer's in one call; so are these, cut up as a layer of a decoder
-is (`LAYER`). What a runtime does with several tensors, such as packing small ones, is in the time.
+A step gathers a layer's weights, and reduce-scatters their gradients, in one call. So do these measurements, with the
+tensors of a decoder layer (`LAYER`); the times include what a runtime does with several tensors, such as packing small
+ones.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from hyper_parallel.compat import Backend, collectives
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 LAYER = (4, 4, 4, 2, 2, 1, 1)
-"""A layer's weights, in parts of their sum: a gated MLP, queries and what comes out of attention, keys and values."""
+"""A layer's weights as shares of their sum: a gated MLP, query and output projections, keys and values."""
 
 
 def sizes(level: str) -> tuple[int, ...]:
-    """Bytes that a rank gives, of a gather those that it gets; multiples of four bytes for each of 64 ranks."""
+    """Bytes that a rank sends, for a gather those that it receives; multiples of four bytes for each of 64 ranks."""
     return {
         "full": (2**10, 2**14, 2**17, 2**20, 2**22, 2**24),
         "shared": (2**10, 2**14, 2**17, 2**20, 2**22, 2**24),
@@ -54,7 +55,7 @@ def measure_collectives(
     clock: Callable[[Callable[[], object], int], list[float]],
     results: Results,
 ) -> None:
-    """Seconds by ("collective", kind, ranks, bytes that a rank gives). On every rank of the default group."""
+    """Seconds by ("collective", kind, ranks, bytes that a rank gives). Every rank of the default group calls it."""
     world = dist.get_world_size()
     for ranks in group_sizes(world):
         groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, world, ranks)]

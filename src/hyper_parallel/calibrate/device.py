@@ -11,13 +11,13 @@ from hyper_parallel.cluster import Device, Efficiency, MemoryTable, ShapeTable, 
 from hyper_parallel.cluster.efficiency import attention_flops
 
 STAND_FOR = {"aten.add": "elementwise", "aten.sum": "reduce", "aten.clone": "copy"}
-"""Operators whose tables, of both layouts, stand for those of their kind that were not measured."""
+"""Operators whose tables, of both layouts, also price unmeasured operators of their kind."""
 MOST = 1e3
 """A share above which the first touch of new memory counts as free."""
 
 
 def device_of(results: Results, name: str, memory_bytes: float, peaks: dict[str, float | None]) -> Device:
-    """The device that the worker had. `peaks` are the maker's FLOP/s by dtype, where there are such."""
+    """The worker's device. `peaks` are the maker's FLOP/s by dtype, if published."""
     ((moved, seconds),) = [(key[0], value) for key, value in results.table("copied").items()]
     bandwidth = cast(float, moved) / seconds
     memory = tuple(_memory_tables(results, bandwidth))
@@ -105,7 +105,9 @@ def _memory_tables(results: Results, bandwidth: float) -> list[MemoryTable]:
 
 
 def _launches(results: Results, launches: dict[str, float]) -> list[MemoryTable]:
-    """Kinds whose calls cost other than the device's launch: products, views; attention's is in its times."""
+    """Kinds whose calls have a launch cost different from the device's: products and views. Attention's is in its
+    times.
+    """
     views = [seconds for key, seconds in results.table("operator").items() if key[1] == "view"]
     found = [MemoryTable("matmul", dtype=dtype, launch=float(f"{x:.5g}")) for dtype, x in launches.items()]
     found.append(MemoryTable("attention", launch=0.0))

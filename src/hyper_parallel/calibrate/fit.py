@@ -1,12 +1,12 @@
-"""Seconds to the tables of a Device: shares of the highest rate that was measured.
+"""Fits a Device's tables to measured seconds: shares of the highest measured rate.
 
     peak = max flops / (seconds − launch)               of products large enough to have settled     `peak_of`
     share = flops / (peak · (seconds − launch))         `shape_table`
     share = bytes / (bandwidth · (seconds − launch))    `memory_table`
     launch = t₀ − b₀ · (t₁ − t₀) / (b₁ − b₀)            from the two smallest sizes, at least t₀ / 5     `_launch`
 
-A product's smooth curve is the best of a grid of half lengths, each with the `best` whose logarithm is the mean of
-those that the points ask for (`shape_table`).
+A product's smooth curve is the best of a grid of half lengths; the logarithm of `best` for each is the mean over the
+points (`shape_table`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import cast
 from hyper_parallel.cluster import MemoryTable, ShapeTable
 
 SETTLED = 2**24
-"""FLOPs from which on a product's rate may count as a peak."""
+"""Minimum FLOPs of a product whose rate may count as a peak."""
 _HALVES = (0.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _LEAST = 0.1
-"""The least part of a measured time that is left when the launch is taken off: both are measured, so both err."""
+"""Minimum share of a measured time that remains after the launch is subtracted, since both have measurement errors."""
 
 Shape = tuple[float, float, float, float]
 _Row = tuple[float, float, float, float, float]
@@ -59,7 +59,7 @@ def shape_table(
 def _best(
     shares: Mapping[Shape, float], half: tuple[float, float, float]
 ) -> tuple[float, float, tuple[float, float, float]]:
-    """(error, best, half): the best share for these half lengths, and the mean square of what is left in logarithms."""
+    """(error, best, half): the best share for these half lengths, and the mean squared residual in logarithms."""
     logs = [
         math.log(share) + sum(math.log1p(h / size) for h, size in zip(half, shape[1:], strict=True))
         for shape, share in shares.items()
@@ -97,5 +97,5 @@ def _launch(points: Mapping[float, float]) -> float:
 
 
 def _short(number: float) -> float:
-    """Five digits: no measurement has more."""
+    """Rounded to five digits; no measurement is more accurate."""
     return float(f"{number:.5g}")

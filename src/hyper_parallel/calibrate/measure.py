@@ -22,7 +22,7 @@ PARTS = ("fresh", "memory", "matmul", "attention", "operators", "tiers", "turns"
 
 
 def measure(job: Job, backend: Backend, device: torch.device, progress: Callable[[str], None]) -> Results:
-    """Everything that the job names."""
+    """Run all parts of the job."""
     results = Results()
     timer = Timer(backend, *((0.03, 5, 15) if job.level == "full" else (0.015, 4, 9)))
     parts: dict[str, Callable[[], None]] = {
@@ -58,9 +58,9 @@ def _tiers(timer: Timer, device: torch.device, job: Job, results: Results) -> No
 
 
 def measure_turns(timer: Timer, device: torch.device, level: str, results: Results) -> None:
-    """Mean seconds by ("turns", what) of a few operators, over windows that are long against the scheduler's turns.
+    """Mean seconds by ("turns", operator) of a few operators, over windows much longer than a scheduler time slice.
 
-    Workers that outnumber the cores take turns; compared with the same of as many workers as cores, this says how
+    Workers that outnumber the cores share them in time slices. Compared with one worker per core, this measures how
     much slower each becomes.
     """
     window = {"full": 0.4, "shared": 0.4, "quick": 0.15, "tiny": 0.02}[level]
@@ -78,7 +78,7 @@ def measure_turns(timer: Timer, device: torch.device, level: str, results: Resul
 
 
 def _clock(backend: Backend, call: Callable[[], object], level: str, size: int) -> list[float]:
-    """Seconds of repetitions of a collective of so many bytes, begun together; as many on every rank."""
+    """Seconds of repetitions of a collective of the given bytes, begun together, equally often on every rank."""
     taken = []
     # Small ones wait for the scheduler's turns more than for bytes, and vary the most.
     repetitions = 5 if level == "tiny" else 21 if size < 2**20 else 9

@@ -21,7 +21,7 @@ _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)
 
 
 def sizes(level: str) -> tuple[int, ...]:
-    """Bytes of a buffer."""
+    """Buffer size in bytes."""
     return {
         "full": (2**16, 2**20, 2**22, 2**24, 2**25, 2**26),
         "shared": (2**16, 2**20, 2**24, 2**25, 2**26),
@@ -31,10 +31,10 @@ def sizes(level: str) -> tuple[int, ...]:
 
 
 def measure_fresh(device: torch.device, level: str, results: Results) -> None:
-    """Extra seconds by ("fresh", bytes): of the first write into a newly allocated buffer above that of the second.
+    """Extra seconds by ("fresh", bytes) of the first write into a newly allocated buffer, compared with the second.
 
-    The buffer takes the place of one that was just freed, as in a step that has run before: what the allocator kept
-    is there, and what it gave back to the system has to be mapped anew, page by page. Before `keep_freed_memory`.
+    The buffer replaces one that was just freed, as in a warm step: pages that the allocator kept are mapped, and
+    pages that it gave back to the system must be mapped again. Call it before `keep_freed_memory`.
     """
     # A block as large as a model's, freed, sets the allocator's thresholds to what they are in training.
     block = filled(((2**25 if level != "tiny" else 2**20) // 4,), torch.float32, device)
@@ -55,7 +55,7 @@ def measure_fresh(device: torch.device, level: str, results: Results) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what is freed, so that later measurements meet no new pages. Without glibc, nothing."""
+    """Let the C library keep freed memory, so that later measurements touch no new pages. No effect without glibc."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_MAX, 0)

@@ -26,11 +26,11 @@ class Operator:
     """With its overload."""
     kind: str
     arguments: Callable[[torch.Tensor], Arguments]
-    """From x [rows, WIDTH] to what it is called with; tensors among them are what it reads."""
+    """From x [rows, WIDTH] to the call's arguments; it reads the tensors among them."""
     layout: str = ""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     in_place: bool = False
-    """It reads and writes its first argument and makes nothing new."""
+    """The operator works in place on its first argument."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -44,7 +44,7 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """A column of indices of rows, in no order."""
+    """A column of row indices in random order."""
     return torch.randperm(x.shape[0], device=x.device)
 
 
@@ -148,7 +148,7 @@ OPERATORS: tuple[Operator, ...] = (
 )
 
 ESSENTIAL = ("add", "mul", "exp", "silu", "clone", "_softmax", "native_layer_norm", "view")
-"""What is measured where time is short."""
+"""The operators of a quick calibration."""
 
 
 def sizes(level: str) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ def measure_operators(timer: Timer, device: torch.device, level: str, results: R
                 try:
                     _one(operator, dtype, x, timer, results)
                 except (AttributeError, RuntimeError, NotImplementedError) as error:
-                    # An operator that this PyTorch or this device has not: its kind stands for it.
+                    # This PyTorch or device lacks the operator: its kind's table is used.
                     reason = (str(error).splitlines() or [type(error).__name__])[0][:80]
                     results.notes.append(f"{operator.name} in {dtype} was not measured: {reason}")
                     break

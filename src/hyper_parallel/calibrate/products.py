@@ -29,7 +29,7 @@ BETWEEN: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "quick": ((1, 512, 384, 384), (1, 512, 192, 768)),
     "tiny": ((1, 32, 32, 32),),
 }
-"""Shapes off the grid, which the tables are held against."""
+"""Shapes between the grid's, on which the tables' error is measured."""
 
 
 def shapes(level: str) -> Iterator[tuple[int, int, int, int]]:
@@ -81,7 +81,7 @@ def _product(
 def _matrix(
     batch: int, rows: int, columns: int, layout: str, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """[rows, columns] or [batch, rows, columns]; as the transpose of what lies in memory where the layout says so."""
+    """[rows, columns] or [batch, rows, columns]; a transposed view of memory if the layout says so."""
     shape = (rows, columns) if layout == "n" else (columns, rows)
     matrix = filled(shape if batch == 1 else (batch, *shape), dtype, device)
     return matrix if layout == "n" else matrix.transpose(-1, -2)

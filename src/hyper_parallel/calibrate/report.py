@@ -1,4 +1,4 @@
-"""A calibrated cluster as tables for a person."""
+"""Tables of a calibrated cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hyper_parallel.units import format_bytes
 from hyper_parallel.workload import Work
 
 QUIET = 0.2
-"""The spread above which a table counts as disturbed by something else that ran."""
+"""The spread above which a table counts as disturbed by other load."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class _Row:
 
     what: str
     tables: tuple[ShapeTable | MemoryTable, ...]
-    """Those whose spread is shown."""
+    """The tables whose spread is shown."""
     shown: Callable[[Device], str]
 
 
 def render(cluster: Cluster, width: int = 100) -> str:
-    """What was measured: rates of a worker alone and of several at once, each with its spread; collectives; copies."""
+    """Measured rates of one worker and of several at once, each with its spread; collectives; copies."""
     out = io.StringIO()
     console = Console(file=out, width=width)
     console.print(_rates(cluster))
@@ -45,7 +45,7 @@ def render(cluster: Cluster, width: int = 100) -> str:
 
 
 def _busy(cluster: Cluster) -> str:
-    """What to do if most figures were disturbed; nothing if they were not."""
+    """Advice if most figures were disturbed; empty otherwise."""
     assert cluster.device is not None, "a calibrated cluster has a device"
     efficiency = cluster.device.efficiency
     spreads = [

@@ -1,4 +1,4 @@
-"""The rounds of a calibration, and the cluster that comes out."""
+"""Runs the rounds of a calibration and builds the cluster."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ TURNS = ("turns", "collectives")
 
 @dataclass(frozen=True)
 class Settings:
-    """What `hyper-parallel calibrate` is told."""
+    """Options of `hyper-parallel calibrate`."""
 
     workers: int = 4
-    """The most workers that compute here at once."""
+    """The largest number of workers that compute on this machine at once."""
     level: str = "full"
     """`full`, `quick` (fewer shapes and sizes) or `tiny` (a few, for tests)."""
     device: str = "auto"
     folder: Path = Path()
-    """Where flash is measured."""
+    """The folder in which flash is measured."""
 
 
 def calibrate(settings: Settings, progress: Callable[[str], None]) -> Cluster:
-    """Measure this machine. `progress` is told each part as it begins. Raises LaunchError when workers fail."""
+    """Measure this machine. `progress` is called with each part as it begins. Raises LaunchError if workers fail."""
     from hyper_parallel import compat
 
     if settings.workers < 1:
@@ -100,13 +100,13 @@ def calibrate(settings: Settings, progress: Callable[[str], None]) -> Cluster:
 
 
 def _worlds(workers: int) -> list[int]:
-    """2, 4, 8 … below the number of workers, and that."""
+    """2, 4, 8 … below the number of workers, and the number itself."""
     found = [n for n in (2**power for power in range(1, 16)) if n < workers]
     return [*found, workers] if workers > 1 else []
 
 
 def _slower(base: Results, found: Results) -> float:
-    """How many times as long the operators of `turns` take, as a geometric mean."""
+    """The slowdown of the operators of `turns`, as a geometric mean."""
     ratio = 1.0
     times = base.table("turns")
     for key, seconds in times.items():
@@ -143,7 +143,7 @@ def _copies(results: Results) -> tuple[CopyTable, ...]:
 
 
 def _tier(name: str, bytes: float, beside: str, copies: tuple[CopyTable, ...]) -> Tier | None:
-    """A tier whose bandwidths are those of its largest copies from and to the tier beside it."""
+    """A tier with the bandwidths of its largest copies from and to the adjacent tier."""
     rates = {}
     for table in copies:
         size, seconds = table.points[-1]

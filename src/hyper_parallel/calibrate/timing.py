@@ -1,11 +1,11 @@
-"""How long a call takes: repetitions in a quiet machine's sense, with their spread.
+"""Times repeated calls: the lower quartile, robust against other load, and the spread.
 
     seconds = lower quartile of the repetitions         spread = (third quartile − first) / median      `Timer.of`
 
-A repetition is so many calls that the clock's own cost does not count. The lower quartile and not the median, since
-whatever else runs on the machine only ever adds time; on a quiet machine the two are within a percent. Where workers
-outnumber the cores they take turns, and a repetition is either alone or interrupted: the mean over a window that is
-long against the scheduler's turns is taken there instead (`Timer.mean`).
+A repetition has enough calls to make the clock's own cost negligible. The lower quartile replaces the median because
+other load only adds time; on a quiet machine the two are within a percent. Where workers outnumber the cores, a
+repetition may or may not be preempted: there the mean over a window much longer than a scheduler time slice is used
+instead (`Timer.mean`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import torch
 from hyper_parallel.compat import Backend
 
 KEPT = 64 * 2**20
-"""Bytes of results that stay alive while an operator is repeated, as activations do, and of the operands that take
-turns in its calls, as weights do: more than caches hold."""
+"""Bytes of results that stay alive while an operator is repeated, like activations, and of the operands that its calls
+cycle through, like weights: more than the caches hold.
+"""
 _TURNS = 256
-"""The most operands that take turns: small ones leave the nearest caches long before."""
+"""Maximum number of operands to cycle through: small ones leave the nearest caches long before."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What repetitions gave."""
+    """Result of the repetitions."""
 
     seconds: float
     spread: float
@@ -42,7 +43,7 @@ class Timer:
 
     backend: Backend
     budget_s: float = 0.04
-    """How long the repetitions of one call may take in all, after the least number of them."""
+    """Time limit in seconds for all repetitions of one call, beyond the minimum number."""
     least: int = 5
     most: int = 15
 
@@ -55,7 +56,7 @@ class Timer:
         while len(taken) < self.most:
             taken.append(self._once(call, calls))
             spent = time.perf_counter() - started
-            # A long call, or a machine that is busy with something else: three are all that there is time for.
+            # For long calls, or on a busy machine, there is time for only three repetitions.
             if spent > self.budget_s and len(taken) >= (self.least if spent < 4 * self.budget_s else 3):
                 break
         taken.sort()
@@ -83,16 +84,17 @@ class Timer:
 
 
 def keeping(call: Callable[[], Any], bytes: int) -> Callable[[], None]:
-    """`call`, whose last results stay alive so that each is written into other memory; `bytes` of one result."""
+    """`call` with its last results kept alive, so that each result is written into different memory; `bytes` of one
+    result.
+    """
     kept: deque[Any] = deque(maxlen=max(1, min(4096, KEPT // max(bytes, 1))))
     return lambda: kept.append(call())
 
 
 def in_turns(arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The arguments over and over, every tensor but the first at another place in memory each time.
+    """Yields the arguments repeatedly, with every tensor except the first at a different address each time.
 
-    So a step meets them: one operand has just been made, the others (weights, what the forward pass kept) have lain
-    for long.
+    In a step, too, one operand was just computed, and the others (weights, saved activations) are no longer cached.
     """
     others = sum(tensor.nbytes for tensor in tensors_of(arguments)[1:])
     count = max(1, min(_TURNS, KEPT // others)) if others else 1
@@ -118,5 +120,5 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Normal random numbers: of zeros, or of what happens to lie in memory, some kernels take other times."""
+    """Normal random numbers: with zeros or uninitialised memory some kernels take different times."""
     return torch.randn(shape, device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""Workers that measure: processes of this machine, alone or several at once, as a run has them."""
+"""Worker processes that measure, alone or several at once, as in a run."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of one round measures."""
+    """The measurements of one round, the same for every worker."""
 
     world: int
     threads: int
     device: str
     level: str
-    """How much: `full`, `quick` or `tiny`."""
+    """Extent: `full`, `quick` or `tiny`."""
     parts: tuple[str, ...]
-    """Of `measure.PARTS`."""
+    """The parts to measure, of `measure.PARTS`."""
     folder: str
-    """Where flash is measured, and where the workers meet."""
+    """The folder in which flash is measured and the workers meet."""
 
 
 def run(job: Job, progress: Progress, timeout_s: float = 600.0) -> list[Results]:

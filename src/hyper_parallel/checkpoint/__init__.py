@@ -1,6 +1,6 @@
-"""Checkpoints that can be trusted: committed or ignorable, verified byte by byte, loadable into any layout.
+"""Checkpoints: atomically committed, verified byte by byte, loadable into any layout.
 
-`Writer` saves while training goes on, `newest` finds the newest verified one, `read` fills tensors from it
+`Writer` saves in the background, `newest` finds the newest verified checkpoint, `read` fills tensors from it
 under any other layout and number of ranks, `export` writes a Hugging Face folder. docs/checkpoints.md
 describes the format.
 """

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Commit:
-    """What the marker says beside the files and their digests."""
+    """The commit marker's fields besides the files and their digests."""
 
     step: int
     mesh: Mesh
@@ -37,10 +37,10 @@ class Commit:
 
 
 def commit(partial: Path, final: Path, what: Commit, time_limit: float) -> None:
-    """Make `partial` a checkpoint: durable files, then the marker, then the name that readers take.
+    """Commit `partial`: durable files, then the marker, then the name that readers accept.
 
-    Raises CheckpointError if a rank failed, did not appear within `time_limit` seconds, or saved other
-    tensors than the others; OSError from the file system.
+    Raises CheckpointError if a rank failed, did not appear within `time_limit` seconds, or saved different tensors
+    than the others; OSError from the file system.
     """
     files: dict[str, Written] = {}
     if what.assets:
@@ -95,13 +95,11 @@ def commit(partial: Path, final: Path, what: Commit, time_limit: float) -> None:
 
 
 def prune(newest: Path, keep: int, known: set[Path]) -> None:
-    """Delete what is older than the `keep` newest good checkpoints, of which `newest`, just committed, is the
-    first.
+    """Delete checkpoints older than the `keep` newest good ones; `newest`, just committed, is the first of these.
 
-    Those in `known` were written by this run; others are read before they count, so that a damaged one never
-    takes the place of a good one. Nor does one that is to be passed over (`health`): of these, too, the `keep` newest
-    stay, for whoever wants them. Newer names than `newest` are not touched. What cannot be deleted is logged: the new
-    checkpoint is durable all the same.
+    Those in `known` were written by this run; others are verified before they count, so that a damaged one never
+    replaces a good one. Ruined ones (`health`) do not count either; the `keep` newest of them stay too. Names newer
+    than `newest` are not touched. A failed deletion is only logged: the new checkpoint is durable.
     """
     folder = newest.parent
     good = passed_over = 0
@@ -126,7 +124,7 @@ def _name_of(path: Path, folder: Path) -> folder_names.Name:
 
 
 def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:
-    """Until every rank's index is there: it is written after the rank's data is on the disk."""
+    """Wait for every rank's index, which is written after the rank's data is on the disk."""
     deadline = time.monotonic() + time_limit
     missing = set(range(what.mesh.world))
     while True:
@@ -150,9 +148,9 @@ def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:
 
 
 def _check_whole(indexes: list[dict[str, Any]], what: Commit) -> None:
-    """Each element of each tensor must have been written once.
+    """Check that each element of each tensor was written once.
 
-    With one layout a tensor and one mesh the blocks are disjoint by construction, so counting them is enough.
+    With one layout per tensor and one mesh the blocks are disjoint by construction, so counting them is enough.
     """
     first: dict[str, tuple[Any, ...]] = {}
     counts: dict[str, int] = {}

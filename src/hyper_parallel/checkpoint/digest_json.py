@@ -1,4 +1,4 @@
-"""JSON files that carry the SHA-256 digest of themselves.
+"""Sealed JSON files, which contain their own SHA-256 digest.
 
 The text is ``json.dumps(body, sort_keys=True)`` and a newline, with one more key, ``sha256``: the digest of
 the same text without that key. The bytes must be exactly that text, so that every changed bit is noticed,
@@ -18,7 +18,7 @@ from hyper_parallel.units import format_bytes
 from hyper_parallel.untrusted import parse_json
 
 LARGEST = 64 * 2**20
-"""Bytes of a sealed file, at most: the index of a rank with a quarter of a million blocks."""
+"""Maximum bytes of a sealed file: the index of a rank with a quarter of a million blocks."""
 
 
 def _text(body: Mapping[str, Any]) -> bytes:
@@ -26,9 +26,9 @@ def _text(body: Mapping[str, Any]) -> bytes:
 
 
 def seal(body: Mapping[str, Any]) -> bytes:
-    """The bytes of the file for `body`, which has no key ``sha256`` of its own.
+    """The bytes of the sealed file for `body`, which must not have the key ``sha256``.
 
-    Raises CheckpointError where no reader would take it.
+    Raises CheckpointError if no reader would accept it.
     """
     assert "sha256" not in body
     data = _text({**body, "sha256": hashlib.sha256(_text(body)).hexdigest()}) + b"\n"
@@ -61,7 +61,7 @@ def unseal(data: bytes) -> dict[str, Any]:
 def check_state(value: object, where: str = "state") -> None:
     """Raise CheckpointError, naming the place, if JSON cannot hold `value`.
 
-    As ever with JSON, tuples come back as lists and integer keys (a Transformers config has some) as strings.
+    As usual with JSON, tuples come back as lists and integer keys (a Transformers config has some) as strings.
     """
     if value is None or isinstance(value, str | bool | int):
         return

@@ -1,4 +1,4 @@
-"""Files that are on the disk when the call returns, and errors of the file system in one clear line."""
+"""Durable file writes (fsync), and file-system errors as one-line messages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
     | {errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 )
-"""What a file system says that a person can mend; any other error of the system is a defect until shown otherwise."""
+"""File-system errors that a user can fix; any other system error counts as a defect."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was handed to the file: counted and digested in memory, never read back."""
+    """Bytes written to a file: counted and digested in memory, never read back."""
 
     bytes: int
     sha256: str
@@ -60,8 +60,8 @@ def fsync_folder(folder: Path) -> None:
 
 
 def publish(path: Path, data: bytes) -> Written:
-    """Write a file under another name first, so that `path` appears, or is replaced, whole and durable or not at
-    all. Raises OSError, and leaves nothing then.
+    """Create or replace the file `path` atomically and durably, by way of a temporary name. Raises OSError and then
+    leaves nothing.
     """
     hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
@@ -76,9 +76,9 @@ def publish(path: Path, data: bytes) -> Written:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder by way of a name that no reader takes, so that it is never seen half there.
+    """Remove a folder after renaming it to a name that readers ignore, so that no reader sees it partly removed.
 
-    Raises OSError if it cannot be renamed; what cannot be removed after that is left to the next writer.
+    Raises OSError if it cannot be renamed; remaining files are left to the next writer.
     """
     hidden = folder.with_name(f"{folder.name.partition('.')[0]}.deleted-{secrets.token_hex(4)}")
     os.rename(folder, hidden)
@@ -86,7 +86,7 @@ def discard(folder: Path) -> None:
 
 
 def explain(error: OSError, path: Path, action: str = "write") -> CheckpointError:
-    """A CheckpointError that says in one line what the file system refused and how to mend it."""
+    """A CheckpointError that states in one line what the file system refused and how to fix it."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
             why = f"{'no space is left' if error.errno == errno.ENOSPC else 'the disk quota is used up'}"

@@ -1,4 +1,4 @@
-"""A checkpoint as a plain Hugging Face folder, a tensor at a time."""
+"""Exports a checkpoint as a plain Hugging Face folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hyper_parallel.units import format_bytes
 log = logging.getLogger(__name__)
 
 MODEL = "model."
-"""What the names of the model's tensors begin with in a checkpoint, before the parameter's own name."""
+"""Prefix of the model's tensors in a checkpoint, before the parameter's name."""
 _ORIGINS = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file")
 _CONFIGS = ("_config.json", "special_tokens_map.json")
 _WHOLE = Mesh(("replicate", 1))
@@ -40,14 +40,13 @@ def export(
 ) -> Path:
     """Write the model of the checkpoint at `checkpoint` to the new folder `out`; its path.
 
-    `out` gets ``config.json`` (``state["model_config"]``, with the dtype that was written), the checkpoint's
-    assets (tokenizer files, ``generation_config.json``), of which no JSON file says from which folder of this machine
-    it was read, and ``model.safetensors``, in several files with an
-    index above `shard_bytes`. ``AutoModelForCausalLM.from_pretrained(out)`` loads it. Floating-point tensors
-    are written as they were saved, or as `dtype`. One tensor at a time is in memory; every byte is verified.
+    `out` gets ``config.json`` (``state["model_config"]``, with the written dtype), the checkpoint's assets (tokenizer
+    files, ``generation_config.json``) without any names of local folders, and ``model.safetensors``, split into several
+    files with an index above `shard_bytes`. ``AutoModelForCausalLM.from_pretrained(out)`` loads it. Floating-point
+    tensors are written as they were saved, or as `dtype`. One tensor at a time is in memory; every byte is verified.
 
     Raises CheckpointError if the checkpoint is damaged or was saved without the model's config, if `out`
-    exists and is not an empty folder, or if it cannot be written; nothing half-written is left.
+    exists and is not an empty folder, or if it cannot be written; no partial folder is left.
     """
     source, target = Checkpoint(Path(checkpoint)), Path(out).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -79,7 +78,7 @@ def export(
             f"{source.path} has assets that the exported model would overwrite: {sorted(files)}"
         )
     if config.get("auto_map"):
-        log.warning("%s: its config names code of its own (auto_map), which is left out", source.path)
+        log.warning("%s: its config names custom code (auto_map), which is left out", source.path)
         config = {key: value for key, value in config.items() if key != "auto_map"}
     if len(floating) == 1:  # Transformers loads in the type that the config names
         config = {**config, "dtype": dtype_name(floating.pop())}
@@ -106,14 +105,14 @@ def export(
 
 
 def without_origin(config: Any) -> Any:
-    """A config, at any depth, without the keys under which Transformers notes what it was read from."""
+    """A config without the keys in which Transformers records its origin, at any depth."""
     if isinstance(config, dict):
         return {key: without_origin(value) for key, value in config.items() if key not in _ORIGINS}
     return [without_origin(one) for one in config] if isinstance(config, list) else config
 
 
 def _without_origin(name: str, data: bytes) -> bytes:
-    """The same of a file; one that has no such key keeps its bytes."""
+    """The same for a file; a file without such keys keeps its bytes."""
     if not name.endswith(_CONFIGS) or not any(key.encode() in data for key in _ORIGINS):
         return data
     try:
@@ -132,7 +131,7 @@ def _bytes(source: Checkpoint, name: str, kinds: dict[str, torch.dtype]) -> int:
 
 
 def _shards(source: Checkpoint, kinds: dict[str, torch.dtype], limit: int) -> dict[str, list[str]]:
-    """File name to the tensors in it, each file at most `limit` bytes if no tensor is larger by itself."""
+    """File name to its tensors; each file has at most `limit` bytes, unless a single tensor is larger."""
     groups: list[list[str]] = [[]]
     room = limit
     for name in kinds:

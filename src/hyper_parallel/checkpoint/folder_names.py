@@ -1,9 +1,8 @@
 """Names of the folders in a checkpoint directory, and which of them a reader accepts.
 
-``step-00000120`` is committed; ``step-00000120-r1`` is a second checkpoint of the same step (after the first
-was found damaged, or the run was rewound), and newer. ``….partial-<hex>`` is being written,
-``….deleted-<hex>`` is being removed; no reader takes these, and the next writer removes what a crash left of
-them.
+``step-00000120`` is committed; ``step-00000120-r1`` is a second, newer checkpoint of the same step (the first was
+damaged, or the run was rewound). ``….partial-<hex>`` is being written, ``….deleted-<hex>`` is being removed; readers
+ignore these, and the next writer removes them after a crash.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _FAILED = re.compile(r"rank-([0-9]{5,})\.failed-([0-9]+)")
 
 @dataclass(frozen=True, order=True)
 class Name:
-    """A committed checkpoint's place in the order: newer is greater."""
+    """Sort key of a committed checkpoint: newer is greater."""
 
     step: int
     revision: int
@@ -45,30 +44,30 @@ def committed(folder: Path) -> list[Name]:
 
 
 def free(folder: Path, step: int) -> Name:
-    """The name that a new checkpoint of `step` gets: newer than all that are there of that step."""
+    """The name for a new checkpoint of `step`: newer than all existing ones of that step."""
     taken = [name.revision for name in committed(folder) if name.step == step]
     return Name(step, max(taken, default=-1) + 1)
 
 
 def stale(folder: Path) -> list[Path]:
-    """What interrupted writers left."""
+    """The folders that interrupted writers left."""
     return [folder / entry for entry in os.listdir(folder) if _STALE.fullmatch(entry)]
 
 
 def data_file(rank: int) -> str:
-    """The tensors that a rank wrote."""
+    """Name of the file with the tensors that a rank wrote."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def index_file(rank: int) -> str:
-    """Where in its data file each of a rank's pieces is; its presence says that the rank is done."""
+    """Name of a rank's index, which locates its pieces in its data file; its presence shows that the rank is done."""
     return f"rank-{rank:05d}.json"
 
 
 def failed_file(rank: int, code: int) -> str:
-    """An empty file whose name says that a rank gave up, and by which errno (0: not the file system's).
+    """Name of an empty file that records that a rank failed, with its errno (0: not a file-system error).
 
-    A name appears whole or not at all, and needs no room on a disk that is full.
+    A name appears atomically and needs no space on a full disk.
     """
     return f"rank-{rank:05d}.failed-{code}"
 

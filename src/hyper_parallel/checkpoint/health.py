@@ -1,9 +1,9 @@
 """Checkpoint health: whether the saved weights are finite and sensible enough to resume from.
 
-Three places say that it is not: the commit marker, when a tensor has elements that no step can compute with (`unusable`
-in the ranks' indexes); the state that the run gave, under ``health.ruined``; and ``verdict.json``, which the run adds
-later, since only the step after a save shows what the saved weights are worth. The file is sealed like the marker, and
-is no part of it: whoever wants such a checkpoint all the same names it.
+Three records mark a checkpoint as ruined: the commit marker, if a tensor has elements that no step can compute with
+(`unusable` in the ranks' indexes); the run's state, under ``health.ruined``; and ``verdict.json``, which the run adds
+later, since only the step after a save shows whether the saved weights are healthy. The verdict is sealed like the
+marker but separate from it. A ruined checkpoint can still be loaded by naming it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def usable(values: torch.Tensor, largest: float) -> bool:
 
 
 def unusable(tensors: Sequence[str]) -> str:
-    """That these tensors, by name, have elements that are not `usable`, in words."""
+    """A message that these tensors have elements that are not `usable`."""
     more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
     return f"not finite, or beyond what a step can compute with: {', '.join(tensors[:_SHOWN])}{more}"
 
 
 def unhealthy(path: Path, marker: Mapping[str, Any]) -> str | None:
-    """Why a checkpoint is not worth going on from, in words; None where nothing speaks against it."""
+    """Why a checkpoint is ruined, in words; None if nothing marks it as ruined."""
     names = marker.get("unusable")
     if isinstance(names, list) and names:
         return f"ruined: {unusable([printable(str(name)) for name in names])}"
@@ -57,5 +57,5 @@ def unhealthy(path: Path, marker: Mapping[str, Any]) -> str | None:
 
 
 def pass_over(path: Path, why: str) -> None:
-    """Have a committed checkpoint passed over from now on. Raises OSError."""
+    """Mark a committed checkpoint as ruined, so that readers skip it. Raises OSError."""
     publish(path / VERDICT, seal({"why": why}))

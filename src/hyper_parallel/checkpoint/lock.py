@@ -1,4 +1,4 @@
-"""One writer a folder: a lock that the kernel lets go when its process ends, however it ends."""
+"""One writer per folder: a lock that the kernel releases when its process ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ LOCK = ".writer.lock"
 
 
 def open_folder(folder: Path) -> int | None:
-    """Make the folder, take its lock, and remove what interrupted writers left; the lock's file descriptor.
+    """Create the folder, take its lock, and remove what interrupted writers left; returns the lock's file descriptor.
 
-    None on a file system without locks: nothing is removed there, since nothing tells a dead writer's files
-    from a live one's. Raises CheckpointError if another run holds the lock, OSError if the folder is not
-    writable.
+    None on a file system without locks: nothing is removed there, since files of dead and live writers look alike.
+    Raises CheckpointError if another run holds the lock, OSError if the folder is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open_lock(folder / LOCK)

@@ -13,7 +13,7 @@ from hyper_parallel.errors import CheckpointError
 
 @runtime_checkable
 class Ranks(Protocol):
-    """The ranks that save or verify together, as one of them sees them."""
+    """The ranks that save or verify together, seen from one of them."""
 
     rank: int
     world: int
@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """One process by itself."""
+    """A single process."""
 
     rank = 0
     world = 1
@@ -55,9 +55,9 @@ class RankAgreement:
 
 
 def ranks_of(group: dist.ProcessGroup | Ranks | None, world: int, rank: int) -> Ranks:
-    """The ranks to agree with: `group`'s, or the default group's when `world` is more than one.
+    """The ranks to agree with: those of `group`, or of the default group if `world` is above one.
 
-    Raises CheckpointError if there is no group that the world needs, or if it is another one.
+    Raises CheckpointError if the group is missing or has another size.
     """
     if group is None and world == 1:
         return Alone()
@@ -80,7 +80,7 @@ def ranks_of(group: dist.ProcessGroup | Ranks | None, world: int, rank: int) -> 
 
 
 def agree(ranks: Ranks, error: CheckpointError | None, note: str = "") -> str:
-    """Rank 0's `note` when no rank has an error; otherwise every rank raises the first rank's error."""
+    """Rank 0's `note` if no rank has an error; otherwise every rank raises the first rank's error."""
     gathered = [json.loads(text) for text in ranks.gather(json.dumps([str(error) if error else None, note]))]
     for rank, (message, _) in enumerate(gathered):
         if message is not None:

@@ -18,15 +18,15 @@ from hyper_parallel.errors import CheckpointError, FollowsError
 from hyper_parallel.layout import Mesh
 
 POLL_SECONDS = 0.02
-"""Between two looks at the folder for what other ranks have done."""
+"""Seconds between polls of the folder for other ranks' progress."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes: nothing in it changes while training goes on.
+    """The data that one rank writes; training does not change it.
 
-    `tensors` has shape, dtype and layout of every tensor, `blocks` says which boxes of them are written where, and
-    `read` gives a block's bytes when its turn comes.
+    `tensors` has shape, dtype and layout of every tensor, `blocks` the boxes to write and their places, and `read`
+    returns a block's bytes when it is written.
     """
 
     step: int
@@ -38,10 +38,10 @@ class Part:
     blocks: list[write_partition.WriteBlock]
     read: Callable[[write_partition.WriteBlock], memoryview]
     largest: Mapping[str, float] = field(default_factory=dict)
-    """Of some tensors, what no element of a usable one exceeds in magnitude."""
+    """For some tensors, the largest magnitude of an element that is still usable."""
 
     def write(self) -> None:
-        """Write the tensors, then the index, whose presence says that both are on the disk.
+        """Write the tensors, then the index, whose presence shows that both are on the disk.
 
         Raises GivenUpError if rank 0 has removed the folder, OSError from the file system.
         """
@@ -97,9 +97,9 @@ class Part:
         )
 
     def await_commit(self, time_limit: float) -> None:
-        """Until rank 0 has committed or given up; by the file system, as a thread runs no collectives.
+        """Wait until rank 0 has committed or failed, by polling the file system, since this thread runs no collectives.
 
-        Waits twice `time_limit` seconds, so that rank 0, which can say which rank is late, gives up first.
+        Waits twice `time_limit` seconds, so that rank 0, which knows which rank is late, fails first.
         """
         deadline = time.monotonic() + 2 * time_limit
         while not self.final.is_dir():
@@ -114,7 +114,7 @@ class Part:
             time.sleep(POLL_SECONDS)
 
     def report(self, error: BaseException) -> None:
-        """Tell rank 0 why this rank gave up, after freeing what it wrote: the disk may be full."""
+        """Report this rank's failure to rank 0, after deleting what it wrote: the disk may be full."""
         with contextlib.suppress(OSError):
             (self.partial / folder_names.data_file(self.rank)).unlink(missing_ok=True)
             code = error.errno or 0 if isinstance(error, OSError) else 0
@@ -128,4 +128,4 @@ class Part:
 
 
 class GivenUpError(CheckpointError, FollowsError):
-    """Rank 0 has removed the folder that was being written."""
+    """Rank 0 has removed the folder that this rank was writing."""

@@ -1,8 +1,7 @@
-"""Filling tensors from a checkpoint, whatever the layout and the number of ranks it was saved under.
+"""Fills tensors from a checkpoint that was saved under any layout and number of ranks.
 
-Boxes of the global tensor that were saved are intersected with the boxes that are wanted. A block of the file
-is read into memory, its digest is compared there, and only then are elements copied out of it: what is loaded
-is what was verified, not what the disk gives when it is asked a second time.
+Saved boxes of the global tensor are intersected with the wanted boxes. A block of the file is read into memory, its
+digest is compared there, and only then are elements copied out of it, so that the loaded bytes are the verified ones.
 """
 
 from __future__ import annotations
@@ -40,13 +39,12 @@ def read(
     """Fill the local tensor of each piece in place from the checkpoint at `path`; the state it was saved
     with.
 
-    `rank` is this rank's place in the mesh of the pieces' layouts: by default the rank in the default process
-    group, or 0 without one. The checkpoint's tensors whose names begin with `prefix` must be exactly those of
-    `pieces`. Only blocks that hold a wanted element are read, one at a time.
+    `rank` is this rank's index in the mesh of the pieces' layouts: by default the rank in the default process group, or
+    0 without one. The checkpoint's tensors whose names begin with `prefix` must be exactly those of `pieces`. Only
+    blocks that hold a wanted element are read, one at a time.
 
-    Raises CheckpointError, with names, if a tensor is missing or left over or has another shape or element
-    type (nothing is changed then), and if a byte that is read is not what was written (the pieces then hold a
-    mixture: do not go on with them).
+    Raises CheckpointError, with names, if a tensor is missing, superfluous, or of another shape or element type (then
+    nothing has changed), and if a byte differs from what was written (then the pieces hold a mixture: do not use them).
     """
     checkpoint = Checkpoint(Path(path))
     if rank is None:
@@ -81,7 +79,7 @@ class Tensor:
 class Checkpoint:
     """A committed checkpoint, open for reading. `tensors` by name; `state` as it was given to `Writer.save`.
 
-    Raises CheckpointError if the marker or an index is damaged, or says what no writer can have written.
+    Raises CheckpointError if the marker or an index is damaged or invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +106,7 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from error
 
     def _add(self, index: dict[str, Any], file: str) -> None:
-        """Take in what a valid index says of the blocks in `file`."""
+        """Add the blocks in `file` that a valid index lists."""
         for name, saved in index["tensors"].items():
             kind = Tensor(tuple(saved["shape"]), validate.DTYPES[saved["dtype"]])
             tensor = self.tensors.setdefault(name, kind)
@@ -121,7 +119,7 @@ class Checkpoint:
 
     @property
     def assets(self) -> list[str]:
-        """The names of the files that were saved beside the tensors."""
+        """The names of the assets: small files that were saved with the tensors."""
         start = f"{folder_names.ASSETS}/"
         return [file.removeprefix(start) for file in self._marker["files"] if file.startswith(start)]
 
@@ -200,14 +198,14 @@ class Checkpoint:
 
 
 def _check_size(stream: FileIO, size: int) -> None:
-    """Raise OSError unless an open file has as many bytes as were written: memory is taken by what was written."""
+    """Raise OSError unless an open file has as many bytes as were written, since memory is allocated for these."""
     found = os.fstat(stream.fileno()).st_size
     if found != size:
         raise OSError(errno.EIO, f"it has {found} bytes instead of {size}")
 
 
 def _copy(values: torch.Tensor, box: Box, boxes: tuple[Box, ...], local: torch.Tensor) -> int:
-    """Copy what a block has of each wanted box into the local tensor; the number of elements."""
+    """Copy a block's part of each wanted box into the local tensor; returns the number of elements."""
     copied = 0
     with torch.no_grad():
         for mine in boxes:
@@ -219,6 +217,6 @@ def _copy(values: torch.Tensor, box: Box, boxes: tuple[Box, ...], local: torch.T
 
 
 def _some(found: list[str]) -> str:
-    """The first few names and how many more."""
+    """The first few names and the number of the others."""
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     return ", ".join(found[:4]) + more

@@ -23,12 +23,12 @@ SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The element types that are stored, and what the safetensors format calls them."""
+"""The element types that can be stored, with their safetensors names."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The tensor that this rank holds of a global tensor, and how the global tensor lies on the mesh.
+    """This rank's local tensor of a global tensor, with the global tensor's layout.
 
     `local` is a plain tensor on any device, of shape ``layout.local_shape(coordinate)``; `Writer.save` reads
     it, `read` fills it in place.
@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check(name: str, piece: Piece, rank: int) -> None:
-    """Raise CheckpointError if a piece is not what its layout says that `rank` holds."""
+    """Raise CheckpointError if a piece does not match what its layout assigns to `rank`."""
     layout = piece.layout
     if layout.partial:
         axes = ", ".join(sorted(layout.partial))

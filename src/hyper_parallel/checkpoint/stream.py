@@ -16,7 +16,7 @@ import torch
 from hyper_parallel.checkpoint.shard import SAFETENSORS_NAMES
 
 METADATA = "__metadata__"
-"""What a header has beside the tensors; no tensor can have its name."""
+"""The header's key for metadata; no tensor can have this name."""
 Entry = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -44,5 +44,5 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 
 def values(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """What `raw` gave the bytes of, as one dim, without a copy."""
+    """The inverse of `raw`: a tensor of one dim over the bytes, without a copy."""
     return torch.frombuffer(data, dtype=dtype)

@@ -1,12 +1,12 @@
 """Validation of a checkpoint's marker and indexes before any name or offset in them is used.
 
-A digest says that a file is what somebody wrote, not that it was this program. So every name, number and range that a
-reader will go by has to be one that the writer can have written:
+A digest proves that a file is what somebody wrote, not that this program wrote it. So every name, number and range that
+a reader uses must be one that the writer can have written:
 
-- The files are those that the format names, and assets with plain names: none leads out of the folder.
-- A block's bytes lie within its file, as many as its box has elements, and no two blocks share any: reading never
-  takes more memory than the checkpoint takes on the disk.
-- The blocks of a tensor lie within it and have each of its elements once: none is left as memory happened to be.
+- The files are those that the format names, and assets with plain names: no path leaves the folder.
+- A block's bytes lie within its file and match its box in number, and no two blocks share any: reading never takes
+  more memory than the checkpoint takes on the disk.
+- The blocks of a tensor lie within it and contain each of its elements once: no element stays uninitialised.
 
 Each function raises ValueError, with the place and the reason in words.
 """
@@ -28,19 +28,19 @@ from hyper_parallel.layout import Box
 from hyper_parallel.untrusted import is_plain_name
 
 LARGEST_ASSET = 256 * 2**20
-"""Bytes of a file beside the tensors, at most; all are read as a whole."""
+"""Maximum bytes of a file other than the tensors'; each is read whole."""
 DTYPES = {dtype_name(dtype): dtype for dtype in SAFETENSORS_NAMES}
-"""The element types that a checkpoint may hold, by the names that its indexes have."""
+"""The element types that a checkpoint may hold, by their names in the indexes."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST = 2**63 - 1
 _MOST_DIMS = 32
 _MOST_RANKS = 2**20
 _MOST_PAIRS = 10**8
-"""Of blocks that are compared with each other, at most."""
+"""Maximum number of pairs of blocks to compare."""
 
 
 def marker(body: dict[str, Any]) -> None:
-    """``commit.json``: as many ranks as the mesh has, their files by the format's names, and nothing else."""
+    """Validates ``commit.json``: as many ranks as the mesh has, their files by the format's names, and nothing else."""
     _need(body.get("format") == folder_names.FORMAT, f"its format is not {folder_names.FORMAT!r}")
     _need(_is_count(body.get("step")), "its step is no count")
     world: Any = body.get("world")
@@ -75,7 +75,7 @@ def marker(body: dict[str, Any]) -> None:
 
 
 def index(body: dict[str, Any], rank: int, marked: Mapping[str, Any]) -> None:
-    """The index of one rank, which has to fit to a marker that is valid."""
+    """Validates the index of one rank against a valid marker."""
     _need(body.get("rank") == rank, f"it is not that of rank {rank}")
     _need(body.get("step") == marked["step"], "it is of another step")
     _need(body.get("mesh") == marked["mesh"], "it is of another mesh")
@@ -131,7 +131,7 @@ def _block(piece: dict[str, Any], name: str, shape: list[int], itemsize: int, si
 
 
 def whole(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> None:
-    """All blocks of a tensor, of all ranks: each of its elements is in one of them, and in no second one."""
+    """Checks that the blocks of a tensor, from all ranks, contain each of its elements exactly once."""
     found = [box for box in boxes if math.prod(box.size)]
     held = sum(math.prod(box.size) for box in found)
     _need(held == math.prod(shape), f"{held} of {math.prod(shape)} elements of {name} are there")
@@ -183,5 +183,5 @@ def _is_digest(value: object) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A name that nobody vouches for, short and in one line."""
+    """An untrusted name, shortened to one line."""
     return ascii(name if len(name) <= 80 else name[:77] + "...")

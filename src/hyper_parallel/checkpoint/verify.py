@@ -21,12 +21,12 @@ from hyper_parallel.errors import CheckpointError
 from hyper_parallel.untrusted import open_within, read_bytes
 
 _THREADS = 4
-"""Files that are read at once; hashing and reading both release the interpreter's lock."""
+"""Number of files read concurrently; hashing and reading both release the interpreter's lock."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that verified, and the newer ones that did not, each with the reason in words."""
+    """The newest verified checkpoint, and the newer ones that failed, each with the reason in words."""
 
     step: int
     path: Path
@@ -34,14 +34,14 @@ class Found:
 
 
 def newest(folder: str | os.PathLike[str], group: dist.ProcessGroup | Ranks | None = None) -> Found | None:
-    """The newest checkpoint in `folder` of which every byte verifies and nothing says that it is ruined; None if there
-    is none at all.
+    """The newest checkpoint in `folder` that verifies byte by byte and is not marked as ruined; None if there is none
+    at all.
 
     Reads every byte of the candidates, newest first, until one is good. With `group` all its ranks call this
-    together: they share the files out, and all get the same answer. Without, this process reads them alone.
+    together: they divide the files among them, and all get the same answer. Without it, this process reads them alone.
 
-    Raises CheckpointError if there are checkpoints but none is good (starting anew without a word would be
-    worse), or if the folder cannot be read.
+    Raises CheckpointError if there are checkpoints but none is good (a silent fresh start would be worse), or if the
+    folder cannot be read.
     """
     ranks = Alone() if group is None else ranks_of(group, *_size_of(group))
     root = Path(folder).absolute()
@@ -65,9 +65,9 @@ def newest(folder: str | os.PathLike[str], group: dist.ProcessGroup | Ranks | No
 def of_step(
     folder: str | os.PathLike[str], step: int, group: dist.ProcessGroup | Ranks | None = None
 ) -> Found:
-    """The newest checkpoint of this very step of which every byte verifies, whatever its health. A call like `newest`.
+    """The newest checkpoint of this step that verifies byte by byte, whatever its health. Called like `newest`.
 
-    Raises CheckpointError if there is none, with the steps that there are, or if the folder cannot be read.
+    Raises CheckpointError if there is none, with the available steps, or if the folder cannot be read.
     """
     ranks = Alone() if group is None else ranks_of(group, *_size_of(group))
     root = Path(folder).absolute()
@@ -87,8 +87,9 @@ def of_step(
 
 
 def reason_to_pass_over(path: Path) -> str | None:
-    """Why a checkpoint is not worth going on from although it may be whole (`health`), in words; None if nothing
-    says so, or if its marker is damaged, of which `damage` speaks."""
+    """Why a checkpoint is marked as ruined (`health`), in words; None if it is not, or if its marker is damaged (see
+    `damage`).
+    """
     try:
         return unhealthy(path, read_marker(path))
     except CheckpointError:
@@ -112,7 +113,7 @@ def _step_of(name: str) -> int:
 
 
 def _reason(path: Path, ranks: Ranks, known: str | None) -> str | None:
-    """Why not this checkpoint, `known` or found in one rank's share of the bytes, the same on every rank."""
+    """Why this checkpoint is rejected, `known` or found in one rank's share of the bytes; the same on every rank."""
     reasons = ranks.gather(known or "")
     if not any(reasons):
         reasons = ranks.gather(damage(path, ranks.rank, ranks.world) or "")
@@ -120,9 +121,9 @@ def _reason(path: Path, ranks: Ranks, known: str | None) -> str | None:
 
 
 def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint, in words, or None if every byte is what was written.
+    """The damage to a checkpoint, in words, or None if every byte is as written.
 
-    Of `shares` processes this one reads its share of the files; all read the marker.
+    The files are divided among `shares` processes; all read the marker.
     """
     try:
         marker = read_marker(path)
@@ -177,7 +178,7 @@ def read_file(path: Path, file: str, marker: dict[str, Any]) -> bytes:
 
 
 def file_damage(path: Path, file: str, written: dict[str, Any]) -> str | None:
-    """What is wrong with one file of which `bytes` and `sha256` were written; `file`: its name in the folder `path`."""
+    """The damage to one file that was written with `bytes` and `sha256`; `file`: its name in the folder `path`."""
     try:
         with open_within(path, file) as stream:
             size = os.fstat(stream.fileno()).st_size

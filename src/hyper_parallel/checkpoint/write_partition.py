@@ -1,8 +1,8 @@
 """Write partition: the boxes of each global tensor that a rank writes, each element exactly once.
 
-Ranks that differ only along axes that do not split a tensor hold copies of it. Its boxes are cut into blocks,
-and the copies take turns at the blocks, beginning with a copy that the tensor's name selects. Each rank works
-this out by itself: it needs to know nothing of the others.
+Ranks that differ only along axes that do not split a tensor hold copies of it. Its boxes are cut into blocks, which are
+assigned to the copies round-robin, beginning with a copy that the tensor's name selects. Each rank computes this
+without communication.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hyper_parallel.checkpoint.shard import Piece
 from hyper_parallel.layout import Box
 
 LARGEST = 16 * 2**20
-"""Bytes of a block, roughly at most. A block is what a digest covers, so also the least that is read."""
+"""Approximate maximum bytes of a block, which is the unit of digests and so of reads."""
 SMALLEST = 64 * 2**10
-"""Bytes below which a tensor is not cut only to spread it over copies."""
+"""Tensors below this size in bytes are not cut just to distribute them over copies."""
 
 
 @dataclass(frozen=True)
 class WriteBlock:
-    """A box of a named tensor that this rank writes, and where its bytes lie in the data of its file."""
+    """A box of a named tensor that this rank writes, with its byte range in the file's data."""
 
     name: str
     box: Box
@@ -63,7 +63,7 @@ def cut(box: Box, itemsize: int, limit: int, dim: int = 0) -> Iterator[Box]:
 
 
 def blocks(pieces: Mapping[str, Piece], rank: int) -> list[WriteBlock]:
-    """What `rank` writes of `pieces`, in the order of the file.
+    """The blocks of `pieces` that `rank` writes, in the order of the file.
 
     Wider element types come first: safetensors has no holes between tensors, and each must be aligned.
     """

@@ -1,4 +1,4 @@
-"""Checkpoint writer: snapshot to host memory, then asynchronous writing; or tensor by tensor."""
+"""Checkpoint writer: a snapshot to host memory and asynchronous writing, or synchronous writing tensor by tensor."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from hyper_parallel.untrusted import is_plain_name
 
 
 class Writer:
-    """Writes checkpoints of one run into one folder; every rank makes one and calls the same methods in step.
+    """Writes checkpoints of one run into one folder. Every rank creates one and calls the same methods in the same
+    order.
 
     `folder` must be on a file system that all ranks share. `keep` committed checkpoints are kept. With
-    `background`, `save` returns after the copy to host memory. `streamed`: nothing is copied, and each tensor is
-    written as it is read, for which `save` waits whatever `background` says. `group` is the process group of the mesh's
-    ranks (the default group if None and the mesh has more than one), and must carry CPU tensors; it is used
-    in the constructor and in `save`, on the calling thread only. `time_limit` is in seconds: how long a rank
-    that has written its part waits for the others.
+    `background`, `save` returns after the copy to host memory. `streamed`: nothing is copied; `save` writes each tensor
+    as it is read and waits, regardless of `background`. `group` is the process group of the mesh's ranks (the default
+    group if None and the mesh has more than one), and must carry CPU tensors; it is used in the constructor and in
+    `save`, on the calling thread only. `time_limit`: seconds that a rank that has written its part waits for the
+    others.
 
     Raises CheckpointError, on all ranks, if the folder cannot be written or another run is writing into it.
     """
@@ -93,16 +94,15 @@ class Writer:
         assets: Mapping[str, bytes] | None = None,
         largest: Mapping[str, float] | None = None,
     ) -> None:
-        """Save the values that `pieces` have now as the checkpoint of `step`.
+        """Save the current values of `pieces` as the checkpoint of `step`.
 
-        Tensors of the model are named ``model.<parameter>``, which is what `export` looks for; weights that
-        are tied are given once. `state` is JSON (no NaN; tuples come back as lists and integer keys as
-        strings); rank 0's is stored. `assets` are small files, by name, to be kept beside the tensors (a
-        tokenizer's, for instance); rank 0's are stored. `largest`: of floating-point tensors, by name, what no
-        element exceeds in magnitude; a checkpoint in which one does, or is not finite, is written, and passed over
-        by `newest`.
+        Tensors of the model are named ``model.<parameter>``, which `export` requires; tied weights are given once.
+        `state` is JSON (no NaN; tuples come back as lists and integer keys as strings); rank 0's is stored. `assets`
+        are small files by name, such as a tokenizer's; rank 0's are stored. `largest`: bounds on the magnitude of
+        elements, by tensor name; a checkpoint with an element beyond its bound, or not finite, is written, and `newest`
+        skips it.
 
-        Waits for the previous save first, and raises what went wrong in it. Raises CheckpointError on all
+        Waits for the previous save first, and raises its error, if any. Raises CheckpointError on all
         ranks if a piece does not fit its layout, the state is not JSON, or the folder cannot be written.
         """
         self.wait()
@@ -137,7 +137,7 @@ class Writer:
         read = functools.partial(_block_of, pieces) if self._streamed else self._copied
         part = Part(step, self._rank, self._mesh, partial, final, tensors, blocks, read, dict(largest or {}))
         if self._background:
-            # Not a daemon: a save that was begun is finished before the interpreter goes.
+            # Not a daemon: the interpreter waits for a save that has begun.
             self._thread = threading.Thread(target=self._run, args=(part, what), name=f"checkpoint-{step}")
             self._thread.start()
         else:
@@ -145,9 +145,9 @@ class Writer:
             self.wait()
 
     def wait(self) -> Path | None:
-        """Wait for the save in flight and raise what went wrong in it; the last checkpoint committed, if any.
+        """Wait for the save in flight and raise its error, if any; returns the last committed checkpoint, if any.
 
-        Nothing of a save that failed is left in the folder.
+        A failed save leaves nothing in the folder.
         """
         if self._thread is not None:
             self._thread.join()
@@ -158,7 +158,7 @@ class Writer:
         return self._last
 
     def close(self) -> None:
-        """`wait`, then let another run write into the folder."""
+        """`wait`, then release the folder's lock."""
         try:
             self.wait()
         finally:
@@ -176,9 +176,9 @@ class Writer:
         self.close()
 
     def _open_partial(self, step: int, error: CheckpointError | None) -> tuple[Path, Path]:
-        """The folder to write into, made by rank 0 and seen by all, and the path that it will get.
+        """The folder to write into, created by rank 0 and visible to all, and its final path.
 
-        `error` is what went wrong on this rank so far. One rank's error is raised on all; nothing is left.
+        `error` is this rank's error so far. One rank's error is raised on all ranks; nothing is left.
         """
         made: Path | None = None
         note = ""
@@ -207,7 +207,7 @@ class Writer:
         return partial, final
 
     def _copy(self, pieces: Mapping[str, Piece], blocks: list[write_partition.WriteBlock]) -> None:
-        """Copy what this rank writes into the host buffer, which is kept from save to save."""
+        """Copy this rank's blocks into the host buffer, which is reused from save to save."""
         size = blocks[-1].stop if blocks else 0
         if self._buffer.numel() != size:
             share: Counter[str] = Counter()
@@ -249,7 +249,7 @@ class Writer:
 
 
 def _block_of(pieces: Mapping[str, Piece], block: write_partition.WriteBlock) -> memoryview:
-    """The bytes of a block as they are now."""
+    """The current bytes of a block."""
     local = pieces[block.name].local
     with present(local), torch.no_grad():
         return stream.raw(local[block.box.local_slices].clone(memory_format=torch.contiguous_format).cpu())

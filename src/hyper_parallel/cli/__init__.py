@@ -1,4 +1,4 @@
-"""The command `hyper-parallel`: a module for each subcommand. Nothing here imports torch before it must.
+"""The command `hyper-parallel`: one module per subcommand. torch is imported only where a command needs it.
 
-Exit codes: 0 done, 1 a check failed or the run died, 2 a mistake of the user's, 130 interrupted.
+Exit codes: 0 done, 1 a check failed or the run died, 2 a user error, 130 interrupted.
 """

@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import click
 
 
 def run_file(function: Callable[..., Any]) -> Callable[..., Any]:
-    """FILE and [OVERRIDES]...: a run file and dotted ``key=value`` pairs. `config.load` says what is wrong with
-    either, so that it is said in one place."""
+    """FILE and [OVERRIDES]...: a run file and dotted ``key=value`` pairs. Only `config.load` validates them."""
     function = click.argument("overrides", nargs=-1)(function)
     return click.argument("file", type=click.Path(path_type=Path))(function)
 

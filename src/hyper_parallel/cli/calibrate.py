@@ -21,12 +21,12 @@ import click
 )
 @click.option("--quick", is_flag=True, help="Fewer shapes and sizes: seconds instead of a minute.")
 def calibrate(out: Path, workers: int, quick: bool) -> None:
-    """Measure what this machine reaches and write it as a cluster file.
+    """Measure this machine's speed and write it as a cluster file.
 
-    Matrix products and attention by shape and dtype, operators by name and size, the first touch of new memory, the
-    optimizer, copies to host memory and flash; with one worker and, where workers share the cores, with several at
-    once; and collectives of real workers by kind, ranks and size. Run it while nothing else computes here: the
-    spread of each figure says how quiet it was.
+    The command measures matrix products and attention by shape and dtype, operators by name and size, the first
+    touch of new memory, the optimizer, copies to host memory and flash (with one worker and, where workers share
+    the cores, with several at once), and collectives of real workers by kind, ranks and size. Run it while the
+    machine is idle: the spread of each figure shows how quiet it was.
 
     \b
     Examples:

@@ -23,10 +23,10 @@ from hyper_parallel.cli.arguments import as_json
 )
 @as_json
 def doctor(bundle: Path | None, run: Path | None, as_json: bool) -> None:
-    """Show what this machine offers and what is wrong with it: versions, devices, links, memory, ports.
+    """Show this machine's versions, devices, links, memory and ports, and warn about problems.
 
     The bundle is one file to attach to a report: this table, the run's settings, the last lines of every rank's
-    log and of the metrics. It holds no text of the data, no weights, and no environment variables but those
+    log and of the metrics. It holds no training text, no weights, and no environment variables except those
     of launchers and of the libraries named in the table.
 
     \b
@@ -36,9 +36,7 @@ def doctor(bundle: Path | None, run: Path | None, as_json: bool) -> None:
 
     \b
     Exit codes:
-      0    shown; warnings stand in the table
-      2    the bundle cannot be written
-      130  interrupted
+      0    shown; the table lists the warnings 2    the bundle cannot be written 130  interrupted
     """
     from hyper_parallel.errors import ConfigError
     from hyper_parallel.integration import versions

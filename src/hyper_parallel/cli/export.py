@@ -14,11 +14,11 @@ from hyper_parallel.errors import CheckpointError
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 def export(checkpoint: Path, out: Path) -> None:
-    """Write CHECKPOINT to the new folder OUT, as AutoModelForCausalLM.from_pretrained loads it.
+    """Write CHECKPOINT to the new folder OUT, which AutoModelForCausalLM.from_pretrained loads.
 
-    CHECKPOINT is a run's folder (then the newest checkpoint in it that is whole is taken), its 'checkpoints'
-    folder, or the folder of one step; or, of a Trainer's run, a 'checkpoint-N', or the folder in which these are. The
-    strategy it was trained with does not matter. Every byte is verified, and one tensor at a time is in memory.
+    CHECKPOINT is a run's folder (its newest intact checkpoint is exported), its 'checkpoints' folder, or the folder
+    of one step; for a Trainer's run, a 'checkpoint-N' or the folder that contains these. A checkpoint of any strategy
+    can be exported. Every byte is verified, and only one tensor at a time is in memory.
 
     \b
     Examples:
@@ -28,10 +28,10 @@ def export(checkpoint: Path, out: Path) -> None:
     \b
     Exit codes:
       0    written
-      2    no such checkpoint, it is damaged, or OUT exists and is not empty; told in one line
-      130  interrupted
+      2    no such checkpoint, it is damaged, or OUT exists and is not empty; the error is one line 130
+      interrupted
     """
-    # Only now, because this needs torch; and before it, what can be told at once.
+    # Checks that need no torch come before its import.
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: no such folder; give a run's folder or that of one checkpoint")
     from hyper_parallel.checkpoint import export as write
@@ -41,7 +41,7 @@ def export(checkpoint: Path, out: Path) -> None:
 
 
 def _find(folder: Path) -> Path:
-    """The checkpoint that a folder is, or the newest whole one that it holds."""
+    """The folder itself if it is a checkpoint, else the newest intact checkpoint in it."""
     from hyper_parallel.checkpoint import newest
 
     if folder.name.startswith("step-"):

@@ -17,11 +17,11 @@ from hyper_parallel.cli.arguments import as_json, run_file
 )
 @as_json
 def inspect(file: Path, overrides: tuple[str, ...], rank: int, as_json: bool) -> None:
-    """Show what FILE's strategy keeps on a rank and sends in a step, without the ranks.
+    """Show what one rank stores and sends in a step under FILE's strategy.
 
-    Nothing is trained, allocated or started, and the data need not be there: the model is built without values, and
-    one rank's step runs on tensors without memory. A table shows each module pattern's Layout and bytes
-    (parameters, gradients, optimizer, activations), and the collectives by axis, link level and kind.
+    The command trains, allocates and starts nothing, and needs no data: the model is built without values, and one
+    rank's step runs on fake tensors. Tables show each module pattern's Layout and bytes (parameters, gradients,
+    optimizer, activations), and the collectives by axis, link level and kind.
 
     \b
     Examples:
@@ -32,8 +32,8 @@ def inspect(file: Path, overrides: tuple[str, ...], rank: int, as_json: bool) ->
     \b
     Exit codes:
       0    shown
-      2    a mistake in the file, or a strategy that does not fit the model, told in one line
-      130  interrupted
+      2    an error in the file, or a strategy that does not fit the model, reported in one line 130
+      interrupted
     """
     from hyper_parallel import config
 

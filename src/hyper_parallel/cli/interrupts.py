@@ -1,4 +1,4 @@
-"""Signals that come before a run is there, or after it: nothing would be lost. Imports nothing that takes long."""
+"""Signals before and after a run, when nothing would be lost. Imports only fast modules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP end the command as Ctrl-C does; SIGUSR1, which asks a run to save, does nothing.
+    """Inside this context SIGTERM and SIGHUP end the command like Ctrl-C, and SIGUSR1 (save) is ignored.
 
-    What the caller has ignored (nohup) stays ignored. Only the main thread can; others skip.
+    Signals that the caller ignores (nohup) stay ignored. Outside the main thread the context does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

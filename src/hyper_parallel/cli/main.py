@@ -26,7 +26,7 @@ INTERRUPTED = 130
 
 
 class _InOrder(click.Group):
-    """Lists the subcommands in the order in which a person meets them."""
+    """Lists the subcommands in the order in which a new user needs them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -41,7 +41,7 @@ class _InOrder(click.Group):
 def command() -> None:
     """Train a model written for one device on many, as if they were one computer.
 
-    One YAML file says what is trained, on what, and how it is spread; the model's code does not change.
+    One YAML file declares the model, the data, the training and how to parallelize it; the model's code is unchanged.
 
     \b
     Start here:
@@ -61,10 +61,9 @@ for _subcommand in (train, verify, inspect, simulate, plan, export, schema, cali
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code.
 
-    A HyperParallelError is the user's to mend: its text on standard error, no traceback, exit code 2, or 1 where a
-    memory or a disk failed (FaultError); of several
-    workers that a launcher started on this machine the first one says it. Any other exception is a defect and
-    shows its traceback; Python then exits with 1.
+    A HyperParallelError is printed on standard error without a traceback; the exit code is 2, or 1 if memory or a
+    disk failed (FaultError). If a launcher started several workers on this machine, only the first one prints it.
+    Any other exception is a defect and shows its traceback; Python then exits with 1.
     """
     try:
         command.main(args=arguments, prog_name="hyper-parallel", standalone_mode=False)
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _speaks() -> bool:
-    """Whether it is for this process to say what is wrong; waits where it is for another worker of a launcher."""
+    """Whether this process prints the error; waits if another worker of a launcher prints it."""
     from hyper_parallel.launch.speaking_rank import let_speak, speaks
 
     if speaks(os.environ):

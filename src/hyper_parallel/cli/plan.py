@@ -21,56 +21,58 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.command(short_help="Find the best strategy of all for a model on a cluster, with reasons.")
+@click.command(short_help="Find the best strategy for a model on a cluster, with reasons.")
 @click.option(
     "--model", metavar="NAME", help="A published model such as llama-3-405b, or a Transformers config."
 )
 @click.option("--cluster", metavar="NAME", help="A preset such as h100x2048, or the path of a cluster file.")
-@click.option("--batch", metavar="N", help="Sequences of a step, on all devices together.")
+@click.option("--batch", metavar="N", help="Sequences per step, over all devices.")
 @click.option(
     "--sequence",
     metavar="N",
     default="8k",
     show_default=True,
-    help="Tokens; 8k..1M: a row for each doubling, and the longest of these that fits.",
+    help="Tokens per sequence; 8k..1M: a row for each doubling, and the longest that fits.",
 )
 @click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16, fp8, mxfp8 or nvfp4.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw or muon.")
-@click.option("--devices", metavar="N", help="How many of the cluster; 64..4096 tells how the step scales.")
-@click.option("--fit", is_flag=True, help="The fewest devices on which it fits.")
+@click.option("--devices", metavar="N", help="Number of devices; 64..4096 shows how the step scales.")
+@click.option("--fit", is_flag=True, help="Find the fewest devices on which the model fits.")
 @click.option(
-    "--fix", multiple=True, metavar="NAME=VALUE", help="A part of the strategy: tensor_x=8; repeatable."
+    "--fix", multiple=True, metavar="NAME=VALUE", help="Fix a part of the strategy: tensor_x=8; repeatable."
 )
 @click.option(
-    "--runnable", is_flag=True, help="Keep to what train can run: no pipeline, nothing on the host."
+    "--runnable", is_flag=True, help="Search only what train can run: no pipeline, nothing on the host."
 )
 @click.option("--objective", default="time", show_default=True, help="time, memory or cost.")
-@click.option("--price", type=float, default=0.0, help="Money for a device hour.")
+@click.option("--price", type=float, default=0.0, help="Price of a device hour.")
 @click.option(
-    "--tokens", metavar="N", help="Tokens of the whole run, as in 15T: its days, and with --price its cost."
+    "--tokens",
+    metavar="N",
+    help="Tokens of the whole run, such as 15T: shows its days, and with --price its cost.",
 )
 @click.option(
-    "--framework", metavar="NAME", help="Whose overlap and fusion to assume; left out: what most do."
+    "--framework", metavar="NAME", help="Framework whose overlap and fusion to assume; default: what most do."
 )
-@click.option("--compare", type=_FILE, help="A run file or strategy to forecast beside the best.")
+@click.option("--compare", type=_FILE, help="A run file or strategy to estimate and compare with the best.")
+@click.option("--refine", type=click.IntRange(min=0), default=0, help="Simulate the N best strategies.")
 @click.option(
-    "--refine", type=click.IntRange(min=0), default=0, help="Simulate so many of the best, step by step."
+    "--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many strategies to show."
 )
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many to show.")
-@click.option("--out", type=_FILE, help="Write the best as the run file that train takes.")
+@click.option("--out", type=_FILE, help="Write the best strategy as a run file for train.")
 @click.option("--html", type=_FILE, help="Write a page that works offline.")
 @click.option(
-    "--evaluate", type=_FILE, metavar="CSV", help="Forecast the runs of a CSV; needs no other option."
+    "--evaluate", type=_FILE, metavar="CSV", help="Estimate the runs of a CSV; needs no other option."
 )
 @as_json
 def plan(
     model: str | None, cluster: str | None, evaluate: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Find the best strategy of all that there are for a model on a cluster, and say why.
+    """Find the best strategy for a model on a cluster, and explain the choice.
 
-    All ways to spread a step are searched with closed forms: axes, order of axes, pipeline schedules, micro-batches,
-    recomputation, offload. Their constants were fitted on published runs, and each time has the interval in
-    which 90% of published runs lie that the constants have not seen. Every number is forecast.
+    The search covers axes and their order, pipeline schedules, micro-batches, recomputation and offload, with closed
+    forms whose constants were fitted on published runs. Each time has an interval that holds 90% of the published
+    runs that were not used for fitting. Every number is estimated.
 
     \b
     Examples:
@@ -85,8 +87,7 @@ def plan(
     \b
     Exit codes:
       0    answered
-      2    a mistake in the question, or a model that fits nowhere, told in one line
-      130  interrupted
+      2    an invalid option, or a model that does not fit, reported in one line 130  interrupted
     """
     if evaluate is not None:
         _evaluate(evaluate, as_json)
@@ -160,7 +161,7 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
 
 
 def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
-    """The shape of a published model, or of a Transformers config, and of this the run file's section `model`."""
+    """The shape of a published model or a Transformers config; for a config also the run file's `model` section."""
     from hyper_parallel import untrusted
     from hyper_parallel.config.model import LARGEST, implausible
     from hyper_parallel.workload.published import shape
@@ -228,7 +229,7 @@ def _series(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """How the step scales, or grows with the sequence, or the fewest devices."""
+    """A series: over numbers of devices, over sequence lengths, or down to the fewest devices that fit."""
     from hyper_parallel.planner import sweep, sweep_tables
     from hyper_parallel.planner.constants import fitted
 
@@ -246,7 +247,7 @@ def _series(
 
 
 def _evaluate(path: Path, as_json: bool) -> None:
-    """Forecasts of a CSV's rows."""
+    """Print estimates for a CSV's rows."""
     from hyper_parallel.planner.constants import fitted
     from hyper_parallel.planner.fit.evaluate import evaluate, text
 
@@ -261,7 +262,7 @@ def _tokens(options: dict[str, Any]) -> float:
 
 
 def _progress() -> Callable[[str], None]:
-    """Says on a terminal what is being done."""
+    """Shows progress on a terminal."""
     begun = time.monotonic()
 
     def say(text: str) -> None:
@@ -272,7 +273,7 @@ def _progress() -> Callable[[str], None]:
 
 
 def _width() -> int:
-    """Columns of the terminal, within what tables are good for."""
+    """Width of the terminal in columns, clamped to a readable range for tables."""
     import shutil
 
     return min(200, max(100, shutil.get_terminal_size((140, 24)).columns))

@@ -1,4 +1,4 @@
-"""Mistakes that cost nothing to find, found before any worker starts and before anything is written."""
+"""Cheap checks of a run file, made before any worker starts and before anything is written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import ConfigError, DataError
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
-"""What Transformers configs call the number of positions that a model has."""
+"""Names that Transformers configs use for a model's number of positions."""
 
 
 def check(config: RunConfig, *, writes: bool = True) -> None:
-    """Look whether what the file names is there, fits, and can be written to. `writes`: the run fills `out`.
+    """Check that files and folders which the run file names exist, fit and are writable. `writes`: the run
+    fills `out`.
 
     Raises ConfigError, or DataError for the declared text.
     """
@@ -97,7 +98,7 @@ def _installed(module: str, reason: str, extra: str) -> None:
 
 
 def _out(out: Path) -> None:
-    """Whether the run's folder can be made and written to; it is not made."""
+    """Check that the run's folder can be created and written to, without creating it."""
     there = out.absolute()
     while not there.exists() and not there.is_symlink():
         there = there.parent

@@ -10,10 +10,10 @@ import click
 @click.command(short_help="Print the JSON schema of the run file, for editors.")
 @click.option("--strategy", is_flag=True, help="The schema of a Strategy file instead of a run file.")
 def schema(strategy: bool) -> None:
-    """Print the JSON schema of the run file, so that an editor completes it and marks mistakes.
+    """Print the JSON schema of the run file, with which an editor completes and checks it.
 
     With the YAML extension of VS Code, or any editor that uses yaml-language-server, write the schema to a file
-    once and name it in the first line of your run file:
+    once and name that file in the first line of your run file:
 
     \b
       hyper-parallel schema > hyper-parallel.schema.json

@@ -60,12 +60,12 @@ def simulate(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Predict what a step of FILE would take on a cluster that need not be there.
+    """Predict the time and memory of FILE's step on a cluster that you need not have.
 
-    One rank's whole step is captured as a graph on tensors without memory, each operator is priced on the
-    cluster's device and each collective on its links, and the step is simulated. A table shows where the time and
-    the memory would go, and whether the step fits. Every number is predicted; where the cluster's constants come from
-    is told beside them. Axes that are 'auto' are planned for the cluster first.
+    The command captures one rank's whole step as a graph on fake tensors, prices each operator on the cluster's
+    device and each collective on its links, and simulates the step. A table shows the time, the memory and whether
+    the step fits. Every number is predicted; the output names the source of the cluster's constants. Axes that are
+    'auto' are planned for the cluster first.
 
     \b
     Examples:
@@ -76,7 +76,7 @@ def simulate(
     \b
     Exit codes:
       0    predicted, whether or not it fits the memory
-      2    a mistake in the file or the arguments, told in one line
+      2    an error in the file or the arguments, reported in one line
       130  interrupted
     """
     from hyper_parallel import config
@@ -113,7 +113,7 @@ def simulate(
 
 
 def _planned(run: RunConfig, name: str, ranks: int | None, progress: Callable[[str], None]) -> RunConfig:
-    """The run with what the planner chooses for a cluster; what it chose is told."""
+    """The run with the strategy that the planner chooses for a cluster; prints the choice."""
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.planner.auto import choose, resolved
     from hyper_parallel.planner.auto.machine import named

@@ -21,13 +21,12 @@ from hyper_parallel.cli.interrupts import interruptible
     help="Go on from the checkpoint of this step (checkpoint.resume_from).",
 )
 def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: int | None) -> None:
-    """Train what FILE describes.
+    """Train the model that FILE describes.
 
-    The workers are started on this machine, as many as the strategy's axes multiply to. Under torchrun, Slurm or
-    MPI the command joins the workers that these have started. With 'strategy: auto' the planner chooses the
-    strategy for the workers that there are, and tells what it chose. Metrics, logs and checkpoints go to the file's
-    'out' folder; a run that finds checkpoints there continues from the newest one that is whole and healthy, or from
-    that of --resume-from.
+    The command starts as many workers on this machine as the product of the strategy's axes; under torchrun, Slurm
+    or MPI it joins their workers. With 'strategy: auto' the planner chooses the strategy for the available workers
+    and prints it. Metrics, logs and checkpoints go to the file's 'out' folder. If that folder has checkpoints, the
+    run continues from the newest intact and healthy one, or from the one that --resume-from names.
 
     OVERRIDES set single keys for this run; values are YAML, and {...} replaces a whole section.
 
@@ -40,17 +39,17 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
       torchrun --nproc-per-node 4 -m hyper_parallel train run.yaml
 
     Ctrl-C or SIGTERM saves a checkpoint and ends the workers; a second Ctrl-C ends them at once. SIGUSR1 saves a
-    checkpoint and goes on.
+    checkpoint and continues.
 
     \b
     Exit codes:
       0    trained to the last step
       1    the run died: a worker ended, or a defect
-      2    a mistake in the file, the data or the machine's set-up, told in one line
+      2    an error in the file, the data or the machine's set-up, reported in one line
       130  interrupted
     """
     with interruptible():
-        # Within, since loading them takes most of the time before a run is there.
+        # Inside the context, since these imports take most of the time before the run starts.
         from hyper_parallel import config, launch
         from hyper_parallel.cli.preflight import check
 

@@ -40,11 +40,11 @@ def verify(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Prove that FILE's strategy computes what one device computes.
+    """Verify that FILE's strategy computes what one device computes.
 
-    One optimizer step is done twice, on one device and on the strategy, with the same weights and the same text.
-    The loss, the gradient norm and every parameter's gradient and updated value are compared; a table shows
-    the worst. Only real workers write anything: their logs and the report, to the file's 'out' folder.
+    The command runs one optimizer step twice, on one device and under the strategy, with the same weights and text,
+    and compares the loss, the gradient norm and every parameter's gradient and updated value; a table shows the
+    worst. Only real workers write files: their logs and the report, to the file's 'out' folder.
 
     \b
     Examples:
@@ -58,8 +58,7 @@ def verify(
     Exit codes:
       0    equal within the tolerances shown
       1    a mismatch
-      2    a mistake in the file or the data, told in one line
-      130  interrupted
+      2    an error in the file or the data, reported in one line 130  interrupted
     """
     if matrix:
         if file is not None:

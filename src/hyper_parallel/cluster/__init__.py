@@ -1,7 +1,7 @@
 """The machine as data: devices, memory tiers, links by level, and their cost models.
 
-No torch here. `Cluster.of(strategy)` reads what a Strategy places and what a launcher says;
-`Cluster.named("h100x2048")` is a published machine; `Cluster.load(path)` one that was measured or written by hand.
+No torch. `Cluster.of(strategy)` has the levels of a Strategy's placement and of the launcher;
+`Cluster.named("h100x2048")` is a published machine; `Cluster.load(path)` is a measured or hand-written one.
 """
 
 from hyper_parallel.cluster.cluster import Cluster

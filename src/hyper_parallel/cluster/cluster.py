@@ -3,7 +3,7 @@
     copy(B) = α + B / min(β, share of source's read, of target's write)          `Cluster.copy_seconds`
     host(R, W) = (R / read + W / write) · sharing ranks / `HOST_SHARE`           `Cluster.host_seconds`
 
-The closed forms of collectives stand in `cluster.collective`.
+`cluster.collective` has the closed forms of collectives.
 """
 
 from __future__ import annotations
@@ -21,50 +21,52 @@ from hyper_parallel.strategy import LEVELS, Strategy
 from hyper_parallel.workload.work import Work
 
 HOST_SHARE = 0.5
-"""The share of its memory's bandwidth that a host reaches in an update of the optimizer, 0 to 1: an estimate."""
+"""Share of its memory bandwidth that a host reaches in an optimizer update, 0 to 1: an estimate."""
 HOST_BANDWIDTH = 2e10
-"""B/s that one rank's part of a host reads or writes where a cluster describes no host: an estimate, about one channel
-of DDR4."""
+"""B/s that one rank's share of a host reads or writes if the cluster describes no host: an estimate, about one channel
+of DDR4.
+"""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in rank order, so many to a node and so many to a supernode.
+    """Devices in rank order, grouped into nodes and supernodes.
 
     >>> Cluster(node=4).radices(range(8))
     (('network', 2), ('node', 4))
     """
 
     node: Count | None = None
-    """Devices in a node; None where all are in one."""
+    """Devices in a node; None if all are in one."""
     supernode: Count | None = None
-    """Devices in a supernode; None where there is none, and nodes are joined by the network."""
+    """Devices in a supernode; None if the network joins the nodes directly."""
 
     device: Device | None = field(default=None, hash=False)
-    """What every device is; None where only the levels are known."""
+    """The device; None if only the levels are known."""
     links: Mapping[str, Link] = field(default_factory=dict, hash=False)
-    """By level, and by the tier that a device's link leads to."""
+    """Links by level, and by the tier that a device's link leads to."""
     host: Tier | None = None
-    """A node's own memory beside its devices'."""
+    """The host memory of a node."""
     pool: Tier | None = None
-    """Memory that many devices share: of other hosts, or of devices that do not use theirs."""
+    """Memory that many devices share: that of other hosts, or unused device memory."""
     flash: Tier | None = None
     source: str = ""
-    """Where the numbers come from, in a sentence."""
+    """The source of the numbers, in a sentence."""
     name: str = ""
     ranks: Count | None = None
-    """Devices in all; None where that is open."""
+    """Total number of devices; None if open."""
     collectives: tuple[CollectiveTable, ...] = ()
-    """Measured collectives; they go before the closed forms."""
+    """Measured collectives, which take precedence over the closed forms."""
     copies: tuple[CopyTable, ...] = ()
-    """Measured copies between tiers; they go before the closed form."""
+    """Measured copies between tiers, which take precedence over the closed form."""
     shared: Mapping[int, Shared] = field(default_factory=dict, hash=False)
-    """By how many workers compute on this machine at once: what it is for each. Empty where every worker has a device
-    of its own."""
+    """The machine as each worker sees it, by the number of workers that share its cores. Empty if every worker has its
+    own device.
+    """
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Where each number comes from, by its dotted path."""
+    """The source of each number, by its dotted path."""
     estimates: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Numbers that are not public, by their dotted path, and how each was estimated."""
+    """How each number that is not public was estimated, by its dotted path."""
 
     def __post_init__(self) -> None:
         assert not self.supernode or self.supernode % (self.node or 1) == 0, "whole nodes in a supernode"
@@ -78,9 +80,9 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str) -> Cluster:
-        """`h100x2048`: a preset with so many devices; `h100` alone leaves that open; or a cluster file's path.
+        """A preset with a number of devices (`h100x2048`) or without (`h100`), or a cluster file by its path.
 
-        Raises ConfigError for a name that is not known, with the nearest.
+        Raises ConfigError for an unknown name, with the nearest one.
         """
         from hyper_parallel.cluster.presets import named
 
@@ -88,7 +90,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """From a YAML file, which `dump` or `hyper-parallel calibrate` wrote. Raises ConfigError for what is wrong."""
+        """Load a YAML file that `dump` or `hyper-parallel calibrate` wrote. Raises ConfigError if it is invalid."""
         from hyper_parallel.cluster.files import load
 
         return load(path)
@@ -101,10 +103,10 @@ class Cluster:
 
     @classmethod
     def of(cls, strategy: Strategy, local_world: int | None = None) -> Cluster:
-        """The levels that a strategy is placed on.
+        """The levels on which a strategy is placed.
 
-        `local_world` is how many ranks a launcher starts on each node, None where it does not say. What stands in
-        `placement.devices` goes before it, and it goes before what the placed axes multiply to.
+        `local_world` is the number of ranks that a launcher starts on each node, None if unknown. `placement.devices`
+        takes precedence over it, and it takes precedence over the product of the placed axes.
         """
         placement, axes = strategy.placement, strategy.axes
         node = placement.devices.node or local_world
@@ -114,26 +116,26 @@ class Cluster:
         if supernode is None and placement.supernode:
             supernode = placement.joined(axes, "supernode")
         if supernode is not None and node is not None and supernode % node:
-            # A supernode that was worked out from degrees and does not hold whole nodes: the nodes are what is known.
+            # A supernode derived from degrees does not hold whole nodes: only the nodes are known.
             supernode = None
         return cls(node, supernode)
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The levels that there are, innermost first. The last one joins all ranks."""
+        """The cluster's levels, innermost first. The last one joins all ranks."""
         known = tuple(level for level in LEVELS if getattr(self, level, None))
         return (*known, "network") if known else ("node",)
 
     def island(self, rank: int, level: str) -> int:
-        """The index of the node, or supernode, that a rank is in. The network is one."""
+        """The index of a rank's node or supernode. The network has index 0 only."""
         size = getattr(self, level, None)
         return rank // size if size else 0
 
     def radices(self, ranks: Iterable[int]) -> tuple[tuple[str, int], ...] | None:
         """A group of ranks as a product of levels, outermost first: (level, how many it joins), above 1 only.
 
-        The ranks in ascending order count through the product like digits. None where the parts differ in size, so
-        that there is no such product.
+        The ranks in ascending order are the mixed-radix numbers of the product. None if the parts differ in size, so
+        that no such product exists.
         """
         members: Sequence[int] = sorted(ranks)
         found: list[tuple[str, int]] = []
@@ -168,10 +170,10 @@ class Cluster:
     def legs(
         self, kind: str, bytes: float, ranks: int | Iterable[int], algorithm: str | None = None
     ) -> list[Leg]:
-        """The parts of a collective, in order, each on one level; one part on the slowest level if it runs flat.
+        """The steps of a collective, in order, each on one level; one step on the slowest level if it runs flat.
 
-        `ranks` are the group's global ranks, or how many there are, from rank 0 on. `algorithm`: "levels", "flat",
-        or None for by levels where the ranks lie so. Raises ConfigError for kinds and algorithms that are not known.
+        `ranks` are the group's global ranks, or their number, counted from rank 0. `algorithm`: "levels", "flat", or
+        None: by levels if the ranks allow it. Raises ConfigError for unknown kinds and algorithms.
         """
         form(kind)
         if algorithm not in (None, "levels", "flat"):
@@ -188,15 +190,15 @@ class Cluster:
     def collective_seconds(
         self, kind: str, bytes: float, ranks: int | Iterable[int], algorithm: str | None = None
     ) -> float:
-        """How long a collective takes to which each rank gives `bytes`; arguments and errors as of `legs`.
+        """Seconds of a collective in which each rank gives `bytes`; arguments and errors as of `legs`.
 
-        0 for a group of one. Where this machine was measured for the kind and the number of ranks, that is taken.
+        0 for a group of one. Measured times for the kind and number of ranks take precedence.
         """
         members = range(ranks) if isinstance(ranks, int) else list(ranks)
         return sum(self.leg_seconds(leg) for leg in self.legs(kind, bytes, members, algorithm))
 
     def leg_seconds(self, leg: Leg) -> float:
-        """How long a part of a collective takes on its level, alone on the link."""
+        """Seconds of one step of a collective on its level, alone on the link."""
         tables = [table for table in self.collectives if (table.kind, table.level) == (leg.kind, leg.level)]
         if tables:
             # The closest number of ranks that was measured: exactly, or carried over by the closed form's α and β.
@@ -206,7 +208,7 @@ class Cluster:
         return link.setup + form(leg.kind)(leg.ranks, leg.bytes, link.latency, link.reached)
 
     def link(self, level: str) -> Link:
-        """The link of a level or to a tier. Raises ConfigError where the cluster does not describe it."""
+        """The link of a level or to a tier. Raises ConfigError if the cluster does not describe it."""
         if level not in self.links:
             there = ", ".join(self.links) or "none"
             raise ConfigError(
@@ -216,7 +218,7 @@ class Cluster:
         return self.links[level]
 
     def tier(self, name: str) -> Tier:
-        """A memory: `device`, `host`, `pool` or `flash`. Raises ConfigError where the cluster has none."""
+        """A memory tier: `device`, `host`, `pool` or `flash`. Raises ConfigError if the cluster has no such tier."""
         found = {
             "device": self.device.memory if self.device else None,
             "host": self.host,
@@ -232,9 +234,9 @@ class Cluster:
         return tier
 
     def copy_seconds(self, source: str, target: str, bytes: float, ranks: int = 1) -> float:
-        """How long one device's copy between two of its tiers takes, alone on its link.
+        """Seconds of one device's copy between two of its tiers, alone on its link.
 
-        `ranks` devices copy at once, each over a link of its own; those that share a tier share its bandwidth.
+        `ranks` devices copy at once, each over its own link; those that share a tier share its bandwidth.
         """
         for table in self.copies:
             if (table.source, table.target) == (source, target):
@@ -249,7 +251,7 @@ class Cluster:
         return latency + bytes / bandwidth
 
     def host_seconds(self, work: Work, ranks: int = 1) -> float:
-        """How long the host takes over what only walks over its memory, as an update of the optimizer does.
+        """Seconds of a memory-bound computation on the host, such as an optimizer update.
 
         `ranks` ranks do so at once; those of a host share its bandwidth.
         """
@@ -259,10 +261,10 @@ class Cluster:
         return (work.read / self.host.read + work.written / self.host.write) * sharing / HOST_SHARE
 
     def for_workers(self, workers: int) -> Cluster:
-        """This cluster as it is when so many workers compute at once; itself where each has its own device.
+        """This cluster as each of `workers` concurrent workers sees it; unchanged if each has its own device.
 
-        Of a number that was not measured, the next measured one is taken, its rates divided among more workers if it
-        is smaller: an estimate.
+        For a number that was not measured the next measured one is used, with its rates divided among more workers if
+        it is smaller: an estimate.
         """
         if not self.shared or workers <= 1:
             return self

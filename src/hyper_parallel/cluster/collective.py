@@ -24,7 +24,8 @@ levels` runs it (`legs`), g ranks inside and k across:
     all-gather       of B across, then of B·k inside
     all-to-all       of B inside, then of B across
 
-Others, and ranks that lie on the levels in unequal parts, run flat: as if every link were the slowest of those spanned.
+Other collectives, and ranks that lie on the levels in unequal parts, run flat: as if every link were the slowest one
+that they span.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Leg:
     level: str
     ranks: int
     bytes: float
-    """What each rank gives."""
+    """Bytes that each rank gives."""
 
 
 def all_reduce(n: int, size: float, latency: float, bandwidth: float) -> float:
@@ -93,7 +94,7 @@ FORMS: dict[str, Callable[[int, float, float, float], float]] = {
 
 
 def form(kind: str) -> Callable[[int, float, float, float], float]:
-    """The closed form of a kind. Raises ConfigError for one that is not known."""
+    """The closed form of a kind. Raises ConfigError for an unknown kind."""
     if kind not in FORMS:
         hint = nearest(kind, FORMS) or f"; known are {', '.join(FORMS)}"
         raise ConfigError(f"there is no collective {kind!r}{hint}")
@@ -129,4 +130,4 @@ def legs(kind: str, size: float, radices: Sequence[tuple[str, int]]) -> list[Leg
 
 
 BY_LEVELS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""What can run level by level."""
+"""Kinds that can run level by level."""

@@ -1,13 +1,13 @@
-"""A device and its memory: how long an operator takes on it.
+"""A device and its memory: the time of an operator on it (a roofline model).
 
     seconds(work) = launch + max(compute, memory) + fresh                       `Device.seconds`
     compute = flops / (matrix · efficiency(shape)) + vector_flops / vector      `Device.compute_seconds`
     memory  = (read / tier.read + written / tier.write) / efficiency(bytes)     `Device.memory_seconds`
     fresh   = fresh bytes / tier.write / efficiency(fresh bytes)                `Device.fresh_seconds`
 
-That is the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009, figure 1a) with efficiencies that depend
-on the shape. An operator that was measured by name has a launch time and a memory efficiency of its own, in which
-its arithmetic is contained, so that its vector FLOPs are not counted again.
+This is the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009, figure 1a) with efficiencies that depend on
+the shape. An operator that was measured by name has its own launch time and memory efficiency, which include its
+arithmetic, so that its vector FLOPs are not counted again.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class Tier:
 
     name: str
     bytes: Positive
-    """What it holds."""
+    """Capacity in bytes."""
     read: Positive
-    """B/s."""
+    """Read bandwidth, B/s."""
     write: Positive
-    """B/s. A memory whose reads and writes share one bandwidth has the same number here and in `read`."""
+    """Write bandwidth, B/s. If reads and writes share one bandwidth, `read` has the same number."""
     latency: NotNegative = 0.0
     """Seconds before the first byte."""
     ranks: Count = 1
-    """Devices that share its bytes and its bandwidth."""
+    """Number of devices that share its bytes and bandwidth."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the devices of a level, or a device and a tier; the numbers are one device's share."""
+    """Link between the devices of a level, or between a device and a tier; the numbers are one device's share."""
 
     level: str
-    """`node`, `supernode` or `network`; or the tier that it leads to: `host`, `pool`, `flash`."""
+    """`node`, `supernode` or `network`; or the tier at its end: `host`, `pool`, `flash`."""
     bandwidth: Positive
     """B/s in one direction, as the maker states it."""
     latency: NotNegative
@@ -53,7 +53,7 @@ class Link:
     efficiency: Share = 1.0
     """The share of `bandwidth` that large messages reach, 0 to 1."""
     setup: NotNegative = 0.0
-    """Seconds that a collective's call takes beside its messages."""
+    """Seconds that a collective call takes in addition to its messages."""
 
     @property
     def reached(self) -> float:
@@ -72,22 +72,22 @@ class Device:
     """Peak FLOP/s of everything else, by dtype."""
     memory: Tier
     launch: NotNegative = 0.0
-    """Seconds that an operator takes that does nothing."""
+    """Seconds of an empty operator."""
     efficiency: Efficiency = field(default_factory=Efficiency)
     comm_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of the multiprocessors that a collective takes while it runs, 0 to 1."""
     comm_slowdown: Annotated[float, Field(ge=1)] = 1.0
-    """How many times as long an operator takes beside a collective."""
+    """Slowdown of an operator that runs in parallel with a collective."""
 
     def seconds(self, work: Work) -> float:
-        """How long the operator takes, alone on the device."""
+        """Seconds of the operator, alone on the device."""
         if work.kind == "host":
             return self.launch
         busy = max(self.compute_seconds(work), self.memory_seconds(work))
         return self.launch_seconds(work) + busy + self.fresh_seconds(work)
 
     def launch_seconds(self, work: Work) -> float:
-        """What the operator costs before it does anything."""
+        """Launch cost of the operator in seconds."""
         measured = self.efficiency.memory_of(work)
         if measured is None or measured.launch is None:
             # No kernel runs for a view; what it costs the host is known where it was measured.
@@ -95,7 +95,7 @@ class Device:
         return measured.launch
 
     def compute_seconds(self, work: Work) -> float:
-        """How long the arithmetic takes at the rate that this shape reaches."""
+        """Seconds of the arithmetic at the rate that this shape reaches."""
         flops, share = work.flops, 1.0
         if work.kind == "matmul":
             share = self.efficiency.matmul_share(work)
@@ -108,7 +108,7 @@ class Device:
         return seconds
 
     def memory_seconds(self, work: Work) -> float:
-        """How long the bytes take at the rate that so many reach."""
+        """Seconds of the memory traffic at the rate that this number of bytes reaches."""
         moved = work.read + work.written
         if not moved or work.kind == "view":
             return 0.0
@@ -117,12 +117,12 @@ class Device:
         return (work.read / self.memory.read + work.written / self.memory.write) / share
 
     def fresh_seconds(self, work: Work) -> float:
-        """What the first touch of newly allocated memory adds."""
+        """Seconds that the first touch of newly allocated memory adds."""
         curve = self.efficiency.fresh_curve
         return work.fresh / (self.memory.write * curve.at(work.fresh)) if work.fresh and curve else 0.0
 
     def slowed(self, times: float) -> Device:
-        """A device that does everything `times` as slowly."""
+        """The same device, slower by the factor `times`."""
         memory = self.memory
         return replace(
             self,
@@ -134,11 +134,11 @@ class Device:
         )
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOP/s of matrix products in a dtype; of float32 where the device has no figure for it."""
+        """Dense FLOP/s of matrix products in a dtype; of float32 if the device has no figure for the dtype."""
         return _of(self.matrix, dtype)
 
     def vector_peak(self, dtype: str) -> float:
-        """FLOP/s of everything else in a dtype; of float32 where the device has no figure for it."""
+        """FLOP/s of other arithmetic in a dtype; of float32 if the device has no figure for the dtype."""
         return _of(self.vector, dtype)
 
 

@@ -5,20 +5,19 @@ Matrix products, [m, k] · [k, n] in a batch:
     share(batch, m, n, k) = best / ((1 + h_m/m) (1 + h_n/n) (1 + h_k/k)) · c(batch, m, n, k)     `ShapeTable.share`
 
 h are lengths at which half of the best is reached (Hockney's n_½; Hockney and Jesshope, *Parallel Computers 2*, 1988,
-section 1.3.2). c is what the measured points add: at a point the ratio of the measured share to the smooth one, and
-between points the mean of the logarithms of these ratios, weighted by the inverse of the distance in log₂ of the
-shape to the fourth power (Shepard, ACM 1968); far from all points it fades to 1. So the table is exact
-at its points, and nowhere above the best of them.
-A table without points is a curve, and a batch larger than 1 is as good as one product.
+section 1.3.2). c is the correction by measured points: at a point the ratio of the measured share to the smooth one,
+and between points the mean of the logarithms of these ratios, weighted by the inverse of the distance in log₂ of the
+shape to the fourth power (Shepard, ACM 1968); far from all points it fades to 1. So the table is exact at its points,
+and nowhere above the best of them. A table without points is a curve, and its share does not depend on the batch.
 
 Attention is the same in (batch · heads, queries, keys, size); its FLOPs are those of its matrix products,
 
     4 · batch · heads · queries · keys · size       forward                     `attention_flops`
     10 · …                                          backward, which computes the scores again
-    half of them                                    where the kernel skips what a causal mask hides
+    half of them if the kernel skips masked scores
 
-Bytes: a share of the memory's bandwidth by the bytes moved, above 1 within caches (`MemoryTable`), for each kind of
-operator and, where it was measured, for an operator by its name.
+Bytes: a share of the memory bandwidth by the bytes moved, above 1 within caches (`MemoryTable`), for each kind of
+operator and, if measured, for single operators by name.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hyper_parallel.cluster.numbers import NotNegative, Positive
 from hyper_parallel.workload.work import Work
 
 _FADE = 4.0**-4
-"""The smooth curve's own weight: that of a measured point four doublings away."""
+"""Weight of the smooth curve: that of a measured point four doublings away."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,19 @@ class ShapeTable:
     """Shares of the peak that matrix products, or attention, reach in one dtype and layout."""
 
     dtype: str = ""
-    """Empty: for every dtype that has no table of its own."""
+    """Empty: all dtypes without their own table."""
     layout: str = ""
-    """Empty: for every layout that has no table of its own."""
+    """Empty: all layouts without their own table."""
     best: Positive = 1.0
     """The share that large shapes reach."""
     half: tuple[NotNegative, NotNegative, NotNegative] = (0.0, 0.0, 0.0)
     """Sizes of the three dims at which half of the best is reached."""
     points: tuple[tuple[Positive, Positive, Positive, Positive, Positive], ...] = ()
-    """Measured: batch, the three dims, share of the peak."""
+    """Measured points: batch, the three dims, share of the peak."""
     spread: float | None = None
-    """Of the measured times: the mean of (third quartile − first) / median."""
+    """Spread of the measured times: the mean of (third quartile − first) / median."""
     residual: float | None = None
-    """Of shapes that were measured between the points: the mean of |predicted / measured − 1|."""
+    """Error on shapes between the points: the mean of |predicted / measured − 1|."""
 
     def smooth(self, dims: Sequence[float]) -> float:
         """The share without the measured points; `dims` are the last three."""
@@ -79,12 +78,12 @@ class ShapeTable:
 
     @cached_property
     def _most(self) -> float:
-        """The best of the points; beyond them the smooth curve would promise more."""
+        """The best of the points; beyond them the smooth curve would give more."""
         return max(share for *_, share in self.points)
 
     @cached_property
     def _ratios(self) -> tuple[tuple[tuple[float, ...], float], ...]:
-        """For each point its log₂ shape and the log of measured over smooth."""
+        """The log₂ shape of each point, and the log of its measured over its smooth share."""
         return tuple(
             (
                 tuple(math.log2(max(size, 1)) for size in shape),
@@ -96,25 +95,25 @@ class ShapeTable:
 
 @dataclass(frozen=True)
 class MemoryTable:
-    """Shares of the memory's bandwidth by the bytes moved, of a kind of operator or of one by name."""
+    """Shares of the memory bandwidth by the bytes moved, for a kind of operator or a single operator."""
 
     kind: str = ""
-    """A kind of Work; empty: for every kind that has no table of its own."""
+    """A kind of Work; empty: all kinds without their own table."""
     op: str = ""
-    """An operator, `aten.silu`, without its overload; empty: for every operator of the kind."""
+    """An operator without its overload, such as `aten.silu`; empty: all operators of the kind."""
     dtype: str = ""
-    """Empty: for every dtype that has no table of its own."""
+    """Empty: all dtypes without their own table."""
     layout: str = ""
-    """Empty; `strided`; or `tanh`, of an operator that computes its function in that other way."""
+    """Empty, `strided`, or `tanh` for the variant of an operator that is computed with tanh."""
     launch: NotNegative | None = None
-    """Seconds that a call takes that moves nearly nothing; None: the device's."""
+    """Launch seconds of a call that moves next to no bytes; None: the device's."""
     points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     """Bytes read and written, share of the bandwidth."""
     spread: float | None = None
     """As `ShapeTable.spread`."""
 
     def __post_init__(self) -> None:
-        Curve(self.points)  # raises for what is no curve
+        Curve(self.points)  # raises for invalid points
 
     @cached_property
     def curve(self) -> Curve:
@@ -124,14 +123,15 @@ class MemoryTable:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Everything that is known of how well a device runs."""
+    """All efficiency tables of a device."""
 
     matmul: tuple[ShapeTable, ...] = ()
     attention: tuple[ShapeTable, ...] = ()
     memory: tuple[MemoryTable, ...] = ()
     fresh: tuple[tuple[float, float], ...] = ()
-    """Bytes in newly allocated memory, and the share of the bandwidth at which its first touch goes, beside the
-    writing itself. Empty where it costs nothing."""
+    """Bytes in newly allocated memory, and the bandwidth share of the first touch, in addition to the write itself.
+    Empty if the first touch costs nothing.
+    """
 
     def matmul_share(self, work: Work) -> float:
         """The share of the peak that a matrix product reaches."""
@@ -141,7 +141,7 @@ class Efficiency:
         return table.share(work.shape) if len(work.shape) == 4 else table.best
 
     def attention_rate(self, work: Work) -> tuple[float, float]:
-        """The FLOPs that an attention kernel does, and the share of the peak at which it does them."""
+        """The FLOPs of an attention kernel, and the share of the peak that it reaches."""
         layout = work.layout or ("backward" if "backward" in work.op else "forward")
         table = _best_of(self.attention, work.dtype, layout)
         if len(work.shape) != 5:
@@ -151,7 +151,7 @@ class Efficiency:
         return flops, table.share((batch * heads, queries, keys, size)) if table else 1.0
 
     def memory_of(self, work: Work) -> MemoryTable | None:
-        """The table that an operator's bytes are priced by; None where there is none for its kind."""
+        """The table that prices an operator's bytes; None if its kind has none."""
         key = (work.op, work.kind, work.dtype, work.layout)
         if key not in self._found:
             self._found[key] = self._memory_of(work)
@@ -159,10 +159,10 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         if self.fresh:
-            Curve(self.fresh)  # raises for what is no curve
+            Curve(self.fresh)  # raises for invalid points
 
     def slowed(self, times: float) -> Efficiency:
-        """The same shares; launches `times` as long."""
+        """The same tables, with launch times multiplied by `times`."""
         return replace(
             self,
             memory=tuple(
@@ -180,7 +180,7 @@ class Efficiency:
         named = [table for table in self.memory if table.op and table.op == name]
         kinds = [table for table in self.memory if not table.op and table.kind == work.kind]
         kinds = kinds or [table for table in self.memory if not table.op and not table.kind]
-        # What was measured by name tells more than the kind; a strided input more than the name.
+        # A table by name is more specific than one by kind, and a strided layout more than the name.
         for layout in (work.layout, "") if work.layout != "strided" else (work.layout,):
             for tables in (named, kinds):
                 for table in _by_closeness(tables, work.dtype):
@@ -191,7 +191,7 @@ class Efficiency:
 
     @cached_property
     def fresh_curve(self) -> Curve | None:
-        """Share by bytes of newly allocated memory; None where its first touch costs nothing."""
+        """Share by bytes of newly allocated memory; None if its first touch costs nothing."""
         return Curve(self.fresh) if self.fresh else None
 
 
@@ -208,7 +208,7 @@ def attention_flops(shape: Sequence[int], layout: str) -> float:
 
 
 def _best_of(tables: Sequence[ShapeTable], dtype: str, layout: str) -> ShapeTable | None:
-    """The table of this dtype and layout; a table of any dtype or layout, where one stands for all; or None."""
+    """The table of this dtype and layout, else a table for all dtypes or layouts, else None."""
     for wanted in ((dtype, layout), (dtype, ""), ("", layout), ("", "")):
         for table in tables:
             if (table.dtype, table.layout) == wanted:
@@ -218,5 +218,5 @@ def _best_of(tables: Sequence[ShapeTable], dtype: str, layout: str) -> ShapeTabl
 
 
 def _by_closeness(tables: Sequence[MemoryTable], dtype: str) -> list[MemoryTable]:
-    """Those of the dtype first, then those of every dtype, then those of others."""
+    """Tables of the dtype first, then those for all dtypes, then those of other dtypes."""
     return sorted(tables, key=lambda table: 0 if table.dtype == dtype else 1 if not table.dtype else 2)

@@ -19,7 +19,7 @@ VERSION = 1
 
 
 def load(path: str | Path) -> Cluster:
-    """A cluster from a file. Raises ConfigError for a file that is not there or not a cluster, all mistakes at once."""
+    """Load a cluster file. Raises ConfigError if it is missing or invalid, with all problems at once."""
     try:
         content = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -35,7 +35,7 @@ def load(path: str | Path) -> Cluster:
 
 
 def build(tree: Mapping[str, Any], where: str) -> Cluster:
-    """A cluster from plain data. Raises ConfigError with a line for each mistake; `where` begins each."""
+    """A cluster from plain data. Raises ConfigError with a line for each problem, each prefixed by `where`."""
     problems = [f"{where}: {problem}" for problem in _unknown(Cluster, tree, ())]
     try:
         found = _adapter().validate_python(tree)
@@ -64,7 +64,7 @@ def _adapter() -> TypeAdapter[Cluster]:
 
 
 def _unknown(kind: Any, value: Any, place: tuple[str, ...]) -> list[str]:
-    """A line for each key that its dataclass does not have, with the nearest that it has."""
+    """A line for each unknown key, with the nearest known one."""
     found = []
     if is_dataclass(kind) and isinstance(value, Mapping):
         hints = get_type_hints(kind)
@@ -113,14 +113,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_number(self, data: float) -> yaml.ScalarNode:
-        """The shortest text that is read back as the same number."""
+        """The shortest text that parses to the same number."""
         number = repr(data)
         if abs(data) >= 1e6 or 0 < abs(data) < 1e-3:
             number = next(shown for digits in range(1, 18) if float(shown := f"{data:.{digits}e}") == data)
         return self.represent_scalar("tag:yaml.org,2002:float", number)
 
     def represent_row(self, data: list[Any]) -> yaml.SequenceNode:
-        """Numbers on one line, everything else below each other."""
+        """Lists of numbers on one line, other values one per line."""
         row = all(isinstance(item, int | float) for item in data)
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=row)
 

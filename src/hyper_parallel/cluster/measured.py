@@ -1,8 +1,8 @@
-"""Collectives and copies as they were measured, with the α and β that fit them.
+"""Measured collectives and copies, with the fitted α and β.
 
-A table is exact at its points; between them it is a `Curve` of seconds by bytes. Below its smallest point a call takes
-what the smallest took, and beyond the largest the bandwidth of the largest holds. For other numbers of ranks the fit's
-α and β are put into the closed form of `cluster.collective`.
+A table is exact at its points; between them it is a `Curve` of seconds by bytes. Below the smallest point the time is
+constant, and beyond the largest the bandwidth is. For other numbers of ranks the closed form of `cluster.collective` is
+used with the fitted α and β.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hyper_parallel.cluster.device import Device
 from hyper_parallel.cluster.numbers import Count, NotNegative, Positive
 
 MEASURED = "this-machine"
-"""The name of a cluster that `calibrate` measured."""
+"""Name of a cluster that `calibrate` measured."""
 
 
 @dataclass(frozen=True)
 class CollectiveTable:
-    """One kind of collective among so many ranks of one level."""
+    """Times of one kind of collective among a number of ranks on one level."""
 
     kind: str
     level: str
@@ -33,16 +33,16 @@ class CollectiveTable:
     bandwidth: Positive
     """β of the closed form that fits best, in B/s."""
     residual: NotNegative
-    """What is left: the mean of |fitted / measured − 1|."""
+    """Error of the fit: the mean of |fitted / measured − 1|."""
     spread: float | None = None
-    """Of the measured times: the mean of (third quartile − first) / median."""
+    """Spread of the measured times: the mean of (third quartile − first) / median."""
 
     def __post_init__(self) -> None:
-        form(self.kind)  # raises for what is no collective
-        Curve(self.points)  # and for what is no curve
+        form(self.kind)  # raises for an unknown kind
+        Curve(self.points)  # raises for invalid points
 
     def seconds(self, size: float, ranks: int) -> float:
-        """How long the collective takes among `ranks` of this level, `size` bytes given by each."""
+        """Seconds of the collective among `ranks` of this level, each giving `size` bytes."""
         if ranks != self.ranks:
             return form(self.kind)(ranks, size, self.latency, self.bandwidth)
         return _seconds(self._curve, size)
@@ -64,10 +64,10 @@ class CopyTable:
     """As `CollectiveTable.spread`."""
 
     def __post_init__(self) -> None:
-        Curve(self.points)  # raises for what is no curve
+        Curve(self.points)  # raises for invalid points
 
     def seconds(self, size: float) -> float:
-        """How long a copy of `size` bytes takes."""
+        """Seconds of a copy of `size` bytes."""
         return _seconds(self._curve, size)
 
     @cached_property
@@ -77,13 +77,14 @@ class CopyTable:
 
 @dataclass(frozen=True)
 class Shared:
-    """A machine whose workers share its cores, as each of so many sees it."""
+    """A machine whose workers share its cores, as each of a number of workers sees it."""
 
     device: Device
     collectives: tuple[CollectiveTable, ...] = ()
     slower: Positive | None = None
-    """Where workers outnumber the cores: how many times as long a few operators took as with one worker a core. The
-    device is estimated with it; None where the device was measured."""
+    """If workers outnumber the cores: the slowdown of a few operators compared with one worker per core, from which the
+    device is estimated. None if the device was measured.
+    """
 
 
 def _seconds(curve: Curve, size: float) -> float:

@@ -1,4 +1,4 @@
-"""The ranges that a cluster file's numbers must lie in; to the type checker they are numbers."""
+"""Annotated number types with the ranges that a cluster file must respect."""
 
 from __future__ import annotations
 

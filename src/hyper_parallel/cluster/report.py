@@ -8,7 +8,7 @@ from hyper_parallel.strategy import LEVELS, Strategy
 
 
 def misplaced(strategy: Strategy, cluster: Cluster) -> list[str]:
-    """One line for each axis that does not lie on the level it is placed on alone, and how it is dealt with.
+    """One line for each axis that spans more than its level, with the consequence.
 
     >>> strategy = Strategy(axes={"shard": 16}, placement={"node": ["shard"], "devices": {"node": 8}})
     >>> misplaced(strategy, Cluster.of(strategy))
@@ -20,7 +20,7 @@ def misplaced(strategy: Strategy, cluster: Cluster) -> list[str]:
         for axis in getattr(placement, level):
             if mesh.size(axis) == 1:
                 continue
-            # Groups at a boundary may lie otherwise than the first: the one on the most levels is told.
+            # Groups at a boundary may lie differently from the first: the one on the most levels is reported.
             ranks = max(mesh.groups(axis), key=lambda ranks: len(cluster.spans(ranks)))
             spanned = cluster.spans(ranks)
             if spanned == (level,):

@@ -1,18 +1,17 @@
 """Bytes and messages that a collective sends across link levels.
 
-What is counted: bytes that *leave an island* (a node, or a supernode) divided by the members that the group has in
-it, so that figures of different groups can be added and compared with the bandwidth of one device's share of the
-slow link. How a flat collective is taken to run:
+The count is the bytes that *leave an island* (a node or a supernode), divided by the group's members in it, so that
+figures of different groups can be added and compared with one device's share of the slow link. Assumptions about flat
+collectives:
 
 - `all_gather`, `reduce_scatter`, `all_reduce` and the like: a ring in rank order, each of whose links carries what a
-  rank receives. With n ranks, g of them in each island, one link of an island's g crosses. `order="worst"` is a ring
-  that leaves the island at each link, as ranks that are dealt out to the islands one by one give.
+  rank receives. With n ranks, g of them in each island, one of an island's g links crosses. `order="worst"` is a ring
+  that leaves the island at each link, as when ranks are distributed to the islands round-robin.
 - `all_to_all`: every rank sends to every other directly.
 - `broadcast`, `reduce`, `scatter`, `gather`: as a chain, counted like the ring.
 - `send`: one message.
 
-A collective that runs level by level is several calls, each over a group on one level, so nothing need be assumed
-about how the levels are joined.
+A collective that runs level by level is several calls, each over a group on one level, and needs no assumption.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class CollectiveCall(Protocol):
 
 @dataclass(frozen=True)
 class Crossing:
-    """What leaves an island for each of its members in the group."""
+    """Traffic that leaves an island, per member of the group in it."""
 
     bytes: Fraction = Fraction(0)
     messages: Fraction = Fraction(0)
@@ -59,7 +58,7 @@ class Crossing:
 def crossing(
     calls: Iterable[CollectiveCall], cluster: Cluster, level: str, order: Literal["rank", "worst"] = "rank"
 ) -> Crossing:
-    """What the calls send out of islands of `level` ("node" or "supernode"), of the island that sends most."""
+    """The traffic of the calls out of islands of `level` ("node" or "supernode"), for the island that sends most."""
     total = Crossing()
     for call in calls:
         total += _one(call, cluster, level, order)

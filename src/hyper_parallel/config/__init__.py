@@ -1,6 +1,6 @@
 """The run file: model, data, training, launch, checkpoints and trackers around a Strategy. No torch.
 
-`load` reads it (inheritance, overrides, strict keys); `RunConfig` is what it becomes; `dump` writes it.
+`load` reads it (inheritance, overrides, strict keys) into a `RunConfig`; `dump` writes it.
 """
 
 from hyper_parallel.config.checkpoint import CheckpointConfig

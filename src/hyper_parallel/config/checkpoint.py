@@ -1,4 +1,4 @@
-"""Where checkpoints go and when they are written."""
+"""`checkpoint` section: when checkpoints are written and which are kept."""
 
 from __future__ import annotations
 
@@ -11,26 +11,33 @@ from hyper_parallel.units import parse_seconds
 
 
 class CheckpointConfig(Section):
-    """Checkpoints: a folder a step, committed when complete, loadable into any strategy and number of workers."""
+    """Checkpoints: one folder per step, committed when complete, loadable into any strategy and number of
+    workers.
+    """
 
     every: Annotated[int | str, Field(json_schema_extra={"examples": ["15min", "2h", 500], "minimum": 0})] = (
         "15min"
     )
-    """How often one is written: a length of time (`90s`, `15min`, `2h`), or a number of steps. 0 writes one at the end
-    only. What a crash costs is at most what was trained in between."""
+    """The interval between checkpoints: a length of time (`90s`, `15min`, `2h`), or a number of steps. 0 writes one at
+    the end only. A crash loses at most the steps since the last one.
+    """
     keep: Annotated[int, Field(ge=1)] = 2
-    """How many of the newest are kept; older ones go only after a newer one is durable. With 1 the one before stays as
-    well: only the step after a checkpoint shows that its weights are worth going on from."""
+    """Number of newest checkpoints to keep; older ones are removed only after a newer one is durable. With 1 the
+    previous one stays as well, since only the next step shows whether a checkpoint's weights are healthy.
+    """
     background: bool = True
-    """Write while training goes on; only the copy out of the device is waited for."""
+    """Write in the background; training waits only for the copy out of the device."""
     resume: bool = True
     """Continue from the newest verified checkpoint in the run's folder whose weights are healthy, if there is one."""
     resume_from: Annotated[int, Field(ge=1)] | None = None
-    """Continue from the checkpoint of this step instead, whatever its health. Newer ones are passed over from then on.
-    The same command again goes on from the newest of its own. `train --resume-from` asks for it too."""
+    """Continue from the checkpoint of this step instead, whatever its health. Newer checkpoints are ignored
+    from then on; repeating the command continues from the newest checkpoint written since. Also set by `train
+    --resume-from`.
+    """
     allow_other_data: bool = False
-    """Go on although the training text, or how it is packed, is not what the checkpoint was trained on. The other text
-    is taken from its first row on. Without this, other text is refused; moving or renaming the files is no change."""
+    """Continue with other training text, or other packing, than the checkpoint was trained on, from its first
+    row. By default other text is refused; moved or renamed files count as the same text.
+    """
 
     @field_validator("every", mode="before")
     @classmethod
@@ -59,10 +66,10 @@ class CheckpointConfig(Section):
 
     @property
     def every_steps(self) -> int | None:
-        """Steps between checkpoints; None where there are none but the last, or where the clock decides."""
+        """Steps between checkpoints; None if only the last step writes one, or if the interval is a time."""
         return self.every if isinstance(self.every, int) and self.every else None
 
     @property
     def every_seconds(self) -> float | None:
-        """Seconds between checkpoints; None where steps decide."""
+        """Seconds between checkpoints; None if the interval is a number of steps."""
         return parse_seconds(self.every) if isinstance(self.every, str) else None

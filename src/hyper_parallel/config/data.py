@@ -12,23 +12,27 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 BUILTIN = "builtin"
-"""The chat template that `hyper_parallel.data` brings."""
+"""Names the chat template of `hyper_parallel.data`."""
 
 
 class TokenizerConfig(Section):
-    """Which tokenizer. Left out with `model.path`: that folder's own, with which its weights were trained; with
-    `model.config`: one that is trained on the training text and cached."""
+    """The tokenizer. Default with `model.path`: that folder's own, with which its weights were trained; with
+    `model.config`: one that is trained on the training text and cached.
+    """
 
     path: PathText | None = None
     """A folder with `tokenizer.json` (and `tokenizer_config.json`)."""
     vocab_size: PositiveInt | None = None
-    """Size of the byte-level BPE vocabulary that is trained when no path is given; left out: 8192."""
+    """Size of the byte-level BPE vocabulary that is trained when no path is given; default: 8192."""
     chat_template: PathText | None = None
-    """A Jinja file with the chat template for `messages`, used and exported in place of the tokenizer's own; `builtin`
-    is a simple one (docs/data.md). Left out: the tokenizer's own, and `builtin` for one that is trained here."""
+    """A Jinja file with the chat template for `messages`, used and exported in place of the tokenizer's own;
+    `builtin` is a simple one (docs/data.md). Default: the tokenizer's own; for a tokenizer that is trained
+    here, `builtin`.
+    """
     replace: bool = False
-    """With `model.path`: take the tokenizer that is named here although the loaded weights were trained with another.
-    The rows of their embedding then stand for other tokens, and have to be learned anew."""
+    """With `model.path`: use the tokenizer named here although the loaded weights were trained with another
+    one. The embedding's rows then stand for other tokens and must be learned anew.
+    """
 
     @property
     def trained_size(self) -> int:
@@ -37,26 +41,27 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
-    """Text, packed into sequences whose documents do not see each other."""
+    """Text, packed into sequences whose documents do not attend to each other."""
 
     train: PathText | list[PathText]
     """Files, folders or globs to train on; `python-stdlib` is the standard library's own source text."""
     eval: PathText | list[PathText] | None = None
-    """Held-out files. When it is left out, `holdout` of the training documents are held out."""
+    """Evaluation files. Default: the share `holdout` of the training documents is held out."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the training documents, chosen by their content's digest, that is held out for evaluation."""
     format: Literal["auto", "text", "jsonl", "datasets"] = "auto"
-    """`text`: a file is a document. `jsonl`: a line is a document with `text`, `prompt` and `response`, or chat
-    `messages` (only answers bear loss). `datasets`: a folder that `datasets.save_to_disk` wrote. `auto` goes by
-    the name and the content."""
+    """`text`: a file is a document. `jsonl`: a line is a document with `text`, `prompt` and `response`, or
+    chat `messages` (only answers contribute to the loss). `datasets`: a folder that `datasets.save_to_disk`
+    wrote. `auto` decides by name and content.
+    """
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """Which tokenizer, and with which chat template."""
+    """The tokenizer and its chat template."""
     sequence: PositiveInt = 512
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     pack: bool = True
     """Put several documents into one sequence. False gives each document its own, padded."""
     cache: PathText = ".cache/hyper-parallel"
-    """Where the trained tokenizer and the tokenized text are kept."""
+    """The folder that caches the trained tokenizer and the tokenized text."""
 
     @model_validator(mode="after")
     def _something_to_read(self) -> DataConfig:

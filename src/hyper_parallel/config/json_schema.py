@@ -14,10 +14,9 @@ _TITLES = {"RunConfig": "HyperParallel run file", "Strategy": "HyperParallel Str
 
 
 def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
-    """The schema of what may stand in a file: the sections' own under every name that is read, `auto` for those that
-    the planner can fill, `extends`, and nothing that is derived.
+    """The schema of a file: sections under every accepted name, `auto` where the planner can choose, and `extends`.
 
-    A file that builds on another need not give what that one gives, so keys are required only without `extends`.
+    A file with `extends` inherits keys, so keys are required only without it. Derived fields are left out.
     """
     body = model.model_json_schema()
     sections: dict[str, Any] = body.get("$defs", {})
@@ -36,7 +35,7 @@ def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
         "extends": {
             "type": "string",
             "title": "Extends",
-            "description": "Another file, relative to this one, that this one is laid on.",
+            "description": "A base file, relative to this one, that this file extends.",
         },
         **body["properties"],
     }
@@ -61,7 +60,7 @@ def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
 
 
 def _add_other_names(section: type[BaseModel], properties: dict[str, Any]) -> None:
-    """What pydantic leaves out: a field's other names, such as `tensor` for `tensor_x`."""
+    """Adds a field's aliases, such as `tensor` for `tensor_x`, which pydantic's schema leaves out."""
     for name, field in section.model_fields.items():
         if isinstance(field.validation_alias, AliasChoices):
             for other in field.validation_alias.choices:

@@ -1,10 +1,10 @@
-"""Files and overrides become a RunConfig or a Strategy; either becomes a file again.
+"""Loads files and overrides into a RunConfig or a Strategy, and writes either back to a file.
 
-A file may name another that it builds on (`extends: base.yaml`, relative to itself) and is laid on it: sections
-are merged key by key, a list or a scalar replaces, and a section of another kind (`train.optimizer.name`,
-`model.config.model_type`) replaces the base's. Overrides (`train.steps=100`) are laid on the result in the
-same way, all at once; of two that set the same key, the later holds. `auto` for all axes counts as one `auto` an axis,
-so that `strategy.axes.tensor=2` over it leaves the others open.
+A file may extend another one (`extends: base.yaml`, relative to itself): sections are merged key by key, a list or a
+scalar replaces the base's, and so does a section of another kind (`train.optimizer.name`, `model.config.model_type`).
+Overrides (`train.steps=100`) are then merged into the result in the same way, all at once; if two set the same key,
+the later one wins. `auto` for all axes counts as `auto` for each axis, so that `strategy.axes.tensor=2` over it leaves
+the other axes open.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from hyper_parallel.units import format_bytes
 from hyper_parallel.untrusted import open_regular, read_bytes
 
 LARGEST = 256 * 2**10
-"""Bytes of a run file with all that it builds on, at most."""
+"""Upper limit for the bytes of a run file and all files that it extends."""
 _MOST_FILES = 16
 _PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
-"""What a shell hands over instead of a file: read as it comes."""
+"""Paths under which a shell passes a pipe instead of a file; these are read without `open_regular`."""
 VERSION = 1
 """The version of the files' format that this release reads."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Layer = tuple[str, Any]
-"""Where keys and values come from (a file, an override), and they themselves."""
+"""Keys and values with their origin: a file or an override."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a file describes, with dotted overrides (``"train.steps=100"``) laid on it.
+    """The run that a file describes, with dotted overrides (``"train.steps=100"``) applied.
 
     Raises ConfigError with one line for each problem: the file or override, the key, what it must be, what it is.
     """
@@ -48,7 +48,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_strategy(path: str | Path, overrides: Sequence[str] = ()) -> Strategy:
-    """The Strategy of a file of its own (`version`, `axes`, …), with overrides such as ``"axes.tensor=4"``.
+    """The Strategy of a strategy file (`version`, `axes`, …), with overrides such as ``"axes.tensor=4"``.
 
     Raises ConfigError as `load` does.
     """
@@ -56,7 +56,7 @@ def load_strategy(path: str | Path, overrides: Sequence[str] = ()) -> Strategy:
 
 
 def from_dict(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> RunConfig:
-    """The run that plain data describes, as if it had been read from a file called `source`.
+    """The run that a mapping describes, as if it had been read from a file named `source`.
 
     Raises ConfigError as `load` does.
     """
@@ -73,7 +73,7 @@ def _load(model: type[Model], path: str | Path, overrides: Sequence[str]) -> Mod
 
 
 def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> Model:
-    """Lay files (base first) and overrides on each other, and check the whole."""
+    """Merge files (base first) and overrides, and validate the result."""
     kinds, own = _kinds(model), files[-1][0]
     layers = list(files)
     data: Any = {}
@@ -85,7 +85,7 @@ def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> 
     for text in overrides:
         path, value = _override(model, text)
         if isinstance(value, Mapping):
-            # {replicate: 2} means that and nothing else; a single key of a section has a path of its own.
+            # {replicate: 2} means that and nothing else; a single key of a section has its own path.
             data, over = without(data, path), without(over, path)
         nested = spelled_out(nest(path, value))
         layers.append((f"override {text}", nested))
@@ -112,7 +112,9 @@ def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> 
 
 
 def _files(model: type[Model], path: Path, within: tuple[Path, ...], limit: int) -> list[Layer]:
-    """A file's content and those of all that it builds on, base first; `limit`: bytes of all of them together."""
+    """The contents of a file and of all files that it extends, base first; `limit`: bytes of all of them
+    together.
+    """
     try:
         here = path.resolve()
         if not within and str(path).startswith(_PIPES):
@@ -130,7 +132,7 @@ def _files(model: type[Model], path: Path, within: tuple[Path, ...], limit: int)
         raise ConfigError(f"{path}: cannot be read: {reason}{_named_by(within)}") from None
     if here in within:
         chain = " -> ".join(f.name for f in (*within[within.index(here) :], here))
-        raise ConfigError(f"{path}: 'extends' goes round in a circle: {chain}; remove one of them")
+        raise ConfigError(f"{path}: 'extends' forms a cycle: {chain}; remove one of them")
     if len(raw) > limit or len(within) > _MOST_FILES:
         raise ConfigError(
             f"{path}: run files that build on each other are {_MOST_FILES} at most, and have "
@@ -141,10 +143,10 @@ def _files(model: type[Model], path: Path, within: tuple[Path, ...], limit: int)
     except ConfigError as error:
         if not within:
             raise
-        # A file that somebody else's run file names may be any, and what it holds is not for the log.
+        # An untrusted run file may name any file, whose content must not reach the log.
         where = str(error).partition(": not valid YAML")[0]
         raise ConfigError(
-            f"{where}: not valid YAML{_named_by(within)}; load it by itself to see why"
+            f"{where}: not valid YAML{_named_by(within)}; load that file alone to see the reason"
         ) from None
     if content is None:
         raise ConfigError(f"{path}: the file is empty; start from examples/quickstart.yaml")
@@ -175,7 +177,7 @@ def _override(model: type[BaseModel], text: str) -> tuple[tuple[str, ...], Any]:
     if not equals or not key or not all(key.split(".")):
         raise ConfigError(f"override {text}: write key=value, for example train.steps=100")
     if key == "extends":
-        raise ConfigError(f"override {text}: 'extends' can stand in a file only")
+        raise ConfigError(f"override {text}: 'extends' is allowed only in a file")
     return schema.split(model, key), yaml12.parse(value, f"override {text}", lines=False)
 
 

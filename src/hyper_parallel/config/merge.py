@@ -1,4 +1,4 @@
-"""One mapping over another: inheritance between files, and overrides over the file."""
+"""Merging of mappings: inheritance between files, and overrides of a file."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 Path = tuple[str, ...]
 Kinds = Mapping[Path, tuple[str, Any]]
-"""For a section that comes in kinds (`train.optimizer`): the key that names the kind, and its default."""
+"""For a section with several kinds (`train.optimizer`): the key that names the kind, and its default."""
 
 
 def merge(base: Any, over: Any, kinds: Kinds, path: Path = ()) -> Any:
-    """`over` laid on `base`: mappings key by key, anything else replaced.
+    """Merge `over` into `base`: mappings key by key; any other value replaces the base's.
 
-    A section of another kind replaces the base's, because its keys mean something else. Keys keep the base's
-    order, new ones follow; keys of the base that `over` names again stand in `over`'s order, for the order of
-    axes and of rules carries meaning.
+    A section of another kind replaces the base's, because its keys mean something else. Keys keep the base's order,
+    new ones follow; keys of the base that `over` repeats take `over`'s order, since the order of axes and of rules
+    matters.
     """
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
@@ -43,7 +43,7 @@ def nest(path: Path, value: Any) -> Any:
 
 
 def without(data: Any, path: Path) -> Any:
-    """The data with nothing at a path; the data itself where there is nothing."""
+    """The data without the value at a path; the data itself if the path does not exist."""
     key, *rest = path
     if not isinstance(data, Mapping) or key not in data:
         return data
@@ -53,7 +53,7 @@ def without(data: Any, path: Path) -> Any:
 
 
 def present(data: Any, path: tuple[str | int, ...]) -> int:
-    """How many leading elements of a path exist in the data."""
+    """The number of leading elements of a path that exist in the data."""
     for depth, key in enumerate(path):
         if not _has(data, key):
             return depth

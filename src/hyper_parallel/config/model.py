@@ -1,4 +1,4 @@
-"""`model` section: config or folder of the model."""
+"""`model` section: a model's config or folder."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from hyper_parallel.strategy.section import PathText, Section
 from hyper_parallel.untrusted import read_json, refuse_irregular_entries
 
 LARGEST = 16 * 2**20
-"""Bytes of a ``config.json``, at most."""
+"""Upper limit for the bytes of a ``config.json``."""
 _MOST_OF_ANY = 2**31
 _MOST = (("layer", 10_000), ("expert", 100_000))
-"""A part of a field's name, and the largest number that such a field may have."""
+"""Part of a field's name, and the largest value that such a field may have."""
 
 
 class ModelConfig(Section):
     """An unmodified Transformers causal language model, from a config (new weights) or a folder (its weights)."""
 
     config: dict[str, Any] | None = None
-    """A Transformers config: `model_type` and the fields that differ from its defaults. Weights are new.
-    `vocab_size` is filled in from the tokenizer when it is left out."""
+    """A Transformers config: `model_type` and the fields that differ from its defaults. Weights are
+    initialised. `vocab_size` defaults to the tokenizer's.
+    """
     path: PathText | None = None
     """A folder with `config.json` and safetensors weights, as `save_pretrained` writes it."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """The attention implementation that Transformers is asked for; `auto` is its own choice for the family."""
+    """Transformers' attention implementation; `auto` is Transformers' choice for the family."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -45,8 +46,8 @@ class ModelConfig(Section):
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The ``config.json`` of a model's folder, which may be anybody's. Raises ConfigError, also where other things than
-    files lie in the folder, and where it names more than a model can have.
+    """The ``config.json`` of a model's folder, which is untrusted. Raises ConfigError, also if the folder
+    contains anything but files, or if a number is implausible for a model.
     """
     there = Path(folder).expanduser()
     file = there / "config.json"
@@ -72,7 +73,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def implausible(fields: Mapping[str, Any]) -> str | None:
-    """What no model has, in words: building it would take all memory, or all day, before anything could say so."""
+    """Describes implausible sizes: building such a model would take all memory or hours before any check
+    could fail.
+    """
     for key, value in fields.items():
         if isinstance(value, Mapping):
             if (found := implausible(value)) is not None:

@@ -25,7 +25,7 @@ def spelled_out(content: Any) -> Any:
 
 
 def one_tensor(data: Any) -> Any:
-    """Merged data in which a degree of `tensor` stands for an open `tensor_x`, or the other way round."""
+    """Merged data in which a degree of `tensor` replaces an open `tensor_x`, or the reverse."""
     if not isinstance(data, Mapping):
         return data
     found = dict(data)

@@ -19,28 +19,28 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class RunConfig(Section):
-    """One file: what is trained, on what, how long, how it is spread, and where the results go."""
+    """One run file: the model, the data, the training, the strategy, the workers and the run's folder."""
 
     version: Literal[1]
     """The version of the file's format."""
     out: PathText
-    """The run's folder: metrics, logs, checkpoints. Relative to where the command is run."""
+    """The run's folder for metrics, logs and checkpoints, relative to the working directory."""
     seed: int = 0
-    """Everything random is a function of this seed, the step and the global element."""
+    """All random numbers are functions of this seed, the step and the global element."""
     model: ModelConfig
-    """Which model."""
+    """The model."""
     data: DataConfig
-    """On what."""
+    """The training and evaluation data."""
     train: TrainConfig = TrainConfig()
-    """How long, with which optimizer."""
+    """The training loop: steps, batch, optimizer, schedule."""
     strategy: Strategy = Strategy()
-    """How it is spread and computed; `auto` leaves that to the planner."""
+    """The strategy: axes, precision, memory and overlap; `auto`: the planner chooses."""
     launch: LaunchConfig = LaunchConfig()
-    """On which workers."""
+    """The workers."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the state is saved."""
+    """When checkpoints are written."""
     trackers: list[Tracker] = Field(default_factory=lambda: list[Tracker](["tensorboard"]))
-    """Where metrics go besides `metrics.jsonl`, which is always written."""
+    """Trackers besides `metrics.jsonl`, which is always written."""
 
     @model_validator(mode="after")
     def _workers_fit(self) -> RunConfig:
@@ -117,7 +117,7 @@ class RunConfig(Section):
 
     @property
     def open(self) -> bool:
-        """Whether the planner has to choose axes before the run can begin. The one-device run has none to choose."""
+        """Whether the planner has to choose axes before the run can begin; never for the one-device run."""
         return self.strategy.open and self.launch.workers != 1
 
     @property

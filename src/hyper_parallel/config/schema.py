@@ -1,4 +1,4 @@
-"""Type introspection of the sections: kinds of sections, and where keys are free."""
+"""Type introspection of the sections: their kinds, and the mappings with free keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hyper_parallel.config.merge import Kinds, Path
 
 
 def kinds(model: type[BaseModel], path: Path = ()) -> Kinds:
-    """Every section under `model` that comes in kinds, with the key that names the kind and its default.
+    """Every section under `model` with several kinds, with the key that names the kind and its default.
 
     A Transformers config counts as one: the fields of another `model_type` mean something else.
     """

@@ -1,4 +1,4 @@
-"""The loop: steps, batch, optimizer, schedule, evaluation."""
+"""`train` section: steps, batch, optimizer, schedule, evaluation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MuonConfig(Section):
     weight_decay: NonNegative = 0.0
     """Decoupled decay of the matrices."""
     adamw: AdamWConfig = AdamWConfig()
-    """For everything that is not a hidden matrix."""
+    """AdamW for all parameters that are not hidden matrices."""
 
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
@@ -60,15 +60,16 @@ class ScheduleConfig(Section):
 
 
 class LossConfig(Section):
-    """Cross-entropy over the tokens that bear loss, and what may be added to it."""
+    """Cross-entropy over the tokens that contribute to the loss, with optional terms."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each target that is spread evenly over the vocabulary."""
     z_loss: NonNegative = 0.0
     """Coefficient of the square of each token's log-sum-exp of the logits (PaLM, arXiv 2204.02311: 1e-4)."""
     chunk: PositiveInt | Literal["auto", "none"] = "auto"
-    """Positions whose logits exist at the same time, of those that a worker computes at once. `auto` keeps a chunk's
-    logits near 2^27 elements; `none` computes all at once."""
+    """Number of a worker's positions whose logits are in memory at the same time. `auto` keeps a chunk's logits near
+    2^27 elements; `none` computes all at once.
+    """
 
 
 class EvalConfig(Section):
@@ -77,62 +78,75 @@ class EvalConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0 evaluates before the first step and after the last one only."""
     batches: PositiveInt = 8
-    """Global batches an evaluation, always the same ones."""
+    """Global batches per evaluation, always the same ones."""
 
 
 class SampleConfig(Section):
     """Text that the trained model writes at the end."""
 
     prompt: str | None = None
-    """What it continues; for conversations, what the user says. Left out: the first held-out (or training) document up
-    to its first answer, or `def ` where the text has no answers."""
+    """The text to continue; for conversations, the user's message. Default: the first held-out (or training)
+    document up to its first answer, or `def ` where the text has no answers.
+    """
     tokens: Annotated[int, Field(ge=0)] = 48
-    """How many tokens it adds at most; it stops where the model ends the text or its answer. 0 writes none."""
+    """Maximum number of tokens to add; the sample stops where the model ends the text or its answer. 0 writes
+    none.
+    """
     temperature: NonNegative = 0.7
-    """0 takes the most likely token each time; above, tokens are drawn, the same ones for the same seed."""
+    """0 takes the most likely token each time; above 0, tokens are drawn, the same ones for the same seed."""
 
 
 class ProfileConfig(Section):
-    """What is measured of a run's steps. The trace and the page are written to ``profile`` in the run's folder."""
+    """Measurement of single steps. The trace and the page are written to ``profile`` in the run's folder."""
 
     steps: PositiveInt = 5
-    """Steps that are measured, after the first two; the page shows the one of median length."""
+    """Number of measured steps, after the first two; the page shows the one of median length."""
     cluster: str | None = None
-    """A cluster file, such as `hyper-parallel calibrate` writes, or a preset: what is predicted for it is shown beside
-    what was measured."""
+    """A cluster file, such as `hyper-parallel calibrate` writes, or a preset: the page compares its
+    prediction with the measurement.
+    """
 
 
 class TrainConfig(Section):
     """The training loop. The batch is global: it is the same on any number of workers."""
 
     engine: Literal["graph", "eager"] = "graph"
-    """What runs a step. `graph` captures the whole step once, as one graph, and runs that; a step that cannot be
-    captured is run by `eager`, and a message says why. `eager` runs the model's own code in every step."""
+    """The engine. `graph` captures the whole step once, as one graph, and runs that; a step that cannot be
+    captured runs under `eager`, and a message gives the reason. `eager` runs the model's own code in every
+    step.
+    """
     compile: bool | Literal["auto"] = False
     """Whether the layers of a captured step are compiled by PyTorch's Inductor: faster steps after a longer start, and
-    results that differ in the last digits (docs/compile.md). What is compiled is kept in `data.cache`. `auto` compiles
-    runs whose model is estimated to compute for five minutes or longer. What cannot be compiled runs as it is."""
+    results that differ in the last digits (docs/compile.md). Compiled code is cached in `data.cache`. `auto`
+    compiles runs whose model is estimated to compute for five minutes or longer. A layer that cannot be
+    compiled runs uncompiled."""
     steps: PositiveInt = 100
     """Optimizer steps."""
     batch: PositiveInt = 32
-    """Sequences an optimizer step, over all workers."""
+    """Sequences per optimizer step, over all workers."""
     micro_batch: PositiveInt | None = None
-    """Sequences that one worker computes at once; smaller ones accumulate gradients. Left out: all of its share."""
+    """Sequences that one worker computes at once; gradients are accumulated over micro-batches. Default: its
+    whole share.
+    """
     optimizer: OptimizerConfig = AdamWConfig()
-    """Which optimizer, and its settings."""
+    """The optimizer and its settings."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate over time."""
     loss: LossConfig = LossConfig()
-    """What is minimised. Evaluation is by plain cross-entropy."""
+    """The training loss. Evaluation uses plain cross-entropy."""
     router_bias_rate: NonNegative = 0.0
-    """By how much the bias of an expert's router score is corrected after each step, up where its load was below the
-    mean and down where it was above (arXiv 2408.15664; DeepSeek-V3 used 0.001). 0 leaves the biases as they are."""
+    """Step size with which the bias of an expert's router score is corrected after each step: up if its load
+    was below the mean, down if above (arXiv 2408.15664; DeepSeek-V3 used 0.001). 0 leaves the biases
+    unchanged.
+    """
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm; null does not clip."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What a step does whose loss or gradient norm is not finite. It updates nothing in any case. `stop` ends the run;
-    `skip` leaves the batch out and goes on, as long as the weights are healthy; `rollback` goes back to the newest
-    healthy checkpoint, also where weights are ruined but finite, and leaves the batch out on the way."""
+    """Policy for a step whose loss or gradient norm is not finite; such a step never updates anything. `stop`
+    ends the run; `skip` leaves the batch out and continues, as long as the weights are healthy; `rollback`
+    returns to the newest healthy checkpoint, also where weights are ruined but finite, and leaves the batch
+    out.
+    """
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out text."""
     sample: SampleConfig | Literal[False] = SampleConfig()
@@ -140,12 +154,12 @@ class TrainConfig(Section):
     log_every: PositiveInt = 1
     """Steps between records of metrics."""
     profile: ProfileConfig | None = None
-    """Measure a few steps, operator by operator; needs `engine: graph`. `train --profile` asks for it too."""
+    """Measure a few steps, operator by operator; needs `engine: graph`. Also set by `train --profile`."""
 
     @field_validator("optimizer", mode="before")
     @classmethod
     def _optimizer_has_a_name(cls, given: Any) -> Any:
-        # A discriminated union has no default kind of its own: `optimizer: {lr: 1e-3}` means the default one.
+        # A discriminated union has no default kind: `optimizer: {lr: 1e-3}` means the default one.
         return {"name": "adamw", **given} if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Validation errors in the words of the file, one line for each problem."""
+"""Validation errors in terms of the file's keys, one line for each problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyper_parallel.errors import nearest
 from hyper_parallel.untrusted import printable
 
 MOST_LINES = 20
-"""Of mistakes that are told; of more, how many."""
+"""Maximum number of reported problems; of the others only the number is reported."""
 
 Where = tuple[str | int, ...]
 
@@ -70,14 +70,14 @@ def explain(
             dotted = printable(dotted if len(dotted) <= 200 else dotted[:197] + "...")
             lines.append(f"{source(place)}: {dotted + ': ' if dotted else ''}{text}{got}")
     if more:
-        lines.append(f"{source(())}: and {more} more mistakes")
+        lines.append(f"{source(())}: and {more} more problems")
     return lines
 
 
 def _where(detail: Any, data: Any, kinds: Kinds) -> tuple[Where, Where | None]:
-    """The place in the file, rid of the names of types that pydantic puts into it, and the place of a choice.
+    """The location in the file, without the type names that pydantic inserts, and the location of a union.
 
-    The second is the value that may be of several types, where the problem lies with one of these.
+    A union is a value that may have several types, if the problem lies with one of these types.
     """
     loc: Where = tuple(detail["loc"])
     where: list[str | int] = []
@@ -102,7 +102,7 @@ def _where(detail: Any, data: Any, kinds: Kinds) -> tuple[Where, Where | None]:
 
 
 def _told(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
-    """What must hold, and what was got instead as `` (got …)`` or nothing."""
+    """The requirement, and the actual value as `` (got …)`` or nothing."""
     kind, context, given = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "unknown_key":
         return detail["msg"], ""
@@ -133,7 +133,7 @@ def _told(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
 
 
 def _show(value: Any) -> str:
-    """A value as YAML would have it, short."""
+    """A value as YAML, shortened."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"{value:.0f}"
     text = (

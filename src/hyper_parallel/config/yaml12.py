@@ -4,9 +4,9 @@ PyYAML resolves scalars by YAML 1.1, in which `1e-3` is a string, `no` a boolean
 they are by the core schema of YAML 1.2.2, section 10.3: `1e-3` is a float, and the other two are text. Underscores
 between digits (`1_000_000`) are read as digits, as in YAML 1.1.
 
-A document of a few lines can stand for more than a machine has: aliases of aliases, merges of merges, a number of
-thousands of digits, a list that contains itself. So what a node stands for is counted while it is composed, before
-anything is built from it.
+A document of a few lines can expand to more than fits in memory: aliases of aliases, merges of merges, a number of
+thousands of digits, a list that contains itself. So the expanded size of each node is counted while the document is
+composed, before anything is built from it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _RESOLVERS = (
 )
 
 MOST_VALUES = 20_000
-"""Keys and values of a document, with aliases written out, at most."""
+"""Maximum number of keys and values of a document, with aliases expanded."""
 MOST_LEVELS = 50
-"""Of sections and lists in each other, at most."""
+"""Maximum nesting depth of sections and lists."""
 _MOST_DIGITS = 400
 _FORMS = {
     f"tag:yaml.org,2002:{name}": form
@@ -55,11 +55,13 @@ _FORMS = {
         ("merge", _MERGE),
     )
 }
-"""The tags that are plain data, and what a scalar of each looks like."""
+"""The tags of plain data, with the pattern of a scalar of each."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the core schema's scalars, no duplicate keys, and bounds on what a text stands for."""
+    """PyYAML's safe loader with the core schema's scalars, no duplicate keys, and bounds on the expanded
+    size.
+    """
 
     yaml_implicit_resolvers: Any = {}  # noqa: RUF012 - a fresh table, not the parent's
 
@@ -76,7 +78,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in self._nodes:
-                raise _problem("an alias stands within what it names", event)
+                raise _problem("an alias refers to a node that contains it", event)
             return node
         below = [self._nodes[id(child)] for child in _children(node)]
         count = 1 + sum(values for values, _ in below)
@@ -133,7 +135,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, data: str) -> yaml.ScalarNode:
-        """Line breaks of Unicode's own would be folded into spaces: only double quotes escape them."""
+        """Unicode line breaks would be folded into spaces: only double quotes escape them."""
         style = '"' if set(data) & set("\x85\u2028\u2029") else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style)
 
@@ -163,7 +165,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
 def parse(text: str, source: str, *, lines: bool = True) -> Any:
-    """What a YAML document says; `source` names it in errors, with the line where there are several.
+    """The data of a YAML document; `source` names it in errors, with the line if it has several.
 
     Raises ConfigError for a syntax error, a duplicate key, or a tag that is not plain data, with its place.
     """

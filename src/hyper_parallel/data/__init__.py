@@ -1,7 +1,7 @@
-"""Text in, batches out: sources, tokenizer, tokenized corpus, packing and order.
+"""Data pipeline: sources, tokenizer, tokenized corpus, packing and order.
 
-`TextData` reads what the `data` section declares; `PackedText` is rows of token ids; `Order` says which row
-is next.
+`TextData` reads the text that the `data` section declares; `PackedText` is rows of token ids; `Order` is the sequence
+of rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Arrays on disk that are never trusted unread, and one builder at a time.
+"""Cached array files, verified on reading and built by one process at a time.
 
-An array file is one line of JSON (format, dtype, count, BLAKE2b digest of the bytes, and what the writer
-wants to keep beside them), padded to 4096 bytes, then the little-endian elements. It is written under another
-name and renamed when complete, so that readers see all of it or nothing; a file that was cut short or changed
-since does not match its line and counts as absent.
+An array file is one line of JSON (format, dtype, count, BLAKE2b digest of the bytes, and the writer's metadata), padded
+to 4096 bytes, then the little-endian elements. It is written under a temporary name and renamed when complete, so that
+readers see all of it or nothing; a truncated or changed file does not match its header and counts as absent.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 _FORMAT = 1
 _HEADER = 4096
 _DTYPES = {name: np.dtype(name) for name in ("|u1", "<u2", "<u4", "<i8")}
-"""The element types that array files have."""
+"""The element types of array files."""
 _POLL_SECONDS = 0.05
 # A dead holder frees its lock at once (the kernel closes its files); this bounds the wait where it does not,
 # as on a network file system whose other host has vanished. Building twice is only slower, never wrong.
@@ -59,7 +58,7 @@ class ArrayWriter:
         self.count += len(values)
 
     def commit(self, **meta: Any) -> None:
-        """Writes the first line, with `meta` in it, and gives the file its name."""
+        """Writes the header with `meta`, and renames the file to its final name."""
         line = {
             "format": _FORMAT,
             "dtype": self._dtype.str,
@@ -75,14 +74,14 @@ class ArrayWriter:
         os.replace(self._temporary, self._path)
 
     def discard(self) -> None:
-        """Removes what was not committed; does nothing after a commit."""
+        """Removes an uncommitted file; does nothing after a commit."""
         with contextlib.suppress(OSError):
             self._file.close()
         self._temporary.unlink(missing_ok=True)
 
 
 def read_array(path: Path) -> tuple[NDArray[Any], dict[str, Any]] | None:
-    """The elements, mapped read-only, and the writer's meta; None when absent, cut short or changed."""
+    """The elements, mapped read-only, and the writer's metadata; None if absent, truncated or changed."""
     try:
         with open_regular(path, links=False) as file:
             head = file.read(_HEADER)
@@ -115,7 +114,7 @@ def read_array(path: Path) -> tuple[NDArray[Any], dict[str, Any]] | None:
 
 
 def read_or_build(folder: Path, key: str, read: Callable[[], T | None], build: Callable[[], None]) -> T:
-    """What `read` finds, after `build` made it if it was not there; one process builds while the others wait.
+    """The result of `read`, after `build` if it was absent; one process builds while the others wait.
 
     `key` names the lock, and begins the names of all files that `build` writes to `folder`. Raises DataError
     when the folder cannot be written.
@@ -128,7 +127,7 @@ def read_or_build(folder: Path, key: str, read: Callable[[], T | None], build: C
             if (found := read()) is not None:
                 return found
             if alone:
-                # Left by builders that were killed; nobody else writes while the lock is held.
+                # Left by killed builders; no other process writes while the lock is held.
                 for stale in folder.glob(f"{key}*.tmp"):
                     stale.unlink(missing_ok=True)
             build()
@@ -147,7 +146,7 @@ def read_or_build(folder: Path, key: str, read: Callable[[], T | None], build: C
 
 @contextlib.contextmanager
 def _locked(path: Path, timeout: float = _LOCK_SECONDS) -> Iterator[bool]:
-    """Holds an exclusive lock on a file; yields False when work goes on without it."""
+    """Holds an exclusive lock on a file; yields False if the caller has to work without it."""
     with os.fdopen(open_lock(path), "wb", buffering=0) as file:
         deadline = time.monotonic() + timeout
         alone = False

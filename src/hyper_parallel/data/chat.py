@@ -1,16 +1,14 @@
 """Chat templates: conversations to text, with the assistant's answers marked.
 
-A template that marks answers itself (`{% generation %}`) is taken at its word. For any other, an answer is
-what the template adds to the conversation before it, rendered up to the point where the assistant is to
-speak:
+If a template marks answers with `{% generation %}`, its marks are used. For any other template, an answer is the
+difference to the rendering of the conversation before it, up to the generation prompt:
 
     start = len(render(messages[:i], add_generation_prompt=True))
     end   = len(render(messages[:i + 1]))
 
-which holds only if both are prefixes of the whole rendering; that is checked, and a template for which it
-fails is refused, because its loss would fall on the wrong tokens. Where a template has no generation prompt,
-or the assistant speaks first, the answer starts where the template puts a probe that stands in for its
-content.
+This requires both to be prefixes of the whole rendering. A template for which this check fails is refused, because its
+loss would fall on the wrong tokens. If a template has no generation prompt, or the assistant speaks first, the answer
+starts where the template puts a probe text in place of the content.
 """
 
 from __future__ import annotations
@@ -27,11 +25,12 @@ DEFAULT_TEMPLATE = (
     "{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n<|assistant|>\\n' }}{% endif %}"
 )
-"""Used when a tokenizer has no template: each message is `<|role|>`, a line break, its content and the
-end-of-text token, which any tokenizer has and at which generation stops."""
+"""The built-in template: each message is `<|role|>`, a line break, its content and the end-of-text token, which any
+tokenizer has and at which generation stops.
+"""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Stands in for an answer to see what a template puts around one; hardly a text that a user has.
+# Replaces an answer to find the text that a template puts around it; unlikely in a user's text.
 _PROBE = "\x02answer\x03"
 _MEND = (
     "use a chat template that marks answers with {% generation %}, or write one conversation for each answer"
@@ -40,22 +39,22 @@ _MEND = (
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text."""
+    """A rendered conversation."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
     """The characters [start, end) of each answer, its end-of-turn token included."""
     open: bool
-    """The last answer ends the conversation and the template ends it with no token of its own."""
+    """Whether the last answer ends the conversation and the template adds no end-of-turn token."""
 
 
 def marks_answers(template: str) -> bool:
-    """Whether a template says itself, by `{% generation %}`, what the assistant's answers are."""
+    """Whether a template marks the assistant's answers with `{% generation %}`."""
     return _GENERATION.search(template) is not None
 
 
 def tokens(tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]]:
-    """The ids of a conversation whose template marks its answers and, for each id, 1 where it bears loss."""
+    """The ids of a conversation whose template marks its answers, with 1 for each id that contributes to the loss."""
     encoded = _apply(
         tokenizer, chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -68,9 +67,9 @@ def tokens(tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]]:
 
 
 def render(tokenizer: Any, chat: Chat) -> Rendered:
-    """A conversation as text with the answers' characters; for a template that does not mark them.
+    """A rendered conversation with the character ranges of its answers, for a template that does not mark them.
 
-    Raises DataError when the template refuses the messages, or when an answer cannot be told from the rest.
+    Raises DataError if the template refuses the messages, or if an answer cannot be separated from the rest.
     """
     whole = _text(tokenizer, chat, chat.messages)
     answers: list[tuple[int, int]] = []
@@ -92,12 +91,12 @@ def render(tokenizer: Any, chat: Chat) -> Rendered:
 
 
 def prompt(tokenizer: Any, chat: Chat) -> str:
-    """A conversation as text, up to where the assistant is to speak."""
+    """A conversation rendered up to the generation prompt."""
     return _text(tokenizer, chat, chat.messages, add_generation_prompt=True)
 
 
 def _start(tokenizer: Any, chat: Chat, index: int, whole: str, header: str) -> int:
-    """Where the answer begins: behind the generation prompt, or behind the header without one."""
+    """The start of the answer: after the generation prompt, or after the header if there is none."""
     start = header
     if index:
         before = _text(tokenizer, chat, chat.messages[:index])
@@ -109,7 +108,7 @@ def _start(tokenizer: Any, chat: Chat, index: int, whole: str, header: str) -> i
 
 
 def _around(tokenizer: Any, chat: Chat, index: int) -> tuple[str, str]:
-    """What the template puts before and after the content of message `index` where it is the last one."""
+    """The text that the template puts before and after the content of message `index` if it is the last one."""
     probe = [*chat.messages[:index], {**chat.messages[index], "content": _PROBE}]
     header, found, trailer = _text(tokenizer, chat, probe).partition(_PROBE)
     if not found:
@@ -122,7 +121,7 @@ def _around(tokenizer: Any, chat: Chat, index: int) -> tuple[str, str]:
 def _not_a_prefix(chat: Chat, index: int) -> str:
     return (
         f"{chat.where}: the chat template renders the beginning of the conversation differently once message "
-        f"{index} is followed by more, so that its answers cannot be told apart; {_MEND}"
+        f"{index} is followed by more, so that its answers cannot be located; {_MEND}"
     )
 
 

@@ -1,8 +1,8 @@
-"""The tokenized corpus: flat arrays on disk, made once and mapped ever after.
+"""The tokenized corpus: flat arrays on disk, built once and then memory-mapped.
 
-- `tokens`, u16 or u32, [T]: all documents one after the other, each with its end.
+- `tokens`, u16 or u32, [T]: all documents one after the other, each with its end token.
 - `offsets`, i64, [D + 1]: document d is tokens[offsets[d] : offsets[d + 1]].
-- `loss`, u8, [T]: 1 where a token, as the one to predict, bears loss; absent when all do.
+- `loss`, u8, [T]: 1 for each token whose prediction contributes to the loss; absent if all do.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class Corpus:
     offsets: NDArray[np.int64]
     """[D + 1], from 0 to T."""
     loss: NDArray[np.uint8] | None = None
-    """[T], 1 where a token bears loss as the one to predict; None when every token does."""
+    """[T], 1 for each token whose prediction contributes to the loss; None if all do."""
     conversations: bool = False
     """Whether any document is a conversation in the chat template."""
     ends: tuple[int, ...] = ()
-    """The tokens added to the vocabulary as they are with which answers end: what a model learns to stop with."""
+    """The added special tokens with which answers end: the model's stop tokens."""
 
     @property
     def documents(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return len(self.offsets) - 1
 
 
 def corpora(
     folder: Path, key: str, documents: Callable[[], Iterable[Document]], tokenizer: Tokenizer, holdout: float
 ) -> tuple[Corpus, Corpus]:
-    """The training and the held-out part of some documents, tokenized and kept in the cache `folder`.
+    """The training and the held-out part of some documents, tokenized and cached in `folder`.
 
-    `key` is a digest of the documents. The held-out part may be empty; the training part is not, unless there
-    are no documents: a share that takes every one of a few documents takes none.
+    `key` is a digest of the documents. The held-out part may be empty; the training part is empty only if there are
+    no documents: if the share would hold out all documents, it holds out none.
     """
     key = f"corpus-{_FORMAT}-{key}-{tokenizer.digest}-{holdout!r}"
 
@@ -80,11 +80,11 @@ def corpora(
 def encode(
     documents: Iterable[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[int], list[int] | None]]:
-    """The ids of each document, and for each id 1 where it bears loss; None where all of them do.
+    """The ids of each document, with 1 for each id that contributes to the loss; None if all of them do.
 
-    A text or a response ends with the end-of-text token. A prompt and its response are tokenized each on its
-    own, so that no token holds parts of both, as in generation. A conversation ends the way its template ends
-    it, and with the end-of-text token only where the template's last answer has no end of its own.
+    A text or a response ends with the end-of-text token. A prompt and its response are tokenized separately, so that
+    no token holds parts of both, as in generation. A conversation ends as its template ends it, plus the end-of-text
+    token only if the template's last answer has no end-of-turn token.
     """
     for batch in _batches(documents):
         yield from _encode(batch, tokenizer)
@@ -122,7 +122,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[
 
 
 def _template_for(batch: list[Document], tokenizer: Tokenizer) -> str | None:
-    """The chat template, which a batch with a conversation needs."""
+    """The chat template, required if a batch has conversations."""
     template = tokenizer.chat_template
     if template is None:
         for document in batch:
@@ -166,10 +166,9 @@ def _conversation(
 
 
 def _cut(text: str) -> list[str]:
-    """A text in pieces of at most 1 Mi characters, cut behind a line break where there is one.
+    """A text in chunks of at most 1 Mi characters, cut after a line break if possible.
 
-    Tokenizing needs many times a text's memory and one thread a text; a piece bounds the one and feeds all
-    threads.
+    Tokenizing a text takes many times its memory and one thread; chunks bound the memory and occupy all threads.
     """
     pieces, start = [], 0
     while len(text) - start > _PIECE_CHARACTERS:
@@ -193,7 +192,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 class _CorpusWriter:
-    """Writes one corpus; the offsets come last and complete it."""
+    """Writes one corpus; the offsets are written last and complete it."""
 
     def __init__(self, folder: Path, name: str, tokenizer: Tokenizer) -> None:
         wide = tokenizer.vocab_size > 2**16
@@ -234,7 +233,7 @@ class _CorpusWriter:
 def _build(
     folder: Path, key: str, documents: Iterable[Document], tokenizer: Tokenizer, holdout: float
 ) -> bool:
-    """Writes both parts; False, and nothing written, when the holdout left no document to train on."""
+    """Writes both parts; writes nothing and returns False if the holdout left no document to train on."""
     train = _CorpusWriter(folder, f"{key}-train", tokenizer)
     held_out = _CorpusWriter(folder, f"{key}-eval", tokenizer)
     try:

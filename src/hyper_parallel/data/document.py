@@ -1,4 +1,4 @@
-"""A document: plain text, a prompt with its response, or a conversation; and how a record becomes one."""
+"""Documents (plain text, a prompt with its response, or a conversation), and parsing of records into them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = ("text", "prompt", "response", "messages")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of which every token bears loss."""
+    """Text whose tokens all contribute to the loss."""
 
     where: str
     text: str
@@ -27,7 +27,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A prompt, which bears no loss, and its response, which does."""
+    """A prompt, which does not contribute to the loss, and its response, which does."""
 
     where: str
     prompt: str
@@ -40,7 +40,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation in the tokenizer's chat template; the assistant's messages bear loss."""
+    """A conversation in the tokenizer's chat template; the assistant's messages contribute to the loss."""
 
     where: str
     messages: list[dict[str, Any]]
@@ -56,9 +56,9 @@ Document = Text | Answer | Chat
 def is_held_out(document: Document, share: float) -> bool:
     """Whether a document belongs to the held-out `share`: a function of its content alone.
 
-    The first 64 bits of the content's BLAKE2b digest, as a number in [0, 1), are compared with the share, so
-    that neither the order, nor the other documents, nor where the file lies, change the choice; copies of one
-    document fall on the same side; and a larger share holds out a superset.
+    The first 64 bits of the content's BLAKE2b digest, as a number in [0, 1), are compared with the share. So the choice
+    depends neither on the order, nor on the other documents, nor on the file's location; copies of a document fall on
+    the same side; and a larger share holds out a superset.
     """
     if share <= 0:
         return False
@@ -79,11 +79,10 @@ def fraction(data: bytes) -> float:
 
 
 def from_record(record: Any, where: str) -> Document | None:
-    """The document in one line of JSON or one row of a dataset; None when it holds no text at all.
+    """The document in one line of JSON or one row of a dataset; None if it has no text.
 
-    `messages` comes before `prompt` and `response`, and those before `text`, where a record has several;
-    other keys are the user's own and are not read. Raises DataError, which begins with `where`, for anything
-    else.
+    `messages` takes precedence over `prompt` and `response`, and these over `text`; other keys are not read. Raises
+    DataError, which begins with `where`, for anything else.
     """
     if not isinstance(record, Mapping):
         raise DataError(
@@ -114,7 +113,7 @@ def from_record(record: Any, where: str) -> Document | None:
 
 
 def _misspelt(wanted: str, given: Mapping[str, Any]) -> str:
-    """A hint when a key that was given looks like the wanted one."""
+    """A hint if a given key is similar to the wanted one."""
     return next((f" ({key!r} was given{hint})" for key in given if (hint := nearest(key, [wanted]))), "")
 
 
@@ -146,7 +145,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
         if "role" not in kept:
             raise DataError(f"{where}: message {index} has no 'role'{_misspelt('role', kept)}")
         _string(kept, "role", where)
-        # A message that only calls tools has no content of its own.
+        # A message that only calls tools has no content.
         if "content" in kept or "tool_calls" not in kept:
             if "content" not in kept:
                 raise DataError(f"{where}: message {index} has no 'content'{_misspelt('content', kept)}")

@@ -1,8 +1,8 @@
 """Assets of an exported model: tokenizer, chat template and stop tokens.
 
-A model that was loaded from a folder keeps that folder's files. A generation config ends texts with every token that
-the training text ended texts or answers with: those that a chat template ends an answer with are often not the
-tokenizer's end-of-text token, and a model that was never told of them does not stop.
+A model that was loaded from a folder keeps that folder's files. The generation config's stop tokens are all tokens with
+which the training text ended texts or answers: a chat template's end-of-turn token often differs from the tokenizer's
+end-of-text token, and without it generation does not stop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OF_TOKENIZERS = (
 
 
 def assets_of(config: RunConfig, text: TextData, generation: dict[str, Any] | None) -> dict[str, bytes]:
-    """The files by name: of the folder that was loaded, of the tokenizer, and the generation config."""
+    """The files by name: those of the loaded folder, the tokenizer's, and the generation config."""
     source = config.model.path
     files = {} if source is None else _files(Path(source), _OF_PROCESSORS)
     files |= tokenizer_assets(text.tokenizer)
@@ -45,7 +45,7 @@ def assets_of(config: RunConfig, text: TextData, generation: dict[str, Any] | No
 
 
 def tokenizer_assets(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The tokenizer's files by name: as its folder has them, or written anew where it is of none."""
+    """The tokenizer's files by name: unchanged from its folder, or newly written if it has none."""
     if tokenizer.folder is not None:
         return _files(tokenizer.folder, _OF_TOKENIZERS)
     with tempfile.TemporaryDirectory() as folder:
@@ -54,8 +54,8 @@ def tokenizer_assets(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def generation_config(config: RunConfig, hf: Any, text: TextData) -> dict[str, Any] | None:
-    """How the model generates: as its folder says, or its Transformers config `hf`, and it ends with what the text ends
-    with. None for a module that is not Transformers'.
+    """The generation config: from the model's folder or its Transformers config `hf`, with the training text's stop
+    tokens. None for a module that is not Transformers'.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -67,7 +67,7 @@ def generation_config(config: RunConfig, hf: Any, text: TextData) -> dict[str, A
     found = None if source is None else _read(Path(source).expanduser() / GENERATION)
     if found is None:
         found = json.loads(GenerationConfig.from_model_config(hf).to_json_string())
-    # Where it is set, Transformers makes the rest anew from config.json, whose ends are those of another text.
+    # If it is set, Transformers derives the rest from config.json again, with other stop tokens.
     found.pop("_from_model_config", None)
     if config.data.tokenizer.replace:  # the ids in the folder are those of the tokenizer that was replaced
         found = {key: value for key, value in found.items() if not key.endswith("_token_id")}

@@ -1,4 +1,4 @@
-"""The order of the rows: a permutation for each epoch that is computed, never stored.
+"""The order of the rows: a permutation for each epoch, computed by a Feistel network and never stored.
 
 Position p of epoch e holds row π(p), where π is a Feistel network (Luby and Rackoff 1988, "How to construct
 pseudorandom permutations") over the smallest even number of bits that holds `length`, walked until it lands
@@ -21,15 +21,14 @@ _ROUNDS = 8
 
 
 class Order:
-    """Which row is consumed when: a pure function of (seed, length) and of how many rows were consumed
-    before.
+    """The order in which rows are consumed: a pure function of (seed, length) and the number of rows consumed before.
 
-    It knows nothing of workers or of the batch, so that both may change on resume; the number of rows
-    consumed is all the state there is. Every row comes once an epoch, and each epoch has an order of its own.
+    It does not depend on the workers or the batch size, so that both may change on resume; the number of consumed
+    rows is the whole state. Every row comes once per epoch, and each epoch has another order.
     """
 
     def __init__(self, seed: int, length: int) -> None:
-        """`length`: how many rows there are, at least 1. Raises ValueError for fewer."""
+        """`length`: the number of rows, at least 1. Raises ValueError for fewer."""
         if length < 1:
             raise ValueError(f"an order needs at least one row, got {length}")
         self.seed = seed

@@ -1,20 +1,18 @@
-"""Documents into rows of exactly S tokens, and rows into batches.
+"""Packing of documents into rows of exactly S tokens (best-fit decreasing), and of rows into batches.
 
-A document longer than S is cut into pieces of S and a rest. With `pack`, a full piece is a row of its own,
-and shorter pieces share rows by best-fit decreasing: the longest first, each into the fullest row that still
-has room (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830, section 3), so
-that no document is cut that need not be. Without `pack` every piece is a row. What is left of a row is
-padding.
+A document longer than S is cut into pieces of S and a rest. With `pack`, a full piece is a whole row, and shorter
+pieces share rows by best-fit decreasing: the longest first, each into the fullest row that still has room (Ding et al.
+2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830, section 3), so that no document is cut that fits
+into a row. Without `pack` every piece is a row. The rest of a row is padding.
 
-Position ids begin at 0 with every piece: a step in them that is not +1 is what Transformers takes for the
-border of two documents, which do not attend to each other. The padding at the end of a row counts on from the
-piece before it. It is thereby behind that piece in causal order, which no token of the piece sees; every
-query keeps at least one key (itself); positions stay below S; and a row with one piece is no packed row, so
-that attention takes its causal path without a mask.
+Position ids begin at 0 with every piece: Transformers takes a step other than +1 for the border of two documents, which
+do not attend to each other. The padding at the end of a row continues the positions of the piece before it. So no token
+of the piece attends to it (causal order), every query keeps at least one key (itself), positions stay below S, and a
+row with one piece is no packed row, for which attention uses its causal path without a mask.
 
 Labels are shifted: labels[i] is the token after input_ids[i] in the same document, also where that token
-begins the next piece. So every token but a document's first is predicted exactly once. Pieces that bear no
-loss at all (a lone last token, a stretch of prompt) are left out, and with them nothing that is learnt.
+begins the next piece. So every token but a document's first is predicted exactly once. Pieces without any token that
+contributes to the loss (a lone last token, a part of a prompt) are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from numpy.typing import NDArray
 from hyper_parallel.data.corpus import Corpus
 
 IGNORED = -100
-"""The label that bears no loss, PyTorch's `ignore_index`."""
+"""The label of tokens that do not contribute to the loss, PyTorch's `ignore_index`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +38,20 @@ class _Plan:
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     ends: NDArray[np.int64]
-    """The end of the document that a piece belongs to."""
+    """The end of each piece's document."""
     rows: NDArray[np.int64]
 
 
 class PackedText:
-    """Rows of tokens; `len` of them. The same corpus, sequence and `pack` always give the same rows."""
+    """Packed rows of tokens; `len` is their number. The same corpus, sequence and `pack` always give the same rows."""
 
     def __init__(self, corpus: Corpus, sequence: int, *, pad: int, pack: bool = True) -> None:
-        """`sequence`: tokens a row. `pad`: the id that fills what is left of a row."""
+        """`sequence`: tokens per row. `pad`: the id of padding."""
         self.sequence = sequence
         self.documents = corpus.documents
-        """How many documents there are."""
+        """The number of documents."""
         self.tokens = len(corpus.tokens)
-        """How many tokens the documents have, their ends included."""
+        """The number of tokens of all documents, end tokens included."""
         self._corpus = corpus
         self._pad = pad
         self._plan = _plan(corpus, sequence, pack)
@@ -67,8 +65,7 @@ class PackedText:
         return len(self._plan.starts) > len(self)
 
     def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """`input_ids`, `labels` (shifted, -100 bears no loss) and `position_ids`: int64 [len(rows),
-        sequence]."""
+        """`input_ids`, `labels` (shifted; the loss ignores -100) and `position_ids`: int64 [len(rows), sequence]."""
         shape = (len(rows), self.sequence)
         ids = np.full(shape, self._pad, np.int64)
         labels = np.full(shape, IGNORED, np.int64)
@@ -104,8 +101,8 @@ def _plan(corpus: Corpus, sequence: int, pack: bool) -> _Plan:
     if pack:
         short = np.flatnonzero(lengths < sequence)
         row[short] = len(starts) + _best_fit(lengths[short], sequence)
-    # Rows stand in the order of the first token that they hold, and the pieces of a row in the order of the
-    # corpus, so that the first rows are as mixed as the rest.
+    # Rows are sorted by their first token, and the pieces of a row as in the corpus, so that the first rows are
+    # as mixed as the rest.
     _, first, row = np.unique(row, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first))
@@ -116,7 +113,7 @@ def _plan(corpus: Corpus, sequence: int, pack: bool) -> _Plan:
 
 
 def _pieces(corpus: Corpus, sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Start, length and document's end of each piece of at most `sequence` tokens that bears loss."""
+    """Start, length and document's end of each piece of at most `sequence` tokens that contributes to the loss."""
     begin, end = corpus.offsets[:-1].astype(np.int64), corpus.offsets[1:].astype(np.int64)
     counts = -(-(end - begin) // sequence)
     document = np.repeat(np.arange(len(counts)), counts)
@@ -136,8 +133,7 @@ def _pieces(corpus: Corpus, sequence: int) -> tuple[NDArray[np.int64], NDArray[n
 def _best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """The bin of each length by best-fit decreasing; bins hold `capacity`, equal lengths are taken in order.
 
-    Which amounts of room some bin has is a set of bits, so that the least room that suffices is found by one
-    shift.
+    The free sizes that some bin has are a bit set, so that one shift finds the smallest sufficient one.
     """
     bins = np.empty(len(lengths), np.int64)
     by_room: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Documents out of sources: text files, JSON lines and datasets folders."""
+"""Reads documents from sources: text files, JSON lines and datasets folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 def documents(sources: Sequence[Source], key: str) -> Iterator[Document]:
     """Every document of the sources of `data.<key>`, in order; one file at a time is in memory.
 
-    Raises DataError, with the file and the line or the byte, at the first thing that cannot be read.
+    Raises DataError, with the file and the line or the byte, at the first unreadable record.
     """
     for source in sources:
         match source.kind:

@@ -32,9 +32,9 @@ class Source:
     path: Path
     kind: Kind
     named: bool
-    """The user named this very file, so that its being empty is an error."""
+    """Whether the user named this file itself; an empty file is then an error."""
     stdlib: bool = False
-    """One of the standard library's files: the known few that are not UTF-8 are passed over."""
+    """Whether it is a file of the standard library, whose few files that are not UTF-8 are skipped."""
 
     def files(self) -> list[Path]:
         """The files whose bytes make up this source, in a fixed order."""
@@ -48,7 +48,7 @@ class Source:
 def find(declared: str | Sequence[str], kind: str, key: str) -> list[Source]:
     """The sources that `data.<key>` declares: in the order declared, and sorted within a folder or a glob.
 
-    `kind` is DataConfig's `format`. Raises DataError for a path that does not exist or that holds nothing.
+    `kind` is DataConfig's `format`. Raises DataError for a missing or empty path.
     """
     sources: list[Source] = []
     for entry in [declared] if isinstance(declared, str) else declared:
@@ -58,13 +58,14 @@ def find(declared: str | Sequence[str], kind: str, key: str) -> list[Source]:
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Two digests of the same sources; where they lie enters neither."""
+    """Two digests of the same sources; neither depends on paths."""
 
     reading: str
-    """Of what decides how they are read, too: one file as it is declared by its name, by its folder and by a glob has
-    three, since an empty file is an error in the first case only. What is made of them is kept by this one."""
+    """The cache key. It also covers how the sources are declared: one file has different keys if it is declared by
+    name, by folder or by glob, since an empty file is an error in the first case only.
+    """
     content: str
-    """Of the kinds, the order and the bytes of their files: what a run is trained on."""
+    """Digest of the kinds, the order and the bytes of the files: the identity of the training text."""
 
 
 def digests(sources: Sequence[Source]) -> Digests:

@@ -24,33 +24,34 @@ log = logging.getLogger(__name__)
 
 
 class TextData:
-    """Text that was read, tokenized and packed; the same in every process that is given the same files.
+    """Tokenized and packed text; the same in every process that reads the same files.
 
-    What is made stands in `data.cache` under a digest of what it was made of. Processes that come at the same
-    time wait for the first to make it. Nothing here depends on the rank, and every rank holds the same rows.
+    Results are cached in `data.cache` under a digest of their inputs. Of concurrent processes one builds and the
+    others wait. Nothing depends on the rank: every rank holds the same rows.
     """
 
     tokenizer: Tokenizer
     train: PackedText
     eval: PackedText
-    """Held-out rows; of length 0 when nothing is held out."""
+    """Held-out rows; of length 0 if nothing is held out."""
     order: Order
-    """Which rows of `train` come when."""
+    """The order of the rows of `train`."""
     stops: tuple[int, ...]
     """The ids with which texts and answers end, the end-of-text token first."""
     conversations: bool
     """Whether any document to train on is a conversation."""
     identity: dict[str, Any]
-    """What decides the rows, besides the tokenizer: two runs in which it is equal have the same."""
+    """Digest of everything that determines the rows, except the tokenizer: runs with equal digests have the same rows.
+    """
 
     def __init__(
         self, config: DataConfig, *, seed: int = 0, positions: int | None = None, model: str | None = None
     ) -> None:
-        """`seed` decides the order of the rows. `positions`: how many the model has, if they are limited. `model`: the
-        folder whose weights are trained on, which has their tokenizer.
+        """`seed` determines the order of the rows. `positions`: the model's maximum, if limited. `model`: the folder of
+        the loaded weights, with their tokenizer.
 
-        Raises ConfigError for a sequence longer than `positions`, and DataError for text that is missing,
-        cannot be read as what it was declared to be, or is too little.
+        Raises ConfigError for a sequence longer than `positions`, and DataError for text that is missing, not in the
+        declared format, or too short.
         """
         if positions is not None and config.sequence > positions:
             raise ConfigError(
@@ -102,8 +103,8 @@ class TextData:
             self.identity["the digest of the text of data.eval"] = of_eval.content
 
     def prompt(self, given: str | None = None) -> list[int]:
-        """The ids that a sample continues: of `given`, as a conversation's question where the text has conversations;
-        left out, of the first held-out (or training) document up to its first answer.
+        """The prompt ids of a sample: `given`, as a user's message if the text has conversations; by default the first
+        held-out (or training) document up to its first answer.
         """
         if given is None and self._shown.loss is not None:
             end = int(self._shown.offsets[1])

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE trained on the training text, or one that is read from a folder.
+"""The tokenizer: byte-level BPE trained on the training text, or loaded from a folder.
 
 Byte-level BPE (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2): the
 alphabet is the 256 bytes, so that every text has tokens and no token is unknown.
@@ -25,7 +25,7 @@ from hyper_parallel.untrusted import refuse_irregular_entries
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 SMALLEST = 256 + 2
-"""The bytes, the end of text and the padding."""
+"""The smallest vocabulary: the 256 bytes, end-of-text and padding."""
 
 _FORMAT = 1
 # Enough that a larger sample hardly changes the merges, and trained in about two seconds on two cores.
@@ -34,7 +34,7 @@ _CHUNK = 2**14
 
 
 class Tokenizer:
-    """A Transformers tokenizer, and what the data needs of it."""
+    """Wrapper of a Transformers tokenizer for the data pipeline."""
 
     def __init__(self, transformers_tokenizer: Any, folder: Path | None = None) -> None:
         """Takes a fast (Rust) Transformers tokenizer, and the folder that it was read from.
@@ -44,7 +44,7 @@ class Tokenizer:
         self.transformers = transformers_tokenizer
         """The PreTrainedTokenizerFast itself."""
         self.folder = folder
-        """The folder whose files are this tokenizer's; None where it is of no folder, or was changed since."""
+        """The folder with this tokenizer's files; None if it came from no folder, or was changed since."""
         if self.transformers.eos_token_id is None:
             raise DataError(
                 "the tokenizer has no end-of-text token, which ends every document; set 'eos_token' in its "
@@ -58,48 +58,47 @@ class Tokenizer:
 
     @property
     def pad(self) -> int:
-        """The id that fills padding: the padding token's, or the end-of-text token's where there is none."""
+        """The id of padding: the padding token's, or the end-of-text token's if there is none."""
         pad = self.transformers.pad_token_id
         return self.eos if pad is None else int(pad)
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja text that renders conversations; None where there is none, or several and no default."""
+        """The Jinja chat template; None if there is none, or several without a default."""
         own = self.transformers.chat_template
         return own.get("default") if isinstance(own, Mapping) else own
 
     @cached_property
     def marks(self) -> frozenset[int]:
-        """The ids of the tokens that were added to the vocabulary as they are, such as those that end a turn."""
+        """The ids of added special tokens, such as those that end a turn."""
         return frozenset(map(int, self.transformers.added_tokens_decoder))
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id: the rows that a model's embedding needs."""
+        """The largest id plus one: the number of rows that a model's embedding needs."""
         return 1 + max(map(int, self.transformers.get_vocab().values()))
 
     @property
     def ids_of_texts(self) -> list[Any]:
-        """Everything that decides which ids a plain text becomes."""
+        """Everything that determines the ids of a plain text."""
         return [self._backend.to_str(), self.eos, self.beginning]
 
     @cached_property
     def digest(self) -> str:
-        """A digest of everything that decides which tokens a document becomes."""
+        """A digest of everything that determines the tokens of a document."""
         backend, *ends = self.ids_of_texts
         parts = [backend, self.transformers.chat_template, *ends]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def beginning(self) -> list[int]:
-        """What the tokenizer itself puts before a text: its beginning-of-text token, or nothing."""
+        """The ids that the tokenizer itself puts before a text: its beginning-of-text token, or none."""
         ids = self.transformers("")["input_ids"]
         bos = self.transformers.bos_token_id
         return [int(bos)] if bos is not None and ids[:1] == [bos] else []
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt for generation: the beginning-of-text token where the tokenizer has one, then
-        `text`."""
+        """The ids of a prompt for generation: the beginning-of-text token if the tokenizer has one, then `text`."""
         return self.beginning + self.encode_raw([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -107,13 +106,11 @@ class Tokenizer:
         return str(self.transformers.decode(list(ids), skip_special_tokens=True))
 
     def encode_raw(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text as plain text: nothing is added, and the name of a special token is only
-        letters."""
+        """The ids of each text as plain text: nothing is added, and names of special tokens are ordinary text."""
         return [encoding.ids for encoding in self._raw.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_template(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """The ids of each rendered template, in which special tokens are read as such, and each token's
-        characters."""
+        """The ids of each rendered template, with special tokens recognized, and each token's character range."""
         encodings = self._backend.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
@@ -123,8 +120,7 @@ class Tokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        # A copy, so that a truncation or padding set in tokenizer.json goes without the user's object
-        # changing.
+        # A copy, so that removing truncation and padding does not change the user's object.
         backend = _rust().Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()
@@ -140,7 +136,7 @@ class Tokenizer:
 def load(folder: str, key: str = "data.tokenizer.path") -> Tokenizer:
     """The tokenizer in a folder with `tokenizer.json`, which the run file names under `key`.
 
-    Raises DataError for none or a broken one.
+    Raises DataError if it is missing or invalid.
     """
     path = Path(folder).expanduser()
     if not (path / "tokenizer.json").is_file():
@@ -166,8 +162,8 @@ def load(folder: str, key: str = "data.tokenizer.path") -> Tokenizer:
 def train(texts: Iterable[str], size: int, vocab_size: int) -> str:
     """The `tokenizer.json` of a byte-level BPE tokenizer of at most `vocab_size` tokens, trained on a sample.
 
-    `size`: about how many bytes `texts` have; from more than 16 MiB a share is taken. The same texts give the
-    same bytes. Raises DataError for a `vocab_size` below 258, which is the bytes and two special tokens.
+    `size`: approximate bytes of `texts`; of more than 16 MiB a sample is taken. The same texts give the same bytes.
+    Raises DataError for a `vocab_size` below 258, which is the bytes and two special tokens.
     """
     if vocab_size < SMALLEST:
         raise DataError(
@@ -189,7 +185,7 @@ def train(texts: Iterable[str], size: int, vocab_size: int) -> str:
 
 
 def trained(folder: Path, key: str, texts: Iterable[str], size: int, vocab_size: int) -> Tokenizer:
-    """The tokenizer that `train` makes of `texts`, kept in the cache `folder` under `key`."""
+    """The tokenizer that `train` builds from `texts`, cached in `folder` under `key`."""
     key = f"tokenizer-{_FORMAT}-{vocab_size}-{key}"
     path = folder / f"{key}.array"
 
@@ -228,7 +224,7 @@ def _transformers_tokenizer(text: str) -> Tokenizer:
 
 
 def _sample(texts: Iterable[str], size: int) -> Iterator[str]:
-    """All of the texts, or the chunks of them whose digests fall under the share that fits the bound."""
+    """All texts, or the chunks whose digests fall below the share that fits the bound."""
     share = _SAMPLE_CHARACTERS / max(size, 1)
     taken = 0
     for text in texts:
@@ -242,7 +238,7 @@ def _sample(texts: Iterable[str], size: int) -> Iterator[str]:
 
 
 def _rust() -> Any:
-    """The tokenizers package, of which Transformers has imported most already."""
+    """The tokenizers package; Transformers has already imported most of it."""
     import tokenizers
 
     return tokenizers

@@ -1,7 +1,7 @@
 """Tokenizer selection for a run.
 
-The ids of a text mean something to the weights that were trained with one tokenizer, and nothing to any others: weights
-that are loaded come with theirs, and take another one only where the run file says so.
+Token ids are meaningful only to weights that were trained with the same tokenizer. So loaded weights use their own
+tokenizer, and another one only if the run file sets `replace`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def absent(folder: Path, key: str) -> str:
-    """What to say of a folder that the run file names under `key` and that has no tokenizer."""
+    """Error text for a folder that the run file names under `key` and that has no tokenizer."""
     if not folder.exists():
         return f"{key}: {folder} does not exist; name a folder with tokenizer.json"
     if key == "model.path":
@@ -32,9 +32,9 @@ def absent(folder: Path, key: str) -> str:
 
 
 def choose(tokenizer: TokenizerConfig, model: str | None, trained: Callable[[], Tokenizer]) -> Tokenizer:
-    """The tokenizer of a run: the one that is named, else that of the folder `model`, else `trained()`.
+    """The tokenizer of a run: the named one, else that of the folder `model`, else `trained()`.
 
-    Weights that are loaded take no other tokenizer than their own, unless `replace` says so. Raises DataError.
+    Raises DataError if loaded weights get a tokenizer other than their own without `replace`.
     """
     # Here, since the command line looks for mistakes before it imports what this needs.
     from hyper_parallel.data.tokenizer import load
@@ -53,7 +53,7 @@ def choose(tokenizer: TokenizerConfig, model: str | None, trained: Callable[[], 
 
 
 def _refuse_another(chosen: Tokenizer, own: Tokenizer) -> None:
-    """Chat templates may differ, which ids a text becomes may not."""
+    """Raises unless both give every text the same ids; chat templates may differ."""
     if chosen.ids_of_texts == own.ids_of_texts:
         return
     theirs, ours = own.transformers.get_vocab(), chosen.transformers.get_vocab()

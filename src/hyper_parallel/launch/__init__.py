@@ -1,5 +1,4 @@
-"""Starting workers, or joining those of a launcher; watching them; their logs; the doctor. No torch on
-import.
+"""Starts workers or joins a launcher's, supervises them, and writes their logs; the doctor. No torch on import.
 
 `run(config, "package.module:function")` is the entry: the function gets `(config, Worker)` on every rank.
 """

@@ -1,7 +1,7 @@
 """A worker's control thread: receives signals and orders, reports where the main thread is.
 
-A Python signal handler runs only once the main thread is back in Python, which a collective or a compiler may keep it
-from for minutes. The interpreter's wakeup descriptor tells this thread at once.
+A Python signal handler runs only once the main thread is back in Python, which a collective or a compiler may delay for
+minutes. The interpreter's wakeup descriptor notifies this thread at once.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from hyper_parallel.launch.heartbeat import BEAT_S, pulse
 log = logging.getLogger(__name__)
 
 ASK_S = 0.05
-"""How often a main thread that is to leave is asked to: it does not in the middle of a PyTorch operation."""
+"""Seconds between requests to the main thread to leave: it cannot leave in the middle of a PyTorch operation."""
 LEAVE_S = 5.0
-"""How long the main thread has to leave where there is nothing to save, and after a second Ctrl-C."""
+"""Seconds in which the main thread must leave if there is nothing to save, or after a second Ctrl-C."""
 
 Order = str
 """``stop``, ``save``, ``end`` (another worker has failed), or ``fail`` (the same, with nobody to end this process)."""
 
 
 class Link(Protocol):
-    """Where a worker hears orders and tells what reached it."""
+    """The channel on which a worker receives orders and reports signals."""
 
     def sources(self) -> list[Connection]:
-        """What becomes readable when there may be an order."""
+        """The descriptor that becomes readable when an order may have arrived."""
 
     def orders(self) -> list[Order]:
         """The orders since the last call."""
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Pass a message on. Never raises; it may be lost where the other end has gone."""
+        """Send a message. Never raises; it is lost if the other end has gone."""
 
 
 class CommandLink:
-    """The link of a local worker to the command that watches it: a pipe."""
+    """A local worker's channel to the command that supervises it: a pipe."""
 
     def __init__(self, end: Connection) -> None:
         self._end = end
@@ -79,10 +79,10 @@ class CommandLink:
 
 
 class ControlThread:
-    """Takes the signals of `stop.STOPS` and `stop.SAVE` for this process while it is entered.
+    """Handles the signals of `stop.STOPS` and `stop.SAVE` for this process while it is entered.
 
-    `grace`: seconds from a request to stop until the process ends whatever it does; None leaves that to whoever gives
-    the orders. `force`: a second Ctrl-C here ends the process at once; otherwise that too is left to them.
+    `grace`: seconds from a stop request until the process ends in any case; None leaves that to the sender of orders.
+    `force`: a second Ctrl-C ends the process at once; otherwise that is left to the sender too.
     """
 
     def __init__(self, link: Link, *, grace: float | None = None, force: bool = False) -> None:
@@ -120,7 +120,7 @@ class ControlThread:
         self._thread.join(timeout=2 * BEAT_S)
 
     def let_go(self) -> None:
-        """In a child that this process has forked: signals to it are none to this process."""
+        """In a forked child: detach, so that its signals do not reach this process's control thread."""
         signal.set_wakeup_fd(-1)
         for number in (*stop.STOPS, stop.SAVE, stop.WAKE):
             if signal.getsignal(number) is _in_main_thread:
@@ -187,7 +187,7 @@ class ControlThread:
             self._leave()
 
     def _leave(self) -> None:
-        """End the process if the main thread, which is asked to leave, cannot: a peer that has gone, a native call."""
+        """End the process if the main thread cannot leave: it waits for a lost peer, or is in a native call."""
         self._leave_at = min(self._leave_at, time.monotonic() + LEAVE_S)
 
     def _wake_main(self) -> None:

@@ -38,9 +38,9 @@ PACKAGES = (
     "mlflow-skinny",
 )
 REQUIRED = {"torch": ("2.11", "2.14"), "transformers": ("5.3", None)}
-"""Versions that are supported, as the package declares them: from, and below (None: no end)."""
+"""Supported versions, as the package declares them: lower bound, and exclusive upper bound (None: open)."""
 
-# Environment variables that a report may show. A list of what is allowed, since secrets have any name.
+# Environment variables that a report may show. An allowlist, since secrets can have any name.
 _SHOWN_PREFIXES = ("GLOO_", "MASTER_", "OMP_", "PYTORCH_", "SLURM_STEP_", "TORCH", "MKL_", "KMP_")
 _SHOWN_NAMES = (
     "RANK",
@@ -67,9 +67,9 @@ _RUN_FILES = ("run.yaml", "summary.json")
 
 
 def collect(integrations: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The report, as data for JSON. Sizes are in bytes. Imports torch; never raises for what it finds.
+    """The report, as data for JSON. Sizes are in bytes. Imports torch; problems that it finds do not raise.
 
-    `integrations`: what there is to say of each package that another trainer brings.
+    `integrations`: the status of each package of other trainers.
     """
     warnings: list[dict[str, str]] = []
     report: dict[str, Any] = {
@@ -109,10 +109,10 @@ def render(report: dict[str, Any]) -> str:
 
 
 def bundle(path: Path, run: Path | None = None, report: dict[str, Any] | None = None) -> Path:
-    """Write what a bug report needs to `path`, a .zip or .tar.gz, and return it.
+    """Write the material for a bug report to `path`, a .zip or .tar.gz, and return the path.
 
-    It has the doctor's `report`, collected now where none is given, and, of the folder of a run, its configuration
-    and the last part of its metrics and of every rank's log. Environment variables are those of a fixed list.
+    The bundle has the doctor's `report`, collected now if none is given, and from a run's folder its configuration
+    and the last parts of its metrics and of every rank's log. Only environment variables of a fixed list are included.
     Raises ConfigError for another suffix, a folder that is not there, or a path that cannot be written.
     """
     if not path.name.endswith((".zip", ".tar.gz", ".tgz")):

@@ -1,4 +1,4 @@
-"""This process as a worker of torchrun, Slurm or MPI."""
+"""Runs this process as a worker of torchrun, Slurm or MPI."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ _SHOWN = "hyper_parallel/shown"
 
 
 def run_joined(config: RunConfig, target: str, place: WorkerPlace) -> int:
-    """Run the target as the worker that the launcher made of this process; the exit code (see
-    `launch.run`).
-    """
+    """Run the target as the launcher's worker in this process; returns the exit code (see `launch.run`)."""
     world = place.world if config.open else config.effective_strategy.axes.world
     if place.world != world:
         if not speaks(os.environ):

@@ -1,4 +1,4 @@
-"""Worker failures: the first one, its cause, and what is shown."""
+"""Worker failures: their kinds, the root cause, and the message to show."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Failure:
     """One worker's end.
 
     `error` is a HyperParallelError (text: its line), `fault` a FaultError (the same), `crash` any other exception
-    (text: the traceback), `lost` what follows from another rank's end (text: the exception), `died` an end without a
-    word (text: how). `time` is on the machine's monotonic clock, comparable between processes.
+    (text: the traceback), `lost` a consequence of another rank's end (text: the exception), `died` an end without a
+    message (text: the exit status). `time` is on the machine's monotonic clock, comparable between processes.
     """
 
     rank: int
@@ -58,11 +58,11 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """2 for what a user can cause and mend, 1 for the rest."""
+        """Exit code: 2 for user errors, 1 for all others."""
         return 2 if self.kind == "error" else 1
 
     def render(self, out: str | Path) -> str:
-        """What the terminal shows, without a newline at the end: one line, but for a crash's traceback."""
+        """The text for the terminal, without a trailing newline: one line, except for a crash's traceback."""
         log = path_of(out, self.rank)
         if self.kind in ("error", "fault"):
             return f"{PREFIX}{self.text}"
@@ -79,7 +79,7 @@ class Failure:
 
 
 def cause(failures: Sequence[Failure]) -> Failure | None:
-    """The failure that began it: the first in time that does not follow from another."""
+    """The root failure: the earliest that is not a consequence of another."""
     ordered = sorted(failures, key=lambda failure: failure.time)
     return next((failure for failure in ordered if failure.kind != "lost"), ordered[0] if ordered else None)
 

@@ -1,4 +1,4 @@
-"""The run's folder, removed again when the run is refused."""
+"""The run's folder, which is removed again if the run is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunFolder:
             ) from error
 
     def forget(self) -> None:
-        """Remove what `make` made if nothing but logs came into it: the one line that was shown says it all."""
+        """Remove the folder that `make` created if it contains only logs, since the error line has been shown."""
         with contextlib.suppress(OSError):
             ours = ("logs", run_lock.NAME)
             if self._out in self._missing and all(entry.name in ours for entry in self._out.iterdir()):

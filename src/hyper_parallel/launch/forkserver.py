@@ -1,7 +1,6 @@
-"""The command's side of the fork server: starting it, starting workers on it, and hearing how they end.
+"""The command's side of the fork server: starts it, starts workers on it, and receives their exit statuses.
 
-One server serves all the runs of a process, one after another: torch is imported once. It ends with the
-process.
+One server serves all runs of a process, one after another, so that torch is imported once. It ends with the process.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ class ForkServer:
     """A running fork server."""
 
     def __init__(self, spins: bool = True) -> None:
-        """`spins`: whether a thread of a kernel's team looks for the others' end without a pause (libgomp's way). Where
-        threads that copy take a core from the team, that keeps them from ending."""
+        """`spins`: whether OpenMP threads spin while they wait for their team (libgomp's default). If copy threads need
+        one of the team's cores, spinning delays them.
+        """
         self.spins = spins
         self._channel, theirs = Pipe()
         # One thread: numpy's linear algebra would otherwise start its own on import, and forks lose threads.
@@ -122,7 +122,7 @@ class ForkServer:
             self._channel.send_bytes(json.dumps({"do": "signal", "number": int(number)}).encode())
 
     def events(self, timeout: float) -> list[dict[str, Any]]:
-        """What happened within `timeout` seconds, at the latest after the first event.
+        """The events within `timeout` seconds; returns after the first one.
 
         Raises LaunchError when the server has ended.
         """
@@ -135,7 +135,7 @@ class ForkServer:
         return found
 
     def why_it_ended(self) -> str:
-        """One line on a server that has ended on its own."""
+        """An error line about a server that ended unexpectedly."""
         status = self._process.wait()
         assert self._process.stderr is not None
         said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
@@ -160,7 +160,7 @@ _server: ForkServer | None = None
 
 
 def fork_server(spins: bool = True) -> ForkServer:
-    """This process's fork server, started when there is none that waits like this (`ForkServer`)."""
+    """This process's fork server, started if there is none with the same `spins` (`ForkServer`)."""
     global _server
     if _server is None or not _server.alive or _server.spins != spins:
         if _server is not None:

@@ -1,7 +1,7 @@
-"""A rank's heartbeat: the step and the operation that it is in, and how far it has come.
+"""A rank's heartbeat: its step, its operation and its progress.
 
-The control thread sends two a second, whatever the main thread does. A process that is stopped sends none; one that
-hangs goes on sending the same. `launch.watchdog` tells from the heartbeats of all ranks which one stopped first.
+The control thread sends two per second, whatever the main thread does. A stopped process sends none; one that hangs
+keeps sending the same. `launch.watchdog` determines from the heartbeats of all ranks which one stopped first.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from pathlib import Path
 from types import FrameType
 
 BEAT_S = 0.5
-"""How often a heartbeat is sent."""
+"""Seconds between heartbeats."""
 _DEPTH = 12
-"""Frames above the innermost one that are looked at for a collective."""
+"""Number of stack frames that are searched for a collective."""
 _STEPS = 51
-"""Steps whose median is the step time."""
+"""Number of steps whose median is the step time."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a heartbeat says."""
+    """The content of a heartbeat."""
 
     step: int = 0
     """The step that the rank is in, from 1; 0 before the first."""
     operation: str = "starting"
     patient: bool = True
-    """The operation takes as long as it takes: a compilation, a save, an evaluation."""
+    """Whether the operation has no normal duration: a compilation, a save, an evaluation."""
     progress: int = 0
     """Grows with each step, operation and collective that the rank begins."""
     collectives: int = 0
-    """How many collectives it has begun: a rank that others wait for has begun fewer."""
+    """The number of collectives begun: the rank that others wait for has begun fewer."""
     cpu: float = 0.0
     """Seconds of processor time of its process."""
     step_time: float | None = None
     """The median, in seconds, of its last steps."""
     where: str = ""
-    """The line that the main thread is at; empty where it gets on."""
+    """The main thread's source line; empty while it makes progress."""
     waits: bool = False
-    """That line is in a collective."""
+    """Whether that line is in a collective."""
 
 
 class Pulse:
-    """Where this process's main thread is."""
+    """Tracks the position of this process's main thread."""
 
     def __init__(self) -> None:
         self.reset()
@@ -65,12 +65,14 @@ class Pulse:
         self._count: Callable[[], int] = lambda: 0
 
     def count_collectives(self, count: Callable[[], int]) -> None:
-        """From now on `count` says how many collectives were begun; it is called on the control thread."""
+        """From now on `count` returns the number of collectives begun; it is called on the control thread."""
         self._count = count
 
     @contextlib.contextmanager
     def operation(self, name: str, *, patient: bool = True) -> Iterator[None]:
-        """While inside, the rank is at this; what is `patient` is no part of the step time and has its own limit."""
+        """Inside this context the rank runs this operation; `patient` ones do not count as step time and have their own
+        limit.
+        """
         begun = time.monotonic()
         self._operations.append((name, patient))
         self._marks += 1
@@ -113,7 +115,7 @@ class Pulse:
 
 
 pulse = Pulse()
-"""That of this process."""
+"""This process's position."""
 
 
 def _line_of_main() -> tuple[str, bool]:

@@ -14,7 +14,7 @@ Launcher = Literal["local", "torchrun", "slurm", "mpi"]
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """A worker's rank among all, its index on its machine, and host:port where the workers meet."""
+    """A worker's global rank, its index on its machine, and the rendezvous host:port."""
 
     launcher: Launcher
     rank: int
@@ -37,11 +37,11 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def detect(environ: Mapping[str, str], rendezvous: str) -> WorkerPlace | None:
-    """The place that a launcher's environment gives this process, or None when there is no launcher.
+    """This process's place according to a launcher's environment, or None without a launcher.
 
-    Known are torchrun (and whatever sets RANK and WORLD_SIZE), Slurm's srun, Open MPI and MPICH. The meeting
-    point is MASTER_ADDR and MASTER_PORT, else `rendezvous` (`launch.rendezvous`) when it states a port.
-    Raises LaunchError when there is a launcher but no meeting point, or when a variable is no number.
+    Supported are torchrun (and anything that sets RANK and WORLD_SIZE), Slurm's srun, Open MPI and MPICH. The
+    rendezvous is MASTER_ADDR and MASTER_PORT, else `rendezvous` (`launch.rendezvous`) if it states a port. Raises
+    LaunchError if there is a launcher but no rendezvous, or if a variable is not a number.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         world = _number(environ, "WORLD_SIZE")

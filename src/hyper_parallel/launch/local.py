@@ -28,17 +28,17 @@ from hyper_parallel.launch.watchdog import Activities, Watchdog
 from hyper_parallel.launch.world import workers_of
 
 SETTLE_S = 3.0
-"""How long a lost connection may wait for the failure that explains it."""
+"""Seconds that a lost connection waits for the failure that explains it."""
 END_S = 5.0
-"""How long workers have to end when another one has failed, before SIGKILL."""
+"""Seconds that workers have to end after another one has failed, before SIGKILL."""
 INTERRUPTED = 130
-"""The exit code of a run that was asked to stop, and of a worker that left before it had anything to save."""
+"""The exit code of a run that received a stop request, and of a worker that left with nothing to save."""
 REPEAT_S = 0.3
-"""A second SIGINT within this time is the first one by another way, such as `timeout` and `kill` of a group send it."""
+"""A second SIGINT within this time counts as the same one, as when `timeout` or `kill` signals a group."""
 
 
 def run_local(config: RunConfig, target: str) -> int:
-    """Start this machine's share of the workers and watch them; the exit code (see `launch.run`).
+    """Start this machine's share of the workers and supervise them; returns the exit code (see `launch.run`).
 
     Raises LaunchError when they cannot be started.
     """
@@ -81,7 +81,7 @@ _BEGIN_LINE = "\r\x1b[2K"
 
 
 class _Watch:
-    """The state of one run: who is alive, who failed, and what was asked of it."""
+    """The state of one run: live workers, failures, and pending requests."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -128,7 +128,7 @@ class _Watch:
                     if self.suspended:
                         self._suspend(server)
                     if self.asked is not None and not self.started:
-                        break  # nothing is there yet that could be saved
+                        break  # nothing to save yet
                     self._act(server)
             except LaunchError as error:
                 if self.asked is not None and not self.started:
@@ -147,21 +147,21 @@ class _Watch:
         return self._verdict()
 
     def _ask(self, number: int) -> None:
-        """A signal to this process."""
+        """Handle a signal to this process."""
         again = self.asked is not None and time.monotonic() - self.asked > REPEAT_S
         if number == signal.SIGINT and again:
             self.at_once = True
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        """A signal to any process of the run: to several of them at once it is one request."""
+        """Handle a signal to any process of the run; signals to several processes at once count as one request."""
         if number == SAVE:
             self.saves += 1
         elif self.asked is None:
             self.asked = time.monotonic()
 
     def _suspend(self, server: ForkServer) -> None:
-        """Ctrl-Z: the workers, which are no part of the terminal's job, stop and go on with this process."""
+        """Ctrl-Z: stop and continue the workers (not part of the terminal's job) together with this process."""
         self.suspended = False
         server.signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -230,7 +230,7 @@ class _Watch:
         )
 
     def _order(self, order: str, patience: float) -> None:
-        """Have the workers end."""
+        """Request the workers to end."""
         self._send(order)
         self.told = order
         self.kill_at = time.monotonic() + patience
@@ -254,7 +254,7 @@ class _Watch:
 
 
 def _preload(config: RunConfig, target: str) -> list[str]:
-    """Modules that every worker would import itself: loaded once, before the fork."""
+    """Modules that every worker needs: imported once, before the fork."""
     modules = [target.partition(":")[0]] if target.startswith("hyper_parallel.") else []
     if config.model.config is not None:
         family = str(config.model.config["model_type"])
@@ -263,13 +263,13 @@ def _preload(config: RunConfig, target: str) -> list[str]:
 
 
 def _say(text: str) -> None:
-    # Where rank 0 draws a line in place, what is said stands in its stead and not behind it.
+    # If rank 0 redraws a line in place, the message replaces that line.
     sys.stderr.write((_BEGIN_LINE if _draws(sys.stderr) else "") + text + "\n")
     sys.stderr.flush()
 
 
 def _give_back_terminal() -> None:
-    """Remove the line that a rank 0 which was killed has left half drawn, and show the cursor that it has hidden."""
+    """Erase a line that a killed rank 0 left partly drawn, and show the cursor again."""
     if _draws(sys.stdout):
         sys.stdout.write(_BEGIN_LINE + "\x1b[?25h")
         sys.stdout.flush()

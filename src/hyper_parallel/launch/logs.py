@@ -1,4 +1,4 @@
-"""A log for each rank, through the standard `logging` module, and a terminal that stays clean.
+"""A log file for each rank, through the standard `logging` module, and the terminal's output.
 
 Everything goes to `<out>/logs/rank-<n>.log`, with the step and the micro-batch it happened in. Rank 0 also
 shows warnings of this project, and errors of anything, on the terminal. What native libraries write to file
@@ -26,7 +26,7 @@ FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(position)s%(name)s: %(message)
 
 @contextlib.contextmanager
 def at(step: int, micro: int | None = None) -> Iterator[None]:
-    """Records made inside bear the step, and the micro-batch when given."""
+    """Log records inside this context carry the step, and the micro-batch if given."""
     token = _position.set(f"step {step} " if micro is None else f"step {step} micro {micro} ")
     try:
         yield
@@ -43,8 +43,8 @@ def path_of(out: str | Path, rank: int) -> Path:
 def recording(path: Path, terminal: tuple[int, int] | None) -> Iterator[None]:
     """Send logging, warnings, `print` and native output to `path` while inside.
 
-    `terminal` has the file descriptors of standard output and error of a rank that shows things (rank 0);
-    with None everything goes to the file. Raises OSError when the file cannot be opened.
+    `terminal` has the file descriptors of standard output and error for the rank that prints (rank 0); with None
+    everything goes to the file. Raises OSError when the file cannot be opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", buffering=1, errors="backslashreplace") as file, contextlib.ExitStack() as undo:
@@ -65,7 +65,7 @@ def recording(path: Path, terminal: tuple[int, int] | None) -> Iterator[None]:
 
 
 class _File(logging.StreamHandler[TextIO]):
-    """Writes to the log. A disk that is full ends the run elsewhere, in one line, and not here a line each time."""
+    """Writes to the log. Ignores a full disk, which ends the run elsewhere with one line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -73,7 +73,7 @@ class _File(logging.StreamHandler[TextIO]):
 
 
 class _Terminal(logging.Handler):
-    """Writes to whatever `sys.stderr` is at the moment: a live display replaces it while it draws."""
+    """Writes to the current `sys.stderr`, which a live display replaces while it draws."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -94,7 +94,7 @@ def _add_position(record: logging.LogRecord) -> bool:
 
 
 def _log_thread(failed: threading.ExceptHookArgs) -> None:
-    """The end of a thread of a library's: what waits for the thread says what follows from it."""
+    """Logs the failure of a library's thread; the code that waits for the thread reports the consequence."""
     name = failed.thread.name if failed.thread is not None else "unknown"
     error = failed.exc_value or failed.exc_type()
     _log.error("the thread %s ended", name, exc_info=error, extra={"terminal": False})
@@ -152,7 +152,7 @@ def _tell_size(descriptor: int) -> None:
 
 
 def tail(path: Path, size: int = 64 * 1024) -> str:
-    """The last `size` bytes of a log, from a line's beginning; empty when there is none."""
+    """The last `size` bytes of a log, from a line's beginning; empty if there is no log."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)

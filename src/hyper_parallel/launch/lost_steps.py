@@ -1,6 +1,6 @@
-"""Lost steps: what an aborted run loses, since which checkpoint, and how to resume.
+"""Lost steps: the steps that an aborted run loses since its last checkpoint, and how to resume.
 
-Read from what the run leaves in its folder, so that it is known however the run ended.
+They are read from the run's folder, so that they are known however the run ended.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 _TAIL = 1 << 16
-"""Bytes at the end of the metrics in which the last step stands."""
+"""Bytes at the end of the metrics file that contain the last step."""
 
 
 def watch_steps(out: str | Path) -> Callable[[], str | None]:
-    """Called before a run; what it returns says after the run, in one line, what is lost. None where nothing is, or
-    where the run has done no step."""
+    """Called before a run; the returned function describes the loss in one line after the run. It returns None if
+    nothing is lost, or if the run has done no step.
+    """
     metrics = Path(out) / "metrics.jsonl"
     before = _mark(metrics)
 

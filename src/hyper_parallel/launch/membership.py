@@ -1,6 +1,6 @@
-"""Mutual challenge and response: workers that were given the same token prove it to each other before they compute.
+"""Mutual challenge and response: workers prove to each other that they have the same token before they compute.
 
-The store in which workers meet takes everybody's connections. With `launch.token` K (or the variable
+The rendezvous store accepts any connection. With `launch.token` K (or the variable
 `HYPER_PARALLEL_TOKEN`), H = HMAC-SHA256 and random 256-bit numbers n₀ of rank 0 and nᵣ of each other rank:
 
     rank 0 → all     n₀
@@ -8,10 +8,9 @@ The store in which workers meet takes everybody's connections. With `launch.toke
     rank 0 → rank r  H(K, "accepted" r world n₀ nᵣ)
 
 Rank 0 begins only when every rank has proved that it knows K, every rank only when rank 0 has. After that all keys of
-the store begin with H(K, "keys" n₀). So a process that was not given K, of another job or of somebody who can reach the
-port, takes no place among the workers, and cannot guess the names of their keys. It is no encryption: who reads the
-traffic sees those names, and PyTorch's store and the connections between workers prove nothing by themselves
-(SECURITY.md).
+the store begin with H(K, "keys" n₀). So a process without K, of another job or of anybody who can reach the port,
+cannot join the workers or guess the names of their keys. This is not encryption: an eavesdropper sees those names, and
+PyTorch's store and the connections between workers are not authenticated (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 VARIABLE = "HYPER_PARALLEL_TOKEN"
-"""The environment variable that holds the token where no file should."""
+"""The environment variable for the token, if it should not be in a file."""
 LEAST = 16
-"""Characters of a token."""
+"""Minimum number of characters of a token."""
 _OPEN = "no token"
 
 
 def token_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """The token that this process was given, if it was. Raises LaunchError for one that is short."""
+    """This process's token, if it has one. Raises LaunchError if the token is too short."""
     token = launch.token or environ.get(VARIABLE) or None
     if token is not None and len(token) < LEAST:
         raise LaunchError(
@@ -52,10 +51,10 @@ def token_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> b
 def admitted(
     store: Store, rank: int, world: int, token: bytes | None, timeout: timedelta, attempt: str = "0"
 ) -> Store:
-    """The store that only workers with the token find each other in, after all of them have proved that they have it.
+    """The store for workers with the token, after all of them have proved that they have it.
 
-    Without a token it is `store` itself, after it is clear that rank 0 has none either. `attempt` names one of several
-    starts that share a store. Raises LaunchError, on the rank that is refused and on rank 0, with the rank.
+    Without a token it is `store` itself, once it is known that rank 0 has none either. `attempt` identifies one of
+    several starts that share a store. Raises LaunchError on the refused rank and on rank 0, with the rank.
     """
     if world == 1:
         return store
@@ -123,7 +122,7 @@ def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """In a time that says nothing of where they differ."""
+    """Constant-time comparison."""
     return hmac.compare_digest(one.encode(), other.encode())
 
 

@@ -1,4 +1,4 @@
-"""A process that ends when its parent does, however the parent ended."""
+"""Ends a process when its parent ends, however that happens."""
 
 from __future__ import annotations
 

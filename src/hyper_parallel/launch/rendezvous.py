@@ -1,8 +1,8 @@
-"""Rendezvous of the workers: addresses, ports, and who may connect.
+"""Rendezvous of the workers: addresses, ports, and network interfaces.
 
-PyTorch's own store listens on every interface. Here rank 0's store is given a socket that is bound already:
-to loopback when all workers are on one machine, to the stated address otherwise. The socket is bound before
-any worker is started and handed over open, so that a free port cannot be taken in between.
+PyTorch's own store listens on every interface. Here rank 0's store gets a bound socket: on loopback if all workers are
+on one machine, else on the stated address. The socket is bound before any worker is started and is passed on open, so
+that no other process can take the port in between.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on `host`:`port`; port 0 takes a free one.
+    """A listening socket on `host`:`port`; port 0 selects a free one.
 
-    Raises LaunchError when the port is taken, when there is none left, or when the address is not this
-    machine's.
+    Raises LaunchError if the port is in use, if none is free, or if the address is not this machine's.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -101,8 +100,7 @@ def _own_address(host: str) -> str | None:
 
 
 def open_store(place: WorkerPlace, timeout: timedelta, listener: socket.socket | None) -> Store:
-    """The key-value store that the process group is made from; rank 0 holds it, on `listener` when it is
-    given.
+    """The key-value store for the process group; rank 0 serves it, on `listener` if given.
 
     Raises LaunchError as `listen` does; torch.distributed.DistError when the store is not reached in time.
     """

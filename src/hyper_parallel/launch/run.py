@@ -1,4 +1,4 @@
-"""The entry: start local workers, or be the worker that a launcher made of this process."""
+"""Entry point: starts local workers, or runs this process as a launcher's worker."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hyper_parallel.launch.local import run_local
 
 
 def run(config: RunConfig, target: str) -> int:
-    """Call the target ``package.module:function`` with `(config, Worker)` on every rank; the exit code.
+    """Call the target ``package.module:function`` with `(config, Worker)` on every rank; returns the exit code.
 
-    0: done. 1: a worker died or raised what is no HyperParallelError. 2: a HyperParallelError of a worker,
-    or a launcher whose number of workers is not the strategy's. 130: Ctrl-C, SIGTERM, or SIGHUP to any
-    process of the run; the workers were asked to stop (`stop_requested`) and had `launch.grace` seconds to
-    save. Failures are shown on standard error, once.
+    0: done. 1: a worker died or raised another exception than a HyperParallelError. 2: a worker raised a
+    HyperParallelError, or the launcher's number of workers is not the strategy's. 130: Ctrl-C, SIGTERM, or SIGHUP to
+    any process of the run; the workers got a stop request (`stop_requested`) and `launch.grace` seconds to save.
+    Failures are printed on standard error, once.
 
     Without a launcher the workers are processes of this machine and this process imports no torch; under
     torchrun, srun or mpirun this process is the worker. Raises LaunchError when workers cannot be started.

@@ -1,9 +1,9 @@
-"""One run a folder: a lock that is taken before a run writes anything and held until its processes have ended.
+"""One run per folder: a lock that is taken before a run writes anything and held until its processes have ended.
 
-The lock is the kernel's (flock, which NFS clients pass on to the server as a byte-range lock), so that it goes with the
-process that holds it, however that ends. The file says who holds it, for the message of a run that is refused. Only on
-a file system without locks does the file itself stand for the lock: then what a dead process of this machine left is
-taken over, and what another machine left has to be removed by hand.
+It is a kernel lock (flock, which NFS clients forward to the server as a byte-range lock), which is released when its
+process ends, however that happens. The file names the holder, for the message of a refused run. Only on a file system
+without locks the file itself is the lock: a file of a dead process on this machine is then taken over, and one of
+another machine has to be removed by hand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 @contextlib.contextmanager
 def run_lock(out: str | Path) -> Iterator[None]:
-    """Hold the run folder `out`, which is made where it is missing.
+    """Lock the run folder `out`, which is created if missing.
 
     Raises LaunchError if another run holds it, with its process, or if the folder cannot be written.
     """
@@ -42,7 +42,7 @@ def run_lock(out: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # While the lock is held: whoever waits for it sees that the file is gone, and makes another one.
+        # While the lock is held: a waiting process sees that the file is gone, and creates a new one.
         with contextlib.suppress(OSError):
             path.unlink()
         os.close(descriptor)
@@ -73,7 +73,7 @@ def _locked(path: Path) -> int:
 
 
 def _is(path: Path, descriptor: int) -> bool:
-    """Whether the file under this name is the open one."""
+    """Whether this path still names the open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def _sign(descriptor: int) -> None:
 
 
 def _holder(descriptor: int) -> dict[str, Any] | None:
-    """Who signed the file; None where nobody did, or not completely."""
+    """The holder recorded in the file; None if there is none, or an incomplete record."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         signed = json.loads(os.pread(descriptor, 1000, 0))
         return {"pid": int(signed["pid"]), "host": str(signed["host"]), "since": str(signed["since"])}
@@ -97,7 +97,7 @@ def _holder(descriptor: int) -> dict[str, Any] | None:
 
 
 def _may_live(holder: dict[str, Any]) -> bool:
-    """Whether the process may still be there: of another machine nobody knows."""
+    """Whether the process may still exist; always true for another machine."""
     if holder["host"] != socket.gethostname():
         return True
     try:

@@ -1,15 +1,14 @@
-"""The fork server: a process that has torch loaded once and forks the workers of a run.
+"""The fork server: a process that loads torch once and forks the workers of a run.
 
-It is started by `forkserver.py` and speaks with it over one socket, in JSON:
+`forkserver.py` starts it and communicates with it over one socket, in JSON:
 
     ← {"do": "start", "places": [...], ...} and then the open files   → {"event": "started"}
     ← {"do": "signal", "number": n}            all workers that are alive get signal n
                                                → {"event": "ended", "rank": r, "status": s}
 
-It never computes (a child forked after OpenMP has run hangs) and never touches a device. It and the workers
-are a session of their own, so that a Ctrl-C at the terminal reaches the command only; they die with the
-command. A signal that reaches it all the same (a service manager and Slurm send one to every process of a job) is
-passed on to the command, which decides:
+It never computes (a child forked after OpenMP has run hangs) and never touches a device. It and the workers have a
+separate session, so that a Ctrl-C at the terminal reaches the command only; they die with the command. A signal that
+still reaches it (a service manager and Slurm signal every process of a job) is forwarded to the command, which decides:
 
                                                → {"event": "signal", "number": n}
 """
@@ -124,7 +123,7 @@ def _start(message: dict[str, Any], workers: dict[int, int], channel: Connection
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     server = os.getpid()
-    # A worker takes them once its control thread is there.
+    # A worker unblocks them once its control thread runs.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     for index, place in enumerate(places):
         pid = os.fork()

@@ -1,7 +1,7 @@
-"""Selects the one worker that reports errors all workers find before they have met.
+"""Selects the one worker that reports errors which all workers find before rendezvous.
 
-What is wrong with a file or a machine is found by every worker of it: the machine's first one says it. The
-others wait, because launchers end all workers when the first one ends, and would end the one that speaks.
+Every worker of a machine finds the same problem with a file or the machine; the machine's first worker reports it. The
+others wait, because launchers end all workers when the first one ends, and could end the reporting one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 SETTLE_S = 3.0
-"""How long a worker lets another one speak."""
+"""Seconds that a worker waits for the reporting one."""
 
 _LOCAL_RANK = (
     "LOCAL_RANK",
@@ -29,5 +29,5 @@ def speaks(environ: Mapping[str, str]) -> bool:
 
 
 def let_speak() -> None:
-    """Give the worker that speaks the time to do so, and the launcher to end this one."""
+    """Wait for the reporting worker, or until the launcher ends this one."""
     time.sleep(SETTLE_S)

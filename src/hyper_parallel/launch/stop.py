@@ -1,4 +1,4 @@
-"""Requests to a run: to stop, or to save a checkpoint and go on. Flags, and the signals that set them.
+"""Stop and save requests to a run: the flags, and the signals that set them.
 
 A request reaches ranks at different moments. Ranks therefore agree before they act on one: the training step reduces
 the flags (`step.recipe`), so that all ranks stop or save after the same step.
@@ -17,20 +17,22 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a run to save and end."""
+"""Signals that request a run to save and end."""
 SAVE = signal.SIGUSR1
-"""The signal that asks a run to save and go on."""
+"""The signal that requests a run to save and continue."""
 WAKE = signal.SIGURG
-"""The control thread's signal to the main thread. By itself it does nothing to a process."""
+"""The control thread's signal to the main thread; without a handler a process ignores it."""
 REPEAT_S = 1.0
-"""A signal that is repeated within this time is the same request: launchers, and kills of a whole group, reach a
-process by more than one way."""
+"""A signal repeated within this time is the same request: launchers, and kills of a whole group, may signal a process
+twice.
+"""
 
 _CALLED_BY_OTHERS = ("__torch_dispatch__", "__torch_function__", "__del__", "remove")
-"""Functions that PyTorch's operations call, or the interpreter when it lets go of an object; ``remove`` is what weak
-dictionaries call theirs."""
+"""Functions that PyTorch's operations call, or the interpreter's destructors; ``remove`` is the callback of weak
+dictionaries.
+"""
 _AUTOGRAD = os.path.join("torch", "autograd", "function.py")
-"""Whose ``apply`` calls custom functions of autograd from C++, which aborts for an exception at some of its moments."""
+"""Its ``apply`` calls custom autograd functions from C++, which may abort on an exception."""
 
 _stop = threading.Event()
 _save = threading.Event()
@@ -42,51 +44,50 @@ _interrupted = False
 
 
 class Requests(NamedTuple):
-    """What this rank was asked to do, which the others may not know yet."""
+    """The requests to this rank, which the others may not know yet."""
 
     stop: bool = False
     save: bool = False
 
 
 def stop_requested() -> bool:
-    """Whether this worker was asked to stop (Ctrl-C, SIGTERM, SIGHUP). Ranks hear it at different moments: agree
-    first.
-    """
+    """Whether this worker got a stop request. Ranks see it at different times: reduce it first."""
     return _stop.is_set()
 
 
 def requests() -> Requests:
-    """What this worker was asked and has not done yet."""
+    """The open requests to this worker."""
     return Requests(_stop.is_set(), _save.is_set())
 
 
 def request_stop() -> None:
-    """Ask this worker to stop, as a signal does; also to be called when another rank's request was agreed on."""
+    """Request this worker to stop, as a signal does; also called once the ranks agreed on another rank's request."""
     _stop.set()
 
 
 def request_save() -> None:
-    """Ask this worker to save after the step at hand. What comes right after a save that was asked for is that request,
-    by another way."""
+    """Request this worker to save after the current step. A request right after a requested save counts as the same
+    one.
+    """
     if time.monotonic() - _saved_at > REPEAT_S:
         _save.set()
 
 
 def save_served() -> None:
-    """All ranks have agreed to save because one was asked: the request is done, on whichever rank it came in."""
+    """Mark the save request as done, on every rank, once all ranks have agreed to save."""
     global _saved_at
     _save.clear()
     _saved_at = time.monotonic()
 
 
 def request_end() -> None:
-    """Have the main thread raise KeyboardInterrupt at the next `interrupt`: another worker has failed."""
+    """Make the main thread raise KeyboardInterrupt at the next `interrupt`: another worker has failed."""
     global _ending
     _ending = True
 
 
 def reset() -> None:
-    """No request is open: a run begins."""
+    """Clear all requests when a run begins."""
     global _ending, _interrupted, _interruptible, _saved_at
     for event in (_stop, _save, _disarmed):
         event.clear()
@@ -96,10 +97,10 @@ def reset() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """While inside, there is nothing to save: a request to stop raises KeyboardInterrupt at once, also one that came
-    before.
+    """Inside this context there is nothing to save: a stop request, even an earlier one, raises KeyboardInterrupt at
+    once.
 
-    Every rank must leave such a part before any rank finishes a step. Only the main thread is interrupted.
+    Every rank must leave this context before any rank finishes a step. Only the main thread is interrupted.
     """
     global _interruptible
     _interruptible = threading.current_thread() is threading.main_thread()
@@ -111,18 +112,19 @@ def interruptible() -> Iterator[None]:
 
 
 def must_interrupt() -> bool:
-    """Whether the main thread is to leave what it does, and was not told to yet."""
+    """Whether the main thread must still be interrupted."""
     asked = _ending or (_interruptible and _stop.is_set())
     return asked and not _interrupted and not _disarmed.is_set()
 
 
 def interrupt(frame: FrameType | None = None) -> None:
-    """Raise KeyboardInterrupt where the worker is to leave at once. On the main thread, whose `frame` was interrupted.
+    """Raise KeyboardInterrupt if the worker must leave at once. Called on the main thread, with its interrupted
+    `frame`.
 
-    It is raised once, so that files and memory are given back on the way out, and not at all where an error is on its
-    way out already. Inside of a PyTorch operation that Python takes part in it is not raised either: PyTorch's fake
-    tensors leave their state half changed then, and the process aborts; nor where an object is let go of, where nobody
-    would hear of it. Who asks, asks again.
+    It is raised once, so that files and memory are released on the way out, and not at all if an error is already
+    propagating. It is also not raised inside a PyTorch operation that calls Python, where fake tensors would be left
+    in an inconsistent state and the process would abort, nor in a destructor, which swallows exceptions. The caller
+    tries again.
     """
     global _ending, _interrupted, _interruptible
     if must_interrupt() and sys.exc_info()[1] is None and not _called_by_others(frame):
@@ -132,7 +134,7 @@ def interrupt(frame: FrameType | None = None) -> None:
 
 
 def _called_by_others(frame: FrameType | None) -> bool:
-    """Whether the code that runs was called by what takes no exception of ours."""
+    """Whether the running code was called by code that cannot propagate an exception."""
     while frame is not None:
         name = frame.f_code.co_name
         if name in _CALLED_BY_OTHERS or (name == "apply" and frame.f_code.co_filename.endswith(_AUTOGRAD)):
@@ -142,21 +144,21 @@ def _called_by_others(frame: FrameType | None) -> bool:
 
 
 def disarm() -> None:
-    """From now on nothing is interrupted: the worker has done what it was started for, and leaves."""
+    """From now on nothing is interrupted: the worker's target is done."""
     global _ending, _interruptible
     _ending = _interruptible = False
     _disarmed.set()
 
 
 def interrupted() -> bool:
-    """Whether `interrupt` has raised in this run: what fails from there on follows from it."""
+    """Whether `interrupt` has raised in this run: later failures are consequences of it."""
     return _interrupted
 
 
 @contextlib.contextmanager
 def listening(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """While inside, the first of `signals` sets the flag, and a second one raises KeyboardInterrupt; `SAVE` asks for a
-    checkpoint. For a process of the user's own; workers have a control thread (`launch.control`).
+    """Inside this context the first of `signals` sets the flag, and a second one raises KeyboardInterrupt; `SAVE`
+    requests a checkpoint. For the user's own process; workers have a control thread (`launch.control`).
     """
     reset()
 
@@ -175,11 +177,10 @@ def listening(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any]]) -> Iterator[None]:
-    """Install signal handlers, and put the previous ones back at the end. Only the main thread can; others
-    skip.
+    """Install signal handlers, and restore the previous ones at the end. Does nothing outside the main thread.
 
-    A signal that is ignored (nohup does so with SIGHUP) stays ignored, but for SIGINT, which shells ignore
-    for what they start in the background and which the launcher then sends on purpose.
+    An ignored signal (such as SIGHUP under nohup) stays ignored, except SIGINT, which shells ignore for background
+    processes and which the launcher then sends on purpose.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,8 @@
 """The key-value store between workers of a launcher (torchrun, Slurm, MPI).
 
-A request to stop that reaches one of them is left there for all. So are heartbeats: rank 0 watches those of all ranks,
-and rank 1 that of rank 0. Rank 0's process may hold the store; where it is frozen the store does not answer, which is
-silence as well.
+A stop request to one worker is stored there for all. So are heartbeats: rank 0 watches those of all ranks, and rank 1
+that of rank 0. Rank 0's process may serve the store; if it is frozen, the store does not answer, which counts as
+silence.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _STOP = "hyper_parallel/stop"
 _FROZEN = "hyper_parallel/frozen"
 _BEAT = "hyper_parallel/beat/"
 POLL_S = 1.0
-"""How often a worker looks for what others left."""
+"""Seconds between a worker's polls of the store."""
 READ_PER_S = 1000
-"""Heartbeats that rank 0 reads in a second at most."""
+"""Maximum number of heartbeats that rank 0 reads per second."""
 SETTLE_S = 3.0
-"""How long a worker that leaves waits for the store to take its request."""
+"""Seconds that a leaving worker waits until the store has its request."""
 LOOK_S = 0.25
-"""How often the watchdog looks."""
+"""Seconds between the watchdog's checks."""
 
 
 class StoreLink:
-    """The link of a launcher's worker. `failed` is called with the rank that stopped first, where that was found out.
+    """The link of a launcher's worker. `failed` is called with the rank that stopped first, once that is known.
 
-    The store is asked on a thread of its own, since an answer never comes while the process that holds it is stopped,
-    and over a connection of its own, since one that waits is not shared.
+    The store is polled on a separate thread, since no answer comes while the process that serves it is stopped, and
+    over a separate connection, since a waiting connection cannot be shared.
     """
 
     def __init__(self, place: WorkerPlace, timeout: float | None, failed: Callable[[Suspect], None]) -> None:
@@ -72,7 +72,7 @@ class StoreLink:
         self._beat = Beat()
         self._read: dict[int, dict[str, Any]] = {}
         self.has_failed = False
-        """A rank was found frozen, and whoever found it says so."""
+        """Record that a rank was found frozen."""
 
     def connect(self, store: Store) -> None:
         """Begin to exchange requests and heartbeats through the store."""
@@ -81,7 +81,7 @@ class StoreLink:
         self._connected, self._store = True, store
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        # A launcher that starts the workers again keeps the store: what was left in it is not for this start.
+        # A launcher that restarts the workers keeps the store: older entries do not belong to this start.
         start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         own, other = (PrefixStore(start, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         for name, target, mine in (("store-link", self._exchange, own), ("watchdog", self._watch, other)):
@@ -113,7 +113,7 @@ class StoreLink:
             self._news.set()
 
     def settle(self) -> None:
-        """Wait until the others can hear of a request that came here; this process ends then."""
+        """Wait until the store has this rank's request, before this process ends."""
         if self._connected:
             if stop_requested():  # the main thread may be here before the control thread could tell
                 self._pass_on()
@@ -185,7 +185,7 @@ class StoreLink:
                 self._leave(frozen)
 
     def _leave(self, frozen: Mapping[str, Any]) -> None:
-        """End this worker, and the frozen process where it is on this machine: no launcher's SIGTERM would."""
+        """End this worker, and the frozen process if it is on this machine: a launcher's SIGTERM could not."""
         self.has_failed = True
         if frozen["host"] == _host() and frozen["pid"] != os.getpid():
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Watchdog: names the rank that stopped first, from all heartbeats.
 
-Time is counted while the watcher runs and other ranks are heard, so that a run that is suspended as a whole, with its
-machine or by Ctrl-Z, is not taken for one that hangs.
+Time counts only while the watchdog runs and hears other ranks, so that a run that is suspended as a whole, with its
+machine or by Ctrl-Z, does not count as a hang.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from hyper_parallel.launch.heartbeat import BEAT_S, Beat
 from hyper_parallel.units import format_seconds
 
 LEAST_S = 60.0
-"""The shortest limit, where none is stated."""
+"""The shortest default limit."""
 STEPS = 20
-"""The limit in steps."""
+"""The default limit, in median steps."""
 UNMEASURED_S = 600.0
-"""The limit before there is a step time."""
+"""The limit before the first step time is known."""
 PATIENT_S = 3600.0
-"""How long all ranks may stand still in an operation that takes as long as it takes, with idle processors."""
+"""Limit for all ranks without progress in a `patient` operation, with idle processors."""
 HEARD_S = 5.0
 """A rank whose last heartbeat is older is silent."""
 LATE = 3
-"""Heartbeats that may be missing at least."""
+"""Minimum number of heartbeats that may be missing."""
 _TICK_S = 1.0
-"""The most that one look counts: more means that the watcher itself was suspended."""
+"""The most that one check counts: a longer gap means that the watchdog itself was suspended."""
 _BUSY = 0.25
-"""Processor time over time from which on a process computes."""
+"""The ratio of processor time to time above which a process counts as computing."""
 
 Activity = Literal["stopped", "idle", "busy"]
 
@@ -45,8 +45,8 @@ class Suspect:
 class Watchdog:
     """Watches `ranks`, whose heartbeats come every `interval` seconds, with `launch.timeout` for `timeout`.
 
-    `others`: there are ranks that this watcher does not hear. `hangs`: one that is heard and does not get on is its
-    concern too.
+    `others`: there are ranks that this watchdog does not hear. `hangs`: it also reports ranks that are heard but make
+    no progress.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Watchdog:
         self._age[rank] = self._busy[rank] = 0.0
 
     def position(self, rank: int) -> str:
-        """Where a rank was when it was last heard."""
+        """A rank's position at its last heartbeat."""
         beat = self._beats[rank]
         step = f"in step {beat.step}" if beat.step else "before the first step"
         operation = "" if beat.operation == "step" else f", {beat.operation}"
         return f"{step}{operation}{f', in {beat.where}' if beat.where else ''}"
 
     def look(self, now: float, activity: Callable[[int], Activity] = lambda rank: "idle") -> Suspect | None:
-        """The rank that stopped first, once it has for longer than it may. `activity` says what a silent rank's process
-        does. Called several times a second.
+        """The rank that stopped first, once it exceeds its limit. `activity` returns what a silent rank's process does.
+        Called several times a second.
         """
         passed = min(now - self._last, _TICK_S) if self._last is not None else 0.0
         self._last = now
@@ -159,14 +159,14 @@ class Watchdog:
         return max(LEAST_S, STEPS * max(times)) if times else UNMEASURED_S
 
     def _silence_limit(self, rank: int, does: Activity) -> float:
-        # A process sends heartbeats whatever it computes, unless a library holds the interpreter; a stopped one cannot.
+        # A computing process sends heartbeats, unless a library holds the interpreter; a stopped one cannot.
         if self._timeout is not None:
             return self._timeout
         return LEAST_S if does == "stopped" or not self._beats[rank].patient else UNMEASURED_S
 
 
 class Activities:
-    """What processes of this machine do, from /proc; `idle` where there is none."""
+    """The activity of this machine's processes, from /proc; `idle` without /proc."""
 
     def __init__(self, pids: dict[int, int]) -> None:
         """`pids`: by rank."""

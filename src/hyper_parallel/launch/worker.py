@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEET_S = 600.0
-"""How long workers wait for one another at the store, where no `launch.timeout` is stated."""
+"""Seconds that workers wait for one another at the store, if `launch.timeout` is not set."""
 LIMIT = timedelta(days=20)
-"""For a collective: the watchdog ends a run that hangs, and knows one that was suspended."""
+"""Practically unlimited timeout for a collective: the watchdog ends a run that hangs, and recognizes a suspended one.
+"""
 
 Target = Callable[[RunConfig, "Worker"], Any]
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker is given: 0 ≤ rank < world, 0 ≤ local_rank < local_world, and its device.
+    """A worker's place in the run: 0 ≤ rank < world, 0 ≤ local_rank < local_world, and its device.
 
     The default process group of `torch.distributed` spans the world, also when that is 1: a device mesh
     needs it.
@@ -96,7 +97,7 @@ def work(
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        log.exception("failed", extra={"terminal": False})  # whoever watches shows it there, once
+        log.exception("failed", extra={"terminal": False})  # the supervisor prints it there, once
         stop.disarm()
         if stop.interrupted():
             return 130
@@ -143,7 +144,7 @@ def _prepared(place: WorkerPlace, config: RunConfig) -> Worker:
 
 
 def _admitted(place: WorkerPlace, config: RunConfig, timeout: timedelta, store: Store) -> Store:
-    """The store that all workers share, once this one has shown that it belongs to them."""
+    """The workers' shared store, once this worker has proved its membership."""
     token = membership.token_of(config.launch)
     if place.rank == 0:
         _say_who_can_reach(place, token is not None)
@@ -195,12 +196,12 @@ def _say_what_is_idle(place: WorkerPlace) -> None:
 
 
 def _leave_together(store: Store, place: WorkerPlace, timeout: timedelta) -> None:
-    """Wait until every rank's target is done: a rank that leaves earlier takes its connections, and rank 0
-    the store, from those that still use them.
+    """Wait until every rank's target is done: a rank that leaves earlier would close connections, and rank 0 the store,
+    that others still use.
     """
     import torch.distributed as dist
 
-    # A peer that goes away now can no longer spoil anything.
+    # From here on a lost peer does no harm.
     with contextlib.suppress(RuntimeError):
         ended = store.add("hyper_parallel/ended", 1)
         deadline = time.monotonic() + timeout.total_seconds()

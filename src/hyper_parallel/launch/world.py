@@ -1,4 +1,4 @@
-"""How many workers a run has that no launcher has started."""
+"""The number of workers of a run without a launcher."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hyper_parallel.errors import ConfigError
 
 
 def workers_of(config: RunConfig) -> int:
-    """Over all nodes: what the axes multiply to; where the planner chooses these, `launch.workers`, else a worker for
-    each accelerator of this machine, or for each core where there is none, on as many nodes as the run has.
+    """The number over all nodes: the product of the axes; if the planner chooses these, `launch.workers`, else one for
+    each accelerator of this machine (or for each core without accelerators), times the number of nodes.
 
-    Raises ConfigError where the axes that are written do not divide that.
+    Raises ConfigError if the given axes do not divide that number.
     """
     if not config.open:
         return config.effective_strategy.axes.world
@@ -22,14 +22,14 @@ def workers_of(config: RunConfig) -> int:
     world, fixed = here * config.launch.nodes, config.strategy.axes.world
     if world % fixed:
         raise ConfigError(
-            f"the axes that are written multiply to {fixed}, which does not divide the {world} {what}; set "
+            f"the product of the given axes, {fixed}, does not divide the {world} {what}; set "
             "launch.workers to a multiple, or leave more axes open"
         )
     return world
 
 
 def _devices(config: RunConfig) -> tuple[int, str]:
-    """How many devices this machine has for workers, and what they are called."""
+    """The number of this machine's devices for workers, and their kind."""
     if config.launch.device != "cpu":
         # Only here, because this needs torch.
         from hyper_parallel import compat

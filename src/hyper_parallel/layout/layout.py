@@ -1,14 +1,14 @@
-"""Where each element of a tensor lies on a mesh.
+"""Layout: the location of each element of a tensor on a mesh.
 
 A Layout names, for each dim of a tensor, the axes (or joints or folds of axes) that split it, outer to inner.
 An axis of size n splits a dim of length L into chunks of ceil(L / n), the last ones shorter or empty (the
-convention of ``torch.chunk`` and of DTensor's ``Shard``); the next axis splits what the first left. An axis that
-splits no dim holds copies, unless it is named in ``partial``: then the tensor is the sum over that axis.
+convention of ``torch.chunk`` and of DTensor's ``Shard``); the next axis splits these chunks. An axis that splits no dim
+holds copies, unless it is named in ``partial``: then the tensor is the sum over that axis.
 
 A fused projection (query, key and value in one matrix) has ``parts`` on the fused dim: the first axis splits
-every part on its own and a rank holds its chunks of all parts, one after the other. A rank's local tensor is
-then more than one box of the global one, which is why everything that moves tensors between layouts
-(checkpoints, loading, exporting, verifying) goes by `Layout.boxes` and never by offsets of its own.
+every part on its own and a rank holds its chunks of all parts, one after the other. A rank's local tensor then consists
+of several boxes of the global one, which is why all code that moves tensors between layouts (checkpoints, loading,
+exporting, verifying) uses `Layout.boxes` and never computes offsets itself.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def chunk(length: int, count: int, index: int) -> Interval:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of `shape` lies on `mesh`. `dims[d]` are the axes that split dim d, outer to inner.
+    """The layout of a tensor of `shape` on `mesh`. `dims[d]` are the axes that split dim d, outer to inner.
 
     >>> layout = Layout(Mesh(("shard", 2), ("tensor", 2)), (8, 6), (("tensor", "shard"), ()))
     >>> print(layout)
@@ -82,9 +82,9 @@ class Layout:
     shape: tuple[int, ...]
     dims: tuple[tuple[str, ...], ...]
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Dim to the lengths of its fused parts, each of which the dim's first axis splits on its own."""
+    """Dim to the lengths of its fused parts; the dim's first axis splits each part separately."""
     partial: frozenset[str] = frozenset()
-    """Axes over which the tensor is a sum that has not been taken."""
+    """Axes over which the tensor is a pending sum."""
 
     def __post_init__(self) -> None:
         assert len(self.dims) == len(self.shape), f"{self.dims} for a tensor of {len(self.shape)} dims"
@@ -109,11 +109,11 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """How many ranks hold each element."""
+        """The number of ranks that hold each element."""
         return self.mesh.world // math.prod(self.mesh.size(axis) for axis in self.split_axes)
 
     def copy_index(self, coordinate: Coordinate) -> int:
-        """Which of the copies of its elements the rank at `coordinate` holds: 0 ≤ index < copies."""
+        """The index of the copy that the rank at `coordinate` holds: 0 ≤ index < copies."""
         return _copy_indices(self.mesh, self.split_axes)[self.mesh.rank(coordinate)]
 
     def split(self, dim: int, axis: str, parts: tuple[int, ...] | None = None) -> Layout:

@@ -1,7 +1,7 @@
 """A mesh of ranks with named axes: arithmetic only, no process group and no torch.
 
-Wherever an axis is named, two other kinds of name may stand: a **joint** ``"tensor_y*tensor_x"`` is several axes
-taken as one, the first outermost; a **fold** is a part of a joint, given to the mesh by name.
+Wherever an axis name is accepted, so are two other kinds of names: a **joint** ``"tensor_y*tensor_x"`` is several axes
+taken as one, the first outermost; a **fold** is a named part of a joint, defined in the mesh.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Mesh:
         return cls(*((axis, axes.degree(axis)) for axis in axes.order), folds=folds)
 
     def folded(self, **folds: Fold) -> Mesh:
-        """This mesh with more folds, or with others under the same names."""
+        """This mesh with additional or replaced folds."""
         return Mesh(*self.axes, folds={**dict(self.folds), **folds})
 
     @property
@@ -136,7 +136,7 @@ class Mesh:
         return index
 
     def atoms(self, name: str) -> tuple[str, ...]:
-        """The axes of the mesh that an axis, joint or fold is made of."""
+        """The atomic axes of an axis, joint or fold."""
         if "*" in name:
             return tuple(atom for part in name.split("*") for atom in self.atoms(part))
         fold = self._fold.get(name)
@@ -181,7 +181,7 @@ class Mesh:
 
 @functools.lru_cache(maxsize=256)
 def _groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
-    """Ranks that agree in everything but the index along `name` form a group."""
+    """Ranks that differ only in the index along `name` form a group."""
     atoms = mesh.atoms(name)
     fold = mesh._fold.get(name)
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -192,7 +192,7 @@ def _groups(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
             joint = mesh._mixed(fold.over, here)
             key += [joint % fold.stride, joint // (fold.stride * fold.size)]
         elif "*" in name:
-            # The parts of a joint may be folds of the same axes: what they leave of these tells groups apart.
+            # The parts of a joint may be folds of the same axes: the remaining indices distinguish groups.
             key += _left(mesh, name, here)
         groups.setdefault(tuple(key), []).append(rank)
     return tuple(tuple(ranks) for ranks in sorted(groups.values()))

@@ -1,8 +1,8 @@
 """Resharding plan: which rank sends which elements to which, from one Layout to another.
 
 Every element that a rank needs comes from a rank that holds it: from itself if it does, else from the holder nearest
-in rank order, since neighbours share the fastest links. Of a source that is partial each part is sent, to be added up
-by the receiver. Of a target that is partial the first rank along the partial axes gets the value, the others zeros.
+in rank order, since neighbours share the fastest links. If the source is partial, each part is sent and the receiver
+adds them up. If the target is partial, the first rank along the partial axes gets the value, the others zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Transfer:
 
 @functools.lru_cache(maxsize=32)
 def transfers(source: Layout, target: Layout) -> tuple[Transfer, ...]:
-    """What has to move, in order of receiver and then of sender; what stays on a rank is among it.
+    """All transfers, in order of receiver and then of sender, including those within a rank.
 
     The two meshes may name and order their axes differently, over the same ranks.
 
@@ -62,7 +62,7 @@ def transfers(source: Layout, target: Layout) -> tuple[Transfer, ...]:
 
 
 def _pieces(layout: Layout) -> Sequence[tuple[tuple[Box, ...], Sequence[Sequence[int]]]]:
-    """The distinct pieces of a tensor, each with the ranks that hold it: for each partial sum those that hold that."""
+    """The distinct pieces of a tensor, each with the ranks that hold it, listed per partial sum."""
     mesh = layout.mesh
     partial = sorted(layout.partial)
     ranks: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}

@@ -17,7 +17,7 @@ def asset(name: str) -> str:
 
 
 def filled(template: str, slots: Mapping[str, str]) -> str:
-    """A template of `assets/` with what goes into its {{slots}}."""
+    """A template of `assets/` with its {{slots}} filled in."""
     parts = asset(template).split("{{")
     return parts[0] + "".join(
         slots[name] + rest for name, rest in (part.split("}}", 1) for part in parts[1:])
@@ -25,12 +25,12 @@ def filled(template: str, slots: Mapping[str, str]) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON for a script element, which only an opening bracket inside it could end."""
+    """JSON for a script element, with `<` escaped, since only that could end the element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def badge(word: str) -> str:
-    """What the numbers beside it are: `predicted`, `measured`, `forecast`."""
+    """A badge that states the kind of the numbers: `predicted`, `measured`, `estimated`."""
     return f'<b class="badge {word}">{word}</b>'
 
 

@@ -41,7 +41,7 @@ def _behind_badge(timeline: Timeline) -> str:
 
 
 def _told_apart(shown: Sequence[Timeline]) -> list[str]:
-    """What tells each timeline from the others: the word, and the cluster where words repeat."""
+    """A label for each timeline: predicted or measured, and the cluster if that repeats."""
     words = [timeline.word for timeline in shown]
     return [
         word if words.count(word) == 1 else f"{word}, {timeline.cluster or timeline.device}"
@@ -69,7 +69,7 @@ def _facts(shown: Sequence[Timeline]) -> str:
 
 
 def _frame(number: int, timeline: Timeline) -> str:
-    """Where the script draws a timeline."""
+    """The canvas on which the script draws a timeline."""
     where = escape(timeline.cluster or timeline.device)
     return (
         f'<section class="timeline" data-number="{number}"><h3>{badge(timeline.word)} timeline on {where}</h3>'
@@ -83,7 +83,7 @@ def _frame(number: int, timeline: Timeline) -> str:
 
 
 def _tables(shown: Sequence[Timeline]) -> str:
-    """Tables of one title stand side by side."""
+    """Tables with the same title, side by side."""
     found = [{sheet.title: sheet for sheet in sheets(timeline)} for timeline in shown]
     titles = dict.fromkeys(title for one in found for title in one)
     blocks = []
@@ -97,7 +97,7 @@ def _tables(shown: Sequence[Timeline]) -> str:
 
 
 def _data(timeline: Timeline) -> dict[str, Any]:
-    """What the script draws."""
+    """The data that the script draws."""
     labels: dict[tuple[str, ...], int] = {}
     classes = [_class(timeline, name, labels) for name in timeline.trace.ops]
     names: dict[str, int] = {}
@@ -144,7 +144,7 @@ def _lane(spans: list[Span], labels: dict[tuple[str, ...], int]) -> dict[str, li
 
 
 def _details(op: Op) -> str:
-    """What a reader wants to know of an op beside its name, module, phase and kind."""
+    """Details of an op besides its name, module, phase and kind."""
     units = {"flops": format_count, "bytes": format_bytes}
     told = []
     for key, value in described(op).items():

@@ -1,8 +1,8 @@
 """A Timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, in the Trace Event Format.
 
-Each rank class is a process, each engine and queue a track in it. A collective's wait for other ranks is a slice of
-its own before it. Flows lead from a collective to the first op that waits for it. Counters hold the bytes alive by
-tier and kind. Times are microseconds.
+Each rank class is a process, each engine and queue a track in it. A collective's wait for other ranks is a separate
+slice before it. Flows lead from a collective to the first op that waits for it. Counters hold the bytes alive by tier
+and kind. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def perfetto(timeline: Timeline) -> str:
 
 
 def lanes(spans: Sequence[Span]) -> list[str]:
-    """The engines and queues on which anything takes time: kernels first, then collectives, then copies."""
+    """The engines and queues with ops that take time: kernels first, then collectives, then copies."""
     busy = {span.engine for span in spans if _shown(span)}
     return sorted(busy, key=lambda lane: (lane != "matrix", lane != "vector", not is_comm(lane), lane))
 
 
 def _shown(span: Span) -> bool:
-    """Whether it takes any time, or waits for other ranks."""
+    """Whether the span takes time or waits for other ranks."""
     return span.end > (span.ready if is_comm(span.op.queue) else span.start)
 
 
@@ -83,7 +83,7 @@ def _slice(
 
 
 def described(op: Op) -> dict[str, object]:
-    """What is known of an op, by name; what is empty is left out."""
+    """The non-empty attributes of an op, by name."""
     found: dict[str, object] = {"op": op.index, "module": op.module, "phase": op.part, "queue": op.queue}
     if op.work is not None:
         work = op.work

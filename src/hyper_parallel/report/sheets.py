@@ -9,7 +9,7 @@ from hyper_parallel.trace import Alive, Sum, Timeline, pattern
 from hyper_parallel.units import format_bytes, format_count, format_duration
 
 ROWS = 14
-"""The most rows of a sheet whose names are the model's; the rest is one row."""
+"""Maximum rows of a sheet whose names come from the model; further rows are summed into one."""
 
 NONE = "–"
 
@@ -24,13 +24,13 @@ class Sheet:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     left: int = 1
-    """How many columns hold names; the others hold numbers."""
+    """Number of leading columns with names; the others hold numbers."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One number, and what it means."""
+    """One number with its label."""
 
     name: str
     value: str
@@ -38,7 +38,7 @@ class Fact:
 
 
 def heading(timeline: Timeline) -> str:
-    """What is shown, in a line: predicted or measured, for what, from which constants."""
+    """A headline: predicted or measured, the device or cluster, and the source of the constants."""
     trace = timeline.trace
     where = timeline.cluster or timeline.device
     ranks = f"{trace.world} rank{'s' * (trace.world != 1)}"
@@ -50,7 +50,7 @@ def heading(timeline: Timeline) -> str:
 
 
 def facts(timeline: Timeline) -> list[Fact]:
-    """The figures that come first."""
+    """The main figures."""
     masked, step = timeline.masked, timeline.step
     found = [Fact("step", format_duration(step), f"{timeline.word} seconds of the whole step")]
     if timeline.mfu is not None:
@@ -96,7 +96,7 @@ def facts(timeline: Timeline) -> list[Fact]:
 
 
 def sheets(timeline: Timeline) -> list[Sheet]:
-    """Where the time goes, and where the memory goes. Empty ones are left out."""
+    """The tables of time and of memory; empty ones are left out."""
     made = [
         _balance(timeline),
         _classes(timeline),
@@ -111,7 +111,7 @@ def sheets(timeline: Timeline) -> list[Sheet]:
 
 
 def _balance(timeline: Timeline) -> Sheet:
-    """A rank's step, which these parts add up to."""
+    """The parts of a rank's step, which add up to it."""
     bubbles, step = timeline.bubbles, timeline.step
     parts = {
         "computing": timeline.computing,
@@ -136,7 +136,7 @@ def _balance(timeline: Timeline) -> Sheet:
 
 
 def _classes(timeline: Timeline) -> Sheet:
-    """What differs between rank classes."""
+    """The differences between rank classes."""
     trace = timeline.trace
     rows = []
     if len(trace.ops) > 1:
@@ -243,7 +243,7 @@ def _alive(timeline: Timeline, tier: str) -> Sheet:
 
 
 def describe_ranks(timeline: Timeline, name: str) -> str:
-    """The ranks of a class, as people write them: `0–7, 16`."""
+    """The ranks of a class in short form: `0–7, 16`."""
     runs: list[list[int]] = []
     for rank in sorted(rank for rank, of in timeline.trace.classes.items() if of == name):
         if runs and rank == runs[-1][1] + 1:

@@ -1,5 +1,4 @@
-"""Figures and tables as text for the terminal; of a Timeline, the figures that come first, then where the time and the
-memory go."""
+"""Figures and tables as text for the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from hyper_parallel.report.sheets import Fact, Sheet, facts, heading, sheets
 from hyper_parallel.trace import Timeline
 
 WIDTH = 120
-"""Columns of the text, unless told otherwise."""
+"""Default width of the text in columns."""
 
 
 def table(timeline: Timeline, width: int = WIDTH) -> str:
@@ -23,7 +22,7 @@ def render(
 ) -> str:
     """Plain text, at most `width` columns wide: a line, then figures, then tables, each headed by `word`.
 
-    `word` says what the numbers are: predicted, measured, forecast.
+    `word` states the kind of the numbers: predicted, measured or estimated.
     """
     from rich.console import Console
     from rich.table import Table
@@ -63,5 +62,5 @@ def _grid(sheet: Sheet):  # type: ignore[no-untyped-def]
 
 
 def _plain(cells: tuple[str, ...]) -> list[str]:
-    """Cells in which brackets are brackets."""
+    """Cells with rich's markup escaped."""
     return [cell.replace("[", r"\[") for cell in cells]

@@ -1,6 +1,6 @@
-"""Simulation: a Trace on a Cluster gives a predicted Timeline, event by event.
+"""Discrete-event simulation of a Trace on a Cluster, which gives a predicted Timeline.
 
-Pure Python, deterministic, no torch: a step of thousands of ranks is simulated on a laptop.
+Pure Python, deterministic, no torch: a laptop simulates a step of thousands of ranks.
 """
 
 from hyper_parallel.simulator.simulate import alone, simulate

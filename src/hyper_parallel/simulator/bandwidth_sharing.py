@@ -1,8 +1,8 @@
 """Bandwidth sharing among concurrent transfers.
 
-Each transfer runs at a rate between 0 and 1 of its speed alone, and takes a share w of each resource (a link level of
-a device, one direction of a tier) for every unit of its rate. Rates are max-min fair: all of them grow together until
-a resource is full, those on it stay, and the others grow on (progressive filling: Bertsekas and Gallager, *Data
+Each transfer runs at a rate between 0 and 1 of its speed alone, and uses a share w of each resource (a link level of a
+device, one direction of a tier) per unit of rate. Rates are max-min fair: all grow together until a resource is full;
+the transfers on it stop there, and the others continue to grow (progressive filling: Bertsekas and Gallager, *Data
 Networks*, 2nd edition, 1992, section 6.5.2).
 
     Σ_transfers w · rate ≤ 1        on every resource                              `fair`
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def fair(uses: Mapping[T, Mapping[Resource, float]]) -> dict[T, float]:
-    """The rate of each transfer, by what share of each resource it takes when alone.
+    """The rate of each transfer, given the share of each resource that it uses when alone.
 
     >>> fair({"a": {"link": 1.0}, "b": {"link": 1.0}, "c": {"bus": 0.5}})
     {'c': 1.0, 'a': 0.5, 'b': 0.5}
@@ -46,14 +46,14 @@ def fair(uses: Mapping[T, Mapping[Resource, float]]) -> dict[T, float]:
 
 
 class Sharing(Generic[T]):
-    """Which transfers run now. Those that share nothing with what changed are not looked at."""
+    """The running transfers. A change recomputes only the rates of transfers that share resources with it."""
 
     def __init__(self) -> None:
         self._uses: dict[T, Mapping[Resource, float]] = {}
         self._users: dict[Resource, dict[T, None]] = {}
 
     def add(self, one: T, use: Mapping[Resource, float]) -> dict[T, float]:
-        """Begin a transfer; the rates of it and of all that it has to do with."""
+        """Begin a transfer; returns the new rates of it and of all transfers that share resources with it."""
         self._uses[one] = use
         alone = True
         for resource in use:
@@ -63,7 +63,7 @@ class Sharing(Generic[T]):
         return {one: 1.0} if alone else self._rates([one])
 
     def remove(self, one: T) -> dict[T, float]:
-        """End a transfer; the rates of all that it had to do with."""
+        """End a transfer; returns the new rates of all transfers that shared resources with it."""
         others: dict[T, None] = {}
         for resource in self._uses.pop(one):
             users = self._users[resource]

@@ -1,16 +1,16 @@
 """Discrete-event engine that executes a Trace.
 
-Everything happens at events: an op's turn comes, a kernel ends, a transfer's latency is over, a transfer's leg ends.
-Between two events every rate is constant, so that what is left of something falls linearly:
+The events are: an op becomes ready, a kernel ends, a transfer's latency is over, a transfer's leg ends. Between two
+events every rate is constant, so that remaining work falls linearly:
 
     left(t) = left(t₀) − rate · (t − t₀)          end = t₀ + left / rate
 
-- An op's turn comes when the op before it in its queue, and all that it waits for, have ended.
+- An op is ready when the op before it in its queue, and all ops that it waits for, have ended.
 - A kernel occupies the matrix or the vector engine. Beside a collective its rate is 1 / `comm_slowdown`, else 1.
-- A collective starts when its turn has come in all classes of its ranks. It and copies run at max-min fair rates
+- A collective starts when it is ready in all classes of its ranks. Collectives and copies run at max-min fair rates
   (`simulator.bandwidth_sharing`) on the link levels and tiers of the devices that they use.
 
-Events at one time are taken in the order in which they were scheduled, so that a run can be repeated exactly.
+Simultaneous events run in the order in which they were scheduled, so that a simulation is reproducible.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _KERNEL, _CALL, _COPY, _HOST = range(4)
 
 
 class _Transfer:
-    """A collective or a copy that is under way."""
+    """A running collective or copy."""
 
     __slots__ = ("at", "left", "legs", "ops", "rate", "since", "ticket")
 
     def __init__(self, ops: list[int], legs: tuple[Leg, ...]) -> None:
         self.ops = ops
-        """The ops that it ends, one of each class."""
+        """The ops that end with it, one of each class."""
         self.legs = legs
         self.at = -1
-        """The leg at hand."""
+        """The current leg."""
         self.left = 0.0
         self.rate = 0.0
         self.since = 0.0
         self.ticket = 0
-        """The last event that was predicted for it; earlier ones no longer hold."""
+        """Its latest scheduled event; earlier ones are void."""
 
 
 class _Kernel:
-    """A kernel that runs."""
+    """A running kernel."""
 
     __slots__ = ("left", "op", "rate", "since", "ticket")
 
@@ -71,7 +71,7 @@ class _Engine:
 
 
 class Run:
-    """One run of a Trace. Ops of all classes are numbered through."""
+    """One simulation of a Trace. Ops of all classes are numbered consecutively."""
 
     def __init__(self, trace: Trace, costs: Costs, only: Only | None = None) -> None:
         self._trace, self._costs, self._only = trace, costs, only
@@ -83,14 +83,14 @@ class Run:
         """The engine or queue of each op."""
         self._pending: list[int] = []
         self._then: list[list[int]] = []
-        """The ops that wait for each."""
+        """The ops that wait for each op."""
         self._meeting: dict[int, Meeting] = {}
         self._number(meetings(trace))
         count = len(self._ops)
         self._ready, self._start, self._end = [-1.0] * count, [-1.0] * count, [-1.0] * count
         self._engines = [(_Engine(None, deque()), _Engine(None, deque())) for _ in trace.ops]
         self._sending = [0] * len(trace.ops)
-        """How many collectives of each class run."""
+        """Number of running collectives of each class."""
         self._arrived: dict[Meeting, list[int]] = {}
         self._sharing: Sharing[_Transfer] = Sharing()
         self._events: list[tuple[float, int, _Kernel | _Transfer | int]] = []
@@ -146,7 +146,7 @@ class Run:
         )
 
     def _turn(self, number: int) -> None:
-        """An op's turn has come."""
+        """Handle an op that is ready."""
         self._ready[number] = self._now
         kind = self._kind[number]
         if kind == _KERNEL:
@@ -169,7 +169,7 @@ class Run:
                 self._finish(number)
 
     def _finish(self, number: int) -> None:
-        """An op has ended: what waits only for it has its turn."""
+        """Handle an op's end: ops that wait only for it become ready."""
         self._end[number] = self._now
         pending = self._pending
         for other in self._then[number]:
@@ -204,7 +204,7 @@ class Run:
             self._kernel_starts(engine.waiting.popleft(), engine)
 
     def _slow(self, place: int, rate: float) -> None:
-        """The kernels of a class go on at another rate."""
+        """Change the rate of a class's running kernels."""
         for engine in self._engines[place]:
             kernel = engine.running
             if kernel is not None and kernel.rate != rate:
@@ -215,7 +215,7 @@ class Run:
     # Transfers
 
     def _comes(self, number: int) -> None:
-        """A class has come to a collective."""
+        """Handle a class's arrival at a collective."""
         call = self._ops[number].collective
         assert call is not None
         meeting = self._meeting.get(number)
@@ -226,7 +226,7 @@ class Run:
             if len(members) < len(meeting[1]):
                 return
             del self._arrived[meeting]
-            # What is priced is the call of the rank that gives most, and is the same whoever comes last.
+            # The price is that of the rank that gives most, independent of the order of arrival.
             members.sort()
             calls = [of for member in members if (of := self._ops[member].collective)]
             call = max(calls, key=lambda one: one.bytes)
@@ -265,7 +265,7 @@ class Run:
         self._foresee(self._now + leg.latency, transfer)
 
     def _transfer_goes_on(self, transfer: _Transfer) -> None:
-        """A leg's latency is over, or the leg is."""
+        """Handle the end of a leg or of its latency."""
         leg = transfer.legs[transfer.at]
         if transfer.rate:
             rates = self._sharing.remove(transfer)
@@ -290,7 +290,7 @@ class Run:
                 self._foresee(now + max(0.0, transfer.left) / rate, transfer)
 
     def _circle(self) -> str:
-        """Who waits for whom, of the calls to which some classes have come and others have not."""
+        """Describes who waits for whom, for calls that some classes have reached and others have not."""
         lines = []
         names = list(self._trace.ops)
         for (tag, classes, turn), members in self._arrived.items():

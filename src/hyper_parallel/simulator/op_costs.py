@@ -1,6 +1,6 @@
 """Isolated cost of each op of a Trace on a Cluster; equal ops are priced once.
 
-A transfer is a row of legs, each with a latency, in which it uses nothing, and seconds in which it uses resources:
+A transfer is a sequence of legs. Each has a latency, which uses no resource, and seconds in which it uses resources:
 
     seconds of a leg = leg(B) − leg(0)         latency = leg(0)                    `Costs.legs`
     share of a tier  = (B / seconds) / tier's bandwidth in that direction          `Costs.copy`
@@ -21,21 +21,21 @@ from hyper_parallel.workload.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A part of a transfer."""
+    """One leg of a transfer."""
 
     latency: float
-    """Seconds that nothing shortens or stretches."""
+    """Latency in seconds, independent of sharing."""
     seconds: float
-    """Seconds beyond that, when alone on what it uses."""
+    """Further seconds, if alone on its resources."""
     uses: tuple[tuple[str, float], ...]
-    """What it uses of each of its ranks' devices: (resource, the share of it)."""
+    """Resources used on each of its ranks' devices: (resource, share)."""
 
 
 class Costs:
-    """Prices of ops on one cluster."""
+    """Costs of ops on one cluster."""
 
     def __init__(self, cluster: Cluster, algorithm: str | None = None, ranks: int = 1) -> None:
-        """`ranks`: how many there are, which copy at once."""
+        """`ranks`: number of ranks, which copy at the same time."""
         if cluster.device is None:
             raise ConfigError(
                 f"the cluster {cluster.name or cluster.source!r} describes no device; name a preset such as h100, or "
@@ -50,7 +50,7 @@ class Costs:
         self._copies: dict[tuple[str, float], tuple[Leg, ...]] = {}
 
     def seconds(self, op: Op) -> float:
-        """Of a kernel, or of the host; 0 for an op without work."""
+        """Seconds of a kernel or of host work; 0 for an op without work."""
         if op.work is None:
             return 0.0
         found = self._works.get(op.work)
@@ -62,7 +62,7 @@ class Costs:
         return found
 
     def legs(self, call: Collective) -> tuple[Leg, ...]:
-        """Of a collective, level by level; none where a rank is alone."""
+        """Legs of a collective, level by level; none for a group of one."""
         # A group's tuple of ranks may be long: it is known by its identity, and kept so that this stays true.
         self._groups[id(call.ranks)] = call.ranks
         key = (call.kind, call.bytes, id(call.ranks))
@@ -77,7 +77,7 @@ class Costs:
         return found
 
     def copy(self, op: Op) -> tuple[Leg, ...]:
-        """Of a copy between tiers."""
+        """The leg of a copy between tiers."""
         assert op.work is not None
         key = (op.queue, op.work.read)
         if key not in self._copies:
@@ -105,7 +105,7 @@ class Costs:
 
 
 def main_dtype(ops: Iterable[Op]) -> str | None:
-    """The dtype in which most FLOPs of matrix products are; None where there are none."""
+    """The dtype with the most FLOPs of matrix products; None without matrix products."""
     flops: dict[str, float] = defaultdict(float)
     for op in ops:
         if op.work and op.work.flops:
@@ -114,7 +114,7 @@ def main_dtype(ops: Iterable[Op]) -> str | None:
 
 
 def check_fits(trace: Trace, cluster: Cluster) -> None:
-    """Raise TraceError where the trace has ranks that the cluster has not."""
+    """Raise TraceError if the trace has more ranks than the cluster."""
     if cluster.ranks is not None and max(trace.classes, default=-1) >= cluster.ranks:
         raise TraceError(
             f"the trace has ranks up to {max(trace.classes)} and the cluster {cluster.name!r} has "

@@ -1,4 +1,4 @@
-"""Simulates a Trace on a Cluster, which gives a Timeline."""
+"""Simulates a Trace on a Cluster and returns a Timeline."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hyper_parallel.trace import Alone, Timeline, Trace
 def simulate(
     trace: Trace, cluster: Cluster, *, algorithm: str | None = None, masking: bool = True
 ) -> Timeline:
-    """When each op would run.
+    """The predicted Timeline of a Trace.
 
-    `algorithm` is how collectives over several link levels run (`Cluster.legs`). `masking` also runs the kernels and
-    the collectives alone, which end-to-end masking needs; without it a search is three times as fast. Raises
-    TraceError for a trace that cannot run, ConfigError for a cluster that lacks what it needs.
+    `algorithm` selects how collectives over several link levels run (`Cluster.legs`). `masking` also simulates the
+    kernels alone and the collectives alone, which end-to-end masking needs; without it a search is three times as
+    fast. Raises TraceError for a trace that cannot run, ConfigError for a cluster that lacks a needed part.
     """
     trace.check()
     check_fits(trace, cluster)
@@ -39,7 +39,7 @@ def simulate(
 def alone(trace: Trace, cluster: Cluster, only: Only, *, algorithm: str | None = None) -> float:
     """The step's seconds with only its kernels (`compute`) or only its collectives (`comm`) taking any time.
 
-    Ops still wait for one another, and ranks for ranks. Errors as of `simulate`.
+    Dependencies between ops and ranks still hold. Errors as of `simulate`.
     """
     trace.check()
     check_fits(trace, cluster)
@@ -47,7 +47,7 @@ def alone(trace: Trace, cluster: Cluster, only: Only, *, algorithm: str | None =
 
 
 def _source(cluster: Cluster) -> str:
-    """Where the constants come from, and how many of them are not public."""
+    """The source of the constants, and the number of estimated ones."""
     if not cluster.estimates:
         return cluster.source
     count = len(cluster.estimates)

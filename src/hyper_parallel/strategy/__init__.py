@@ -1,6 +1,6 @@
-"""Strategy: how a model is spread and computed. Pure data, one small file for each section, no torch.
+"""Strategy: how a model is parallelized and computed. Pure data, one small file for each section, no torch.
 
-Each section is read by its own engine; a section that no engine reads yet is refused by name.
+A key whose engine does not exist yet is refused by name.
 """
 
 from hyper_parallel.strategy.axes import AXIS_NAMES, EXPERT_SPANS, Axes

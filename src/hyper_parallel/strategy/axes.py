@@ -1,11 +1,11 @@
 """The axes of the device mesh and their degrees.
 
 World = replicate · shard · context · tensor_y · tensor_x. The order in which a file names them is outer to inner: the
-last one lies on neighbouring ranks. Axes that are not named have degree 1. `expert` is no axis of its own: it folds
-over shard, context and tensor, whose product it divides.
+last one lies on neighbouring ranks. Axes that are not named have degree 1. `expert` adds no ranks: it folds over
+shard, context and tensor, whose product it divides.
 
-A degree may be `auto`: the planner chooses it for the workers that there are. Until then it counts as 1 and its name
-stands in `open`.
+A degree may be `auto`: the planner chooses it for the available workers. Until then it counts as 1, and `open` contains
+the axis.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import AliasChoices, Field, model_serializer, model_validator
 from hyper_parallel.strategy.section import Section
 
 AUTO = "auto"
-"""What a file writes for a degree that the planner is to choose."""
+"""The value of a degree that the planner chooses."""
 
 Degree = Annotated[
     int, Field(ge=1, strict=True, json_schema_extra={"type": ["integer", "string"], "examples": [AUTO]})
@@ -37,23 +37,25 @@ class Axes(Section):
     reserved: ClassVar = {"pipeline": "pipeline parallelism comes with HyperMPMD"}
 
     replicate: Degree = 1
-    """Copies of the parameters; each copy sees other data (data parallelism)."""
+    """Copies of the parameters; each copy sees different data (data parallelism)."""
     shard: Degree = 1
-    """Ranks that share one copy of parameters, gradients and optimizer state, and see other data
-    (fully sharded data parallelism). With `replicate` above 1 this is hybrid sharding (HSDP)."""
+    """Ranks that share one copy of parameters, gradients and optimizer state, and see different data (fully sharded
+    data parallelism). With `replicate` above 1 this is hybrid sharding (HSDP).
+    """
     context: Degree = 1
     """Ranks that split each sequence's positions (context parallelism), and share parameters as `shard` does."""
     tensor_x: Degree = Field(default=1, validation_alias=AliasChoices("tensor_x", "tensor"))
-    """Ranks that split each layer's matrices and see the same data (tensor parallelism). `tensor` is the same."""
+    """Ranks that split each layer's matrices and see the same data (tensor parallelism). Also named `tensor`."""
     tensor_y: Degree = 1
-    """The second side of 2D tensor parallelism: matrices and activations are split over tensor_x · tensor_y."""
+    """The second axis of 2D tensor parallelism: matrices and activations are split over tensor_x · tensor_y."""
     expert: Degree = 1
-    """Ranks over which the experts of a mixture-of-experts layer are spread. Not multiplied into the number of
-    workers: it folds over shard · context · tensor_y · tensor_x and divides their product."""
+    """Ranks over which the experts of a mixture-of-experts layer are split. Not multiplied into the number of workers:
+    it folds over shard · context · tensor_y · tensor_x and divides their product.
+    """
     order: tuple[str, ...] = Field(default=AXIS_NAMES, exclude=True, json_schema_extra={"readOnly": True})
-    """The axes outer to inner, read off the order of the keys; not written by hand."""
+    """The axes outer to inner, derived from the order of the keys; do not set it."""
     open: tuple[str, ...] = Field(default=(), exclude=True, json_schema_extra={"readOnly": True})
-    """The axes that the planner is to choose, `expert` among them, read off the degrees that are `auto`."""
+    """The axes whose degree is `auto`, `expert` included; do not set it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,7 +99,7 @@ class Axes(Section):
 
     @property
     def world(self) -> int:
-        """The number of ranks: the product of all degrees, of which open ones count as 1."""
+        """The number of ranks: the product of all degrees, where open ones count as 1."""
         return math.prod(self.degree(axis) for axis in AXIS_NAMES)
 
     @property

@@ -1,4 +1,4 @@
-"""How a sequence's positions are split over the `context` axis, and how attention sees them all."""
+"""`context` section: how positions are split over the `context` axis, and how attention is computed over them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ Method = Literal["auto", "ring", "ulysses", "hybrid"]
 
 
 class Context(Section):
-    """How ranks of the `context` axis compute attention together."""
+    """Method of context parallelism."""
 
     method: Method = "auto"
-    """`ring`: keys and values travel from rank to rank, positions are dealt so that each rank has the same work under a
-    causal mask. `ulysses`: heads are exchanged for positions. `hybrid`: Ulysses inside, rings outside. `auto`: Ulysses
-    where every rank can have key-value heads of its own, else as much of it as they allow, else rings."""
+    """`ring`: keys and values travel from rank to rank; positions are distributed so that each rank has the same work
+    under a causal mask. `ulysses`: an all-to-all exchanges heads for positions. `hybrid`: Ulysses inside, rings
+    outside. `auto`: Ulysses over the largest divisor of the axis that divides the key-value heads, rings over the rest.
+    """
     ulysses: Annotated[int, Field(ge=2, strict=True)] | None = None
-    """With `hybrid`: over how many ranks heads are exchanged, a divisor of axes.context. Left out: the largest divisor
-    that also divides the key-value heads of a rank."""
+    """With `hybrid`: the number of ranks that exchange heads, a divisor of axes.context. Default: the largest divisor
+    that also divides the key-value heads of a rank.
+    """
 
     @model_validator(mode="after")
     def _only_with_hybrid(self) -> Context:

@@ -20,57 +20,70 @@ Bytes = Annotated[
     BeforeValidator(_bytes),
     PlainSerializer(exact_bytes),
 ]
-"""A number of bytes, in a file also `10GiB`, `512MiB`, `10GB`."""
+"""A number of bytes; in a file also `10GiB`, `512MiB`, `10GB`."""
 
 ShardLevel = Literal["optimizer", "gradients", "parameters"]
-"""What ranks of the `shard` axis hold a part of: ZeRO-1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054, section 5)."""
+"""ZeRO levels 1, 2 and 3: the tensors that the ranks of the `shard` axis split (Rajbhandari et al., arXiv 1910.02054,
+section 5).
+"""
 
 
 Where = Literal["auto", "device", "host"]
-"""Where updates of the optimizer run under a budget; `auto`: where the step is quickest."""
+"""Place of optimizer updates under a budget; `auto`: wherever the step is fastest."""
 
 
 class Memory(Section):
-    """How the step's memory is held down."""
+    """Memory: ZeRO level, recomputation, and the budget with its tiers."""
 
     device: Bytes | None = None
-    """What a step may hold at once on each rank's device. Parameters, optimizer state, gradients and activations move
-    to other memory and back while the step runs, as little as the budget allows. It needs `host`, `pool` or `flash`."""
+    """Memory budget: the bytes that a step may hold at once on each rank's device. Parameters, optimizer state,
+    gradients and activations are offloaded and fetched back while the step runs, as little as the budget allows. Needs
+    `host`, `pool` or `flash`.
+    """
     host: Bytes | None = None
-    """How much of the host's memory each rank may use for what does not fit on its device."""
+    """Host memory that each rank may use for offloading."""
     pool: Bytes | None = None
-    """How much all ranks together may use of memory that they share: a supernode's, or that of one machine. Each rank
-    may take an equal part of it."""
+    """Memory shared by all ranks, a supernode's or one machine's, that they may use together for offloading. Each rank
+    may take an equal part.
+    """
     flash: str | None = None
-    """A folder on a fast disk for what fits in neither. The files in it are removed when the run ends."""
+    """A folder on a fast disk for data that fits in neither. The files in it are removed when the run ends."""
     cluster: str | None = None
-    """The machine by which moves are planned: a preset such as `h100`, or a file that `hyper-parallel calibrate` wrote.
-    Left out: the device's preset, else a plain guess. It decides how fast a step is, never how much it holds."""
+    """The machine for which offloading is planned: a preset such as `h100`, or a file that `hyper-parallel calibrate`
+    wrote. Default: the device's preset, else a rough guess. It affects the speed of a step, never its memory.
+    """
     expert_load: float = Field(default=1.5, ge=1.0, allow_inf_nan=False)
-    """Under a budget, with `axes.expert`: how many times its even share of a layer's rows a rank's experts may get.
-    Memory is kept free for so many. A step that wants more is planned anew for what it wants, and begun again, where
-    that fits into the budget; else the run ends before anything is updated."""
+    """Under a budget, with `axes.expert`: the multiple of its even share of a layer's rows for which memory is reserved
+    on each rank. A step that needs more is replanned and restarted if that fits into the budget; else the run ends
+    before anything is updated.
+    """
 
     update: Where = "auto"
-    """Where a budget's optimizer updates run. `host`: moments and master values of the parameters lie in `host`, or in
-    `pool`, for good; gradients go there, PyTorch's fused AdamW runs there beside the device, and new values come back:
-    a third of what it takes to move the moments. `device`: none does. `auto`: as is quickest."""
+    """Place of optimizer updates under a budget. `host`: moments and master values stay in `host` or `pool`; gradients
+    go there, PyTorch's fused AdamW runs there in parallel with the device, and new values come back: a third of the
+    traffic of moving the moments. `device`: on the device. `auto`: whichever is fastest.
+    """
 
     shard: ShardLevel = "parameters"
-    """What the `shard` axis splits while a step runs. `parameters`: everything; parameters are gathered for each use,
-    gradients reduced in each micro-batch (ZeRO-3). `gradients`: parameters are gathered once a step and kept (ZeRO-2).
-    `optimizer`: gradients, too, are kept whole, and reduced in the last micro-batch only (ZeRO-1)."""
+    """ZeRO level: the tensors that the `shard` axis splits while a step runs. `parameters`: everything; parameters are
+    gathered for each use, gradients reduced in each micro-batch (ZeRO-3). `gradients`: parameters are gathered once a
+    step and kept (ZeRO-2). `optimizer`: gradients, too, are kept whole, and reduced in the last micro-batch only
+    (ZeRO-1).
+    """
     recompute: Literal["auto", "none", "layer"] = "auto"
-    """`layer` keeps only each layer's input and computes the layer again in the backward pass; `none` keeps everything.
-    `auto`: under a budget whatever is cheaper to compute again than to copy, as the planner finds; else `none`."""
+    """`layer` keeps only each layer's input and recomputes the layer in the backward pass; `none` keeps everything.
+    `auto`: under a budget, recompute what is cheaper to recompute than to copy; else `none`.
+    """
     gathered: Literal["keep", "mlp", "again"] = "keep"
-    """With the sequence split (`sequence`, tensor_y): the gathered inputs of matrix products are kept for the backward
-    pass, or only their shards are, and the backward pass gathers again. `mlp` keeps those of the first products of
-    the MLPs."""
+    """With the sequence split (`sequence`, tensor_y): `keep` keeps the gathered inputs of matrix products for the
+    backward pass; `again` keeps only their shards, and the backward pass gathers again; `mlp` keeps the gathered inputs
+    of the first products of the MLPs only.
+    """
     reshard_after_forward: bool | dict[str, bool] | None = None
     """With `shard: parameters`: free a layer's gathered parameters after its forward pass and gather them again in the
-    backward pass (true, which leaving it out means), or keep them, which costs memory and saves a gather. Or module
-    pattern to either; the last pattern that matches a layer holds, and layers that none matches free theirs."""
+    backward pass (true, the default), or keep them (false), which costs memory and saves a gather. Or a mapping of
+    module patterns to either; the last pattern that matches a layer wins, and other layers free theirs.
+    """
 
     @model_validator(mode="after")
     def _goes_somewhere(self) -> Memory:

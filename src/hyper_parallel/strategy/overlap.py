@@ -1,4 +1,4 @@
-"""`overlap` section: scheduling of collectives beside computation."""
+"""`overlap` section: scheduling of collectives in parallel with computation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from hyper_parallel.strategy.section import Section
 
 
 class Overlap(Section):
-    """How communication is hidden behind computation, in a step that runs from its graph."""
+    """Overlap of communication with computation, in a step that runs from its graph."""
 
     schedule: Literal["auto", "usual", "none"] = "auto"
-    """`auto` simulates orders of the step on `cluster` and takes the fastest if it beats that of the model's code.
-    `usual` simulates nothing: weights are gathered one layer ahead, gradients reduced beside the next layer. `none`
-    keeps the order of the model's code."""
+    """`auto` simulates schedules of the step on `cluster` and takes the fastest if it beats the order of the model's
+    code. `usual` is FSDP2's schedule, without simulation: weights are gathered one layer ahead, and gradients are
+    reduced during the next layer. `none` keeps the order of the model's code.
+    """
     cluster: str | None = None
     """The machine that `auto` simulates: a preset such as `h100`, or a cluster file such as `hyper-parallel calibrate`
-    writes. Left out: the preset of the device that is there; where there is none, `auto` is `usual`."""
+    writes. Default: the device's preset; without one, `auto` is `usual`."""
     pieces: bool = False
-    """Let `auto` send rows in pieces, each beside the products of another one. Results are then equal up to rounding,
-    since a kernel may sum in another order for another number of rows; without, bit for bit."""
+    """Let `auto` split collectives of rows into chunks, each overlapped with the matrix product of another chunk.
+    Results are then equal up to rounding, since a kernel may sum in another order for another number of rows; without
+    chunks they are equal bit for bit.
+    """
 
     @model_validator(mode="after")
     def _simulates(self) -> Overlap:

@@ -1,7 +1,7 @@
 """`placement` section: link level of each axis, and devices per level.
 
 Levels from the inside out: a `node`'s devices share the fastest links, a `supernode` joins nodes by links nearly as
-fast, the `network` joins what is left. The axes of an inner level are the inner ones in rank order, so neighbouring
+fast, the `network` joins the supernodes. The axes of an inner level are the inner ones in rank order, so neighbouring
 ranks are those with the fastest links.
 """
 
@@ -23,13 +23,14 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 
 
 class Devices(Section):
-    """How many devices a link level joins, where it is not what the axes placed on it multiply to."""
+    """Devices per link level, if not the product of the axes placed on it."""
 
     node: Count | None = None
-    """Devices in a node. Left out: what the launcher says, else the product of the axes on `node`."""
+    """Devices in a node. Default: the launcher's number, else the product of the axes on `node`."""
     supernode: Count | None = None
-    """Devices in a supernode, a multiple of those in a node. Left out: the product of the axes on `node` and
-    `supernode`."""
+    """Devices in a supernode, a multiple of those in a node. Default: the product of the axes on `node` and
+    `supernode`.
+    """
 
     @model_validator(mode="after")
     def _whole_nodes(self) -> Devices:
@@ -42,7 +43,7 @@ class Devices(Section):
 
 
 class Placement(Section):
-    """Which axes lie on which link level. The order within a level is that of `axes`.
+    """The link level of each axis. The order within a level is that of `axes`.
 
     >>> Placement(node=("tensor",), network=("replicate", "shard")).order(Axes(tensor=8, shard=2, replicate=4))
     ('context', 'tensor_y', 'shard', 'replicate', 'tensor_x')
@@ -57,10 +58,11 @@ class Placement(Section):
     network: tuple[str, ...] = ()
     """Axes across supernodes, or across nodes where there is no supernode."""
     devices: Devices = Devices()
-    """How many devices a level joins. An axis may be larger than its level: then it spans levels."""
+    """Devices per level. An axis that is larger than its level spans levels."""
     collectives: Literal["levels", "flat"] = "levels"
-    """How collectives run over an axis that spans levels: `levels` one level after the other, so that little crosses
-    the slow one; `flat` in one call, which leaves it to the collective library."""
+    """Algorithm of collectives over an axis that spans levels: `levels` runs them level by level, so that little
+    crosses the slow level; `flat` makes one call and leaves the levels to the collective library.
+    """
 
     @field_validator(*LEVELS, mode="before")
     @classmethod
@@ -101,7 +103,7 @@ class Placement(Section):
     def order(self, axes: Axes) -> tuple[str, ...]:
         """The axes outer to inner: by level, and within a level as `axes` orders them.
 
-        The order of `axes` itself where no axis is placed. Raises ValueError where some of degree above 1 are and
+        The order of `axes` itself if no axis is placed. Raises ValueError if some axes of degree above 1 are placed and
         others are not.
         """
         if not self.placed:
@@ -116,6 +118,6 @@ class Placement(Section):
         return tuple(sorted(axes.order, key=lambda axis: -level.get(axis, len(LEVELS))))
 
     def joined(self, axes: Axes, level: str) -> int:
-        """How many ranks the axes placed on `level` and on those inside it multiply to."""
+        """The product of the degrees of the axes placed on `level` and on the levels inside it."""
         inside = LEVELS[: LEVELS.index(level) + 1]
         return math.prod(axes.degree(axis) for name in inside for axis in getattr(self, name))

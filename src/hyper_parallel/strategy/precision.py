@@ -12,12 +12,12 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class Precision(Section):
-    """Mixed precision: parameters and optimizer state stay in `param`, arithmetic is done in `compute`."""
+    """Mixed precision: parameters and optimizer state are kept in `param`, arithmetic is done in `compute`."""
 
     param: Dtype = "float32"
     """The dtype in which parameters and optimizer state are kept."""
     compute: Dtype = "float32"
-    """The dtype in which a module's weights and activations are computed with."""
+    """The dtype of a module's weights and activations during computation."""
     reduce: Dtype = "float32"
     """The dtype in which gradients are summed over the data axes."""
     modules: dict[str, Dtype] = Field(default_factory=dict)

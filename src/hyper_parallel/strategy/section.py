@@ -34,7 +34,7 @@ _MOST_HINTS = 50
 
 
 class Section(BaseModel):
-    """A part of a file. Keys of which no engine exists yet stand in ``reserved`` and are refused by name."""
+    """A section of a file. Keys in ``reserved`` have no engine yet and are refused by name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -43,10 +43,10 @@ class Section(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_unknown_keys(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Unknown keys are told beside what is wrong with the known ones, each with the nearest valid name."""
+        """Reports unknown keys, each with the nearest valid name, together with the problems of known keys."""
         known = {key for name, field in cls.model_fields.items() for key in _keys_of(name, field)}
         strange = [key for key in (given if isinstance(given, Mapping) else ()) if key not in known]
-        # Finding the nearest name takes a while, and nobody reads a thousand.
+        # Finding the nearest name takes time, and a thousand hints help no one.
         unknown = {
             key: cls._hint(str(key), known) if place < _MOST_HINTS else "unknown key"
             for place, key in enumerate(strange)
@@ -65,7 +65,7 @@ class Section(BaseModel):
             handler({key: value for key, value in given.items() if key in known})
         except ValidationError as error:
             for detail in error.errors():
-                # A key that is missing because it was misspelt is told once.
+                # A key that is missing because it was misspelt is reported once.
                 if detail["type"] == "missing" and any(
                     repr(detail["loc"][-1]) in h for h in unknown.values()
                 ):
@@ -95,7 +95,7 @@ class Section(BaseModel):
 
 
 def _keys_of(name: str, field: FieldInfo) -> list[str]:
-    """The keys that a file may write a field under."""
+    """The keys under which a file may set a field."""
     if isinstance(field.validation_alias, AliasChoices):
         return [str(choice) for choice in field.validation_alias.choices]
     return [field.alias or name]

@@ -1,4 +1,4 @@
-"""The Strategy: everything that says how a model is spread, and nothing about the model."""
+"""The Strategy: declares how a model is parallelized, independent of the model."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from hyper_parallel.strategy.section import Section
 RuleName = Literal[
     "colwise", "colwise_gather", "rowwise", "vocab", "shared", "norm", "replicate", "expert", "expert_tensor"
 ]
-"""What a rule may say of a module's weights under the `tensor` axis:
+"""Rules: how a module's weights are split over the `tensor` axis:
 
 - `colwise`: output features are split; the output stays split.
 - `colwise_gather`: output features are split; the output is gathered.
 - `rowwise`: input features are split; the output is summed over the axis.
 - `vocab`: an embedding's rows are split; the output is summed over the axis.
-- `shared`: kept whole, and applied to what `colwise` modules split (a norm of each head): gradients are summed.
+- `shared`: kept whole, and applied to features that `colwise` modules split (a norm per head): gradients are summed.
 - `norm`: a norm over the features that `colwise` modules split: so are its weights, and its statistics are summed.
-- `replicate`: kept whole on each rank of the axis, and applied to what is whole.
+- `replicate`: kept whole on each rank of the axis, and applied to whole activations.
 
-and, of the experts of a mixture-of-experts layer:
+and for the experts of a mixture-of-experts layer:
 
-- `expert`: experts are spread over the `expert` axis, tokens travel to them. The default where that is above 1.
-- `expert_tensor`: each expert's features are split over the tensor axes. The default where `expert` is 1. With
-  `expert` above 1 both are done: `expert` then folds over shard and context only.
+- `expert`: experts are split over the `expert` axis, and tokens are sent to them. The default if that axis is above 1.
+- `expert_tensor`: each expert's features are split over the tensor axes. The default if `expert` is 1. With `expert`
+  above 1 it does both: `expert` then folds over shard and context only.
 """
 
 
@@ -48,11 +48,11 @@ CHOSEN: tuple[tuple[str, ...], ...] = (
     ("memory", "shard"),
     ("memory", "recompute"),
 )
-"""Keys beside the axes that the planner chooses where axes are open and the file leaves them out."""
+"""Keys besides the axes that the planner chooses if axes are open and the file leaves the keys out."""
 
 
 class Strategy(Section):
-    """How a model is spread over devices and computed; a file that can be kept, compared and replayed.
+    """Declaration of how a model is parallelized and computed; serializable, comparable and repeatable.
 
     >>> Strategy(axes={"shard": 2, "tensor": 2}, sequence=True).axes.world
     4
@@ -68,42 +68,49 @@ class Strategy(Section):
     axes: Axes = Axes()
     """The degrees of the mesh axes, outer to inner."""
     placement: Placement = Placement()
-    """On which link level each axis lies. Where given it decides the order of the ranks, level by level."""
+    """The link level of each axis. If set, it determines the order of the ranks, level by level."""
     context: Context = Context()
-    """How positions are split over the `context` axis."""
+    """Context parallelism: the method that splits positions over the `context` axis."""
     sequence: bool = False
     """Shard activations between blocks along the sequence, over the tensor axis."""
     rules: dict[str, RuleName] = Field(default_factory=dict)
-    """Module pattern to rule, over those that the model's family brings. `*` stands for one or more parts of
-    a dotted name. A pattern that matches no module is an error; where several match, the last one wins."""
+    """Module pattern to rule; overrides the rules inferred from the model. `*` matches one or more parts of a dotted
+    name. A pattern that matches no module is an error; where several match, the last one wins.
+    """
     expert_replicas: dict[str, Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] = Field(
         default_factory=dict
     )
-    """Experts pattern to the numbers of hot experts, e.g. ``{"model.layers.*.mlp.experts": [5, 17]}``: their weights
-    are copied to every rank of the `expert` axis at each step and their tokens stay where they are. The results are
-    those without replicas."""
+    """Pattern of experts modules to the indices of hot experts, e.g. ``{"model.layers.*.mlp.experts": [5, 17]}``: their
+    weights are copied to every rank of the `expert` axis in each step, and their tokens stay where they are. The
+    results equal those without replicas.
+    """
     precision: Precision = Precision()
     """Dtypes of parameters, arithmetic and gradient reduction."""
     memory: Memory = Memory()
-    """What is recomputed rather than kept."""
+    """ZeRO level, recomputation, and memory budget."""
     overlap: Overlap = Overlap()
-    """Which collectives run beside which kernels."""
+    """Scheduling of collectives in parallel with computation."""
     check: bool = True
-    """Run what the strategy splits once whole and once split before training, on random numbers and small sizes, and
-    refuse the strategy where gradients differ. Takes seconds the first time; what passed is remembered."""
+    """Region check before training: run the model whole and split, on random numbers and small sizes, and refuse the
+    strategy if gradients differ. Takes seconds the first time; passed checks are cached.
+    """
     cluster: str | None = None
-    """The machine by which open axes are planned: a preset such as `h100`, or a file that `hyper-parallel calibrate`
-    wrote. Left out: the device's preset; on a CPU this machine, which is measured once."""
+    """The machine for which open axes are planned: a preset such as `h100`, or a file that `hyper-parallel calibrate`
+    wrote. Default: the device's preset; on a CPU this machine, which is measured once.
+    """
     tries: Annotated[int, Field(ge=0)] | None = None
-    """How many of the strategies that are predicted to be about as quick the workers try, a few steps each, before the
-    run, which takes the quickest. Left out: 6 on processors, none on accelerators. Under a budget none is tried."""
+    """Number of strategies with similar predicted times that the workers try before the run, a few steps each; the
+    fastest is used. Default: 6 on CPUs, none on accelerators. Under a memory budget none is tried.
+    """
     chosen: tuple[str, ...] = Field(default=(), json_schema_extra={"readOnly": True})
-    """What the planner chooses besides open axes, read off what the file leaves out; not written by hand."""
+    """The keys that the planner chooses besides open axes, derived from what the file leaves out; do not set it."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_what_is_open(cls, given: Any) -> Any:
-        """`auto` for the whole section leaves the axes open; beside open axes, what is left out is open as well."""
+        """`auto` for the whole section leaves the axes open; if axes are open, keys of `CHOSEN` that are left out are
+        open too.
+        """
         if given == AUTO:
             given = {"axes": AUTO}
         if not isinstance(given, Mapping) or "chosen" in given:
@@ -114,7 +121,7 @@ class Strategy(Section):
             return given
         left = [path for path in CHOSEN if not _has(given, path)]
         if _has(given, ("memory", "reshard_after_forward")):
-            # It speaks of parameters that are split for good, which is what leaving `shard` out means beside it.
+            # The key applies to `shard: parameters` only, so that leaving `shard` out selects that level.
             left.remove(("memory", "shard"))
         return {**given, "chosen": tuple(".".join(path) for path in left)}
 
@@ -161,7 +168,7 @@ class Strategy(Section):
 
 
 def _has(given: Any, path: tuple[str, ...]) -> bool:
-    """Whether a file gives a key."""
+    """Whether a file sets a key."""
     for key in path:
         if not isinstance(given, Mapping) or key not in given:
             return False

@@ -1,6 +1,6 @@
 """Trace: the ops of each rank in a step. Timeline: when each op ran.
 
-No torch here: a Trace is plain data, whether a graph was lowered to it or a file holds it.
+No torch: a Trace is plain data, lowered from a graph or read from a file.
 """
 
 from hyper_parallel.trace.breakdown import Sum

@@ -11,19 +11,20 @@ from hyper_parallel.trace.span import Span
 
 @dataclass
 class Sum:
-    """What ran under one name, on a rank: the mean of all ranks. Queues run beside each other, so that seconds of
-    different ones may be the same moments."""
+    """Times of one row, as means over all ranks. Queues run in parallel, so that seconds of different queues may
+    overlap.
+    """
 
     compute: float = 0.0
     """Seconds of kernels."""
     communication: float = 0.0
-    """Seconds in which collectives ran, without the time in which they waited for other ranks."""
+    """Seconds of collectives, without their wait for other ranks."""
     copies: float = 0.0
     """Seconds of copies between tiers."""
     host: float = 0.0
-    """Seconds of the host."""
+    """Seconds of host work."""
     count: float = 0.0
-    """Ops."""
+    """Number of ops."""
     flops: float = 0.0
     """FLOPs of kernels, matrix and vector."""
 
@@ -39,7 +40,7 @@ class Sum:
 
 
 def sums(spans: Iterable[tuple[Span, float]], key: Callable[[Span], str]) -> dict[str, Sum]:
-    """The sums of spans by a key, in the order in which keys come; each span counts with its weight."""
+    """The sums of spans by a key, in order of appearance; each span counts with its weight."""
     found: dict[str, Sum] = {}
     for span, weight in spans:
         op = span.op

@@ -1,18 +1,17 @@
 """Bubbles: time in which a rank computes nothing, by cause.
 
-Idle are the moments of a step in which no kernel of the rank runs. What a stretch of them waits for is found by going
-back from the kernel that ends it, always to what ended last of all that it waited for, in its queue and its
-dependencies:
+A rank is idle while none of its kernels runs. The cause of an idle period is found by going back from the kernel that
+ends it, at each op to the predecessor (in its queue or among its dependencies) that ended last:
 
     communication   a collective on that path is running                            exposed communication
     copies          a copy between tiers on that path is running
-    peers           a collective on that path waits until other ranks come to it, or the rank has finished
-    runtime         all else: the host, and in a measurement gaps that nothing explains
+    peers           a collective on that path waits for other ranks, or the rank has finished runtime         all else:
+    the host, and in a measurement gaps that nothing explains
 
-Waiting for peers is told apart once more. In a group it is `imbalance`: all would come at once if all had the same to
-do. Between two ranks, as along a pipeline, and at the end, it is imbalance as far as the busiest rank computes longer
-than this one, and `fill_drain` beyond that. So for 1F1B on P equal stages, fill and drain are (P − 1)(F + B), the
-bubble of PipeDream-Flush (Narayanan et al., arXiv 2006.09503, section 3.2; arXiv 2104.04473, section 2.2.1).
+Waiting for peers has two causes. In a group it is `imbalance`: with equal work all ranks would arrive at once. Between
+two ranks, as along a pipeline, and at the end of the step, it is imbalance up to the time that the busiest rank
+computes longer than this one, and `fill_drain` beyond that. So for 1F1B on P equal stages, fill and drain are (P − 1)(F
++ B), the bubble of PipeDream-Flush (Narayanan et al., arXiv 2006.09503, section 3.2; arXiv 2104.04473, section 2.2.1).
 
     busy + imbalance + fill_drain + communication + copies + runtime = step         on every rank
 """
@@ -26,23 +25,23 @@ from hyper_parallel.trace.op import copy_tiers, is_comm, is_compute
 from hyper_parallel.trace.span import Span
 
 _TINY = 1e-12
-"""Of the step: what floating point leaves of two times that are equal."""
+"""Tolerance for equal times, as a share of the step."""
 
 
 @dataclass(frozen=True)
 class Bubbles:
-    """Seconds of a step in which nothing is computed, by what is waited for."""
+    """Idle seconds of a step, by cause."""
 
     imbalance: float = 0.0
-    """For ranks that have more to compute."""
+    """Waiting for ranks that have more to compute."""
     fill_drain: float = 0.0
-    """For the first micro-batch to arrive and the last to leave: what a pipeline costs when all is balanced."""
+    """Waiting for the first micro-batch to arrive and the last to leave: the bubble of a balanced pipeline."""
     communication: float = 0.0
-    """For collectives that are running: exposed communication."""
+    """Waiting for running collectives: exposed communication."""
     copies: float = 0.0
-    """For copies between tiers."""
+    """Waiting for copies between tiers."""
     runtime: float = 0.0
-    """For the host."""
+    """Waiting for the host."""
 
     @property
     def total(self) -> float:
@@ -59,19 +58,19 @@ class Bubbles:
 
 @dataclass
 class _Idle:
-    """What the idle moments of one rank wait for, before the peers are told apart."""
+    """The idle time of one rank by cause, before waits for peers are classified."""
 
     communication: float = 0.0
     copies: float = 0.0
     runtime: float = 0.0
     group: float = 0.0
-    """For peers in a group."""
+    """Waiting for peers in a group."""
     pair: float = 0.0
-    """For a peer, and at the end."""
+    """Waiting for a single peer, and at the end."""
 
 
 def bubbles(spans: Sequence[Span], step: float, busiest: float) -> Bubbles:
-    """Of one rank, whose spans are in the order of its ops.
+    """The bubbles of one rank, whose spans are in the order of its ops.
 
     `busiest` is the longest time, in seconds, that any rank of the step computes.
     """
@@ -98,7 +97,7 @@ def bubbles(spans: Sequence[Span], step: float, busiest: float) -> Bubbles:
 
 
 def busy(spans: Sequence[Span], *, kernels: bool) -> list[tuple[float, float]]:
-    """The stretches in which kernels of a rank run, or its collectives, one after the other."""
+    """The merged intervals in which a rank's kernels, or its collectives, run."""
     wanted = is_compute if kernels else is_comm
     stretches: list[tuple[float, float]] = []
     for start, end in sorted((s.start, s.end) for s in spans if s.end > s.start and wanted(s.op.queue)):
@@ -111,7 +110,7 @@ def busy(spans: Sequence[Span], *, kernels: bool) -> list[tuple[float, float]]:
 
 
 class _Waits:
-    """What each op of one rank waited for."""
+    """The op that each op of one rank waited for."""
 
     def __init__(self, spans: Sequence[Span], tiny: float) -> None:
         self.tiny = tiny
@@ -124,7 +123,7 @@ class _Waits:
             last[span.op.queue] = span
 
     def explain(self, span: Span, start: float, end: float, found: _Idle) -> None:
-        """Account for the idle moments from `start` to `end`, the latest at which `span` could begin."""
+        """Attribute the idle time from `start` to `end`, the latest time at which `span` could begin."""
         while end - start > self.tiny:
             if end > span.ready:
                 # A collective waits for peers; a kernel for its engine, or in a measurement for its launch.
@@ -145,7 +144,7 @@ class _Waits:
             self._add(found, "runtime", start, end)
 
     def account(self, span: Span, start: float, end: float, found: _Idle) -> None:
-        """The part from `start` to `end` in which `span` runs."""
+        """The part of the interval from `start` to `end` in which `span` runs."""
         queue = span.op.queue
         kind = "communication" if is_comm(queue) else "copies" if copy_tiers(queue) else "runtime"
         self._add(found, kind, max(start, span.start), min(end, span.end))

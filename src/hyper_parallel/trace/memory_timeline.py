@@ -2,7 +2,7 @@
 
     alive(t) = resident + Σ bytes of storages allocated by ops with start ≤ t < end of the op that frees them
 
-A storage is there from the start of the op that allocates it to the end of the op that frees it.
+A storage is alive from the start of the op that allocates it to the end of the op that frees it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes alive in a tier of one rank. Between two times nothing changes; at one time there may be several."""
+    """Bytes alive in a tier of one rank: a step function. A time may occur several times."""
 
     times: Sequence[float]
     """Seconds, ascending, from 0."""
     by_kind: dict[Kind, Sequence[int]]
-    """Bytes from each time to the next; kinds of which there are none are left out."""
+    """Bytes from each time to the next, by kind; kinds without bytes are left out."""
 
     @property
     def total(self) -> list[int]:
@@ -36,34 +36,34 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class Alive:
-    """A storage that is alive, and who made it."""
+    """A live storage, and the op that allocated it."""
 
     held: Bytes
     op: Op | None
-    """The op that allocated it; None when it was there as the step began."""
+    """The op that allocated it; None if it was alive when the step began."""
     since: float
     """Seconds."""
 
     @property
     def name(self) -> str:
-        """What to call it: its own name, else that of the op that made it."""
+        """Its name, else the name of the op that allocated it."""
         return self.held.name or (self.op.name if self.op else f"storage {self.held.storage}")
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which a tier of a rank holds most."""
+    """The moment of peak memory in a tier of a rank."""
 
     rank: int
     tier: str
     time: float
     """Seconds."""
     alive: tuple[Alive, ...]
-    """The largest first."""
+    """The live storages, largest first."""
 
     @property
     def bytes(self) -> int:
-        """All that is alive."""
+        """Total live bytes."""
         return sum(alive.held.bytes for alive in self.alive)
 
     @property
@@ -73,7 +73,7 @@ class Peak:
 
 
 def curve(trace: Trace, name: str, spans: Iterable[Span], tier: str) -> MemoryCurve:
-    """What the ranks of a class hold in a tier over time."""
+    """Bytes that the ranks of a class hold in a tier over time."""
     now = dict.fromkeys(KINDS, 0)
     for held in trace.resident.get(name, ()):
         if held.tier == tier:
@@ -89,7 +89,7 @@ def curve(trace: Trace, name: str, spans: Iterable[Span], tier: str) -> MemoryCu
 
 
 def peak(trace: Trace, name: str, spans: Iterable[Span], tier: str) -> Peak:
-    """The first moment at which the ranks of a class hold most in a tier."""
+    """The first moment of peak memory of a class's ranks in a tier."""
     resident = [held for held in trace.resident.get(name, ()) if held.tier == tier]
     ordered = [change for change in _changes(trace, name, spans) if change[1].tier == tier]
     live = LiveBytes(sum(held.bytes for held in resident))
@@ -107,8 +107,9 @@ def peak(trace: Trace, name: str, spans: Iterable[Span], tier: str) -> Peak:
 
 
 def _changes(trace: Trace, name: str, spans: Iterable[Span]) -> Iterator[tuple[float, Bytes, int, Op]]:
-    """(time, storage, +1 or −1, op), in the order of time; at one time in the order of the ops, so that an op that
-    takes no time makes what it frees first."""
+    """(time, storage, +1 or −1, op), sorted by time, then by op, so that an op that takes no time allocates before it
+    frees.
+    """
     known = {held.storage: held for held in trace.resident.get(name, ())}
     found = []
     for span in spans:

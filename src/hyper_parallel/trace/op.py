@@ -9,7 +9,7 @@ from typing import Literal
 from hyper_parallel.workload.work import Work
 
 Kind = Literal["parameter", "gradient", "optimizer", "activation", "temporary", "input"]
-"""What bytes are kept for."""
+"""Kinds of storages."""
 
 KINDS: tuple[Kind, ...] = ("parameter", "gradient", "optimizer", "activation", "temporary", "input")
 
@@ -21,18 +21,18 @@ class Bytes:
     """A storage: bytes in one tier, alive from the op that allocates it to the op that frees it."""
 
     storage: int
-    """Its number, one of its kind in its rank class. A copy in another tier is another storage."""
+    """Its number, unique in its rank class. A copy in another tier is another storage."""
     bytes: int
     kind: Kind
     tier: str = "device"
     """The name of a tier of the cluster."""
     name: str = ""
-    """What it is called where no op tells: a parameter's name, say."""
+    """Its name if no op allocates it, such as a parameter's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A call that several ranks make together; it runs when all of them have come to it.
+    """A call that several ranks make together; it runs once all of them have reached it.
 
     `send` and `recv` are the two halves of one call, of the ranks (from, to).
     """
@@ -42,15 +42,15 @@ class Collective:
     ranks: tuple[int, ...]
     """The global ranks of the group."""
     bytes: int
-    """Bytes that a rank gives (for `recv`: that it gets)."""
+    """Bytes that a rank gives (for `recv`: that it receives)."""
     axis: str = ""
-    """The axis of the mesh that the group lies along."""
+    """The mesh axis of the group."""
     tag: str = ""
-    """Matches the calls of different rank classes: the n-th call of a tag and group in one with the n-th in others."""
+    """Matches the calls of different rank classes: the n-th call of a tag and group in each class."""
 
     @property
     def paired(self) -> bool:
-        """One rank with one other, as between the stages of a pipeline."""
+        """Whether it is point-to-point, as between the stages of a pipeline."""
         return self.kind in ("send", "recv")
 
 
@@ -62,27 +62,28 @@ class Op:
     """Its place in its rank class's list."""
     name: str
     module: str = ""
-    """The name of the module that asked for it, such as `model.layers.3.mlp`."""
+    """The name of the module that ran it, such as `model.layers.3.mlp`."""
     phase: str = ""
     """`forward`, `loss`, `backward`, `clip` or `optimizer`."""
     queue: str = "compute"
-    """What it is put on, and waits in order for: `compute`, another compute queue (`compute:vector`), `comm:<axis>`,
-    `copy:<from>><to>` with the names of two tiers, or `host`."""
+    """Its queue, which runs in order: `compute`, another compute queue (`compute:vector`), `comm:<axis>`,
+    `copy:<from>><to>` with the names of two tiers, or `host`.
+    """
     work: Work | None = None
-    """What a kernel does; of a copy between tiers, `read` is how many bytes it moves."""
+    """The work of a kernel; for a copy between tiers, `read` is the bytes that it moves."""
     collective: Collective | None = None
     after: tuple[int, ...] = ()
-    """Indices of the ops that must have ended, all below its own."""
+    """Indices of the ops that it waits for, all below its own."""
     allocates: tuple[Bytes, ...] = ()
-    """Storages that are alive from its start."""
+    """Storages that it allocates: alive from its start."""
     frees: tuple[int, ...] = ()
-    """Numbers of the storages that are no longer alive after its end."""
+    """Numbers of the storages that it frees: alive until its end."""
     recomputed: bool = False
-    """It is the second time that a piece of the forward pass runs."""
+    """Whether it recomputes a part of the forward pass."""
 
     @property
     def engine(self) -> str:
-        """What it occupies while it runs: `matrix` or `vector` for a kernel, else its queue."""
+        """The engine that it occupies: `matrix` or `vector` for a kernel, else its queue."""
         if not is_compute(self.queue):
             return self.queue
         return "matrix" if self.work and self.work.kind in ("matmul", "attention") else "vector"
@@ -119,7 +120,7 @@ def copy_tiers(queue: str) -> tuple[str, str] | None:
 
 
 def pattern(module: str) -> str:
-    """A module's name with `*` for every index, so that equal layers fall together.
+    """A module's name with `*` for every index, so that equal layers have the same name.
 
     >>> pattern("model.layers.3.mlp.experts.7")
     'model.layers.*.mlp.experts.*'

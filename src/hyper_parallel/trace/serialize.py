@@ -1,7 +1,7 @@
 """Traces and Timelines as JSON, both ways, exactly.
 
-The form is compact: what repeats (names, works, calls, groups of ranks) stands once in a table and is named by its
-number, an op is a row, and default values are left out. Floats are written so that they are read back equal.
+The format is compact: repeated values (names, works, calls, groups of ranks) are stored once in a table and referred to
+by index, an op is a row, and default values are left out. Floats round-trip exactly.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hyper_parallel.trace.trace import Trace
 from hyper_parallel.workload.work import Work
 
 VERSION = 1
-"""Of the form. A file of another version is refused."""
+"""Version of the format. A file of another version is refused."""
 
 T = TypeVar("T", bound=Hashable)
 R = TypeVar("R")
 
 
 class _Table(Generic[T]):
-    """Values by number, in the order in which they come."""
+    """Values by index, in order of first use."""
 
     def __init__(self) -> None:
         self.numbers: dict[T, int] = {}
@@ -41,7 +41,7 @@ def dump_trace(trace: Trace) -> str:
 
 
 def load_trace(text: str) -> Trace:
-    """What `dump_trace` wrote. Raises TraceError for text that it did not write."""
+    """The Trace that `dump_trace` wrote. Raises TraceError for any other text."""
     return _read(text, lambda data: _load_trace(data["program"]))
 
 
@@ -75,12 +75,12 @@ def dump_timeline(timeline: Timeline) -> str:
 
 
 def load_timeline(text: str) -> Timeline:
-    """What `dump_timeline` wrote. Raises TraceError for text that it did not write."""
+    """The Timeline that `dump_timeline` wrote. Raises TraceError for any other text."""
     return _read(text, _load_timeline)
 
 
 _PLAIN = ("predicted", "device", "cluster", "source", "peak_flops")
-"""Fields of a Timeline that are JSON as they are."""
+"""Fields of a Timeline that are stored as plain JSON values."""
 
 
 def _text(data: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One op that ran."""
+"""The span of one op in a Timeline."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ class Span:
     """When an op ran, and where. Times are seconds since the step began."""
 
     rank: int
-    """The lowest rank of the class that it stands for."""
+    """The lowest rank of its class."""
     engine: str
     """`matrix`, `vector`, or the name of the queue."""
     start: float
     end: float
     op: Op
     ready: float
-    """When its turn in its queue had come and all that it waits for on its own rank had ended. From there to `start`
-    a collective waits for other ranks, and a kernel for its engine."""
+    """When its predecessors in its queue and its dependencies on its own rank had ended. From then until `start` a
+    collective waits for other ranks, and a kernel for its engine.
+    """

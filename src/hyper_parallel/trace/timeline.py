@@ -2,14 +2,14 @@
 
     step     = the end of the last op                                              `Timeline.step`
     MFU      = model FLOPs / (step · ranks · peak)                                 `Timeline.mfu`
-    exposed  = time in which nothing is computed, for collectives that run         `Timeline.exposed`
-    masked   = 1 − exposed / communication                    by blocked time      `Timeline.masked`
+    exposed  = time in which a rank computes nothing and a collective runs         `Timeline.exposed` masked   = 1 −
+    exposed / communication                    by blocked time      `Timeline.masked`
              = (T_comp + T_comm − step) / T_comm              end to end
 
 `communication` is the time in which any collective of a rank runs. T_comp and T_comm are the steps of the same
-Trace with only its kernels and with only its collectives taking any time. Masking by blocked time tells how much
-of the communication the devices did not wait for; end to end it also pays for kernels that run slower beside it.
-Both are 1 when communication costs nothing, and 0 when it adds all of its time to the step.
+Trace in which only kernels, or only collectives, take time. Masking by blocked time is the share of communication that
+the devices did not wait for; end to end it also counts that kernels run slower in parallel with it. Both are 1 if
+communication costs nothing, and 0 if it adds all of its time to the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hyper_parallel.workload.flops import mfu
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Seconds of the step with only one sort of op taking any time."""
+    """Seconds of the step if only one kind of op takes time."""
 
     compute: float
     """Kernels (T_comp)."""
@@ -43,34 +43,34 @@ class Masked:
     """The share of communication that costs no time, at most 1. The module's docstring has both definitions."""
 
     blocked: float | None
-    """By blocked time; None where nothing is sent."""
+    """By blocked time; None if nothing is sent."""
     end_to_end: float | None
-    """None where nothing is sent, or the times alone are not known."""
+    """End to end; None if nothing is sent, or if the times alone are unknown."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each op of a Trace ran. Every figure it knows is worked out from the spans and the Trace.
+    """When each op of a Trace ran. All figures are computed from the spans and the Trace.
 
-    Figures without a rank are means over all ranks, except peaks, which are of the rank that holds most.
+    Figures without a rank are means over all ranks, except peaks, which are those of the rank that holds most.
     """
 
     trace: Trace
     spans: tuple[Span, ...]
-    """Class by class, each in the order of its ops."""
+    """Spans class by class, each in the order of its ops."""
     predicted: bool
-    """By simulation; otherwise measured."""
+    """Whether it was simulated; otherwise it was measured."""
     device: str
     """The name of the device."""
     cluster: str = ""
     """The name of the cluster."""
     source: str = ""
-    """Where the cluster's constants come from."""
+    """The source of the cluster's constants."""
     peak_flops: float | None = None
-    """FLOP/s of one device at its best in the dtype that the step mostly multiplies in."""
+    """Peak FLOP/s of one device in the dtype of most matrix products."""
     alone: Alone | None = None
     capacity: Mapping[str, float] = field(default_factory=dict)
-    """What a device has of each tier, in bytes; of a tier that several share, its part."""
+    """Bytes of each tier per device; for a shared tier its share."""
 
     @property
     def word(self) -> str:
@@ -84,7 +84,7 @@ class Timeline:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation, 0 to 1; None where the FLOPs or the peak are not known."""
+        """Model FLOPs utilisation, 0 to 1; None if the FLOPs or the peak are unknown."""
         if not (self.trace.model_flops and self.peak_flops and self.step):
             return None
         return mfu(self.trace.model_flops, self.step, self.trace.world, self.peak_flops)
@@ -95,13 +95,13 @@ class Timeline:
 
     @cached_property
     def bubbles_by_class(self) -> dict[str, Bubbles]:
-        """What a rank of each class waits for, in seconds."""
+        """Bubbles of a rank of each class, in seconds by cause."""
         busiest = max((_length(busy(self.of(name), kernels=True)) for name in self.trace.ops), default=0.0)
         return {name: bubbles(self.of(name), self.step, busiest) for name in self.trace.ops}
 
     @property
     def bubbles(self) -> Bubbles:
-        """What a rank waits for, in seconds."""
+        """Bubbles of a rank, in seconds by cause."""
         return sum(
             (found.scaled(self._share(name)) for name, found in self.bubbles_by_class.items()), Bubbles()
         )
@@ -113,12 +113,12 @@ class Timeline:
 
     @property
     def communicating(self) -> float:
-        """Seconds in which any collective of a rank runs; the wait for other ranks is no part of it."""
+        """Seconds in which any collective of a rank runs, without the wait for other ranks."""
         return self._mean(lambda name: _length(busy(self.of(name), kernels=False)))
 
     @property
     def exposed(self) -> float:
-        """Seconds in which a rank computes nothing and waits only for a collective that runs."""
+        """Seconds in which a rank computes nothing and waits only for a running collective."""
         return self.bubbles.communication
 
     @property
@@ -136,19 +136,19 @@ class Timeline:
         return memory_timeline.curve(self.trace, name, self.of(name), tier)
 
     def peak_of(self, name: str, tier: str = "device") -> Peak:
-        """The moment at which a rank of a class holds most in a tier."""
+        """The moment of peak memory of a class's ranks in a tier."""
         found = self._peaks.get((name, tier))
         if found is None:
             found = self._peaks[name, tier] = memory_timeline.peak(self.trace, name, self.of(name), tier)
         return found
 
     def peak_in(self, tier: str) -> Peak:
-        """The moment at which a tier holds most, of the rank that holds most."""
+        """The moment of peak memory in a tier, on the rank that holds most."""
         return max((self.peak_of(name, tier) for name in self.trace.ops), key=lambda found: found.bytes)
 
     @property
     def peak(self) -> Peak:
-        """The moment at which the device holds most, of the rank that holds most."""
+        """The moment of peak device memory, on the rank that holds most."""
         return self.peak_in("device")
 
     def peak_by_kind(self, tier: str = "device") -> dict[Kind, int]:
@@ -156,7 +156,7 @@ class Timeline:
         return self.peak_in(tier).by_kind
 
     def by_phase(self) -> dict[str, Sum]:
-        """Sums by phase; the second run of recomputed ops is `recompute`."""
+        """Sums by phase; recomputed ops count as `recompute`."""
         return sums(self._weighted(), lambda span: span.op.part)
 
     def by_module(self) -> dict[str, Sum]:
@@ -192,7 +192,7 @@ class Timeline:
         return {}
 
     def _weighted(self) -> Iterator[tuple[Span, float]]:
-        """Each span with the share of the ranks that it stands for."""
+        """Each span with its class's share of the ranks."""
         for name in self.trace.ops:
             share = self._share(name)
             for span in self.of(name):

@@ -12,37 +12,37 @@ from hyper_parallel.trace.validate import check
 
 @dataclass(frozen=True)
 class Trace:
-    """The ops of each rank class. Ranks that run the same share a class, and are simulated once.
+    """The ops of each rank class. Ranks that run the same ops share a class, and are simulated once.
 
-    `Trace.check` says what is wrong with one; `simulate` calls it.
+    `Trace.check` validates it; `simulate` calls `check`.
     """
 
     ops: Mapping[str, tuple[Op, ...]]
-    """Class to its ops. Those of one queue run in this order."""
+    """Class to its ops. The ops of one queue run in this order."""
     classes: Mapping[int, str]
-    """Rank to class, for every rank there is."""
+    """Rank to class, for all ranks."""
     resident: Mapping[str, tuple[Bytes, ...]] = field(default_factory=dict)
     """Class to the storages that are alive when the step begins."""
     model_flops: float = 0.0
     """Model FLOPs of the step, all ranks together, by the convention of `workload.flops`; 0 where not known."""
     micro_batches: int = 1
-    """Forward and backward passes to a step."""
+    """Micro-batches per step."""
 
     def first(self, name: str) -> int:
-        """The lowest rank of a class; it stands for the others."""
+        """The lowest rank of a class, which represents the others."""
         return self._firsts[name]
 
     def size(self, name: str) -> int:
-        """How many ranks are in a class."""
+        """The number of ranks in a class."""
         return self._sizes[name]
 
     def check(self) -> None:
-        """Raise TraceError for what makes it impossible to run: see `trace.validate`."""
+        """Raise TraceError if the trace cannot run: see `trace.validate`."""
         check(self)
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.classes)
 
     @property

@@ -2,8 +2,8 @@
 
 - An op waits only for ops before it, so that there is no cycle.
 - A storage is allocated once, and freed at most once, after that.
-- The classes of a collective's ranks all make the call: for each tag and group, equally often, and in kinds that
-  match. The n-th call of one meets the n-th of the others.
+- All classes of a collective's ranks make the call: for each tag and group equally often, with matching kinds. The
+  n-th call of one class matches the n-th of the others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from hyper_parallel.trace.trace import Trace
 
 Meeting = tuple[str, tuple[str, ...], int]
-"""What calls of different classes share: tag, classes in order, and the how-manieth call it is."""
+"""Identifies matching calls of different classes: tag, classes in order, and the index of the call."""
 
 
 def meetings(trace: Trace) -> dict[str, dict[int, Meeting]]:
-    """For each class the ops whose collectives other classes take part in: index to Meeting.
+    """The ops of each class with collectives that involve other classes: index to Meeting.
 
-    Raises TraceError where a group has ranks that the trace has not, or calls that have no counterpart.
+    Raises TraceError if a group has ranks outside the trace, or if a call has no counterpart.
     """
     groups = _Groups(trace)
     found: dict[str, dict[int, Meeting]] = {}
@@ -45,11 +45,11 @@ def meetings(trace: Trace) -> dict[str, dict[int, Meeting]]:
 
 
 def check(trace: Trace) -> None:
-    """Raise TraceError for the first thing that does not hold."""
+    """Raise TraceError for the first violation."""
     for rank, name in trace.classes.items():
         if name not in trace.ops:
             raise TraceError(
-                f"rank {rank} is of class {name!r}, of which the trace has no ops; it has {_listed(trace.ops)}"
+                f"rank {rank} is of class {name!r}, which has no ops in the trace; it has {_listed(trace.ops)}"
             )
     for name in trace.ops.keys() | trace.resident.keys():
         if name not in trace.classes.values():
@@ -139,7 +139,7 @@ class _Groups:
 
 
 def _all_meet(trace: Trace, found: dict[str, dict[int, Meeting]]) -> None:
-    """Each meeting has a call of every class, and their kinds match."""
+    """Check that every class makes each matched call, and that the kinds match."""
     calls: dict[Meeting, dict[str, Op]] = defaultdict(dict)
     for name, of in found.items():
         for index, meeting in of.items():

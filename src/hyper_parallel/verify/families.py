@@ -1,8 +1,8 @@
 """The model families that the matrix proves, each as the fields of a small Transformers config.
 
-131 tokens, 50 features: nothing that an axis splits needs to divide, but experts' 28 features, of which torch's grouped
-product on one device wants multiples of 16 bytes. Two key-value heads are fewer than four ranks. Windows
-are shorter than the sequences, and soft caps low enough to bend what they cap.
+131 tokens, 50 features: the axes divide none of the split sizes, except the experts' 28 features, since torch's grouped
+matrix product on one device requires multiples of 16 bytes. Two key-value heads are fewer than four ranks. Windows are
+shorter than the sequences, and soft caps low enough to have an effect.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DEEPSEEK: Fields = {
 }
 
 IMAGE_TOKEN = 130
-"""Stands where a vision-language model puts a piece of an image."""
+"""The placeholder token of an image patch in a vision-language model's text."""
 
 FAMILIES: dict[str, Fields] = {
     "llama": {"model_type": "llama", **SHAPE, "attention_bias": True, "mlp_bias": True},
@@ -140,10 +140,12 @@ FAMILIES: dict[str, Fields] = {
         },
     },
 }
-"""Family to the fields of its config; `model_type` says which config, `attn_implementation` is not the config's."""
+"""Family to the fields of its config; `model_type` selects the config class, `attn_implementation` is not a config
+field.
+"""
 
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-"""The keys under which configs say how many experts a layer has."""
+"""Config keys for the number of experts in a layer."""
 
 WITH_EXPERTS = frozenset(
     name for name, fields in FAMILIES.items() if any(fields.get(key) for key in EXPERT_COUNTS)
@@ -151,4 +153,4 @@ WITH_EXPERTS = frozenset(
 """The families with mixture-of-experts layers."""
 
 WITH_IMAGES = frozenset({"qwen2.5-vl"})
-"""The families that see images; built by ``AutoModelForImageTextToText``."""
+"""The vision-language families; built by ``AutoModelForImageTextToText``."""

@@ -1,6 +1,6 @@
-"""Random strategies on random small models: each is right, or refused with a reason; anything else is a fault.
+"""Fuzzing with random strategies on random small models: each must be right, or refused with a reason.
 
-A case is a pure function of its number, so that one that fails can be run again by itself.
+A case is a pure function of its number, so that a failing one can be repeated alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
 
 
 def draw_case(number: int) -> Case:
-    """Case `number`: a model of one or two layers, and axes that multiply to at most 16 ranks."""
+    """Case `number`: a model of one or two layers, and axes of at most 16 ranks."""
     draw = random.Random(number)
     family = dict(draw.choice(list(_FAMILIES.values()))(draw))
     strategy = _strategy(draw, experts=any(family.get(key) for key in EXPERT_COUNTS))

@@ -1,6 +1,7 @@
-"""Random whole run files: each that `train` accepts has to pass `verify`, and a refusal has to be that of `train` too.
+"""Fuzzing with random run files: `verify` must pass for each file that `train` accepts, and refuse only what it
+refuses.
 
-A file is a pure function of its number and the folder it lies in.
+A file is a pure function of its number and its folder.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _WORDS = (
 
 
 def draw_file(number: int, folder: Path) -> dict[str, Any]:
-    """Run file `number`: a model and strategy of `fuzz.draw_case`, with text, optimizer and settings of its own."""
+    """Run file `number`: a model and strategy of `fuzz.draw_case`, with random text, optimizer and settings."""
     case, draw = draw_case(number), random.Random(f"file {number}")
     strategy = {**case.strategy, "memory": dict(case.strategy.get("memory", {}))}
     memory = strategy["memory"]
@@ -77,14 +78,16 @@ def draw_file(number: int, folder: Path) -> dict[str, Any]:
 
 
 def _even(family: dict[str, Any]) -> dict[str, Any]:
-    """Experts of widths that PyTorch's grouped product takes, multiples of 16 bytes: others fail without us too."""
+    """Experts of widths that PyTorch's grouped matrix product accepts, multiples of 16 bytes; others fail in plain
+    PyTorch too.
+    """
     if not any(family.get(key) for key in EXPERT_COUNTS):
         return family
     return {key: -(-value // 8) * 8 if "intermediate_size" in key else value for key, value in family.items()}
 
 
 def run_file(number: int, folder: Path) -> Cell:
-    """What `verify` says of file `number`: "right", "wrong", or "refused" where `train` refuses it as well.
+    """The verdict of `verify` on file `number`: "right", "wrong", or "refused" if `train` refuses it too.
 
     Never raises. A file that `train` accepts and `verify` refuses is wrong.
     """
@@ -103,7 +106,7 @@ def run_file(number: int, folder: Path) -> Cell:
 
 
 def _accepted(config: RunConfig) -> str:
-    """What `train` says to a file that it accepts, or nothing."""
+    """A message if `train` accepts the file, else an empty text."""
     try:
         model, _ = unsharded(config)
         with fake_ranks(config.strategy.axes.world, 0):
@@ -115,7 +118,7 @@ def _accepted(config: RunConfig) -> str:
 
 
 def _text(draw: random.Random, file: Path) -> Path:
-    """Documents of all three kinds and many lengths, so that some rows hold one and some several."""
+    """Documents of all three kinds and many lengths, so that some rows hold one document and some several."""
     lines = []
     for _ in range(draw.randint(40, 60)):
         said = [" ".join(draw.choices(_WORDS, k=draw.choice([1, 3, 8, 40]))) for _ in range(2)]

@@ -1,4 +1,6 @@
-"""The matrix: every family under every strategy, each cell one step against one device, all ranks in this process."""
+"""The equivalence matrix: each family under each strategy, one step compared with one device, all ranks in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,13 @@ class Cell:
     update: float
     """The worst updated value's error, likewise."""
     detail: str = ""
-    """Why it was refused, or what is wrong."""
+    """The reason of the refusal, or the error."""
 
 
 def family_config(
     family: Settings, strategy: Settings, train: Settings | None = None, length: int = LENGTH
 ) -> RunConfig:
-    """The run file of a cell. The text it names is never read: the batch is drawn."""
+    """The run file of a cell. Its training text is never read, since the batch is random."""
     return from_dict(
         {
             "version": 1,
@@ -59,7 +61,7 @@ def family_config(
 def build_model(family: Settings, device: str = "meta") -> nn.Module:
     """An unmodified Transformers model; on the "cpu" its values are those of the seed 0, whenever it is built.
 
-    On one device its experts are computed one by one: Transformers' grouped product refuses odd widths on a CPU.
+    On one device its experts are computed one by one, since Transformers' grouped product refuses odd widths on a CPU.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -74,9 +76,9 @@ def build_model(family: Settings, device: str = "meta") -> nn.Module:
 
 
 def draw_batch(family: Settings, rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Tensors:
-    """int64 [rows, length] ids, shifted labels and positions, and an image in each row where the family sees them.
+    """int64 [rows, length] ids, shifted labels and positions, and for vision-language families an image in each row.
 
-    Rows of text hold packed documents, cut at another place in each row.
+    Rows of text hold packed documents, cut at a different place in each row.
     """
     generator = torch.Generator().manual_seed(seed)
     text = family.get("text_config", family)
@@ -123,7 +125,7 @@ def one_device(
     length: int = LENGTH,
     device: str = "meta",
 ) -> StepOutcome:
-    """The reference: the same precision, nothing spread, the whole batch at once. `device`: where it is built."""
+    """The reference on one device: the same precision, the whole batch at once. `device`: where it is built."""
     precision = {key: value for key, value in strategy.items() if key == "precision"}
     config = family_config(family, precision, {**(train or {}), "micro_batch": None}, length)
     return step_of(build_model(family, device), config, alone(config.strategy), batch, "traceable", None)
@@ -138,7 +140,7 @@ def run_cell(config: RunConfig, model: nn.Module, batch: Tensors, one: StepOutco
 
 
 def judged(family: str, strategy: str, run: Callable[[], Report]) -> Cell:
-    """The cell that `run` comes to. What is no refusal of ours is wrong, a crash included."""
+    """The cell for the result of `run`. Any exception other than a refusal counts as wrong, a crash included."""
     try:
         report = run()
     except HyperParallelError as refusal:
@@ -157,7 +159,7 @@ def run_matrix(
     strategies: Mapping[str, Settings],
     told: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
-    """Every cell, family by family; `told` hears of each when it is done."""
+    """Every cell, family by family; `told` is called with each when it is done."""
     cells = []
     for family, settings in families.items():
         batch = draw_batch(settings)
@@ -185,15 +187,14 @@ def markdown(cells: Iterable[Cell], command: str) -> str:
     lines = [
         "# Equivalence",
         "",
-        "Each cell is one training step of an unmodified Transformers model under a strategy, all ranks in one "
-        "process, against one device: the loss, the gradient norm, every gradient and every updated value. A number "
-        "is the worst gradient's error over that gradient's largest element; a cell is right within 1e-5, and its "
-        "updates within 2e-6; beyond that, where a float64 step agrees and shows it to be rounding. "
-        "Models are tiny and uneven on purpose (131 tokens, odd widths, two key-value heads), "
-        "rows hold packed documents, or an image where the family sees them. A dot: the family has no "
-        "experts to spread.",
+        "Each cell compares one training step of an unmodified Transformers model under a strategy, with all ranks "
+        "in one process, with one device: the loss, the gradient norm, every gradient and every updated value. The "
+        "number is the error of the worst gradient, divided by that gradient's largest element. A cell is right if "
+        "gradients agree within 1e-5 and updates within 2e-6, or if a float64 step shows that a larger difference is "
+        "rounding. Models are tiny and uneven on purpose (131 tokens, odd widths, two key-value heads). Rows hold "
+        "packed documents, or an image for vision-language families. A dot marks a family without experts.",
         "",
-        f"Made by `{command}`: {count['right']} right, {count['refused']} refused, {count['wrong']} wrong, "
+        f"Written by `{command}`: {count['right']} right, {count['refused']} refused, {count['wrong']} wrong, "
         f"of {len(cells)}.",
         "",
         "| | " + " | ".join(families) + " |",

@@ -12,7 +12,7 @@ import torch
 from hyper_parallel.verify.step import StepOutcome
 
 # The one place for tolerances. An error is the largest difference of a tensor over its largest element (for a
-# gradient: at least 1e-4 of the gradient's norm, so that one that is all rounding is not measured by itself).
+# gradient: at least 1e-4 of the gradient's norm, so that a gradient that is only rounding is not its own scale).
 # Splitting a sum over ranks adds its terms in another order; each addition rounds by half a unit in the last place,
 # 6e-8 in float32, 4e-3 in bfloat16, 1e-16 in float64. A wrong factor or a term that is missing shows as 0.1 and more.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-2, "float64": 1e-9}
@@ -30,7 +30,7 @@ ROUNDINGS = 4
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one parameter is off."""
+    """The errors of one parameter."""
 
     name: str
     layout: str
@@ -40,10 +40,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Errors on the scales of a `Report`: what one device is off its own step in float64, or what is allowed."""
+    """Errors on the scales of a `Report`: one device's error against its own float64 step, or the allowed error."""
 
     gradient: float
-    """Of the loss, the gradient norm and every gradient, the worst."""
+    """The worst of the loss, the gradient norm and every gradient."""
     value: float
 
 
@@ -55,26 +55,26 @@ class Report:
     driver: str
     dtype: str
     loss: tuple[float, float]
-    """One device, strategy."""
+    """The loss on one device, and under the strategy."""
     grad_norm: tuple[float, float]
     parameters: list[Difference]
     """Every parameter, the worst first."""
 
     float64: Report | None = None
-    """The same in float64; made only where there are differences beyond the tolerances."""
+    """The same comparison in float64; made only if there are differences beyond the tolerances."""
     rounding: Rounding | None = None
-    """Made beside `float64`."""
+    """One device's rounding error; made together with `float64`."""
     undecided: str = ""
-    """Why it could not be made."""
+    """Why the float64 comparison could not be made."""
 
     @property
     def failures(self) -> list[str]:
-        """What is off by more than its tolerance, in words; empty when the strategy is right."""
+        """The differences beyond their limits, in words; empty if the strategy is right."""
         return self._off_by_more_than(self._limits)
 
     @property
     def off(self) -> list[str]:
-        """What is off by more than the tolerance of its dtype, rounding or not."""
+        """The differences beyond the tolerance of their dtype, including rounding."""
         return self._off_by_more_than(self._tolerances)
 
     @property
@@ -131,7 +131,7 @@ class Report:
         )
 
     def table(self, worst: int = 8) -> str:
-        """The verdict and the `worst` parameters, for people."""
+        """The verdict and the `worst` parameters as text."""
         from rich.console import Console
         from rich.table import Table
 
@@ -196,7 +196,7 @@ def decided_in_float64(report: Report, one: StepOutcome, exact: tuple[StepOutcom
 
 
 def compare(one: StepOutcome, many: StepOutcome, strategy: str, driver: str, dtype: str) -> Report:
-    """Lay two outcomes of the same step side by side."""
+    """Compare two outcomes of the same step."""
     differences = []
     for name, value in one.values.items():
         ours = many.values.get(name)

@@ -29,15 +29,15 @@ from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run
 Driver = Literal["auto", "local", "gloo"]
 
 RESULT = "verify.json"
-"""Where the workers leave their report, in the run's folder."""
+"""Name of the workers' report in the run's folder."""
 
 
 def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
-    """One step of what the file declares, on one device and on its strategy, compared.
+    """Compare one step of the declared run on one device and under its strategy.
 
     `driver`: "local" runs all ranks in this process, with FSDP lowered to traceable gathers; "gloo" starts the
-    workers, which run what `train` runs; "auto" starts them only for a model that one process cannot follow.
-    Raises what a run with this file would raise, and StrategyError when the strategy is that of one device.
+    workers, which run what `train` runs; "auto" starts them only for a model that simulated ranks cannot run. Raises
+    what a run with this file would raise, and StrategyError when the strategy is that of one device.
     """
     _ = config.effective_strategy  # refuses axes that are open
     if config.strategy.axes.world == 1:
@@ -64,7 +64,7 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
 
 
 def worker_main(config: RunConfig, worker: Worker) -> None:
-    """What each worker of the "gloo" driver runs; rank 0 leaves the report."""
+    """The target of each worker of the "gloo" driver; rank 0 writes the report."""
     with interruptible():
         one, batch, model = _one_device(config)
         report = against_workers(
@@ -103,7 +103,7 @@ def against_workers(
     driver: str,
     device: torch.device | str = "cpu",
 ) -> Report:
-    """The same, by the processes of the default group, each of which calls this: collectives."""
+    """The same on the processes of the default group. A collective: each of them calls it."""
     again = copy.deepcopy(model)
     many = step_of(model, config, config.strategy, batch, "fsdp", one.gradients, device)
     report = _compared(config, one, many, driver)
@@ -123,7 +123,7 @@ def _decided(
     lowering: Lowering,
     device: torch.device | str = "cpu",
 ) -> Report:
-    """A report of differences, with the same steps in float64 to judge them by."""
+    """A report whose differences are judged by the same steps in float64."""
     whole, strategy, again = _at_once(config), config.strategy, copy.deepcopy(model)
     try:
         first = wide_step_of(again, whole, alone(strategy), batch, "traceable", one.gradients)
@@ -140,8 +140,9 @@ def _ranks(config: RunConfig) -> contextlib.AbstractContextManager[None]:
 
 
 def _reduced(config: RunConfig) -> RunConfig:
-    """The file with the smallest batch that does all that its own does: two micro-batches of one row where it
-    accumulates, else one; and with its workers, whatever `launch.workers` says."""
+    """The run with the smallest equivalent batch: two micro-batches of one row if it accumulates gradients, else one;
+    and with the strategy's workers, whatever `launch.workers` says.
+    """
     share = config.train.batch // config.strategy.axes.data
     micro = 1 if config.train.micro_batch in (None, share) else 2
     train = config.train.model_copy(update={"batch": micro * config.strategy.axes.data, "micro_batch": 1})
@@ -150,8 +151,9 @@ def _reduced(config: RunConfig) -> RunConfig:
 
 
 def _in_full_precision(config: RunConfig) -> RunConfig:
-    """The file with float32 arithmetic where experts are chosen: two sides that round otherwise choose other experts
-    where scores are close, and are both right."""
+    """The run with float32 arithmetic if the model has experts: two sides with different rounding choose different
+    experts where scores are close, and are both right.
+    """
     if config.strategy.precision.compute == "float32" or not has_experts(transformers_config(config.model)):
         return config
     precision = config.strategy.precision.model_copy(update={"compute": "float32", "modules": {}})
@@ -179,7 +181,7 @@ def describe(strategy: Strategy) -> str:
 
 
 def alone(strategy: Strategy) -> Strategy:
-    """The strategy on one device: the same precision, nothing spread, and everything kept that is computed."""
+    """The strategy on one device: the same precision, without parallelism and without recomputation."""
     return Strategy(precision=strategy.precision)
 
 
@@ -212,7 +214,7 @@ def step_of(
 ) -> StepOutcome:
     """One step of a model under a strategy; on the meta device it gets the values of the run's seed or folder."""
     without_values = any(parameter.is_meta for parameter in model.parameters())
-    # What is wrong is shown here, parameter by parameter, instead of refused.
+    # The report shows errors parameter by parameter instead of a refusal.
     unchecked = strategy.model_copy(update={"check": False})
     parallelize(model, unchecked, lowering=lowering, alone=strategy.axes.world == 1)
     if without_values:

@@ -1,9 +1,9 @@
 """Shrinks any Transformers family to test size, with the ratios of its default config.
 
-A default config has the sizes of a published model. What is cut follows from what a key counts, which its name says
-across families: layers, heads, features of a head, other widths, experts, tokens, positions. Heads go to 8 and the
-hidden size to 64; key-value heads and all other widths keep their ratio to them, so that what divided still divides. Of
-layers that differ (attention with a window, with experts, recurrent …) the first of each kind stays.
+A default config has the sizes of a published model. The name of a key tells what it counts, across families: layers,
+heads, features of a head, other widths, experts, tokens, positions. Heads are reduced to 8 and the hidden size to 64;
+key-value heads and all other widths keep their ratio to them, so that divisibility is preserved. Among layers of
+different kinds (attention with a window, with experts, recurrent …) the first of each kind stays.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ EXCEPTIONS: Mapping[str, Fields] = {
         },
     },
 }
-"""By `model_type`, what cannot be told from a key's name, with the reason."""
+"""Exceptions by `model_type` that a key's name does not show, each with the reason."""
 
 
 def shrunken(config: Any) -> Fields:
     """The fields that make a Transformers config small: `model_type` and what differs from its class's default.
 
-    Nothing is dropped at random, and a decoder is asked for where the class knows encoders too.
+    Dropout rates are 0, and `is_decoder` is set if the class also has encoders.
     """
     fields = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "transformers_version")}
     hidden = _first(fields, "hidden_size", "n_embd", "d_model", "embedding_dim", "emb_dim") or HIDDEN

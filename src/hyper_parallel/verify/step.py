@@ -23,14 +23,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step came to. Tensors are whole, on the CPU."""
+    """The outcome of one step. Tensors are whole, on the CPU."""
 
     loss: float
     grad_norm: float
     gradients: Tensors
-    """Before clipping. A parameter that got none is left out."""
+    """Gradients before clipping. Parameters without a gradient are left out."""
     values: Tensors
-    """After clipping and the optimizer's update."""
+    """Values after clipping and the optimizer's update."""
     layouts: dict[str, str]
 
 
@@ -44,9 +44,9 @@ def run_step(
 ) -> StepOutcome:
     """One step of a parallelized model with values on the rows `whole`.
 
-    `update_from`: whole gradients that the update is computed from, instead of the model's own. Where a gradient
-    is next to nothing the first step of Adam is its sign, which rounding decides; with the same gradients on both
-    sides an update that differs is a fault.
+    `update_from`: whole gradients for the update, in place of the model's own. Where a gradient is tiny, the first step
+    of Adam is its sign, which depends on rounding; with the same gradients on both sides any difference of updates is a
+    defect.
     """
     handle = sharded(model)
     with one_device():
@@ -109,7 +109,7 @@ def _micro_batch(
 
 
 def inputs_of(rows: Tensors) -> Tensors:
-    """What a model is called with, of tensors that keep a row's things in a row.
+    """The model's keyword arguments from tensors whose first dim is rows.
 
     A vision-language model takes its patches [patches, ...] of all images one after the other, and positions of
     three kinds as [3, B, S].

@@ -1,4 +1,4 @@
-"""The strategies that the matrix proves every family under: single axes, and products of up to five."""
+"""The strategies of the equivalence matrix: single axes, and products of up to five."""
 
 from __future__ import annotations
 

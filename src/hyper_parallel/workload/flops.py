@@ -1,4 +1,4 @@
-"""The one FLOP convention: model FLOPs a token of training, and the share of the hardware's peak that they are.
+"""The FLOP convention: model FLOPs per training token, and MFU, their share of the hardware's peak.
 
 For a token of a sequence of S tokens, forward and backward,
 
@@ -6,13 +6,13 @@ For a token of a sequence of S tokens, forward and backward,
     K(S)  = S / 2                  causal                `_keys`
     K(S)  = W − W² / (2 S)         causal with a sliding window of W < S
 
-N counts the elements of every matrix that a token is multiplied with, the head included also when it is tied;
-of a mixture's experts those that a token goes through; an embedding lookup multiplies nothing and is not counted;
-nor are norms, activations and biases. H · Q is the number of query heads times their size. The factor 6 is 2 for a
-multiply and an add, times 3 for the forward pass and the two products of the backward pass; recomputation is not
-counted. This is the convention of PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) and of Megatron-LM
-(Narayanan et al., arXiv 2104.04473, appendix), except that both of them count the whole S × S attention matrix: here
-only the part that the mask keeps, on average, is counted, once. Packed documents count as one sequence.
+N counts the elements of every matrix that a token is multiplied with, including a tied head, and only the experts that
+a token uses. Embedding lookups, norms, activations and biases are not counted. H · Q is the number of query heads times
+their size. The factor 6 is 2 for a multiply and an add, times 3 for the forward pass and the two products of the
+backward pass; recomputation is not counted. This is the convention of PaLM (Chowdhery et al., arXiv 2204.02311,
+appendix B) and of Megatron-LM (Narayanan et al., arXiv 2104.04473, appendix), except that both of them count the whole
+S × S attention matrix: here only the part that the mask keeps, on average, is counted, once. Packed documents count as
+one sequence.
 
     mfu = flops / (seconds · devices · peak)            `mfu`
 """
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flops:
-    """What a model multiplies: enough to price a token at any sequence length."""
+    """The sizes that determine a token's FLOPs at any sequence length."""
 
     matmul_parameters: int
     """Elements of the matrices that a token is multiplied with, the head included."""
     heads_times_size: int
     """Query heads times head size, in each attention layer."""
     windows: tuple[int | None, ...]
-    """For each attention layer its sliding window in tokens, or None when it attends to the whole past."""
+    """Sliding window of each attention layer in tokens, or None if it attends to the whole past."""
 
     def per_token(self, sequence: int) -> float:
         """Model FLOPs of training on one token of a sequence of `sequence` tokens."""
@@ -72,7 +72,7 @@ def flops_of_config(config: Mapping[str, Any]) -> Flops:
     vocabulary = _field(config, "vocab_size")
     size = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
-    # GPT-2 has an optional inner size of its own and no gate; the gated families all name intermediate_size.
+    # GPT-2 has an optional inner size and no gate; the gated families all name intermediate_size.
     gated = "n_embd" not in config
     inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
     attention = hidden * size * (heads + 2 * kv_heads) + heads * size * hidden
@@ -85,8 +85,8 @@ def flops_of_config(config: Mapping[str, Any]) -> Flops:
 
 
 def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Flops:
-    """From a whole (not yet sharded) module: every parameter of two dims, embeddings that are only looked up left out,
-    and of experts, which are parameters of three, those that a token goes through.
+    """From a whole (not yet sharded) module: counts every parameter of two dims except lookup embeddings, and of
+    experts, whose parameters have three dims, those that a token uses.
 
     `config` is its Transformers config as a dict; without one (and without `model.config`) the attention
     term, which no parameter shows, is 0. Works on the meta device.
@@ -105,7 +105,7 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
             if parameter.ndim == 2 and (id(parameter) not in lookups or isinstance(module, nn.Linear)):
                 multiplied[id(parameter), name] = parameter.numel()
             elif parameter.ndim == 3 and chosen is not None:
-                # A matrix for each expert: a token is multiplied with those of its own.
+                # A matrix for each expert: a token is multiplied with those of its experts.
                 multiplied[id(parameter), name] = parameter.numel() * chosen / parameter.shape[0]
     matrices = round(sum(multiplied.values()))
     if config is None:
@@ -117,7 +117,7 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
 
 
 def _experts_chosen(config: Mapping[str, Any] | None) -> int | None:
-    """How many experts a token goes through; None where there are none."""
+    """The number of experts that a token uses; None without experts."""
     known = config or {}
     found = next((known[key] for key in ("num_experts_per_tok", "moe_topk") if known.get(key)), None)
     return None if found is None else int(found)

@@ -1,7 +1,7 @@
 """Converts a Transformers config to a Shape.
 
-What a config leaves out is what its family's class has as default, as far as the shape depends on it: whether an MLP
-has a gate, whether the head is tied, which layers have a window.
+For fields that a config leaves out, the defaults of its family's class apply: whether an MLP has a gate, whether the
+head is tied, which layers have a window.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _WITHOUT_GATES = frozenset(
         "starcoder2",
     )
 ) | {"nemotron", "persimmon", "biogpt"}
-"""Families whose MLPs are two products; where a config gives no features, four times hidden."""
+"""Families whose MLPs have two matrix products; their default width is four times the hidden size."""
 
 _TIED = frozenset(
     ("gpt2", "gpt_bigcode", "bloom", "mpt", "opt", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text")
 )
-"""Families that tie head and embedding unless told."""
+"""Families that tie head and embedding by default."""
 
 _WINDOWED = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
-"""Families of which every so many-th layer has no window, where a config does not say which."""
+"""Families in which every n-th layer has no window, if a config does not list these layers."""
 
 _OTHER_LAYERS = (
     "ssm_cfg",
@@ -60,11 +60,11 @@ _OTHER_LAYERS = (
 
 
 def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
-    """The shape that a config describes; what `Shape.of_config` says."""
+    """The shape that a config describes; see `Shape.of_config`."""
     name = name or str(config.get("_name_or_path") or config.get("model_type") or "")
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        # A model that also sees: the language model is what is planned.
+        # A vision-language model: its language model is planned.
         config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
     family = str(config.get("model_type", ""))
     _refuse(config, name)
@@ -138,7 +138,7 @@ def _experts(config: Mapping[str, Any], name: str, layers: int) -> dict[str, int
 
 
 def _dense(config: Mapping[str, Any], layers: int) -> int:
-    """Layers without experts: the first ones, or those that a list or a step leaves out."""
+    """The number of layers without experts: the first ones, or those that a list or a step excludes."""
     if types := config.get("mlp_layer_types"):
         return sum(kind == "dense" for kind in types)
     if config.get("first_k_dense_replace") is not None:
@@ -164,7 +164,7 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
 
 
 def _find(config: Mapping[str, Any], *keys: str) -> int:
-    """The first of the keys that the config states; 0 where it states none."""
+    """The value of the first key that the config has; 0 if it has none."""
     return next((int(config[key]) for key in keys if config.get(key)), 0)
 
 

@@ -1,6 +1,6 @@
-"""Shapes of published models by name, each with the place that states it.
+"""Shapes of published models by name, each with its source.
 
-A name is found whatever its case and punctuation: `Llama-3.1-405B`, `llama3-405b` and `LLAMA_3_405B` are one model.
+Names ignore case and punctuation: `Llama-3.1-405B`, `llama3-405b` and `LLAMA_3_405B` are one model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hyper_parallel.workload.published_shapes import ALIASES, LINES, SOURCES
 from hyper_parallel.workload.shape import Shape
 
 _ENDINGS = re.compile(r"(-(instruct|chat|base|hf|it|pt|v0\.\d|\d+k))+$")
-"""Of a model's variants that have the same dimensions."""
+"""Name parts of model variants with the same dimensions."""
 
 
 def names() -> list[str]:
@@ -23,7 +23,7 @@ def names() -> list[str]:
 
 
 def shape(name: str) -> Shape:
-    """A published model's shape. Raises ConfigError for a name that is not known, with the nearest.
+    """A published model's shape. Raises ConfigError for an unknown name, with the nearest one.
 
     >>> shape("Llama-3.1-405B").layers
     126
@@ -31,7 +31,7 @@ def shape(name: str) -> Shape:
     found = known(name)
     if found is None:
         hint = nearest(name.lower(), [*names(), *ALIASES])
-        # All names are a long line: they are told where none is near.
+        # All names make a long line: they are listed only if none is similar.
         known_ones = f"; give one of {', '.join(names())}" if not hint else ""
         raise ConfigError(
             f"there is no model {name!r} among the published ones{hint}{known_ones}; or give the folder of a "
@@ -41,14 +41,14 @@ def shape(name: str) -> Shape:
 
 
 def known(name: str) -> Shape | None:
-    """The shape of a published model, or None where the name is none."""
+    """The shape of a published model, or None for an unknown name."""
     plain = name.rsplit("/", 1)[-1].lower().replace("_", "-")
     shapes = _shapes()
     return shapes.get(_key(plain)) or shapes.get(_key(_ENDINGS.sub("", plain)))
 
 
 def _key(name: str) -> str:
-    """What is left of a name without case and punctuation."""
+    """A name without case and punctuation."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 

@@ -1,4 +1,4 @@
-"""A decoder's dimensions: all that its time and memory depend on, and how many parameters they make.
+"""A decoder's dimensions, which determine its time and memory, and its number of parameters.
 
 With h the hidden size, d a head's size, a and k the heads of queries and of keys, a layer has
 
@@ -23,7 +23,7 @@ from typing import Any
 from hyper_parallel.errors import ConfigError
 
 LARGEST = 10**9
-"""No dimension of a model is above it: what is, is a mistake in units."""
+"""Upper limit of a dimension: larger values are errors in units."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's dimensions. Raises ConfigError for sizes that make no model.
+    """A decoder's dimensions. Raises ConfigError for invalid sizes.
 
     >>> Shape("tiny", 2, 64, 4, 2, 16, ffn=256, gated=True, vocabulary=1000).parameters
     251200
@@ -56,16 +56,16 @@ class Shape:
     """Heads of keys and values; fewer than `heads` in grouped-query attention."""
     head_dim: int
     ffn: int
-    """Features of a layer's MLP that has no experts."""
+    """MLP width of a layer without experts."""
     gated: bool
-    """Whether an MLP has a gate beside its first product, as SwiGLU has."""
+    """Whether an MLP has a gate, as in SwiGLU."""
     vocabulary: int
     tied: bool = False
-    """Whether the head is the embedding."""
+    """Whether head and embedding share their weights."""
     experts: int = 0
     """Routed experts of a layer; 0: none."""
     chosen: int = 0
-    """Routed experts that a token goes through."""
+    """Routed experts per token (top-k)."""
     expert_ffn: int = 0
     """Features of one routed expert."""
     shared_ffn: int = 0
@@ -79,7 +79,7 @@ class Shape:
     windowed: float = 0.0
     """Share of the layers that attend to `window` tokens only, 0 to 1."""
     positions: int = 0
-    """The longest sequence that the model is made for, in tokens; 0: not known."""
+    """The model's maximum sequence length in tokens; 0: unknown."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -157,11 +157,11 @@ class Shape:
 
     @property
     def active_parameters(self) -> int:
-        """Elements that a token goes through: `chosen` experts, and embedding and head as in `parameters`."""
+        """Elements used per token: `chosen` experts, and embedding and head as in `parameters`."""
         return self._total(self.chosen) + (0 if self.tied else self.vocabulary * self.hidden)
 
     def _total(self, experts: int) -> int:
-        """All weights with so many routed experts in a layer, without a head of its own."""
+        """All weights with the given number of routed experts per layer, without a separate head."""
         features = experts * self.expert_ffn + self.shared_ffn
         sparse = self.hidden * (self.experts + self.matrices * features)
         layers = self.layers * (self.attention + 2 * self.hidden)

@@ -1,6 +1,6 @@
 """Converts a Shape to a Transformers config.
 
-A shape says nothing of norms, biases or positions, so that the family is the plainest one that has its parts:
+A shape does not describe norms, biases or positions, so that the plainest family with its parts is chosen:
 `deepseek_v3` for latent attention, `glm4_moe` for shared experts or dense layers among experts, `mixtral` for other
 experts, `gpt_oss` where some of their layers have a window, `qwen3` where some layers without experts have one,
 `mistral` where all have, `gpt2` or `nemotron` for an MLP without a gate, else `llama`.
@@ -14,11 +14,11 @@ from typing import Any
 from hyper_parallel.workload.shape import Shape
 
 POSITIONS = 131072
-"""What a model is made for where its shape does not say, so that no sequence is too long for it."""
+"""Maximum positions for a shape that does not state them, so that no sequence is too long."""
 
 
 def to_config(shape: Shape, sequence: int = 0) -> dict[str, Any]:
-    """The config, with positions for `sequence` tokens at least."""
+    """The config, with positions for at least `sequence` tokens."""
     positions = max(shape.positions or POSITIONS, sequence)
     if not shape.gated and not shape.experts and shape.kv_heads == shape.heads:
         return {
@@ -107,6 +107,6 @@ def _windows(shape: Shape) -> dict[str, Any]:
 
 
 def _layer_types(shape: Shape) -> list[str]:
-    """Which layers have the window: as many as the shape says, spread evenly."""
+    """The windowed layers: the shape's share of the layers, distributed evenly."""
     whole = [int(layer * shape.windowed + 1e-9) for layer in range(shape.layers + 1)]
     return ["sliding_attention" if after > before else "full_attention" for before, after in pairwise(whole)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 WorkKind = Literal["matmul", "attention", "elementwise", "reduce", "copy", "view", "optimizer", "host"]
-"""What sort of operator it is: sorts differ in the engine they run on and in how much of its peak they reach."""
+"""Kinds of operators, which differ in their engine and in the share of its peak that they reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +22,30 @@ class Work:
 
     kind: WorkKind
     flops: float = 0
-    """FLOPs of matrix products, a multiply and an add counted as two; `matrix` peaks hold for them."""
+    """FLOPs of matrix products, with a multiply and an add counted as two; limited by `matrix` peaks."""
     vector_flops: float = 0
-    """FLOPs of everything else; `vector` peaks hold for them."""
+    """FLOPs of other arithmetic; limited by `vector` peaks."""
     read: float = 0
     """Bytes of its inputs, each read once."""
     written: float = 0
-    """Bytes of its outputs, each written once; of an in-place operator too."""
+    """Bytes of its outputs, each written once; also for an in-place operator."""
     dtype: str = "float32"
     """The inputs' dtype as PyTorch names it, without its module."""
     shape: tuple[int, ...] = ()
-    """Of a matmul (batch, m, n, k), for [m, k] · [k, n]; of attention (batch, heads, queries, keys, size of a head).
-    Empty where it does not matter or is not known."""
+    """Shape of a matmul (batch, m, n, k), for [m, k] · [k, n]; of attention (batch, heads, queries, keys, head size).
+    Empty if irrelevant or unknown.
+    """
     op: str = ""
     """The operator, as `aten.silu` or `aten.add.Tensor`: a device may have been measured for it by name."""
     layout: str = ""
-    """Of a matmul, how its two matrices lie in memory: `nn` both row by row, `nt` the second transposed (a linear
-    layer's forward product), `tn` the first (its weight's gradient), `tt`. Of attention, `forward` or `backward`, and
-    ` causal` behind it where the kernel skips what the mask hides. Of others `strided` where an input is not
-    contiguous."""
+    """Memory layout of a matmul's two matrices: `nn` both row by row, `nt` the second transposed (a linear layer's
+    forward product), `tn` the first (its weight's gradient), `tt`. For attention: `forward` or `backward`, followed by
+    ` causal` if the kernel skips masked scores. For others: `strided` if an input is not contiguous.
+    """
     fresh: float = 0
-    """Bytes of `written` that lie in memory allocated for this call. On a CPU the first touch of a page costs more
-    than writing it."""
+    """Bytes of `written` in memory allocated for this call. On a CPU the first touch of a page costs more than the
+    write.
+    """
 
     @classmethod
     def of_matmul(

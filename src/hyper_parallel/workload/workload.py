@@ -1,4 +1,4 @@
-"""Workload: what a step trains, on how many tokens."""
+"""Workload: the model, the batch and the sequence length of a step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.workload.shape import LARGEST, Shape
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
-"""What matrix products are computed in. `fp8` has a scale for each tensor; `mxfp8` one for each 32 elements (OCP
-Microscaling Formats, 2023); `nvfp4` one for each 16 of 4 bits. Other operators of the last three are in bf16."""
+"""Precision of matrix products. `fp8` has a scale for each tensor; `mxfp8` one for each 32 elements (OCP Microscaling
+Formats, 2023); `nvfp4` one for each 16 of 4 bits. Other operators of the last three are in bf16.
+"""
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
@@ -19,13 +20,13 @@ OPTIMIZERS = ("adamw", "muon")
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of training. Raises ConfigError for sizes that make none."""
+    """A training step. Raises ConfigError for invalid sizes."""
 
     shape: Shape
     batch: int
-    """Sequences of a step, on all devices together."""
+    """Sequences per step, over all devices."""
     sequence: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     precision: Precision = "bf16"
     optimizer: str = "adamw"
 
@@ -43,5 +44,5 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step."""
         return self.batch * self.sequence

@@ -1,6 +1,6 @@
 """AMD's machines: eight MI300X on one board.
 
-Half of a figure that is stated with structured sparsity. Bandwidths of links are one way.
+Peaks that AMD states with structured sparsity are halved. Link bandwidths are one way.
 """
 
 from __future__ import annotations

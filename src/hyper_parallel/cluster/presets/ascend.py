@@ -1,7 +1,7 @@
 """Huawei's machines: Atlas 800T A2 (910B), CloudMatrix384 (910C, the A3 generation) and Atlas 950 (A5).
 
-Less is published of them than of others, and what is estimated says so. A device is what PyTorch sees: of the 910C,
-whose package holds two dies, that is one die. Bandwidths of links are one way.
+Huawei publishes fewer figures than others; estimated ones are marked. A device is what PyTorch sees: for the 910C,
+whose package holds two dies, one die. Link bandwidths are one way.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def a2() -> Cluster:
 
 
 def a3() -> Cluster:
-    """CloudMatrix384: 48 nodes of eight 910C, so of sixteen dies, joined by the unified bus."""
+    """CloudMatrix384: 48 nodes of eight 910C (sixteen dies), joined by the unified bus."""
     facts: Facts = {
         "node": known(16, _CLOUDMATRIX + ": eight packages of two dies"),
         "supernode": known(768, _CLOUDMATRIX + ": 384 packages of two dies"),
@@ -165,4 +165,4 @@ ALIASES = {
 FORM_FACTORS: tuple[tuple[tuple[str, ...], dict[str, float], str], ...] = (
     (("Ascend910B4",), {"bfloat16": 280e12}, "Huawei Atlas 300T A2 specification"),
 )
-"""Slower forms of the same devices: words of the name that PyTorch gives, peaks of matrix products, source."""
+"""Slower variants of the same devices: words of PyTorch's device name, peaks of matrix products, source."""

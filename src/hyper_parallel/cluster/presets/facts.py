@@ -1,4 +1,4 @@
-"""A published machine as facts: each number with where it comes from, or how it was estimated."""
+"""Facts about a published machine: each number with its source, or how it was estimated."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hyper_parallel.cluster.files import build
 
 @dataclass(frozen=True)
 class Fact:
-    """A number, or a table, and why it is believed."""
+    """A number or a table, with its source."""
 
     value: Any
     source: str
     public: bool = True
-    """False for what the maker does not publish: `source` then says how it was estimated."""
+    """False if the maker does not publish it: `source` then says how it was estimated."""
 
 
 def known(value: Any, source: str) -> Fact:
@@ -31,13 +31,13 @@ def estimate(value: Any, how: str) -> Fact:
 
 
 Facts = Mapping[str, Fact]
-"""By dotted path into a cluster file, `device.memory.read`."""
+"""Facts by dotted path into a cluster file, such as `device.memory.read`."""
 
 
 def cluster(name: str, device: str, source: str, facts: Facts) -> Cluster:
-    """The cluster that the facts describe; every number's path stands in its `sources` or its `estimates`.
+    """The cluster that the facts describe; `sources` or `estimates` has every number's path.
 
-    A memory whose facts give no `write` writes as fast as it reads.
+    A memory without a `write` fact writes as fast as it reads.
     """
     tree: dict[str, Any] = {"name": name, "source": source, "device": {"name": device}}
     for path, fact in facts.items():

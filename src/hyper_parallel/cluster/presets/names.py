@@ -21,7 +21,7 @@ def names() -> list[str]:
 
 
 def preset(name: str) -> Cluster:
-    """A published machine of an open number of devices. Raises ConfigError for a name that is not known."""
+    """A published machine with an open number of devices. Raises ConfigError for an unknown name."""
     known = _ALIASES.get(name.lower(), name.lower())
     if known not in _PRESETS:
         hint = nearest(name.lower(), [*_PRESETS, *_ALIASES])
@@ -33,7 +33,7 @@ def preset(name: str) -> Cluster:
 
 
 def named(name: str) -> Cluster:
-    """`h100x2048`, `h100`, or the path of a cluster file. Raises ConfigError for what is not known."""
+    """The cluster for `h100x2048`, `h100`, or a file's path. Raises ConfigError for an unknown name."""
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
         return Cluster.load(name)
     match = re.fullmatch(r"(.+)x(\d+)", name)

@@ -1,7 +1,7 @@
-"""NVIDIA's machines: DGX-1, DGX A100, H100, H200, B200 and B300, GB200 and GB300 NVL72, and the forms for export.
+"""NVIDIA's machines: DGX-1, DGX A100, H100, H200, B200 and B300, GB200 and GB300 NVL72, and the export variants.
 
-Half of a figure that is stated with structured sparsity; float32 without TF32, which is PyTorch's default. Bandwidths
-of links are one way.
+Peaks stated with structured sparsity are halved; float32 is without TF32, PyTorch's default. Link bandwidths are one
+way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _matmul(best: float, half: list[float]) -> list[dict[str, Any]]:
 
 
 def _attention(forward: float, backward: float) -> list[dict[str, Any]]:
-    """Kernels that skip what a causal mask hides reach the same share of what they do as those without a mask."""
+    """Efficiencies for causal attention: kernels that skip masked scores reach the same share as unmasked ones."""
     return [
         {"layout": f"{direction}{causal}", "best": best}
         for direction, best in (("forward", forward), ("backward", backward))
@@ -71,7 +71,7 @@ _ATTENTION_H100 = estimate(
 
 
 def _common(bandwidth: float, memory_source: str) -> Facts:
-    """What holds for all of them."""
+    """Facts common to all of them."""
     return {
         "device.memory.read": known(bandwidth, memory_source),
         "device.launch": estimate(3e-6, "kernels that follow each other in a stream begin 2 to 4 µs apart"),
@@ -383,4 +383,4 @@ FORM_FACTORS: tuple[tuple[tuple[str, ...], dict[str, float], str], ...] = (
         "NVIDIA H200 datasheet",
     ),
 )
-"""Slower forms of the same devices: words of the name that PyTorch gives, peaks of matrix products, source."""
+"""Slower variants of the same devices: words of PyTorch's device name, peaks of matrix products, source."""

@@ -26,7 +26,7 @@ _EQUALS = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense FLOP/s of one device in `dtype`; None where no figure is published, an estimate not being one.
+    """Dense FLOP/s of one device in `dtype`; None if no figure is published (estimates do not count).
 
     >>> peak_flops("NVIDIA H100 PCIe", "float16")
     756000000000000.0
@@ -45,7 +45,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def preset_of(device_name: str) -> str | None:
-    """The preset of machines with this device; None where there is none.
+    """The preset of machines with this device; None if there is none.
 
     >>> preset_of("NVIDIA H100 80GB HBM3")
     'h100'
