@@ -68,7 +68,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], li
     run = pass_manager.run_passes
 
     def recorded(step: StepGraph, passes: Sequence[Pass]) -> list[Ran]:
-        world = max((rank + 1 for _, ranks in step.groups.values() for rank in ranks), default=1)
+        world = max((rank + 1 for group in step.groups.values() for rank in group.ranks), default=1)
         found.extend(_described(one, world) for one in passes)
         return run(step, [one for one in passes if SCHEDULE not in one.provides])
 

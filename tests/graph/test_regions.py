@@ -16,13 +16,14 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph import StepGraph, run_passes, values_of
+from hyper_parallel.graph import StepGraph, rewritten, values_of
 from hyper_parallel.graph.alike_layers import likeness
 from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.pass_manager import Rewrite
 from hyper_parallel.graph.regions import Region, layer_finder, layer_of, region_of
 from hyper_parallel.graph.tier_ops import is_cache
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.offloading.schedule.build_problem import build_problem
 from hyper_parallel.offloading.schedule.insert_transfers import apply
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
@@ -32,7 +33,6 @@ from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.chunked_matmul import Chunked, Chunks
 from hyper_parallel.overlap.jobs import lanes_of
 from hyper_parallel.overlap.layer_window import excerpt
-from hyper_parallel.shard.graph_passes import passes_for
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
@@ -73,7 +73,7 @@ def _step(experts: bool = False, **strategy: Any) -> StepGraph:
         rates = schedule(ScheduleConfig(name="constant"), 10)
         recipe = Recipe(model, hp.sharded(model), optimizer, rates, clip=1.0)
         step = capture_step(recipe, BatchShape(((2, LENGTH),) * MICRO, (False,) * MICRO))
-        return run_passes(step, passes_for(plan))[-1].after if passes_for(plan) else step
+        return rewritten(step, passes(plan, ordered=False))
 
 
 def _layer(index: int) -> str:
@@ -243,7 +243,7 @@ def test_a_pass_that_loses_regions_is_refused(change: str) -> None:
 
     message = "lacks meta region" if change == "drop" else "and what it repeats in Region"
     with pytest.raises(GraphError, match=f"pass 'bad': .*{message}"):
-        run_passes(_step(), [Rewrite("bad", does)])
+        rewritten(_step(), [Rewrite("bad", does)])
 
 
 @pytest.mark.parametrize(

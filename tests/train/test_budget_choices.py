@@ -47,5 +47,5 @@ def test_twenty_steps_with_storages_computed_again_are_equal_to_the_bit(tmp_path
 @pytest.mark.matrix
 def test_two_workers_that_choose_for_themselves_are_equal_to_the_bit(tmp_path: Path) -> None:
     sections = {"strategy": {"axes": {"shard": 2}}, "train": {"micro_batch": 2}}
-    for ran in run_ranks(_both, 2, tmp_path, "330KiB", sections):
+    for ran in run_ranks(_both, 2, tmp_path, "420KiB", sections):
         _check(*ran)
