@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from hyper_parallel.errors import ConfigError, nearest
@@ -103,6 +104,14 @@ def form(kind: str) -> Callable[[float, float, float, float], float]:
         hint = nearest(kind, FORMS) or f"; known are {', '.join(FORMS)}"
         raise ConfigError(f"there is no collective {kind!r}{hint}")
     return FORMS[kind]
+
+
+def bytes_received(kind: str, n: int, size: int) -> int:
+    """Bytes that a rank receives from the n − 1 others, each of which gives `size`.
+
+    On a link of no latency and a byte a second a collective takes a second for each. Raises ConfigError as `form` does.
+    """
+    return int(form(kind)(n, Fraction(size), 0, 1))  # type: ignore[arg-type]
 
 
 def legs(kind: str, size: Number, radices: Sequence[tuple[str, Number]]) -> list[Leg]:

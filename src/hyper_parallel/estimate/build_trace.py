@@ -14,11 +14,10 @@ from torch import nn
 
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.estimate.inspect import micro_batch
 from hyper_parallel.estimate.layer_instances import CapturedLayers, Layers, choose
 from hyper_parallel.estimate.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.estimate.repeat_ops import Loop, Repeated, Tag, Unlike, repeat
-from hyper_parallel.estimate.resident_memory import count_micro_batches
+from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch
 from hyper_parallel.graph import Pass, StepGraph
 from hyper_parallel.graph.lower import Lowered, lowered
 from hyper_parallel.graph.pass_manager import rewritten
@@ -102,10 +101,12 @@ def trace_of(
     return Trace({name: found.ops}, dict(classes), {name: found.resident}, 0.0, micro_batches)
 
 
-def captured_step(model: nn.Module, config: RunConfig, strategy: Strategy, micro_batches: int) -> StepGraph:
-    """The graph of a step of so many micro-batches, rewritten as training rewrites it."""
+def captured_step(
+    model: nn.Module, config: RunConfig, strategy: Strategy, micro_batches: int, rank: int = 0
+) -> StepGraph:
+    """The graph of a rank's step of so many micro-batches, rewritten as training rewrites it."""
     model = copy.deepcopy(model)
-    with fake_ranks(strategy.axes.world, 0):
+    with fake_ranks(strategy.axes.world, rank):
         parallelize(model, strategy, lowering="traceable")
         check_length(sharded(model), config)
         shape = BatchShape(

@@ -21,11 +21,10 @@ from torch import nn
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.build_trace import captured_step
-from hyper_parallel.estimate.inspect import model_of
 from hyper_parallel.estimate.layer_instances import choose
 from hyper_parallel.estimate.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.estimate.predict import predict_run, schedule_of
-from hyper_parallel.estimate.resident_memory import count_micro_batches
+from hyper_parallel.estimate.run_inputs import count_micro_batches, model_of
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.overlap import Overlap, overlap
 from hyper_parallel.overlap.overlap_pass import simulated

@@ -99,7 +99,8 @@ class RankGroup:
         once to a node and is handed out there.
         """
         each = {level: share / self._rates[level] for level, share in direct_shares(self._radices).items()}
-        return bytes * (each["node"] + each["supernode"] + each["network"] * copies) + self.latency
+        seconds: Array = each["node"] + each["supernode"] + each["network"] * copies
+        return bytes * seconds + self.latency
 
     def send(self, bytes: Array) -> Array:
         """Seconds of sending `bytes` to the next rank of the group, over the slowest level that it spans."""
