@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster, CollectiveTable, Leg, Link, crossing
-from hyper_parallel.cluster.collective import FORMS
+from hyper_parallel.cluster.collective import BY_LEVELS, FORMS, direct_shares, form, legs
 from hyper_parallel.errors import ConfigError
 
 A, B = 2.0, 4.0  # seconds, bytes a second: sums of such numbers are exact
@@ -122,3 +123,36 @@ def test_what_is_not_known_is_refused_with_the_nearest() -> None:
         FLAT.collective_seconds("all_reduce", 1, 2, "tree")
     with pytest.raises(ConfigError, match=r"no link 'network' \(it has node\); give links.network"):
         Cluster(4, links={"node": NODE}).collective_seconds("all_reduce", 1, 8)
+
+
+# Arrays: the planner prices all its candidates at once with the same forms.
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"])
+def test_arrays_cost_what_their_numbers_cost(kind: str) -> None:
+    n, size = np.array([1.0, 3.0, 8.0]), np.array([5.0, 7.0, 64.0])
+    together = FORMS[kind](n, size, A, B)  # type: ignore[arg-type]
+    assert list(together) == [form(kind)(*pair, A, B) for pair in zip(n, size, strict=True)]
+
+
+@pytest.mark.parametrize("kind", BY_LEVELS)
+def test_a_level_of_one_rank_costs_nothing(kind: str) -> None:
+    with_one = legs(kind, 64.0, [("network", 3.0), ("supernode", 1.0), ("node", 4.0)])
+    without = legs(kind, 64.0, [("network", 3.0), ("node", 4.0)])
+    assert sum(form(leg.kind)(leg.ranks, leg.bytes, A, B) for leg in with_one) == pytest.approx(
+        sum(form(leg.kind)(leg.ranks, leg.bytes, A, B) for leg in without)
+    )
+
+
+def test_legs_of_arrays_leave_what_they_were_given_unchanged() -> None:
+    size = np.array([64.0, 128.0])
+    (inside, across) = legs(
+        "reduce_scatter", size, [("network", np.array([2.0, 2.0])), ("node", np.array([4.0, 8.0]))]
+    )
+    assert list(inside.bytes) == list(size) == [64, 128]
+    assert list(across.bytes) == [16, 16]
+
+
+def test_an_exchange_gives_every_other_rank_its_share() -> None:
+    shares = direct_shares([("network", 3.0), ("node", 4.0)])
+    assert shares == {"node": 3 / 12, "network": 8 / 12}

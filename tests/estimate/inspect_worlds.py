@@ -11,9 +11,13 @@ from torch import nn
 from hyper_parallel import config, shard
 from hyper_parallel.compat.collectives import counting
 from hyper_parallel.config import RunConfig
-from hyper_parallel.estimate.inspect import micro_batch, model_of
+from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch, model_of
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.shard.model_structure import without_values
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.graph_executor import GraphStepper
+from hyper_parallel.step.recipe import Recipe
 
 LLAMA = {
     "model_type": "llama",
@@ -78,44 +82,69 @@ def run_of(model: dict[str, Any], strategy: dict[str, Any], **train: Any) -> Run
     )
 
 
-def real_rank(rank: int, world: int, run: RunConfig, lowering: Any) -> dict[str, Any]:
-    """What a worker holds and sends in one step of `run`, read off its tensors."""
-    model = model_of(run, [])
-    shard.parallelize(model, run.strategy, lowering=lowering)
-    shard.init_weights(model, seed=1)
-    model.train()
-    handle = shard.sharded(model)
-    rows = micro_batch(run)
-    micro = run.train.batch // run.strategy.axes.data // rows
-    # Documents of one sequence each, their tokens spread over the vocabulary.
-    ids = torch.randint(0, 100, (rows, run.data.sequence), generator=torch.Generator().manual_seed(rank))
-    positions = torch.arange(run.data.sequence).expand(rows, -1)
-    optimizer = build_optimizer(model, run.train.optimizer)
+def real_rank(rank: int, world: int, run: RunConfig) -> dict[str, Any]:
+    """What a worker holds in an eager step of `run`, read off its tensors, and what it sends in a step by its graph."""
+    graphs = Graphs(Recipe.of(run, _shadow(model_of(run, []), run)), "cpu")
+    batch = _batch(rank, run)
+    # FSDP2 holds gathered weights itself, so that what autograd saves is activations alone.
+    _, activations = _eager(run, batch, "fsdp")
+    model, _ = _eager(run, batch, "traceable")
+    recipe = Recipe.of(run, model)
+    parameters = recipe.handle.parameters()
+    # What is held of a gradient: where shards are uneven, it is a part of what was reduced with padding.
+    gradients = {p.name: p.grad.untyped_storage().nbytes() for p in parameters if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    stepper = GraphStepper(recipe, graphs)
+    stepper.begin(batch)
     with counting() as calls:
-        for index in range(micro):
-            with handle.micro_batch(rows=torch.arange(rows), last=index == micro - 1):
-                with _Saved(model) as saved:
-                    loss = causal_lm_loss(model, ids, ids, positions, 256.0, run.train.loss)
-                activations = saved.bytes({id(t.untyped_storage()) for t in (ids, positions)})
-                loss.backward()
-        handle.grad_norm()
-        handle.all_reduce(torch.zeros(4), handle.mesh.names)
-        optimizer.step(1.0)
+        stepper.run(load_next=None, memory=0.0)
     state: Counter[str] = Counter()
-    for name, piece in optimizer.pieces().items():
+    for name, piece in recipe.optimizer.pieces().items():
         state[name.split(".", 2)[2]] += _bytes(piece.local)
-    parameters = handle.parameters()
     by_ranks: Counter[Any] = Counter()
     for call in calls:
         by_ranks[call.ranks, call.kind, "count"] += 1
         by_ranks[call.ranks, call.kind, "bytes"] += call.bytes_received
     return {
         "parameters": {p.name: _bytes(p.local) for p in parameters},
-        "gradients": {p.name: _bytes(p.grad) for p in parameters if p.grad is not None},
+        "gradients": gradients,
         "optimizer": dict(state),
         "activations": activations,
         "calls": dict(by_ranks),
     }
+
+
+def _batch(rank: int, run: RunConfig) -> StepBatch:
+    """Micro-batches of documents of one sequence each, their tokens spread over the vocabulary."""
+    rows, length = micro_batch(run), run.data.sequence
+    ids = torch.randint(0, 100, (rows, length), generator=torch.Generator().manual_seed(rank))
+    one = MicroBatch(ids, ids, torch.arange(length).expand(rows, -1), torch.arange(rows))
+    return StepBatch(0, [0], [one] * count_micro_batches(run), torch.tensor(256.0))
+
+
+def _eager(run: RunConfig, batch: StepBatch, lowering: Any) -> tuple[nn.Module, int]:
+    """A model after an eager backward pass of each micro-batch, and the bytes that autograd saved for the last."""
+    model = model_of(run, [])
+    shard.parallelize(model, run.strategy, lowering=lowering)
+    shard.init_weights(model, seed=1)
+    model.train()
+    for index, one in enumerate(batch.micro):
+        last = index == len(batch.micro) - 1
+        with shard.sharded(model).micro_batch(rows=one.rows, last=last):
+            with _Saved(model) as saved:
+                loss = causal_lm_loss(
+                    model, one.input_ids, one.labels, one.position_ids, 256.0, run.train.loss
+                )
+            activations = saved.bytes({id(t.untyped_storage()) for t in (one.input_ids, one.position_ids)})
+            loss.backward()
+    return model, activations
+
+
+def _shadow(model: nn.Module, run: RunConfig) -> nn.Module:
+    """A copy without values, whose step is captured."""
+    shadow = without_values(model)
+    shard.parallelize(shadow, run.strategy, lowering="traceable")
+    return shadow
 
 
 def _bytes(tensor: torch.Tensor) -> int:

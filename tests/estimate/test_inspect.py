@@ -10,8 +10,8 @@ import pytest
 from inspect_worlds import DEEPSEEK, GEMMA3, LLAMA, MIXTRAL, run_of
 
 from hyper_parallel.cli.main import main
-from hyper_parallel.errors import ConfigError, StrategyError
-from hyper_parallel.estimate import inspect_run
+from hyper_parallel.errors import CaptureError, ConfigError, StrategyError
+from hyper_parallel.estimate import cluster_of, inspect, inspect_run, predict_run
 from hyper_parallel.strategy import Axes
 
 TWO = {"axes": {"shard": 2, "tensor_y": 2, "tensor_x": 2}, "sequence": True}
@@ -36,8 +36,11 @@ def test_few_layers_stand_for_all(model: dict[str, Any], strategy: dict[str, Any
     assert few.kinds == kinds
     assert few.rows == all_layers.rows
     assert few.collectives == all_layers.collectives
-    assert few.over >= all_layers.over
-    assert few.over == pytest.approx(all_layers.over, rel=0.05)
+    assert few.gathered == all_layers.gathered
+    assert few.transient >= all_layers.transient
+    assert few.transient == pytest.approx(all_layers.transient, rel=0.05)
+    assert few.peak == pytest.approx(all_layers.peak, rel=0.01)
+    assert few.peak is not None and few.peak <= few.total
 
 
 def test_rules_and_dtypes_of_single_layers_stay_with_them() -> None:
@@ -68,7 +71,7 @@ def test_levels_are_told_where_axes_are_placed() -> None:
 def test_one_device_has_no_collectives() -> None:
     told = inspect_run(run_of(LLAMA, {}))
     assert told.collectives == []
-    assert told.gathered.total == 0
+    assert told.gathered == 0
     assert told.totals["optimizer"] == 2 * told.totals["parameters"] == 8 * told.parameters
     assert "no collectives" in told.table()
 
@@ -83,15 +86,38 @@ def test_recomputing_saves_activations_and_nothing_else() -> None:
 
 
 def test_gathered_weights_by_zero_level() -> None:
-    def gathered(**memory: Any) -> Any:
-        return inspect_run(run_of(LLAMA, {"axes": {"shard": 4}, "memory": memory})).gathered
+    def gathered(layers: int = 5, **memory: Any) -> int:
+        model = {**LLAMA, "num_hidden_layers": layers}
+        return inspect_run(run_of(model, {"axes": {"shard": 4}, "memory": memory})).gathered
 
-    # Two of five layers at a time, beside the embedding, the head and the norm.
     layer = 4 * (2 * 48 * 48 + 2 * 16 * 48 + 3 * 68 * 48 + 2 * 48)
-    root = 4 * (2 * 131 * 48 + 48)
-    assert (gathered().kept, gathered().freed) == (root, 2 * layer)
+    # The head, whose 131 rows are padded to 132 for 4 ranks, and the norm; no backward pass reads the embedding.
+    root = 4 * (132 * 48 + 48)
     for kept in (gathered(reshard_after_forward=False), gathered(shard="gradients")):
-        assert (kept.kept, kept.freed) == (root + 5 * layer, 0)
+        assert kept == root + 5 * layer
+    # Where they are freed, the number of layers makes no difference.
+    assert layer <= gathered() == gathered(layers=9) <= root + layer
+
+
+def test_the_peak_is_that_which_simulate_predicts() -> None:
+    for memory in ({}, {"recompute": "layer"}, {"shard": "optimizer"}):
+        run = run_of({**LLAMA, "num_hidden_layers": 8}, {**SHARDED, "memory": memory}, micro_batch=1)
+        predicted = predict_run(run, cluster_of("h100x8", run)).timeline.peak.bytes
+        assert inspect_run(run).peak == pytest.approx(predicted, rel=0.01)
+
+
+def test_a_step_that_cannot_be_captured_is_told_by_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = inspect_run(run_of(LLAMA, SHARDED), 3)
+
+    def refuse(*_: Any) -> Any:
+        raise CaptureError("the model asks for a value")
+
+    monkeypatch.setattr(inspect, "captured_step", refuse)
+    told = inspect_run(run_of(LLAMA, SHARDED), 3)
+    exact = ("parameters", "gradients", "optimizer")
+    assert {key: told.totals[key] for key in exact} == {key: captured.totals[key] for key in exact}
+    assert (told.totals["activations"], told.peak, told.collectives) == (0, None, [])
+    assert "cannot be captured" in told.table() and "the model asks for a value" in told.table()
 
 
 def test_a_million_tokens_are_shared_by_context() -> None:

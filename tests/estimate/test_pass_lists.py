@@ -17,8 +17,8 @@ from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.estimate.inspect import micro_batch, model_of
 from hyper_parallel.estimate.predict import cluster_of, predict_run
+from hyper_parallel.estimate.run_inputs import micro_batch, model_of
 from hyper_parallel.graph import Pass, StepGraph, pass_manager
 from hyper_parallel.graph.pass_manager import SCHEDULE, Ran
 from hyper_parallel.offloading.autograd.parallel_context import Around

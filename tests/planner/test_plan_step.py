@@ -15,10 +15,10 @@ from hyper_parallel.planner.cost_model.collectives import RankGroup
 from hyper_parallel.planner.cost_model.kernels import Products
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
-from hyper_parallel.planner.cost_model.step import forecast, seconds_by_kind, sum_of
+from hyper_parallel.planner.cost_model.step import forecast, seconds_by_kind
 from hyper_parallel.planner.error_interval import between
 from hyper_parallel.planner.framework_profiles import GENERIC, MEGATRON_LM
-from hyper_parallel.planner.table import Table
+from hyper_parallel.planner.table import Table, sum_of
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Workload

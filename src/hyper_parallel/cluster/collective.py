@@ -1,11 +1,15 @@
 """Closed forms of collectives: n ranks on links of latency α and bandwidth β, each giving B bytes.
 
+The simulator, the calibration and the planner price collectives with these forms. n, B, α and β are numbers, or arrays
+with an entry for each configuration (`Number`). The planner takes α = 0 here and adds the latency of trees, to which
+libraries turn for small messages (`planner.cost_model.collectives`).
+
 | Collective | Seconds | Function |
 |---|---|---|
 | all-reduce, a ring | 2 (n − 1) (α + B / (n β)) | `all_reduce` |
 | all-gather, a ring | (n − 1) (α + B / β) | `all_gather` |
 | reduce-scatter, a ring | (n − 1) (α + B / (n β)) | `reduce_scatter` |
-| all-to-all, pair by pair | (n − 1) (α + B / (n β)) | `all_to_all` |
+| all-to-all, pair by pair | (n − 1) (α + B / (n β)) | `reduce_scatter` |
 | broadcast, reduce: a chain, in pieces | (n − 1) α + B / β | `broadcast` |
 | gather: the root receives | (n − 1) (α + B / β) | `all_gather` |
 | scatter: the root sends what it has | (n − 1) (α + B / (n β)) | `reduce_scatter` |
@@ -24,16 +28,22 @@ levels` runs it (`legs`), g ranks inside and k across:
     all-gather       of B across, then of B·k inside
     all-to-all       of B inside, then of B across
 
-Other collectives, and ranks that lie on the levels in unequal parts, run flat: as if every link were the slowest one
-that they span.
+Others, and ranks that lie on the levels in unequal parts, run flat: as if every link were the slowest of those spanned.
+An all-to-all may also go directly from each rank to each other; of what a rank gives, the ranks of one level then get
+(g − 1) · inner / n, `inner` being the ranks inside the level (`direct_shares`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 from hyper_parallel.errors import ConfigError, nearest
+
+Number = Any
+"""A float, or an array of floats: whatever has arithmetic. The forms only add, multiply and divide."""
 
 
 @dataclass(frozen=True)
@@ -42,46 +52,41 @@ class Leg:
 
     kind: str
     level: str
-    ranks: int
-    bytes: float
+    ranks: Number
+    bytes: Number
     """Bytes that each rank gives."""
 
 
-def all_reduce(n: int, size: float, latency: float, bandwidth: float) -> float:
+def all_reduce(n: Number, size: Number, latency: Number, bandwidth: Number) -> Number:
     """2 (n − 1) (α + B / (n β))"""
     return 2 * (n - 1) * (latency + size / (n * bandwidth))
 
 
-def all_gather(n: int, size: float, latency: float, bandwidth: float) -> float:
+def all_gather(n: Number, size: Number, latency: Number, bandwidth: Number) -> Number:
     """(n − 1) (α + B / β)"""
     return (n - 1) * (latency + size / bandwidth)
 
 
-def reduce_scatter(n: int, size: float, latency: float, bandwidth: float) -> float:
-    """(n − 1) (α + B / (n β))"""
+def reduce_scatter(n: Number, size: Number, latency: Number, bandwidth: Number) -> Number:
+    """(n − 1) (α + B / (n β)): of an all-to-all too"""
     return (n - 1) * (latency + size / (n * bandwidth))
 
 
-def all_to_all(n: int, size: float, latency: float, bandwidth: float) -> float:
-    """(n − 1) (α + B / (n β))"""
-    return (n - 1) * (latency + size / (n * bandwidth))
-
-
-def broadcast(n: int, size: float, latency: float, bandwidth: float) -> float:
+def broadcast(n: float, size: float, latency: float, bandwidth: float) -> float:
     """(n − 1) α + B / β"""
     return (n - 1) * latency + size / bandwidth if n > 1 else 0.0
 
 
-def send(n: int, size: float, latency: float, bandwidth: float) -> float:
+def send(n: Number, size: Number, latency: Number, bandwidth: Number) -> Number:
     """α + B / β"""
     return latency + size / bandwidth
 
 
-FORMS: dict[str, Callable[[int, float, float, float], float]] = {
+FORMS: dict[str, Callable[[float, float, float, float], float]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
-    "all_to_all": all_to_all,
+    "all_to_all": reduce_scatter,
     "broadcast": broadcast,
     "reduce": broadcast,
     "gather": all_gather,
@@ -93,7 +98,7 @@ FORMS: dict[str, Callable[[int, float, float, float], float]] = {
 """(n, B, α, β) to seconds, by kind."""
 
 
-def form(kind: str) -> Callable[[int, float, float, float], float]:
+def form(kind: str) -> Callable[[float, float, float, float], float]:
     """The closed form of a kind. Raises ConfigError for an unknown kind."""
     if kind not in FORMS:
         hint = nearest(kind, FORMS) or f"; known are {', '.join(FORMS)}"
@@ -101,7 +106,15 @@ def form(kind: str) -> Callable[[int, float, float, float], float]:
     return FORMS[kind]
 
 
-def legs(kind: str, size: float, radices: Sequence[tuple[str, int]]) -> list[Leg]:
+def bytes_received(kind: str, n: int, size: int) -> int:
+    """Bytes that a rank receives from the n − 1 others, each of which gives `size`.
+
+    On a link of no latency and a byte a second a collective takes a second for each. Raises ConfigError as `form` does.
+    """
+    return int(form(kind)(n, Fraction(size), 0, 1))  # type: ignore[arg-type]
+
+
+def legs(kind: str, size: Number, radices: Sequence[tuple[str, Number]]) -> list[Leg]:
     """A collective of `size` bytes a rank, level by level; `radices` as `Cluster.radices` gives them."""
     inside_out = list(reversed(radices))
     if len(inside_out) < 2:
@@ -111,22 +124,27 @@ def legs(kind: str, size: float, radices: Sequence[tuple[str, int]]) -> list[Leg
         down, up, part = [], [], size
         for level, n in inner:
             down.append(Leg("reduce_scatter", level, n, part))
-            part /= n
+            part = part / n
             up.append(Leg("all_gather", level, n, part))
         return [*down, Leg("all_reduce", top, ranks, part), *reversed(up)]
+    if kind == "all_to_all":
+        return [Leg(kind, level, n, size) for level, n in inside_out]
+    assert kind in BY_LEVELS, f"{kind} does not run level by level"
     found, part = [], size
-    if kind == "all_gather":
-        for level, n in radices:
-            found.append(Leg(kind, level, n, part))
-            part *= n
-    elif kind == "reduce_scatter":
-        for level, n in inside_out:
-            found.append(Leg(kind, level, n, part))
-            part /= n
-    else:
-        assert kind == "all_to_all", f"{kind} does not run level by level"
-        found = [Leg(kind, level, n, size) for level, n in inside_out]
+    for level, n in radices if kind == "all_gather" else inside_out:
+        found.append(Leg(kind, level, n, part))
+        part = part * n if kind == "all_gather" else part / n
     return found
+
+
+def direct_shares(radices: Sequence[tuple[str, Number]]) -> dict[str, Number]:
+    """By level, the share of what a rank gives that goes to ranks of that level, where each sends to each directly."""
+    inner: dict[str, Number] = {}
+    ranks: Number = 1.0
+    for level, n in reversed(radices):
+        inner[level] = (n - 1) * ranks
+        ranks = ranks * n
+    return {level: others / ranks for level, others in inner.items()}
 
 
 BY_LEVELS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -69,11 +69,6 @@ def has_no_fake_kernel(error: Exception) -> bool:
     return isinstance(error, UnsupportedOperatorException)
 
 
-def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Exchange the meta parameters and buffers of a parallelized model for fake ones on the CPU."""
-    _exchange(model, lambda tensor: _empty(tensor, mode))
-
-
 @contextlib.contextmanager
 def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Iterator[None]:
     """Inside, the model's parameters and buffers are fake, each with the layout and the device of the real one

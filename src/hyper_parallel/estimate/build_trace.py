@@ -14,9 +14,8 @@ from torch import nn
 
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.estimate.inspect import micro_batch
 from hyper_parallel.estimate.repeat_ops import Loop, Repeated, Tag, Unlike, repeat
-from hyper_parallel.estimate.resident_memory import count_micro_batches
+from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch
 from hyper_parallel.graph import Pass, StepGraph, values_of
 from hyper_parallel.graph.alike_layers import Period, find_period
 from hyper_parallel.graph.lower import Lowered, lowered
@@ -109,10 +108,11 @@ def captured_step(
     micro_batches: int,
     passes: Sequence[Pass],
     say: Callable[[str], None] = lambda _: None,
+    rank: int = 0,
 ) -> StepGraph:
-    """The graph of a step of so many micro-batches after its passes. `model` is not changed."""
+    """The graph of a rank's step of so many micro-batches after its passes. `model` is not changed."""
     model = copy.deepcopy(model)
-    with fake_ranks(strategy.axes.world, 0):
+    with fake_ranks(strategy.axes.world, rank):
         parallelize(model, strategy, lowering="traceable")
         check_length(sharded(model), config)
         shape = BatchShape(

@@ -21,9 +21,8 @@ from torch import nn
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.build_trace import CAPTURED, captured_step
-from hyper_parallel.estimate.inspect import model_of
 from hyper_parallel.estimate.predict import predict_run
-from hyper_parallel.estimate.resident_memory import count_micro_batches
+from hyper_parallel.estimate.run_inputs import count_micro_batches, model_of
 from hyper_parallel.graph.alike_layers import Period, find_period
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.offloading.pass_pipeline import passes

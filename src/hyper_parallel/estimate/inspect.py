@@ -1,47 +1,47 @@
-"""From a run file to an Inspection: the exact part on the whole model, the measured part on a few layers of each kind.
+"""From a run file to an Inspection: the step is captured with a few layers of each kind, as `simulate` captures it.
 
-Layers of one kind cost the same, so for everything that is measured and adds up (bytes saved, calls, bytes sent), with
-n layers of a kind:
-
-    f(n) = f(1) + (n − 1) · (f(2) − f(1))
-
-The peak's excess over what is saved is that of the last layers and the loss, and does not grow with n.
+What grows with the layers is extrapolated (`step_figures`); parameters, gradients and optimizer state are those of each
+layer's kind. A step that cannot be captured still gets these, from every parameter's Layout.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import ConfigError
-from hyper_parallel.estimate.activation_memory import Measured, measure
-from hyper_parallel.estimate.memory_report import Inspection, collective_rows, parameter_rows
-from hyper_parallel.estimate.resident_memory import count_micro_batches, gathered_by, resident_bytes_of
+from hyper_parallel.errors import CaptureError, ConfigError
+from hyper_parallel.estimate.build_trace import captured_step
+from hyper_parallel.estimate.memory_report import Inspection, collapsed, collective_rows, parameter_rows
+from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch, model_of
+from hyper_parallel.estimate.step_figures import (
+    LAYERS,
+    Resident,
+    StepFigures,
+    captured_micro_batches,
+    figures_of,
+    resident_of,
+)
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
-from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.shard.plan import Plan, make_plan
-from hyper_parallel.step.build import on_meta, transformers_config
+from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.strategy import Strategy
 
 
 def inspect_run(
-    config: RunConfig,
-    rank: int = 0,
-    *,
-    model: nn.Module | None = None,
-    lowering: Lowering = "fsdp",
-    whole: bool = False,
+    config: RunConfig, rank: int = 0, *, model: nn.Module | None = None, whole: bool = False
 ) -> Inspection:
     """What `rank` keeps and sends in one step of a run, without its workers, its data and its weights.
 
-    `model`: on the meta device, in place of the one that the file describes. `lowering` as in `parallelize`; training
-    uses "fsdp". `whole`: run all layers, not one and two of each kind.
+    `model`: on the meta device, in place of the one that the file describes. `whole`: capture all layers.
 
     Raises ConfigError or StrategyError.
     """
@@ -53,26 +53,29 @@ def inspect_run(
     plain = model if model is not None else model_of(config, notes)
     plan = make_plan(plain, strategy)
     kinds = layer_kinds(plain, plan, strategy)
-    gathered = gathered_by(plain, plan, strategy, rank)
-    measured = _measured(plain, plan, config, kinds, rank, lowering, whole)
-    parameters = sum(p.numel() for p in plain.parameters())
-    with fake_ranks(world, rank):
-        parallelize(plain, strategy, lowering="traceable")
-        handle = sharded(plain)
-        rows = parameter_rows(plain, plan.layers, resident_bytes_of(handle, config, rank), measured.saved)
+    inspected = _Inspected(plain, plan, config, rank)
+    try:
+        resident, figures = inspected.of_layers([] if whole else kinds)
+    except CaptureError as refusal:
+        resident, figures = inspected.of_layouts(), None
+        notes.append(
+            "the step cannot be captured, so that activations, gathered weights, transients and collectives are not "
+            f"counted, and parameters, gradients and optimizer state are those of the Layouts: {refusal}"
+        )
+    saved: Counter[str] = figures.saved if figures else Counter()
     return Inspection(
         world=world,
         axes={axis: strategy.axes.degree(axis) for axis in (*strategy.axes.order, "expert")},
         rank=rank,
-        parameters=parameters,
-        rows=rows,
-        gathered=gathered,
-        over=measured.over,
-        collectives=collective_rows(measured.calls),
+        parameters=sum(p.numel() for p in plain.parameters()),
+        rows=parameter_rows(plain, plan, resident, saved),
+        gathered=figures.gathered if figures else 0,
+        transient=figures.transient if figures else 0,
+        peak=figures.peak if figures else None,
+        collectives=collective_rows(figures.calls) if figures else [],
         micro_batches=count_micro_batches(config),
         micro_batch=micro_batch(config),
         sequence=config.data.sequence,
-        lowering=lowering,
         kinds=[len(kind) for kind in kinds],
         whole=whole or not kinds,
         balanced=bool(plan.experts),
@@ -80,54 +83,74 @@ def inspect_run(
     )
 
 
-def micro_batch(config: RunConfig) -> int:
-    """Sequences that a rank computes at once."""
-    return config.train.micro_batch or config.train.batch // config.effective_strategy.axes.data
+class _Inspected:
+    """A run as one of its ranks."""
 
+    def __init__(self, model: nn.Module, plan: Plan, config: RunConfig, rank: int) -> None:
+        self._model, self._plan, self._config, self._rank = model, plan, config, rank
+        self._strategy = config.effective_strategy
+        self._stands_for = captured_micro_batches(self._strategy, count_micro_batches(config))
 
-def model_of(config: RunConfig, notes: list[str]) -> nn.Module:
-    """The run's model on the meta device. Needs no data: the vocabulary is the config's, or what `data.tokenizer` asks
-    for, which `notes` then tells."""
-    hf: Any = transformers_config(config.model)
-    given = config.model.config
-    if given is not None and "vocab_size" not in given:
-        if config.data.tokenizer.path is not None:
-            raise ConfigError(
-                "model.config.vocab_size: is left out, and inspect reads no tokenizer; write the vocabulary's size"
-            )
-        hf.vocab_size = config.data.tokenizer.trained_size
-        notes.append(f"the vocabulary is taken to have data.tokenizer.vocab_size = {hf.vocab_size} tokens")
-    if given is not None and "pad_token_id" not in given:
-        hf.pad_token_id = None
-    return on_meta(hf, config)
+    def of_layers(self, kinds: Sequence[Sequence[int]]) -> tuple[Mapping[str, Resident], StepFigures]:
+        """What the rank keeps of each parameter, and the step's figures; without `kinds` of all layers captured.
 
+        Raises CaptureError.
+        """
+        if not kinds:
+            step = self._step(self._model, self._strategy)
+            return resident_of(step), self._figures(step)
+        # The last of each kind, so that the last layer is the model's; of a kind with one layer more all of them.
+        ends = [kind if len(kind) <= LAYERS + 1 else kind[-LAYERS:] for kind in kinds]
+        keep = sorted(layer for end in ends for layer in end)
+        step = self._captured(keep)
+        total = base = self._figures(step)
+        for kind, end in zip(kinds, ends, strict=True):
+            if len(kind) > len(end):
+                more = self._captured(sorted([*keep, kind[-len(end) - 1]]))
+                total = total.plus(self._figures(more), len(kind) - len(end), base)
+        places = {layer: keep.index(kind[-1]) for kind in kinds for layer in kind}
+        return self._resident_of_all(resident_of(step), places), total
 
-def _measured(
-    model: nn.Module,
-    plan: Plan,
-    config: RunConfig,
-    kinds: list[list[int]],
-    rank: int,
-    lowering: Lowering,
-    whole: bool,
-) -> Measured:
-    strategy = config.effective_strategy
+    def of_layouts(self) -> dict[str, Resident]:
+        """What the rank keeps of each parameter, computed from the parameters' Layouts."""
+        model = copy.deepcopy(self._model)
+        with fake_ranks(self._strategy.axes.world, self._rank):
+            parallelize(model, self._strategy, lowering="traceable")
+            state: Counter[str] = Counter()
+            for key, piece in build_optimizer(model, self._config.train.optimizer).pieces().items():
+                # optimizer.<kind>.<parameter>
+                state[key.split(".", 2)[2]] += piece.local.nbytes
+            found = {}
+            for parameter in sharded(model).parameters():
+                shape = parameter.layout.local_shape(sharded(model).mesh.coordinate(self._rank))
+                size = math.prod(shape) * parameter.parameter.element_size()
+                gradient = size if parameter.parameter.requires_grad else 0
+                found[parameter.name] = Resident(size, gradient, state[parameter.name])
+            return found
 
-    def run(smaller: nn.Module, strategy: Strategy) -> Measured:
-        with fake_ranks(strategy.axes.world, rank), warnings.catch_warnings():
-            # What FSDP2 has to say of a layer's output is said in training, and here of no use.
-            warnings.simplefilter("ignore", UserWarning)
-            parallelize(smaller, strategy, lowering=lowering)
-            return measure(smaller, config, micro_batch(config))
+    def _captured(self, keep: Sequence[int]) -> StepGraph:
+        return self._step(*with_layers(self._model, self._plan, self._strategy, keep))
 
-    if whole or not kinds:
-        return run(copy.deepcopy(model), strategy)
-    # The last of each kind, so that the last layer is the model's.
-    ends = [kind[-1] for kind in kinds]
-    once = run(*with_layers(model, plan, strategy, sorted(ends)))
-    total = once
-    for kind in kinds:
-        if len(kind) > 1:
-            twice = run(*with_layers(model, plan, strategy, sorted([*ends, kind[-2]])))
-            total = total.plus(twice, once, len(kind) - 1)
-    return total
+    def _step(self, model: nn.Module, strategy: Strategy) -> StepGraph:
+        rewrites = passes(strategy, ordered=False)
+        return captured_step(model, self._config, strategy, len(self._stands_for), rewrites, rank=self._rank)
+
+    def _figures(self, step: StepGraph) -> StepFigures:
+        return figures_of(
+            step, self._strategy, self._stands_for, lambda module: collapsed(module, self._plan.layers)
+        )
+
+    def _resident_of_all(
+        self, captured: Mapping[str, Resident], places: Mapping[int, int]
+    ) -> dict[str, Resident]:
+        """By the names of the whole model; `places`: of each layer, the captured one of its kind."""
+        prefix = f"{self._plan.layers}."
+        found = {}
+        for name in self._plan.parameters:
+            known = name
+            if name.startswith(prefix):
+                layer, _, own = name.removeprefix(prefix).partition(".")
+                known = f"{prefix}{places[int(layer)]}.{own}"
+            if known in captured:
+                found[name] = captured[known]
+        return found

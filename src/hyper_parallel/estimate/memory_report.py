@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.estimate.activation_memory import Calls, collapsed
-from hyper_parallel.estimate.resident_memory import Gathered, ResidentBytes
+from hyper_parallel.estimate.step_figures import LAYERS, Calls, Resident
+from hyper_parallel.shard.plan import Plan
 from hyper_parallel.units import format_bytes, format_count
 
 
@@ -57,18 +57,20 @@ class Inspection:
     parameters: int
     """Elements of the whole model."""
     rows: list[ModuleRow]
-    gathered: Gathered
-    over: int
-    """The largest transient of the forward and backward pass, above the saved activations."""
+    gathered: int
+    """The most that is alive of weights that were gathered or cast."""
+    transient: int
+    """The most that is alive of activations and temporaries, above the saved activations."""
+    peak: int | None
+    """The most that is alive at once, inputs and buffers included; None where the step cannot be captured."""
     collectives: list[CollectiveRow]
     micro_batches: int
     micro_batch: int
     sequence: int
-    lowering: str
     kinds: list[int]
     """How many layers there are of each kind."""
     whole: bool
-    """All layers were run; otherwise one and two of each kind."""
+    """All layers were captured; otherwise a few of each kind."""
     balanced: bool
     """Tokens are taken to spread evenly over experts."""
     notes: list[str]
@@ -80,7 +82,7 @@ class Inspection:
             column: sum(getattr(row, column) for row in self.rows)
             for column in ("parameters", "gradients", "optimizer", "activations")
         }
-        return {**sums, "gathered": self.gathered.total, "transient": self.over}
+        return {**sums, "gathered": self.gathered, "transient": self.transient}
 
     @property
     def total(self) -> int:
@@ -98,24 +100,22 @@ class Inspection:
 
     def explanations(self) -> list[str]:
         """What is exact, what is measured how, and what was assumed."""
-        fsdp = self.lowering == "fsdp"
         how = (
-            "all layers run"
+            "all layers captured"
             if self.whole
-            else f"one and two layers of each of {len(self.kinds)} kinds ({', '.join(map(str, self.kinds))} layers) "
-            "run, and the rest added: layers of one kind cost the same"
+            else f"{LAYERS} and {LAYERS + 1} layers of each of {len(self.kinds)} kinds "
+            f"({', '.join(map(str, self.kinds))} layers) captured, and the rest added: layers of one kind cost the same"
         )
         lines = [
-            "exact: parameters, gradients and optimizer state, from every parameter's Layout; gathered, from the "
-            "modules that are gathered together (those that are not freed, two at once of those that are, and one's "
-            "gradients before they are reduced)",
-            "measured on fake tensors of the CPU, forward and backward pass of the model's own code: activations (what "
-            "is alive at the end of the forward pass and not computed from weights alone), transient (the most that is "
-            f"alive beyond that) and collectives ({'FSDP2 as in training' if fsdp else 'traceable gathers'}, the "
-            f"update included); {how}",
+            "exact: parameters, gradients and optimizer state, which are inputs of the step's graph",
+            "measured on that graph, as simulate captures it, in the order of the model's code: activations (what "
+            "the backward pass uses of the forward pass), gathered (the most that is alive of gathered or cast "
+            "weights), transient (the most that is alive beyond the activations), peak (the most at once) and "
+            f"collectives (a call for each tensor; training joins those of a layer); {how}",
             "assumed: every sequence is one document; several in a sequence add a mask unless context splits them"
             + ("; tokens spread evenly over experts" if self.balanced else ""),
-            "the sum bounds the peak from above: not all of it is there at once; allocators and libraries add to it",
+            "the sum bounds the peak from above: not all of it is there at once; allocators, libraries and gathers "
+            "that training begins early add to both",
         ]
         return [*lines, *self.notes]
 
@@ -151,6 +151,8 @@ class Inspection:
             memory.add_row(what, format_bytes(size))
         memory.add_section()
         memory.add_row("sum", format_bytes(self.total))
+        if self.peak is not None:
+            memory.add_row("peak", format_bytes(self.peak))
         out = io.StringIO()
         console = Console(file=out, width=150)
         degrees = " · ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one device"
@@ -167,18 +169,27 @@ class Inspection:
         return out.getvalue()
 
 
+def collapsed(name: str, layers: str | None) -> str:
+    """A module's or parameter's name with `*` for the index of its layer."""
+    if layers is None or not name.startswith(f"{layers}."):
+        return name
+    _, dot, rest = name[len(layers) + 1 :].partition(".")
+    return f"{layers}.*{dot}{rest}"
+
+
 def parameter_rows(
-    model: nn.Module, layers: str | None, kept: Mapping[str, ResidentBytes], saved: Counter[str]
+    model: nn.Module, plan: Plan, resident: Mapping[str, Resident], saved: Counter[str]
 ) -> list[ModuleRow]:
     """One row for each parameter of each module pattern, in the model's order."""
     order: dict[str, int] = {}
     for name, _ in model.named_modules():
-        pattern = collapsed(name, layers)
+        pattern = collapsed(name, plan.layers)
         order[pattern] = order.get(pattern, 0) + 1
-    found: dict[tuple[str, str, str], list[ResidentBytes]] = {}
-    for name, one in kept.items():
+    found: dict[tuple[str, str, str], list[Resident]] = {}
+    for name, one in resident.items():
         module, _, own = name.rpartition(".")
-        found.setdefault((collapsed(module, layers), own, one.layout), []).append(one)
+        layout = str(plan.parameters[name].layout)
+        found.setdefault((collapsed(module, plan.layers), own, layout), []).append(one)
     by_module: dict[str, list[tuple[str, str]]] = {}
     for module, own, layout in found:
         by_module.setdefault(module, []).append((own, layout))

@@ -16,8 +16,8 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.build_trace import load_of, trace_of
-from hyper_parallel.estimate.inspect import micro_batch, model_of
 from hyper_parallel.estimate.prediction import Prediction
+from hyper_parallel.estimate.run_inputs import micro_batch, model_of
 from hyper_parallel.offloading.pass_pipeline import described_offload, passes
 from hyper_parallel.offloading.schedule.explain import explained
 from hyper_parallel.simulator import simulate

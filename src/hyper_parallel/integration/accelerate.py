@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hyper_parallel.errors import IntegrationError
+from hyper_parallel.integration.gradient_clipping import clip_to_norm
 from hyper_parallel.integration.parallel_run import ParallelRun
 
 
@@ -121,12 +121,7 @@ class SpreadAccelerator(Accelerator):
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
         """The norm of the whole gradient, before it is clipped to `max_norm`."""
-        if norm_type != 2:
-            raise IntegrationError(f"gradients are clipped by their 2-norm; got norm_type={norm_type}")
-        norm = self.spread.handle.grad_norm()
-        if math.isfinite(max_norm):
-            self.spread.handle.clip(norm, max_norm)
-        return norm
+        return clip_to_norm(self.spread.handle, max_norm, norm_type)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -50,10 +50,10 @@ from hyper_parallel.planner.cost_model.optimizer_step import gathered
 from hyper_parallel.planner.cost_model.parameters import held
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
-from hyper_parallel.planner.cost_model.step import seconds_by_kind, sum_of
+from hyper_parallel.planner.cost_model.step import seconds_by_kind
 from hyper_parallel.planner.memory_bounds import ROUNDING, Room
 from hyper_parallel.planner.space import NONE, SELECTIVE, Array, Columns, StrategySpace, full_like, unique
-from hyper_parallel.planner.table import SPREAD, Table
+from hyper_parallel.planner.table import SPREAD, Table, sum_of
 
 PASSES = ("products", "attention", "elementwise", "again", "tensor", "expert", "context", "launches")
 """Parts of a forecast that are a layer's passes, gathers of split weights apart."""

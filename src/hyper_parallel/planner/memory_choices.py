@@ -32,7 +32,7 @@ import numpy.typing as npt
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import HOST_PART, by_stage, fits, memory
 from hyper_parallel.planner.cost_model.stages import placed
-from hyper_parallel.planner.cost_model.step import seconds_by_kind, sum_of
+from hyper_parallel.planner.cost_model.step import seconds_by_kind
 from hyper_parallel.planner.lower_bounds import by_cost
 from hyper_parallel.planner.memory_bounds import ROUNDING, Room
 from hyper_parallel.planner.space import (
@@ -46,7 +46,7 @@ from hyper_parallel.planner.space import (
     taken,
     unique,
 )
-from hyper_parallel.planner.table import SPREAD, Table
+from hyper_parallel.planner.table import SPREAD, Table, sum_of
 
 Index = npt.NDArray[np.intp]
 COLUMNS = ("recompute", "recomputed", "state_on_host", "activations_on_host")

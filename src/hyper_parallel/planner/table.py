@@ -348,3 +348,11 @@ PROFILE_COLUMNS = COLUMNS[COLUMNS.index("fused") :]
 
 def _peak(peaks: Mapping[str, float], dtype: str, otherwise: float) -> float:
     return peaks.get(dtype, otherwise)
+
+
+def sum_of(parts: dict[str, Array]) -> Array:
+    """The parts together."""
+    total: Array = np.zeros(1)
+    for part in parts.values():
+        total = total + part
+    return total

@@ -1,7 +1,10 @@
 """Gradient norm and clipping across meshes: one norm over all parameters, whatever their layouts.
 
-norm² = Σ over parameters: (Σ over ranks: ‖local gradient‖²) / copies        copies: ranks that hold the same elements
-clipped = gradient · min(1, max_norm / (norm + 1e-6))                        as torch.nn.utils.clip_grad_norm_
+    norm² = Σ over parameters: (Σ over ranks: ‖local gradient‖²) / copies                        `gradient_norm`
+    clipped = gradient · min(1, max_norm / (norm + 1e-6))                                        `clip_gradients`
+
+`copies` counts the ranks that hold the same elements; the factor is that of torch.nn.utils.clip_grad_norm_. Eager and
+captured steps, and the `clip_grad_norm_` of the integrations, compute the norm and clip with these two functions.
 """
 
 from __future__ import annotations
@@ -42,7 +45,22 @@ def gradient_norm(
     return reduce(total).sqrt()
 
 
-def clip_gradients(parameters: Iterable[HasGradient], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm, given as `norm`, is at most `max_norm`."""
-    gradients = [g for g in (parameter.grad for parameter in parameters) if g is not None]
-    scale_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+def clip_gradients(
+    gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float, *, in_graph: bool = False
+) -> None:
+    """Scale gradients in place so that their norm, given as `norm`, is at most `max_norm`.
+
+    `in_graph`: the step is being captured. The comparison with the limit, which an eager step makes on the host, is
+    then an operator of the device; and every gradient is scaled by an operator of its own, which `graph.host_update`
+    can move together with that parameter's update.
+    """
+    if not in_graph:
+        scale_(list(gradients), _factor(norm, max_norm))
+        return
+    factor = torch.where(norm > max_norm, _factor(norm, max_norm), torch.ones_like(norm))
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -116,7 +116,7 @@ class ShardedModel:
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale every gradient so that their norm, given as `norm`, is at most `max_norm`."""
-        clip_gradients(self.parameters(), norm, max_norm)
+        clip_gradients([p.grad for p in self.parameters() if p.grad is not None], norm, max_norm)
 
     @contextlib.contextmanager
     def micro_batch(

@@ -33,6 +33,7 @@ from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.offloading.runtime.expert_overflow import load_shown
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.experts.load_balancing import update_biases
+from hyper_parallel.shard.gradient_clipping import clip_gradients
 from hyper_parallel.shard.graph_passes import recompute_pass
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.model_structure import layers_or_refuse
@@ -186,7 +187,7 @@ class _Body:
             values, loads = recipe.summed(total, norm, self._tokens, said)
             host(HostPoint.CHECK, [values, loads])
             if recipe.clip is not None:
-                self._clip(norm, recipe.clip)
+                clip_gradients(self._of.values(), norm, recipe.clip, in_graph=True)
         with phase("optimizer"):
             recipe.optimizer.step(self._lr_scale)
             if recipe.router_bias_rate:
@@ -227,11 +228,6 @@ class _Body:
                     self._of[parameter] = owned(gradient, parameter, self._taken)
 
         return add
-
-    def _clip(self, norm: Tensor, clip: float) -> None:
-        factor = torch.where(norm > clip, (clip / (norm + 1e-6)).clamp(max=1.0), torch.ones_like(norm))
-        for gradient in self._of.values():
-            gradient.mul_(factor)
 
     def forget(self) -> None:
         """Let go of the gradients."""

@@ -11,7 +11,6 @@ in it, whichever axes the parameter lies on.
 
 from __future__ import annotations
 
-import math
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -27,6 +26,7 @@ from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.pytree import mapped
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.graph.step_context import current_step
+from hyper_parallel.integration.gradient_clipping import clip_to_norm
 from hyper_parallel.integration.llamafactory.context_parallel import LossAlone, call_with_positions_split
 from hyper_parallel.integration.llamafactory.fsdp2_plugin import with_plugin
 from hyper_parallel.integration.llamafactory.strategy import check_device, strategy_from_arguments
@@ -146,8 +146,6 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     `parameters`: those of a prepared model. Raises IntegrationError for another norm, and when a parameter of the model
     that has a gradient is not among them.
     """
-    if norm_type != 2:
-        raise IntegrationError(f"gradients are clipped by their 2-norm; got norm_type={norm_type}")
     given = list(parameters)
     handle = _handle_of(given)
     known = {id(parameter) for parameter in given}
@@ -157,10 +155,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
             f"the norm is that of all gradients, and {left[0]} and {len(left) - 1} more were not given; call it with "
             "model.parameters()"
         )
-    norm = handle.grad_norm()
-    if math.isfinite(max_norm):
-        handle.clip(norm, max_norm)
-    return norm
+    return clip_to_norm(handle, max_norm, norm_type)
 
 
 def wrap_optimizer_with_skip_dtensor_dispatch(optimizer: Any) -> None:

@@ -1,19 +1,22 @@
-"""Collective times on a cluster's links, level by level, vectorized over configurations.
+"""Collective times of the planner's rank groups, vectorized over configurations.
+
+The forms are those of `cluster.collective`, the links' bandwidths those of the cluster. The efficiencies and latencies
+are corrections fitted on published runs (`planner.constants`): `inside` and `across` are the shares of the bandwidth
+that collectives reach, `crowding` is what each doubling of nodes takes from the network, `hop` and `net_hop` are the
+latency of each doubling of ranks.
 
 A group of n ranks of which `inside` lie between neighbours has, on each level,
 
     g_node = clip(node / inside, 1, n)     g_super = clip(supernode / (inside · g_node), 1, n / g_node)
     g_net  = n / (g_node · g_super)                                                            `RankGroup`
 
-and runs as `cluster.collective.legs` has it: gathers go across with shards and inside with what was gathered, so that
-B bytes of result cost
+B bytes of result are gathered level by level (`legs`) in the time that scattering B bytes takes, an all-reduce takes
+twice that. The latency is that of trees (`RankGroup.latency`), to which NCCL turns for small messages:
 
     gather(B) = Σ_levels (g − 1) / g · B_level / rate_level + log₂(g) · hop_level              `RankGroup.gather`
     B_node = B,  B_super = B / g_node,  B_net = B / (g_node · g_super)
 
-A reduce-scatter costs the same, an all-reduce twice that. (Patarasu and Yuan, JPDC 69(2), 2009, by levels as in
-Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005; the latency of trees, to which NCCL turns for small messages.)
-An exchange in which each rank sends B bytes, equally to all, costs
+An exchange in which each rank sends B bytes directly, equally to all (`direct_shares`), costs
 
     exchange(B) = B · ((g_node − 1) / n / rate_node + (g_super − 1) g_node / n / rate_super
                        + (1 − 1 / g_net) c / rate_net)
@@ -24,9 +27,11 @@ where c is how many copies of what crosses the network there are for each that i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from hyper_parallel.cluster.collective import direct_shares, legs, reduce_scatter, send
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.kernels import Array
 from hyper_parallel.planner.table import Table
@@ -67,13 +72,21 @@ class RankGroup:
         """Its size."""
         return self.node * self.supernode * self.network
 
+    @cached_property
+    def _radices(self) -> tuple[tuple[str, Array], ...]:
+        """As of `Cluster.radices`, levels with one rank included."""
+        return (("network", self.network), ("supernode", self.supernode), ("node", self.node))
+
+    @cached_property
+    def _rates(self) -> dict[str, Array]:
+        return {"node": self.node_rate, "supernode": self.supernode_rate, "network": self.network_rate}
+
     def gather(self, bytes: Array) -> Array:
         """Seconds until every rank has `bytes`, of which each had its share; of a reduce-scatter too."""
-        inner = self.node * self.supernode
-        seconds = (1 - 1 / self.node) * bytes / self.node_rate
-        seconds = seconds + (1 - 1 / self.supernode) * bytes / self.node / self.supernode_rate
-        seconds = seconds + (1 - 1 / self.network) * bytes / inner / self.network_rate
-        return seconds + self.latency
+        seconds = self.latency
+        for leg in legs("reduce_scatter", bytes, self._radices):
+            seconds = seconds + reduce_scatter(leg.ranks, leg.bytes, 0.0, self._rates[leg.level])
+        return seconds
 
     def reduce(self, bytes: Array) -> Array:
         """Seconds of an all-reduce of `bytes` on each rank."""
@@ -85,13 +98,9 @@ class RankGroup:
         `copies`: what crosses the network, as a share of what goes to ranks of other nodes; below 1 where a row goes
         once to a node and is handed out there.
         """
-        n = self.ranks
-        inner = self.node * self.supernode
-        seconds = (self.node - 1) / n / self.node_rate + (
-            self.supernode - 1
-        ) * self.node / n / self.supernode_rate
-        seconds = bytes * (seconds + (1 - inner / n) * copies / self.network_rate)
-        return seconds + self.latency
+        each = {level: share / self._rates[level] for level, share in direct_shares(self._radices).items()}
+        seconds: Array = each["node"] + each["supernode"] + each["network"] * copies
+        return bytes * seconds + self.latency
 
     def send(self, bytes: Array) -> Array:
         """Seconds of sending `bytes` to the next rank of the group, over the slowest level that it spans."""
@@ -101,9 +110,10 @@ class RankGroup:
             np.where(self.supernode > 1, self.supernode_rate, self.node_rate),
         )
         wait = np.where(self.network > 1, self.net_hop, self.hop)
-        return np.where(self.ranks > 1, bytes / rate + wait, 0.0)
+        seconds: Array = send(self.ranks, bytes, wait, rate)
+        return np.where(self.ranks > 1, seconds, 0.0)
 
-    @property
+    @cached_property
     def latency(self) -> Array:
         """Seconds of a collective of nothing."""
         return self.hop * np.log2(self.node * self.supernode) + self.net_hop * np.log2(self.network)

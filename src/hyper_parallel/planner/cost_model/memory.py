@@ -38,7 +38,7 @@ from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.activations import SavedActivations, element_bytes, saved_activations
 from hyper_parallel.planner.cost_model.parameters import attention_parameters
 from hyper_parallel.planner.cost_model.stages import Stage, placed, stages
-from hyper_parallel.planner.table import Array, Table
+from hyper_parallel.planner.table import Array, Table, sum_of
 
 HOST_PART = 0.8
 """The part of the host's memory that a run may use: the rest is the system's, the data's and the framework's."""
@@ -52,7 +52,7 @@ def memory(t: Table) -> dict[str, Array]:
     counted = by_stage(t)
     if len(counted) == 1:
         return counted[0]
-    peaks = np.stack([np.broadcast_to(_sum(kinds), t.n) for kinds in counted])
+    peaks = np.stack([np.broadcast_to(sum_of(kinds), t.n) for kinds in counted])
     fullest = np.argmax(peaks, axis=0)
     return {
         kind: np.choose(fullest, [np.broadcast_to(kinds[kind], t.n) for kinds in counted]) for kind in KINDS
@@ -182,10 +182,3 @@ def _working(t: Table, ranks: Array) -> Array:
     passed = np.where(t.context > 1, 4 * np.maximum(t.kv_heads / ranks, 1.0) * t.head_dim, 0.0)
     wide: Array = ((2 + t.gated) * features + 2 * rows) / ranks + 2 * t.hidden + passed
     return element_bytes(t) * wide
-
-
-def _sum(kinds: dict[str, Array]) -> Array:
-    total: Array = np.zeros(1)
-    for kind in KINDS:
-        total = total + kinds[kind]
-    return total

@@ -3,7 +3,7 @@
 **Gradients** of N parameters on n ranks that see other tokens are reduced and, where the optimizer's state is split
 (ZeRO-1, 2; Rajbhandari et al., arXiv 1910.02054), new parameters gathered:
 
-    gather((gradient bytes + e) N)      as `links.Group.gather`; an all-reduce of gradients costs as much or more
+    gather((gradient bytes + e) N)      as `RankGroup.gather`; an all-reduce of gradients costs as much or more
 
 e are the bytes that a weight is computed in: 2, in float32 4.
 `hidden_data` of it goes beside the backward pass where a framework does so, as far as that lasts. Experts are reduced

@@ -44,7 +44,7 @@ from hyper_parallel.planner.cost_model.optimizer_step import (
 from hyper_parallel.planner.cost_model.parameters import held
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
-from hyper_parallel.planner.table import Array, Table
+from hyper_parallel.planner.table import Array, Table, sum_of
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,6 @@ def forecast(t: Table, k: Constants) -> Forecast:
     bytes = memory(t)
     peak = sum_of(bytes)
     return Forecast(sum_of(parts), parts, bytes, peak, fits(t, peak, k))
-
-
-def sum_of(parts: dict[str, Array]) -> Array:
-    """The parts together."""
-    total: Array = np.zeros(1)
-    for part in parts.values():
-        total = total + part
-    return total
 
 
 def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import fits, memory
-from hyper_parallel.planner.cost_model.step import seconds_by_kind, sum_of
+from hyper_parallel.planner.cost_model.step import seconds_by_kind
 from hyper_parallel.planner.error_interval import quantiles
 from hyper_parallel.planner.fit.map_estimate import solve
 from hyper_parallel.planner.mfu import flops_per_token, peak
-from hyper_parallel.planner.table import Array, Table
+from hyper_parallel.planner.table import Array, Table, sum_of
 
 ENVELOPE = 0.20
 APART = 1.15

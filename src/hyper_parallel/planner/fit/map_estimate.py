@@ -18,8 +18,8 @@ from dataclasses import fields
 import numpy as np
 
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.step import seconds_by_kind, sum_of
-from hyper_parallel.planner.table import Array, Table
+from hyper_parallel.planner.cost_model.step import seconds_by_kind
+from hyper_parallel.planner.table import Array, Table, sum_of
 
 SIGMA = 0.1
 WEIGHT = 4.0
