@@ -24,7 +24,7 @@ from pages import DOCS, put
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.codes import code
 from hyper_parallel.planner.constants import fitted
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.metrics import figures
 from hyper_parallel.planner.query import Question
@@ -147,9 +147,9 @@ def theirs(run: Published) -> dict[str, Any]:
     work = Workload(shape(run.model), run.batch, run.sequence, run.precision)
     cluster, facts = Cluster.named(f"{run.cluster}x{run.devices}"), profile(run.framework)
     table = Table.of(work, cluster, facts, **run.spread, devices=run.devices)
-    (hand,) = figures(table, forecast(table, fitted()))
+    (hand,) = figures(table, estimate(table, fitted()))
     found = answer(Question(workload=work, cluster=cluster, profile=facts, top=1), fitted())
-    (best,) = figures(found.best[0].table, found.best[0].forecast)
+    (best,) = figures(found.best[0].table, found.best[0].estimate)
     kept = answer(
         Question(
             workload=work,
@@ -160,7 +160,7 @@ def theirs(run: Published) -> dict[str, Any]:
         ),
         fitted(),
     )
-    (without,) = figures(kept.best[0].table, kept.best[0].forecast)
+    (without,) = figures(kept.best[0].table, kept.best[0].estimate)
     return {
         "model": run.model,
         "cluster": run.cluster,
@@ -180,7 +180,7 @@ def dimensions(model: str, sequence: int, cluster: str) -> dict[str, Any]:
     for name, fix in DIMENSIONS.items():
         asked = Question(workload=work, cluster=Cluster.named(f"{cluster}x{DEVICES}"), top=1, fix=fix)
         best = answer(asked, fitted()).best[0]
-        (found[name],) = (one.to_json() for one in figures(best.table, best.forecast))
+        (found[name],) = (one.to_json() for one in figures(best.table, best.estimate))
     return {"model": model, "cluster": cluster, "sequence": sequence, "best": found}
 
 

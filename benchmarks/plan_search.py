@@ -44,7 +44,7 @@ def one(model: str, cluster: str, batch: int, sequence: int, devices: int) -> di
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "points": found.counted,
         "pruned": found.pruned,
-        "forecast": found.weighed,
+        "estimated": found.weighed,
         "gap": found.gap,
     }
 
@@ -61,7 +61,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         pruned = row["pruned"]
         found.append(
             f"| {row['model']} | {row['devices']:,} | {row['points']:,} | {pruned['memory']:,} | {pruned['time']:,} | "
-            f"{pruned['kept']:,} | {row['forecast']:,} | {row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | "
+            f"{pruned['kept']:,} | {row['estimate']:,} | {row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | "
             f"{row['gap']:.0%} |"
         )
     return found

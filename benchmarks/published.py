@@ -138,7 +138,7 @@ def unseen(runs: Evidence, constants: Constants, between: tuple[float, float]) -
 
 def _by_axis(runs: Evidence, found: Judgement) -> dict[str, dict[str, list[float]]]:
     """For each axis and degree: rows, median error with its sign, mean error."""
-    errors = found.forecast / runs.seconds - 1
+    errors = found.estimate / runs.seconds - 1
     table: dict[str, dict[str, list[float]]] = {}
     for axis in AXES:
         column = np.broadcast_to(getattr(runs.table, axis), runs.table.n)
@@ -155,7 +155,7 @@ def _described(errors: Array) -> list[float]:
 
 def _worst(runs: Evidence, found: Judgement) -> list[dict[str, Any]]:
     """The two worst rows of each group."""
-    errors = np.where(runs.timed, found.forecast / runs.seconds - 1, 0.0)
+    errors = np.where(runs.timed, found.estimate / runs.seconds - 1, 0.0)
     rows = []
     for name in found.groups:
         own = np.flatnonzero(runs.timed & (runs.groups == name))

@@ -8,7 +8,7 @@ import pytest
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.metrics import figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.refine import refine
@@ -23,7 +23,7 @@ TINY = Shape("tiny", 2, 64, 4, 2, 16, ffn=128, gated=True, vocabulary=512, posit
 def _written(**spread: float) -> PlannedRunFile:
     question = Question(workload=Workload(TINY, 4, 128), cluster=Cluster.named("h100x2"))
     table = Table.of(question.workload, question.cluster, question.profile, **spread)
-    return planned_run_file(figures(table, forecast(table, Constants()))[0], question)
+    return planned_run_file(figures(table, estimate(table, Constants()))[0], question)
 
 
 def test_a_pipeline_has_no_step_to_simulate() -> None:

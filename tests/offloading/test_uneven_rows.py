@@ -23,7 +23,7 @@ from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.runtime.expert_overflow import changed_before, wanted
 from hyper_parallel.offloading.schedule.build_problem import build_problem
-from hyper_parallel.offloading.schedule.host_update import can_run_on_host, move_to_host
+from hyper_parallel.offloading.schedule.host_update_pass import can_run_on_host, move_to_host
 from hyper_parallel.offloading.schedule.offload_pass import planned
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
 from hyper_parallel.offloading.tiers import FlashTier, HostTier, Tier

@@ -37,7 +37,7 @@ from hyper_parallel.graph.regions import Region
 from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.offloading.runtime.executor import Runtime
 from hyper_parallel.offloading.schedule.build_problem import build_problem
-from hyper_parallel.offloading.schedule.host_update import can_run_on_host, latest, move_to_host
+from hyper_parallel.offloading.schedule.host_update_pass import can_run_on_host, latest, move_to_host
 from hyper_parallel.offloading.schedule.insert_transfers import apply
 from hyper_parallel.offloading.schedule.lower_bound import least_seconds
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate

@@ -25,7 +25,7 @@ def test_the_only_strategy_there_is_is_taken(tmp_path: Path) -> None:
     run = run_file(tmp_path, open_, heads=1, train={"batch": 4})
     choice = choose(run, FOUR, 4, simulate=None)
     assert choice.laid["strategy"]["axes"] == {"replicate": 4} and choice.laid["train"] == {"micro_batch": 1}
-    assert "replicate 4" in choice.lines[0] and "forecast" in choice.lines[1]
+    assert "replicate 4" in choice.lines[0] and "estimated" in choice.lines[1]
     then = resolved(run, choice.laid)
     assert not then.open and then.strategy.axes.world == 4 and then.strategy.cluster is None
 

@@ -35,9 +35,9 @@ def one() -> PrintedAnswer:
     return solve(_question(price=2.0), CONSTANTS, tokens=1e12)
 
 
-def test_the_text_shows_the_best_and_says_that_it_is_a_forecast(one: PrintedAnswer) -> None:
+def test_the_text_shows_the_best_and_says_that_it_is_an_estimate(one: PrintedAnswer) -> None:
     told = text(one)
-    assert told.startswith("forecast of steps of llama-3.2-1b (1.2B parameters), 32 × 2,048 tokens")
+    assert told.startswith("estimated steps of llama-3.2-1b (1.2B parameters), 32 × 2,048 tokens")
     assert f"the best {len(one.best)} of {one.answer.counted:,} strategies" in told
     assert f"{one.best[0].mfu:.1%}" in told
     assert re.search(r"90% of measured steps lie within [\d.]+–[\d.]+", told)
@@ -48,7 +48,7 @@ def test_the_text_shows_the_best_and_says_that_it_is_a_forecast(one: PrintedAnsw
 def test_json_is_plain_and_holds_every_figure(one: PrintedAnswer) -> None:
     found = json.loads(json.dumps(to_json(one), allow_nan=False))
     best = found["best"][0]
-    assert found["forecast"] is True
+    assert found["estimated"] is True
     assert best["step_time_s"] == one.best[0].seconds
     assert sum(best["parts_s"].values()) == pytest.approx(best["step_time_s"])
     assert best["interval_s"][0] < best["step_time_s"] < best["interval_s"][1]
@@ -64,7 +64,7 @@ def test_a_strategy_of_the_users_stands_beside_the_best(tmp_path: Path) -> None:
     assert "│yours" in text(one)
 
 
-def test_what_is_simulated_stands_beside_its_forecast(one: PrintedAnswer) -> None:
+def test_what_is_simulated_stands_beside_its_estimate(one: PrintedAnswer) -> None:
     from dataclasses import replace
 
     best = one.best[0]
@@ -91,7 +91,7 @@ def test_of_what_is_simulated_the_quickest_that_fits_is_written(one: PrintedAnsw
 def test_nothing_fits_tells_the_floor_and_what_would_help() -> None:
     with pytest.raises(NothingFitsError, match=r"the smallest of [\d,]+ needs .* GiB of 74.5 GiB") as error:
         solve(_question("llama-3-70b", "h100x2", runnable=True), CONSTANTS)
-    assert re.search(r"what would make it fit: \d+ devices \(forecast", str(error.value))
+    assert re.search(r"what would make it fit: \d+ devices \(estimated", str(error.value))
     assert "\n" not in str(error.value)
 
 
@@ -140,7 +140,7 @@ def test_scaling_has_a_row_for_each_number_of_devices() -> None:
     assert made.sheet.rows[0][5] == "100.0%"
     assert "no strategy spreads" in made.sheet.rows[2][1] or points[2].fits
     assert made.to_json()["points"][0]["best"]["devices"] == 8
-    assert made.text().startswith("forecast of steps")
+    assert made.text().startswith("estimates of steps")
 
 
 def test_the_fewest_devices_are_fewer_than_any_that_fit() -> None:

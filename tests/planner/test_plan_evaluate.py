@@ -1,4 +1,4 @@
-"""Forecasts of the runs of a CSV: an object a row, in order, with nothing measured seen."""
+"""Estimates of the runs of a CSV: an object a row, in order, with nothing measured seen."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_nothing_measured_is_seen() -> None:
     assert told(RUN) == told({**RUN, **dict.fromkeys(MEASURED, "31337"), "notes": "31337 tokens/s"})
 
 
-def test_rows_without_one_forecast() -> None:
+def test_rows_without_one_estimate() -> None:
     assert told({**RUN, "gbs": ""})[0]["unsupported"]
     assert told() == []
 

@@ -97,7 +97,7 @@ def test_memory_binds_where_a_quicker_neighbour_does_not_fit() -> None:
     quicker = [one for one in why.changes if not one.figures.fits]
     assert quicker
     assert why.sentences[0].startswith("memory binds: ")
-    assert why.sentences[0].count("forecast") == 1
+    assert why.sentences[0].count("estimated") == 1
 
 
 def test_memory_does_not_bind_where_all_fits() -> None:

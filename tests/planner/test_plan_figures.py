@@ -9,7 +9,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner import error_interval
 from hyper_parallel.planner.codes import code
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.format import axes, between, order, seconds, settings
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.metrics import figures
@@ -62,7 +62,7 @@ def test_figures_add_up_and_codes_have_names() -> None:
     table = _table(
         shard=np.array([8, 64]), tensor_x=np.array([8, 1]), zero=3, recompute=code("recompute", "full")
     )
-    found = figures(table, forecast(table, Constants()))
+    found = figures(table, estimate(table, Constants()))
     assert len(found) == 2
     for one in found:
         assert sum(one.parts.values()) == pytest.approx(one.seconds)
@@ -70,7 +70,7 @@ def test_figures_add_up_and_codes_have_names() -> None:
         assert one.tokens_per_second * one.seconds * one.devices == pytest.approx(128 * 8192)
         assert one.strategy["recompute"] == "full"
         assert 0 < one.communicating < one.seconds
-    assert found[0].mfu == pytest.approx(float(mfu(table, forecast(table, Constants()).seconds)[0]))
+    assert found[0].mfu == pytest.approx(float(mfu(table, estimate(table, Constants()).seconds)[0]))
     assert axes(found[0].strategy) == "shard 8 · tensor_x 8"
     assert axes(found[1].strategy) == "shard 64"
     assert settings(found[1].strategy) == "micro 1, ZeRO-3, recompute full"
@@ -79,7 +79,7 @@ def test_figures_add_up_and_codes_have_names() -> None:
 
 def test_cost_is_of_all_devices_over_all_tokens() -> None:
     table = _table(shard=64, zero=3)
-    one = figures(table, forecast(table, Constants()))[0]
+    one = figures(table, estimate(table, Constants()))[0]
     steps = 1e12 / (128 * 8192)
     assert one.cost(2.0, 1e12) == pytest.approx(steps * one.seconds * 64 / 3600 * 2.0)
 
@@ -87,7 +87,7 @@ def test_cost_is_of_all_devices_over_all_tokens() -> None:
 def test_an_interval_is_told_in_the_unit_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(error_interval, "residuals", lambda: (-0.1, 0.2))
     table = _table(shard=64, zero=3)
-    one = figures(table, forecast(table, Constants()))[0]
+    one = figures(table, estimate(table, Constants()))[0]
     low, high = (float(part) for part in between(one).split("–"))
     assert low == pytest.approx(one.seconds * np.exp(-0.2), rel=0.01)
     assert high == pytest.approx(one.seconds * np.exp(0.1), rel=0.01)

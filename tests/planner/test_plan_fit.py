@@ -64,12 +64,12 @@ def _evidence() -> Evidence:
 
 def test_a_source_is_judged_by_constants_that_did_not_see_it() -> None:
     evidence = _evidence()
-    before = judge(evidence).forecast[:30]
+    before = judge(evidence).estimate[:30]
     seconds = evidence.seconds.copy()
     seconds[:30] *= 3
-    after = judge(replace(evidence, seconds=seconds)).forecast
+    after = judge(replace(evidence, seconds=seconds)).estimate
     np.testing.assert_allclose(after[:30], before)
-    assert not np.allclose(after[30:], judge(evidence).forecast[30:])
+    assert not np.allclose(after[30:], judge(evidence).estimate[30:])
 
 
 def test_figures_of_a_judgement() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.memory_choices import MemoryChoice
 from hyper_parallel.planner.query import Question
@@ -63,7 +63,7 @@ def _best(asked: Question, rows: Columns) -> tuple[Array, Array]:
     n = rows["micro"].size
     seconds, bytes = np.full(n, np.inf), np.full(n, np.inf)
     for ways in StrategySpace(asked).kept({**rows, "row": np.arange(n, dtype=np.float64)}):
-        seen = forecast(base(asked).replaced(**{name: ways[name] for name in SPREAD}), K)
+        seen = estimate(base(asked).replaced(**{name: ways[name] for name in SPREAD}), K)
         at = ways["row"].astype(int)
         np.minimum.at(seconds, at, np.where(seen.fits, seen.seconds, np.inf))
         np.minimum.at(bytes, at, np.where(seen.fits, seen.peak, np.inf))
@@ -114,7 +114,7 @@ def test_a_way_is_what_its_columns_say() -> None:
         rows, np.zeros(120), np.full(120, np.inf)
     )
     fine = np.isfinite(found.seconds)
-    seen = forecast(base(asked).replaced(**{name: found.rows[name][fine] for name in SPREAD}), K)
+    seen = estimate(base(asked).replaced(**{name: found.rows[name][fine] for name in SPREAD}), K)
     assert found.seconds[fine] == pytest.approx(seen.seconds)
     assert found.bytes[fine] == pytest.approx(seen.peak)
     assert np.all(seen.fits)

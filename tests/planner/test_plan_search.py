@@ -12,7 +12,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.memory import HOST_PART, on_host
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.lower_bounds import Bounds
 from hyper_parallel.planner.query import Question
@@ -45,7 +45,7 @@ def test_the_answer_is_the_best_of_all_points(asked: Question) -> None:
     found = answer(asked, K)
     best, counted = float("inf"), 0
     for table in listed(asked):
-        seen = forecast(table, K)
+        seen = estimate(table, K)
         figure = seen.peak if asked.objective == "memory" else seen.seconds
         counted += table.n
         best = min(best, float(np.min(np.where(seen.fits, figure, np.inf))))
@@ -63,7 +63,7 @@ def test_the_next_best_are_the_best_of_other_degrees() -> None:
     best: dict[tuple[float, ...], float] = {}
     names = ("pipeline", "tensor_x", "tensor_y", "context", "expert")
     for table in listed(asked):
-        seen = forecast(table, K)
+        seen = estimate(table, K)
         seconds = np.where(seen.fits, seen.seconds, np.inf)
         columns = [np.broadcast_to(getattr(table, name), table.n) for name in names]
         columns.append(np.broadcast_to(table.replicate * table.shard, table.n))
@@ -111,7 +111,7 @@ def _named(name: str) -> Cluster:
     ],
 )
 @pytest.mark.parametrize("constants", [K, fitted()], ids=["prior", "fitted"])
-def test_bounds_are_not_above_forecasts(name: str, devices: int, cluster: str, constants: Constants) -> None:
+def test_bounds_are_not_above_estimates(name: str, devices: int, cluster: str, constants: Constants) -> None:
     work = Workload(shape(name), batch=1024, sequence=4096)
     profile = replace(GENERIC, balanced=float(cluster == "cut by cost"))
     asked = Question(workload=work, cluster=_named(cluster), devices=devices, profile=profile)
@@ -145,7 +145,7 @@ def test_bounds_are_not_above_forecasts(name: str, devices: int, cluster: str, c
         for share in ("state_on_host", "activations_on_host"):
             rows[share] = draw.choice(space.on_host[share], n)
         table = common.replaced(**{name: rows[name] for name in SPREAD})
-        seen = forecast(table, constants)
+        seen = estimate(table, constants)
         for bound in ("alone", "splits", "scheduled"):
             assert np.all(rows[bound] <= seen.seconds), bound
         assert np.all((rows["floor"] <= seen.peak) | (on_host(table) > common.host_bytes * HOST_PART))
@@ -153,7 +153,7 @@ def test_bounds_are_not_above_forecasts(name: str, devices: int, cluster: str, c
         rows["recomputed"] = np.where(draw.random(n) < 0.3, rows["recomputed"], 1.0)
         rows["recompute"] = np.where(draw.random(n) < 0.5, rows["recompute"], 2.0)
         table = common.replaced(**{name: rows[name] for name in SPREAD})
-        seen = forecast(table, constants)
+        seen = estimate(table, constants)
         assert np.all((np.where(rows["recompute"] == 2, rows["recomputed"], 0.0) >= rows["again"])[seen.fits])
         for bound in ("splits that fit", "scheduled that fit"):
             assert np.all((rows[bound] <= seen.seconds)[seen.fits]), bound
@@ -164,7 +164,7 @@ def test_bounds_are_not_above_forecasts(name: str, devices: int, cluster: str, c
         "state_on_host": np.zeros(n),
         "activations_on_host": np.zeros(n),
     }
-    seen = forecast(common.replaced(**{name: plain[name] for name in SPREAD}), constants)
+    seen = estimate(common.replaced(**{name: plain[name] for name in SPREAD}), constants)
     assert np.median(rows["scheduled"] / seen.seconds) > 0.99
     assert np.median(rows["alone"] / seen.seconds) > 0.3
 
@@ -198,7 +198,7 @@ def test_what_fits_nowhere_has_its_smallest_strategy() -> None:
     assert found.smallest is not None
     assert not found.smallest.fits
     assert found.smallest.peak == min(
-        float(forecast(table, K).peak.min()) for table in listed(found.question)
+        float(estimate(table, K).peak.min()) for table in listed(found.question)
     )
 
 

@@ -1,4 +1,4 @@
-"""The forecast of a step: its forms against hand computation, and runs that no constant was fitted on."""
+"""The estimate of a step: its forms against hand computation, and runs that no constant was fitted on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hyper_parallel.planner.cost_model.collectives import RankGroup
 from hyper_parallel.planner.cost_model.kernels import Products
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
-from hyper_parallel.planner.cost_model.step import forecast, seconds_by_kind
+from hyper_parallel.planner.cost_model.step import estimate, seconds_by_kind
 from hyper_parallel.planner.error_interval import between
 from hyper_parallel.planner.framework_profiles import GENERIC, MEGATRON_LM
 from hyper_parallel.planner.table import Table, sum_of
@@ -132,33 +132,33 @@ def _random(n: int, seed: int) -> Table:
 
 def test_parts_add_up_and_are_never_negative() -> None:
     t = _random(300, 0)
-    found = forecast(t, fitted())
+    found = estimate(t, fitted())
     assert all(np.all(part >= -1e-12) for part in found.parts.values())
     np.testing.assert_allclose(sum_of(found.parts), found.seconds)
     np.testing.assert_allclose(sum_of(found.memory), found.peak)
     assert np.all(np.isfinite(found.seconds)) and np.all(found.seconds > 0)
 
 
-def test_a_row_is_forecast_alone_as_among_others() -> None:
+def test_a_row_is_estimated_alone_as_among_others() -> None:
     t = _random(50, 1)
-    together = np.broadcast_to(forecast(t, fitted()).seconds, t.n)
-    alone = [float(forecast(t.take(i), fitted()).seconds[0]) for i in range(t.n)]
+    together = np.broadcast_to(estimate(t, fitted()).seconds, t.n)
+    alone = [float(estimate(t.take(i), fitted()).seconds[0]) for i in range(t.n)]
     np.testing.assert_allclose(together, alone, rtol=1e-12)
 
 
 def test_what_computes_less_or_has_faster_links_is_no_slower() -> None:
     base = {"shard": 8, "tensor_x": 8, "devices": 64, "zero": 3}
     seconds = {
-        name: float(forecast(table(**{**base, **change}), fitted()).seconds[0])
+        name: float(estimate(table(**{**base, **change}), fitted()).seconds[0])
         for name, change in {"plain": {}, "again": {"recompute": 2}, "host": {"state_on_host": 1}}.items()
     }
     assert seconds["again"] > seconds["plain"] <= seconds["host"]
     t = table(**base)
-    faster = forecast(t.replaced(network_rate=1e12, node_rate=1e13), fitted()).seconds[0]
+    faster = estimate(t.replaced(network_rate=1e12, node_rate=1e13), fitted()).seconds[0]
     assert faster < seconds["plain"]
 
 
-def test_the_interval_holds_the_forecast() -> None:
+def test_the_interval_holds_the_estimate() -> None:
     low, high = between(np.array([1.0, 10.0]))
     assert np.all(low < [1.0, 10.0]) and np.all(high > [1.0, 10.0])
     np.testing.assert_allclose(high / low, (high / low)[0])

@@ -12,7 +12,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.codes import code
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import planned_run_file
@@ -28,7 +28,7 @@ def _question(name: str = "llama-3-8b", cluster: str = "h100x64", **more: Any) -
 
 def _figures(question: Question, **spread: float) -> Figures:
     table = Table.of(question.workload, question.cluster, question.profile, **spread)
-    return figures(table, forecast(table, Constants()))[0]
+    return figures(table, estimate(table, Constants()))[0]
 
 
 RUNS: dict[str, dict[str, float]] = {
@@ -56,12 +56,12 @@ def test_it_loads_and_reads_back(name: str, tmp_path: Path) -> None:
     assert notes == []
 
 
-def test_the_head_says_that_it_is_a_forecast() -> None:
+def test_the_head_says_that_it_is_an_estimate() -> None:
     question = _question()
     found = _figures(question, shard=64, zero=3)
     head = [line for line in planned_run_file(found, question).text.splitlines() if line.startswith("#")]
     assert "llama-3-8b on 64 devices of h100x64" in head[0]
-    assert head[1].startswith("# Forecast: a step in ")
+    assert head[1].startswith("# Estimated: a step in ")
 
 
 def test_experts_keep_their_axis() -> None:

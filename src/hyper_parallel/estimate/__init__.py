@@ -7,7 +7,7 @@ orders them. `inspect_run(config)` gives an `Inspection`: the bytes that a rank 
 
 from hyper_parallel.estimate.extrapolated_order import PredictedStep, predicted_step
 from hyper_parallel.estimate.inspect import inspect_run
-from hyper_parallel.estimate.memory_report import CollectiveRow, Inspection, ModuleRow
+from hyper_parallel.estimate.inspect_report import CollectiveRow, Inspection, ModuleRow
 from hyper_parallel.estimate.predict import cluster_of, predict_run
 from hyper_parallel.estimate.prediction import Prediction
 

@@ -17,7 +17,7 @@ from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CaptureError, ConfigError
 from hyper_parallel.estimate.build_trace import captured_step
-from hyper_parallel.estimate.memory_report import Inspection, collapsed, collective_rows, parameter_rows
+from hyper_parallel.estimate.inspect_report import Inspection, collapsed, collective_rows, parameter_rows
 from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch, model_of
 from hyper_parallel.estimate.step_figures import (
     LAYERS,

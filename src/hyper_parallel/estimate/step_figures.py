@@ -30,6 +30,7 @@ from hyper_parallel.cluster.collective import bytes_received
 from hyper_parallel.graph import Lifetime, StepGraph, lifetimes
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.liveness import peak_of
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Collective
 
@@ -90,7 +91,7 @@ def figures_of(
     """The figures of a captured step; `stands_for` as of `captured_micro_batches`, `pattern` names a module's row."""
     nodes = list(step.nodes)
     lives = lifetimes(step)
-    begins = next((at for at, node in enumerate(nodes) if node.meta["phase"] == "backward"), len(nodes))
+    begins = next((at for at, node in enumerate(nodes) if region_of(node).phase == "backward"), len(nodes))
     saved: Counter[str] = Counter()
     for life in lives:
         if life.kind == "activation" and life.born < begins <= life.died:
@@ -130,16 +131,13 @@ def _calls(step: StepGraph, nodes: list[fx.Node], strategy: Strategy, stands_for
     found: Calls = Counter()
     cluster = Cluster.of(strategy) if strategy.placement.given else None
     priced = costs(step)
-    micro, backward = 0, False
     for node in nodes:
-        phase = node.meta["phase"]
-        micro += backward and phase == "forward"
-        backward = phase == "backward"
         cost = priced.get(node)
         if not isinstance(cost, Collective):
             continue
         # The norm and the optimizer's collectives are of the whole step.
-        times = stands_for[micro] if phase in ("forward", "loss", "backward") else 1
+        micro_batch = region_of(node).micro_batch
+        times = 1 if micro_batch is None else stands_for[micro_batch]
         ranks = len(cost.ranks)
         everyone = ranks == strategy.axes.world and "*" in cost.axis
         levels = " · ".join(cluster.spans(cost.ranks)) if cluster is not None else ""

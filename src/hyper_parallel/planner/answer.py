@@ -12,10 +12,10 @@ from hyper_parallel.report.sheets import NONE, Fact, Sheet
 from hyper_parallel.report.table import render as text_of
 from hyper_parallel.units import format_bytes, format_count, format_duration
 
-WORD = "forecast"
+WORD = "estimated"
 
 DIFFER = 0.05
-"""A share of a step beyond which forecast and prediction are said to differ."""
+"""A share of a step beyond which estimate and prediction are said to differ."""
 
 
 def heading(one: PrintedAnswer) -> str:
@@ -26,7 +26,7 @@ def heading(one: PrintedAnswer) -> str:
     what = f"{shape.name or 'the model'} ({format_count(shape.parameters)} parameters{active})"
     step = f"{work.batch:,} × {work.sequence:,} tokens, {work.precision}, {work.optimizer}"
     where = question.cluster.name or question.cluster.source
-    return f"{WORD} of steps of {what}, {step}, on {question.devices:,} devices of {where}"
+    return f"{WORD} steps of {what}, {step}, on {question.devices:,} devices of {where}"
 
 
 def facts(one: PrintedAnswer) -> list[Fact]:
@@ -95,7 +95,7 @@ def _row(name: str, one: Figures, best: Figures) -> tuple[str, ...]:
 
 
 def simulated(one: PrintedAnswer) -> Sheet:
-    """What the simulator says of the best, beside the forecast."""
+    """What the simulator says of the best, beside the estimate."""
     rows = []
     for place, found in enumerate(one.refined, 1):
         best = one.best[place - 1]
@@ -118,7 +118,7 @@ def simulated(one: PrintedAnswer) -> Sheet:
         )
     return Sheet(
         "beside the simulation of its step",
-        ("", "", "forecast", "predicted", "beside", "peak, forecast / predicted"),
+        ("", "", "estimated", "predicted", "beside", "peak, estimate / predicted"),
         tuple(rows),
         left=2,
         note=f"predicted: the step's graph, simulated; they differ where it is over {DIFFER:.0%} off{_quickest(one)}",
@@ -137,7 +137,7 @@ def searched(one: PrintedAnswer) -> Sheet:
     answer = one.answer
     rows = [("legal strategies", f"{answer.counted:,}")]
     rows += [(f"left out: {PRUNED[bound]}", f"{count:,}") for bound, count in answer.pruned.items() if count]
-    rows.append(("forecast", f"{answer.weighed:,}"))
+    rows.append(("estimated", f"{answer.weighed:,}"))
     return Sheet(
         "what was searched",
         ("", "strategies"),
@@ -161,17 +161,17 @@ def sheets(one: PrintedAnswer) -> list[Sheet]:
 
 
 def text(one: PrintedAnswer, width: int = 140) -> str:
-    """For the terminal. The first word is `forecast`."""
+    """For the terminal. The first word is `estimated`."""
     body = text_of(heading(one), facts(one), sheets(one), WORD, width).rstrip()
     ends = [*one.why.sentences, *(f"note: {note}" for note in one.notes)]
     return "\n".join([body, "", *ends])
 
 
 def to_json(one: PrintedAnswer) -> dict[str, Any]:
-    """The same as plain data. Times are seconds, memory is bytes; all are forecast."""
+    """The same as plain data. Times are seconds, memory is bytes; all are estimated."""
     question, work = one.question, one.question.workload
     return {
-        "forecast": True,
+        "estimated": True,
         "model": work.shape.name,
         "parameters": work.shape.parameters,
         "active_parameters": work.shape.active_parameters,

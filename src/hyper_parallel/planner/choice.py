@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyper_parallel.planner.codes import CODES
-from hyper_parallel.planner.cost_model.step import Forecast
+from hyper_parallel.planner.cost_model.step import Estimate
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.table import SPREAD, Table
 
@@ -16,23 +16,23 @@ class Choice:
 
     table: Table
     """One row."""
-    forecast: Forecast
+    estimate: Estimate
     """Of that row."""
 
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return float(self.forecast.seconds.max())
+        return float(self.estimate.seconds.max())
 
     @property
     def peak(self) -> float:
         """Bytes of the fullest device."""
-        return float(self.forecast.peak.max())
+        return float(self.estimate.peak.max())
 
     @property
     def fits(self) -> bool:
         """Whether it runs within the device's memory."""
-        return bool(self.forecast.fits.all())
+        return bool(self.estimate.fits.all())
 
     @property
     def spread(self) -> dict[str, float | str | tuple[str, ...]]:
@@ -57,7 +57,7 @@ class Answer:
     pruned: dict[str, int]
     """Points that were left out, by the bound that excludes them; keys of PRUNED."""
     weighed: int
-    """Points that were forecast."""
+    """Points that were estimated."""
     bound: float
     """The objective is proved to be no better than this anywhere in the space: the best choice's own, as nothing was
     left out but by a bound. inf where nothing fits."""

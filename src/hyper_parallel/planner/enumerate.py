@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import answer
@@ -25,7 +25,7 @@ CHUNK = 256
 
 
 def ranked(question: Question, constants: Constants) -> Iterator[Figures]:
-    """The strategies that fit, best forecast first: all of a small space, else `question.top` of the search's.
+    """The strategies that fit, best estimate first: all of a small space, else `question.top` of the search's.
 
     None are where nothing fits. Raises ConfigError where no strategy is legal.
     """
@@ -35,7 +35,7 @@ def ranked(question: Question, constants: Constants) -> Iterator[Figures]:
         rows, _ = level.expand(rows)
     if not rows["micro"].size or int(space.counts(rows).sum()) > MOST:
         for choice in answer(question, constants).best:
-            yield figures(choice.table, choice.forecast)[0]
+            yield figures(choice.table, choice.estimate)[0]
         return
     for level in (space.splits, space.orders, space.schedules):
         rows, _ = level.expand(rows)
@@ -43,10 +43,10 @@ def ranked(question: Question, constants: Constants) -> Iterator[Figures]:
     table = Table.stacked(
         [base.replaced(**{name: ways[name] for name in SPREAD}) for ways in space.kept(rows)]
     )
-    found = forecast(table, constants)
+    found = estimate(table, constants)
     fits = np.flatnonzero(np.broadcast_to(found.fits, table.n))
     seconds, peak = (np.broadcast_to(column, table.n)[fits] for column in (found.seconds, found.peak))
     order = fits[np.lexsort((peak, seconds))]
     for start in range(0, order.size, CHUNK):
         some = table.take(order[start : start + CHUNK])
-        yield from figures(some, forecast(some, constants))
+        yield from figures(some, estimate(some, constants))

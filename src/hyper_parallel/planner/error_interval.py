@@ -1,6 +1,6 @@
 """Error interval of an estimate: covers 90% of measured runs.
 
-    r = log(forecast / measured)        seconds in [s · exp(−r₉₅), s · exp(−r₅)]          `between`
+    r = log(estimate / measured)        seconds in [s · exp(−r₉₅), s · exp(−r₅)]          `between`
 
 r₅ and r₉₅ are quantiles of the residuals of published runs, each of a source that was held out while constants were
 fitted (`fit.judge`), each source on one kind of hardware weighing the same. They are written beside the constants.
@@ -27,7 +27,7 @@ def residuals() -> tuple[float, float]:
 
 
 def between(seconds: Array) -> tuple[Array, Array]:
-    """Seconds that nine of ten steps with such a forecast take at least and at most."""
+    """Seconds that nine of ten steps with such an estimate take at least and at most."""
     low, high = residuals()
     return seconds * np.exp(-high), seconds * np.exp(-low)
 

@@ -1,6 +1,6 @@
 """Explains a strategy: where time and memory go, what one change would cost, what binds.
 
-*What binds* is asked of the model: the same strategy is forecast on a machine that has twice of one thing, and with
+*What binds* is asked of the model: the same strategy is estimated on a machine that has twice of one thing, and with
 twice the batch. What shortens a token's time most is what the strategy waits for. Memory binds where a change would
 make the step quicker but does not fit.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from hyper_parallel.planner import format
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.neighbors import Neighbour, neighbours
 from hyper_parallel.planner.query import Question
@@ -59,7 +59,7 @@ class Explanation:
     eased: tuple[Eased, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; times are seconds, memory is bytes; all are forecast."""
+        """Plain data; times are seconds, memory is bytes; all are estimated."""
         return {
             "binds": list(self.sentences),
             "one_change": [
@@ -77,7 +77,7 @@ class Explanation:
 
 def explain(row: Table, question: Question, constants: Constants) -> Explanation:
     """Why the strategy of a row is what it is, of all that the question leaves open."""
-    best = figures(row, forecast(row, constants))[0]
+    best = figures(row, estimate(row, constants))[0]
     changes = tuple(neighbours(row, question, constants))
     eased = tuple(_eased(row, constants))
     sheets = (_time(best), _memory(best), _changes(best, changes), _twice(eased))
@@ -140,11 +140,11 @@ def _changes(best: Figures, changes: Sequence[Neighbour]) -> Sheet:
 
 def _eased(row: Table, constants: Constants) -> list[Eased]:
     """The same strategy with twice of each, for what makes a difference; the largest first."""
-    before = float(forecast(row, constants).seconds.max())
+    before = float(estimate(row, constants).seconds.max())
     found = []
     for what, columns in TWICE.items():
         twice = row.replaced(**{name: 2 * getattr(row, name) for name in columns})
-        after = float(forecast(twice, constants).seconds.max())
+        after = float(estimate(twice, constants).seconds.max())
         found.append(Eased(what, 1 - after / before / (2 if columns == ("batch",) else 1)))
     return sorted((one for one in found if abs(one.saved) >= 0.001), key=lambda one: -one.saved)
 
@@ -168,12 +168,12 @@ def _binds(best: Figures, changes: Sequence[Neighbour], eased: Sequence[Eased]) 
         first = quicker[0]
         found.append(
             f"memory binds: {first.change} would take {format_duration(first.figures.seconds)} "
-            f"({format.signed(first.figures.seconds / best.seconds - 1)}, forecast) but needs "
+            f"({format.signed(first.figures.seconds / best.seconds - 1)}, estimated) but needs "
             f"{format.memory(first.figures)}"
         )
     else:
         found.append(
-            "memory does not bind: no single change that does not fit would be quicker (forecast; peak "
+            "memory does not bind: no single change that does not fit would be quicker (estimated; peak "
             f"{format.memory(best)})"
         )
     slower = [one for one in changes if one.figures.fits and one.figures.seconds > (1 + CLOSE) * best.seconds]
@@ -181,10 +181,10 @@ def _binds(best: Figures, changes: Sequence[Neighbour], eased: Sequence[Eased]) 
         one = slower[0]
         found.append(
             f"the next best, one change away: {one.change}, {format_duration(one.figures.seconds)} "
-            f"({format.signed(one.figures.seconds / best.seconds - 1)}, forecast)"
+            f"({format.signed(one.figures.seconds / best.seconds - 1)}, estimated)"
         )
     if eased and eased[0].saved > 0:
         found.append(
-            f"what it waits for most: {eased[0].what}; twice of it saves {eased[0].saved:.0%} (forecast)"
+            f"what it waits for most: {eased[0].what}; twice of it saves {eased[0].saved:.0%} (estimated)"
         )
     return found

@@ -18,7 +18,7 @@ What has to be computed again to fit at all, a share w of the layers (`floor`), 
 times the forward pass that `layer` counts, launches and context's exchange left out; where gathers cover the backward
 pass and more, all but what they exceed (1 + `beside`) of it by, as that much more is hidden (`_longer`).
 
-**`Bounds.scheduled`**, with the schedule: pace, bubble and sends as forecast. The reduction of gradients hides behind
+**`Bounds.scheduled`**, with the schedule: pace, bubble and sends as estimate. The reduction of gradients hides behind
 at most 0.7 of a stage's time (`cost_model.optimizer_step.reduced`), so a stage that is longer by d saves at most 0.7 d
 of it.
 
@@ -56,13 +56,13 @@ from hyper_parallel.planner.space import NONE, SELECTIVE, Array, Columns, Strate
 from hyper_parallel.planner.table import SPREAD, Table, sum_of
 
 PASSES = ("products", "attention", "elementwise", "again", "tensor", "expert", "context", "launches")
-"""Parts of a forecast that are a layer's passes, gathers of split weights apart."""
+"""Parts of a estimate that are a layer's passes, gathers of split weights apart."""
 INTERLEAVED, ZB_V, DUALPIPE = (SCHEDULES.index(name) for name in ("interleaved", "zb-v", "dualpipe"))
 _HIDING = 0.7
 _ROWS = 4096
 """Rows at once: their columns stay in a core's cache."""
 _CLOSE = 1 - 1e-9
-"""A bound and the forecast that it bounds are sums in another order; they may differ by rounding."""
+"""A bound and the estimate that it bounds are sums in another order; they may differ by rounding."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ So of each kind of recompute, for the fastest way (`MemoryChoice.fastest`):
 
 * k is at least what fits with some shares, in closed form (`memory_bounds`), and at most what is faster than a limit;
 * a way with this least k that waits for no copy is the fastest of its kind, and with k = 0 the fastest of all;
-* of groups where it waits, all ways are forecast that may be faster: each k that is affordable, with the shares that
+* of groups where it waits, all ways are estimated that may be faster: each k that is affordable, with the shares that
   suffice for it and of which no smaller ones do. (Copies may show less the longer the passes are.)
 
 Where stages are cut by cost, longer layers may be cut more evenly: such groups are treated as if they waited, and no k
@@ -53,7 +53,7 @@ COLUMNS = ("recompute", "recomputed", "state_on_host", "activations_on_host")
 _LESS = 1 - 1e-8
 """A group whose best way takes no longer than its bound is done, rounding apart."""
 _ROWS = 4096
-"""Ways that are forecast at once."""
+"""Ways that are estimated at once."""
 _ANY = 1e30
 """Bytes, where there is no limit."""
 
@@ -68,7 +68,7 @@ class Ways:
         self.seconds: Array = np.full(n, np.inf)
         self.bytes: Array = np.full(n, np.inf)
         self.weighed = 0
-        """Ways whose time was forecast."""
+        """Ways whose time was estimated."""
 
     def put(self, at: Index, ways: Columns, seconds: Array, better: Mask) -> None:
         """Replace the ways of the groups `at` where they are `better`: the last of each group stays."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from hyper_parallel.planner.codes import CODES
 from hyper_parallel.planner.cost_model import pipeline
-from hyper_parallel.planner.cost_model.step import Forecast
+from hyper_parallel.planner.cost_model.step import Estimate
 from hyper_parallel.planner.error_interval import between
 from hyper_parallel.planner.mfu import mfu, tokens_per_second
 from hyper_parallel.planner.table import SPREAD, Array, Table
@@ -24,7 +24,7 @@ WAITING = ("bubble", "uneven")
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """A strategy and its forecast; times are seconds, memory is bytes of the fullest device."""
+    """A strategy and its estimate; times are seconds, memory is bytes of the fullest device."""
 
     strategy: Mapping[str, float | str]
     """The columns of SPREAD; codes by name."""
@@ -66,7 +66,7 @@ class Figures:
         return self.device_hours * price * tokens / self.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; times are seconds, memory is bytes; all are forecast."""
+        """Plain data; times are seconds, memory is bytes; all are estimated."""
         return {
             "strategy": dict(self.strategy),
             "devices": self.devices,
@@ -85,7 +85,7 @@ class Figures:
         }
 
 
-def figures(t: Table, forecast: Forecast) -> list[Figures]:
+def figures(t: Table, estimate: Estimate) -> list[Figures]:
     """The figures of each row of a table."""
     n = t.n
 
@@ -93,14 +93,14 @@ def figures(t: Table, forecast: Forecast) -> list[Figures]:
         return np.broadcast_to(column, n)
 
     spread = {name: rows(getattr(t, name)) for name in SPREAD}
-    seconds, peak = rows(forecast.seconds), rows(forecast.peak)
-    fits = np.broadcast_to(forecast.fits, n)
-    parts = {name: rows(part) for name, part in forecast.parts.items()}
-    memory = {name: rows(part) for name, part in forecast.memory.items()}
-    speed, share = rows(tokens_per_second(t, forecast.seconds)), rows(mfu(t, forecast.seconds))
+    seconds, peak = rows(estimate.seconds), rows(estimate.peak)
+    fits = np.broadcast_to(estimate.fits, n)
+    parts = {name: rows(part) for name, part in estimate.parts.items()}
+    memory = {name: rows(part) for name, part in estimate.memory.items()}
+    speed, share = rows(tokens_per_second(t, estimate.seconds)), rows(mfu(t, estimate.seconds))
     micro_batches = rows(pipeline.micro_batches(t))
     devices, capacity, tokens = rows(t.devices), rows(t.capacity), rows(t.batch * t.sequence)
-    low, high = (rows(bound) for bound in between(forecast.seconds))
+    low, high = (rows(bound) for bound in between(estimate.seconds))
     return [
         Figures(
             strategy={name: _told(name, float(column[row])) for name, column in spread.items()},

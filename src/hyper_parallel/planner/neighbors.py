@@ -17,7 +17,7 @@ import numpy as np
 from hyper_parallel.planner import format
 from hyper_parallel.planner.codes import CODES
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.format import AXES
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import SHARES, Question
@@ -84,9 +84,9 @@ def neighbours(row: Table, question: Question, constants: Constants) -> list[Nei
         return []
     rows = list(found.values())
     table = row.replaced(**{name: np.array([one[name] for one in rows]) for name in SPREAD})
-    before = figures(row, forecast(row, constants))[0]
+    before = figures(row, estimate(row, constants))[0]
     made: dict[str, Neighbour] = {}
-    for one in figures(table, forecast(table, constants)):
+    for one in figures(table, estimate(table, constants)):
         change = _words(before, one)
         made[change] = Neighbour(change, one)
     return sorted(made.values(), key=lambda one: (one.figures.seconds, one.change))
@@ -164,7 +164,7 @@ def _seconds(row: Table, columns: Columns, constants: Constants) -> Array:
     n = columns["micro"].size
     if not n:
         return np.zeros(0)
-    return np.broadcast_to(forecast(row.replaced(**columns), constants).seconds, n)
+    return np.broadcast_to(estimate(row.replaced(**columns), constants).seconds, n)
 
 
 def _changed(

@@ -150,7 +150,7 @@ def _front(front: Sequence[Figures], best: Sequence[Figures]) -> str:
             for one in some
         ]
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="forecast seconds of a step against peak memory">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="estimate seconds of a step against peak memory">'
         f"{''.join(drawn)}</svg><p>The line: the quickest strategy for each limit of memory. The other points: the "
         "best strategies of the table. Point at one to see what it is.</p>"
     )

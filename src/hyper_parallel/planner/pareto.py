@@ -36,7 +36,7 @@ def front(question: Question, constants: Constants) -> list[Figures]:
         limited = replace(one.cluster, device=replace(device, memory=memory))
         found += answer(replace(one, cluster=limited), constants).best
     told = [
-        figures(choice.table.replaced(capacity=device.memory.bytes), choice.forecast)[0] for choice in found
+        figures(choice.table.replaced(capacity=device.memory.bytes), choice.estimate)[0] for choice in found
     ]
     return _undominated(told)
 

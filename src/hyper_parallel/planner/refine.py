@@ -1,6 +1,6 @@
 """Refinement: simulates the planner's best strategies from their captured steps.
 
-The forecast is of closed forms; the prediction is of every operator that `train` would run, with the collectives in the
+The estimate is of closed forms; the prediction is of every operator that `train` would run, with the collectives in the
 order that training would choose (`estimate.extrapolated_order`). Neither is a measurement.
 """
 

@@ -36,7 +36,7 @@ class PlannedRunFile:
     data: Mapping[str, Any]
     """Its keys and values."""
     text: str
-    """YAML, with what was forecast and the notes as comments at its head."""
+    """YAML, with what was estimated and the notes as comments at its head."""
     notes: Sequence[str]
     runs: bool
     """Whether `train` can run it as it stands."""
@@ -88,7 +88,7 @@ def planned_run_file(
     head = [
         f"Written by hyper-parallel plan for {shape.name or 'a model'} on {question.devices:,} devices of "
         f"{question.cluster.name or question.cluster.source}.",
-        f"Forecast: a step in {format.seconds(found)}; MFU {found.mfu:.1%}; peak {format.memory(found)}.",
+        f"Estimated: a step in {format.seconds(found)}; MFU {found.mfu:.1%}; peak {format.memory(found)}.",
         *notes,
     ]
     text = "".join(f"# {line}\n" for line in head) + yaml12.write(data)
@@ -137,7 +137,7 @@ def _memory(given: format.Strategy, notes: list[str]) -> dict[str, Any]:
     kind, share = given["recompute"], float(given["recomputed"])
     made["recompute"] = "layer" if kind == "full" else "none"
     if kind == "full" and share < 1:
-        notes.append(f"train recomputes all layers or none; the forecast recomputes {share:.0%} of them")
+        notes.append(f"train recomputes all layers or none; the estimate recomputes {share:.0%} of them")
     if kind == "selective":
         notes.append(
             "train has no selective recomputation; fused attention keeps no scores, so the file says none"

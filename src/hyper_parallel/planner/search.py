@@ -22,7 +22,7 @@ import numpy as np
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.choice import Answer, Choice, score
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.lower_bounds import Bounds
 from hyper_parallel.planner.memory_choices import Index, MemoryChoice
 from hyper_parallel.planner.query import Question
@@ -30,14 +30,14 @@ from hyper_parallel.planner.space import DEGREES, Array, Columns, Counts, Mask, 
 from hyper_parallel.planner.table import SPREAD, Table
 
 CHUNK = 4096
-"""Rows that are forecast at once: their columns stay in a core's cache."""
+"""Rows that are estimated at once: their columns stay in a core's cache."""
 EQUAL = 1e-9
 """Figures that differ by less, as a share, are equal."""
 BATCH = 2048
 """Rows of which the best way to keep is found at once, or more."""
 DIVE, ALIKE = 1024, 4
-"""Rows of degrees and micro-batch of which one strategy each is forecast before the search begins, and how many of them
-have the same degrees."""
+"""Rows of degrees and micro-batch of which one strategy each is estimated before the search begins; at most ALIKE of
+them have the same degrees."""
 FIRST = 32
 """Rows of degrees and micro-batch that the search begins with; each later batch is twice as large."""
 
@@ -217,7 +217,7 @@ class _Search:
 
     def _choice(self, row: Mapping[str, float]) -> Choice:
         table = self.base.replaced(**row)
-        return Choice(table, forecast(table, self.constants))
+        return Choice(table, estimate(table, self.constants))
 
     def _ahead(self, bound: float) -> bool:
         """Whether anything with this bound may be among the best, whatever its degrees."""

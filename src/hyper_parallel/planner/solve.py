@@ -11,7 +11,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner import format, runnable
 from hyper_parallel.planner.choice import Answer
 from hyper_parallel.planner.constants import Constants, fitted
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.explain import Explanation, explain
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
@@ -107,13 +107,13 @@ def solve(
 
 
 def _figures(row: Table, constants: Constants) -> Figures:
-    return figures(row, forecast(row, constants))[0]
+    return figures(row, estimate(row, constants))[0]
 
 
 def _on_host(row: Table, constants: Constants) -> float:
     """Bytes that a rank of a strategy has in the host's memory."""
     here = row.replaced(state_on_host=0, activations_on_host=0)
-    return float(forecast(here, constants).peak.max() - forecast(row, constants).peak.max())
+    return float(estimate(here, constants).peak.max() - estimate(row, constants).peak.max())
 
 
 def _floor(found: Answer, constants: Constants) -> str:
@@ -128,7 +128,7 @@ def _floor(found: Answer, constants: Constants) -> str:
         question.workload.shape.name or "the model",
         question.cluster.name or question.cluster.source,
     )
-    helps = [] if more is None else [f"{more:,} devices (forecast; --fit finds the fewest)"]
+    helps = [] if more is None else [f"{more:,} devices (estimated; --fit finds the fewest)"]
     if question.runnable:
         helps.append("leaving out --runnable")
     if question.fix:
@@ -137,7 +137,7 @@ def _floor(found: Answer, constants: Constants) -> str:
         helps.append("a shorter sequence")
     return (
         f"{name} fits no strategy on {question.devices:,} devices of {where}: the smallest of {found.counted:,} needs "
-        f"{format.memory(least)} on a device (forecast; {format.axes(least.strategy)}, "
+        f"{format.memory(least)} on a device (estimated; {format.axes(least.strategy)}, "
         f"{format.settings(least.strategy)}); "
         f"what would make it fit: {', or '.join(helps) or 'devices with more memory'}"
     )

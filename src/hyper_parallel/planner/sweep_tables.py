@@ -26,13 +26,13 @@ class SweepTable:
     rows: tuple[dict[str, Any], ...]
 
     def text(self, width: int = 140) -> str:
-        """For the terminal. The first word is `forecast`."""
-        body = text_of(self.heading, [], [self.sheet], "forecast", width).rstrip()
+        """For the terminal. The first word is `estimated`."""
+        body = text_of(self.heading, [], [self.sheet], "estimated", width).rstrip()
         return "\n".join([body, "", *self.sentences])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; times are seconds, memory is bytes; all are forecast."""
-        return {"forecast": True, "says": list(self.sentences), "points": list(self.rows)}
+        """Plain data; times are seconds, memory is bytes; all are estimated."""
+        return {"estimated": True, "says": list(self.sentences), "points": list(self.rows)}
 
 
 def scaling(points: Sequence[Point], tokens: float = 0.0) -> SweepTable:
@@ -89,13 +89,13 @@ def lengths(points: Sequence[Point]) -> SweepTable:
     asked = sorted(point.question.workload.sequence for point in points)
     fitting = [point.question.workload.sequence for point in points if point.fits]
     if not fitting:
-        longest = "none of these lengths fits (forecast)"
+        longest = "none of these lengths fits (estimated)"
     elif max(fitting) == asked[-1]:
-        longest = f"{asked[-1]:,} tokens fit, the longest that was asked for; longer ones may fit as well (forecast)"
+        longest = f"{asked[-1]:,} tokens fit, the longest that was asked for; longer ones may fit as well (estimated)"
     else:
         more = min(length for length in asked if length > max(fitting))
         longest = (
-            f"the longest of these lengths that fits: {max(fitting):,} tokens; {more:,} do not (forecast)"
+            f"the longest of these lengths that fits: {max(fitting):,} tokens; {more:,} do not (estimated)"
         )
     beyond = points[-1].question.workload
     known = beyond.shape.positions
@@ -115,7 +115,7 @@ def fewest(question: Question, point: Point | None, tokens: float = 0.0) -> Swee
             "large for a device; try a shorter sequence, a smaller batch, or devices with more memory"
         )
     made = scaling([point], tokens)
-    says = f"{name} fits on {point.question.devices:,} devices of {where}, and on no fewer (forecast)"
+    says = f"{name} fits on {point.question.devices:,} devices of {where}, and on no fewer (estimated)"
     return SweepTable(made.heading, made.sheet, (says, *made.sentences), made.rows)
 
 
@@ -123,7 +123,7 @@ def _made(points: Sequence[Point], sheet: Sheet, sentences: tuple[str, ...]) -> 
     question = points[0].question
     shape, work = question.workload.shape, question.workload
     heading = (
-        f"forecast of steps of {shape.name or 'the model'} ({format_count(shape.parameters)} parameters; "
+        f"estimated steps of {shape.name or 'the model'} ({format_count(shape.parameters)} parameters; "
         f"{format_count(work.tokens)} tokens, {work.precision}) on {question.cluster.name or question.cluster.source}"
     )
     shown = [(f"the best on row {place}", _best(point)) for place, point in enumerate(points, 1)]
@@ -146,7 +146,7 @@ def _best(point: Point) -> Figures | None:
     if point.answer is None or not point.answer.best:
         return None
     choice = point.answer.best[0]
-    return figures(choice.table, choice.forecast)[0]
+    return figures(choice.table, choice.estimate)[0]
 
 
 def _step(best: Figures) -> str:

@@ -25,7 +25,7 @@ from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gath
 from hyper_parallel.shard.functional_dropout import apply_functional_dropout
 from hyper_parallel.shard.loss.root import apply_loss
 from hyper_parallel.shard.model_structure import layers_or_refuse, without_values
-from hyper_parallel.shard.parameter_access import Access, AccessedParameter, Dtypes, apply_access
+from hyper_parallel.shard.parameter_gather import Access, AccessedParameter, Dtypes, apply_access
 from hyper_parallel.shard.placement import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype

@@ -12,10 +12,10 @@ from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.cluster_uses import cluster_uses
 from hyper_parallel.graph.host_update import is_update
 from hyper_parallel.graph.low_precision_grads import narrow
+from hyper_parallel.offloading.schedule.choose_recompute import Ladder, again, ladder
 from hyper_parallel.offloading.schedule.graph_search import Dial
-from hyper_parallel.offloading.schedule.host_update import PARTS, in_parts
+from hyper_parallel.offloading.schedule.host_update_pass import PARTS, in_parts
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Problem
-from hyper_parallel.offloading.schedule.rematerialize import Ladder, again, ladder
 from hyper_parallel.strategy.memory import Memory, Where
 from hyper_parallel.units import format_bytes, format_duration
 

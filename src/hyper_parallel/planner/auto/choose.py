@@ -1,6 +1,6 @@
 """Chooses a strategy for a run file with open axes: estimate all, simulate a few, take the best.
 
-    candidates = the best forecasts, at most `ALIKE` with the same degrees       `candidates`
+    candidates = the best estimates, at most `ALIKE` with the same degrees       `candidates`
     chosen     = the least predicted step of those that fit                     `choose`
     close      = those that are predicted to take at most `CLOSE` of it
 
@@ -34,7 +34,7 @@ from hyper_parallel.planner.solve import NothingFitsError
 from hyper_parallel.units import format_bytes, format_duration
 
 FEW = 12
-"""Strategies that are simulated on a machine that was measured, where a step is small and forecasts tell less."""
+"""Strategies that are simulated on a machine that was measured, where a step is small and estimates tell less."""
 FEWER = 4
 """On accelerators, whose steps take a minute each to order."""
 ALIKE = 3
@@ -77,7 +77,7 @@ def choose(
     say: Callable[[str], None] = lambda _: None,
     simulate: Simulate | None = simulated,
 ) -> Choice:
-    """The best strategy of a run on `world` devices of a cluster; `simulate=None` goes by the forecast alone.
+    """The best strategy of a run on `world` devices of a cluster; `simulate=None` goes by the estimate alone.
 
     Raises ConfigError where nothing is legal; NothingFitsError, with what would make it fit, where nothing fits.
     """
@@ -89,7 +89,7 @@ def choose(
     few = candidates(config, question, constants)
     predictions: list[Simulated] = []
     if simulate is not None and len(few) > 1:
-        say(f"simulating the {len(few)} best forecasts")
+        say(f"simulating the {len(few)} best estimates")
         predictions = simulate([one.run for one in few], cluster)
     timed = sorted(
         (one.seconds, place, one.peak)
@@ -112,7 +112,7 @@ def choose(
 
 
 def candidates(config: RunConfig, question: Question, constants: Constants) -> list[Candidate]:
-    """The strategies that are worth a closer look, best forecast first. Raises as `choose`."""
+    """The strategies that are worth a closer look, best estimate first. Raises as `choose`."""
     found: list[Candidate] = []
     seen: set[str] = set()
     alike: Counter[str] = Counter()
@@ -151,7 +151,7 @@ def _ranked(config: RunConfig, question: Question, constants: Constants) -> Iter
         # What does not fit within the budget is moved, as little as there is of it.
         smallest = answer(replace(question, top=1), constants).smallest
         assert smallest is not None
-        return figures(smallest.table, smallest.forecast)
+        return figures(smallest.table, smallest.estimate)
     raise NothingFitsError(_floor(question, constants))
 
 
@@ -161,7 +161,7 @@ def _choice(one: Candidate, predicted: float | None, cluster: Cluster, world: in
     if not is_measured(cluster):
         low, high = one.found.between
         figure += f" ({format_duration(low)}–{format_duration(high)} in 90% of published runs)"
-    step = f"a step is forecast to take {figure}"
+    step = f"a step is estimated to take {figure}"
     if predicted is not None:
         step += f", and {format_duration(predicted)} in the simulator's prediction"
     name = f"{format.axes(one.found.strategy)}; {format.settings(one.found.strategy)}"
@@ -172,11 +172,11 @@ def _floor(question: Question, constants: Constants) -> str:
     """Why nothing fits, and what would."""
     found = answer(question, constants)
     assert found.smallest is not None
-    least = figures(found.smallest.table, found.smallest.forecast)[0]
+    least = figures(found.smallest.table, found.smallest.estimate)[0]
     spread = f"{format.axes(least.strategy)}, {format.settings(least.strategy)}"
     return (
         f"strategy: auto: the model fits no strategy of {question.devices} workers: the smallest of {found.counted:,} "
-        f"needs {format.memory(least)} on a device that has {format_bytes(least.capacity)} (forecast; {spread}); what "
+        f"needs {format.memory(least)} on a device that has {format_bytes(least.capacity)} (estimated; {spread}); what "
         "would make it fit: more workers, a shorter data.sequence, or a budget (strategy.memory.device with host), "
         "with which what does not fit is moved"
     )

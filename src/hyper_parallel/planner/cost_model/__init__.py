@@ -1,1 +1,1 @@
-"""The cost model: closed forms over a table's columns; `step.forecast` combines them."""
+"""The cost model: closed forms over a table's columns; `step.estimate` combines them."""

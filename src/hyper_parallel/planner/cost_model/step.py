@@ -1,6 +1,6 @@
 """Estimate of a step: seconds and bytes by kind, and whether it fits.
 
-    step = (m · pace + sends + bubble + gradients + optimizer + host + fixed) · (1 + s log₂(devices / 8))     `forecast`
+    step = (m · pace + sends + bubble + gradients + optimizer + host + fixed) · (1 + s log₂(devices / 8))     `estimate`
 
 m micro-batches at the pace of the slowest stage (`pipeline`), whose time is that of its layers (`layer`) and of the
 head (`head`). s is `straggling`: the more devices, the slower the slowest of them (MegaScale, arXiv 2402.15627,
@@ -48,7 +48,7 @@ from hyper_parallel.planner.table import Array, Table, sum_of
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Estimate:
     """What the closed forms say of each row of a table."""
 
     seconds: Array
@@ -62,12 +62,12 @@ class Forecast:
     """Whether the peak, with what an allocator loses, is within the device's memory, and every stage has work."""
 
 
-def forecast(t: Table, k: Constants) -> Forecast:
+def estimate(t: Table, k: Constants) -> Estimate:
     """Time and memory of each row."""
     parts = seconds_by_kind(t, k)
     bytes = memory(t)
     peak = sum_of(bytes)
-    return Forecast(sum_of(parts), parts, bytes, peak, fits(t, peak, k))
+    return Estimate(sum_of(parts), parts, bytes, peak, fits(t, peak, k))
 
 
 def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:

@@ -12,4 +12,4 @@ RUNS = Path(__file__).with_name("training_runs.csv.gz")
 RECIPES = Path(__file__).with_name("recipe_runs.csv")
 """98 more of NVIDIA's own recipes on H100, in 16 and in 8 bits; constants are fitted on them too."""
 TRANSCRIBED = Path(__file__).with_name("transcribed_runs.csv")
-"""71 more, of other sources: no constant is fitted on them, so that they tell how forecasts hold for what is new."""
+"""71 more, of other sources: no constant is fitted on them, so that they tell how estimates hold for what is new."""

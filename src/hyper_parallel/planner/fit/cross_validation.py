@@ -1,15 +1,15 @@
 """Cross-validation by source: estimates for sources that the fit has not seen.
 
-Each source is held out whole, constants are fitted on the others (`solve`), and its rows are forecast with them. Every
+Each source is held out whole, constants are fitted on the others (`solve`), and its rows are estimated with them. Every
 (source, hardware) weighs the same:
 
 | figure | what |
 |---|---|
-| `step` | mean over groups of the mean of abs(forecast / measured − 1), and of its median |
+| `step` | mean over groups of the mean of abs(estimate / measured − 1), and of its median |
 | `null` | the same of one constant share of the peak, fitted in the same way |
 | `memory` | the first for the peak of memory |
 | `ordered` | of pairs of one model on one cluster whose tokens/s are more than 15% apart, those in the right order |
-| `picked` | of the sets of such rows, those in which the row forecast to be best is within 10% of the best |
+| `picked` | of the sets of such rows, those in which the row estimated to be best is within 10% of the best |
 | `ordered_alike`, `picked_alike` | the same for rows of one batch and length only, which are harder to tell apart |
 | `caught`, `alarms` | of the rows that failed, those called unfit; of those that ran, those called unfit |
 | `held` | of the rows, those within their 90% interval, which comes from the residuals of other sources |
@@ -94,23 +94,23 @@ class Judgement:
     caught: tuple[int, int]
     alarms: tuple[int, int]
     held: tuple[float, ...]
-    forecast: Array
+    estimate: Array
     """Seconds of each row, its source held out."""
     residuals: tuple[float, float]
-    """Quantiles of the logarithms of forecast over measured."""
+    """Quantiles of the logarithms of estimate over measured."""
 
 
 def judge(evidence: Evidence) -> Judgement:
     """Hold each source out in turn."""
     timed = evidence.timed
-    forecast, null = np.full(timed.size, np.nan), np.full(timed.size, np.nan)
+    estimate, null = np.full(timed.size, np.nan), np.full(timed.size, np.nan)
     for source in np.unique(evidence.sources[timed]):
         own = timed & (evidence.sources == source)
         rest = timed & ~own
         constants = solve(evidence.table.take(rest), evidence.seconds[rest], evidence.groups[rest])
-        forecast[own] = seconds_of(evidence.table.take(own), constants)
+        estimate[own] = seconds_of(evidence.table.take(own), constants)
         null[own] = _null(evidence, rest, own)
-    residual = np.log(forecast / evidence.seconds)
+    residual = np.log(estimate / evidence.seconds)
     groups = np.unique(evidence.groups[timed])
     members = [timed & (evidence.groups == group) for group in groups]
     weights = _weights(evidence.groups[timed])
@@ -119,15 +119,15 @@ def judge(evidence: Evidence) -> Judgement:
         groups=tuple(groups),
         rows=tuple(int(own.sum()) for own in members),
         bias=tuple(float(np.median(np.exp(residual[own]) - 1)) for own in members),
-        step=tuple(_error(forecast[own], evidence.seconds[own]) for own in members),
-        medians=tuple(float(np.median(_errors(forecast[own], evidence.seconds[own]))) for own in members),
+        step=tuple(_error(estimate[own], evidence.seconds[own]) for own in members),
+        medians=tuple(float(np.median(_errors(estimate[own], evidence.seconds[own]))) for own in members),
         null=tuple(_error(null[own], evidence.seconds[own]) for own in members),
         memory=_memory(evidence),
-        **_choices(evidence, forecast, alike=False),
-        **_choices(evidence, forecast, alike=True),
+        **_choices(evidence, estimate, alike=False),
+        **_choices(evidence, estimate, alike=True),
         **_unfit(evidence),
         held=tuple(float(held[own].mean()) for own in members),
-        forecast=forecast,
+        estimate=estimate,
         residuals=quantiles(residual[timed], weights),
     )
 
@@ -137,12 +137,12 @@ def seconds_of(table: Table, constants: Constants) -> Array:
     return np.broadcast_to(sum_of(seconds_by_kind(table, constants)), table.n)
 
 
-def _errors(forecast: Array, measured: Array) -> Array:
-    return np.abs(forecast / measured - 1)
+def _errors(estimate: Array, measured: Array) -> Array:
+    return np.abs(estimate / measured - 1)
 
 
-def _error(forecast: Array, measured: Array) -> float:
-    return float(_errors(forecast, measured).mean())
+def _error(estimate: Array, measured: Array) -> float:
+    return float(_errors(estimate, measured).mean())
 
 
 def _weights(groups: NDArray[np.str_]) -> Array:
@@ -170,7 +170,7 @@ def _held(evidence: Evidence, residual: Array, timed: NDArray[np.bool_]) -> NDAr
     return held
 
 
-def _choices(evidence: Evidence, forecast: Array, *, alike: bool) -> dict[str, tuple[int, int]]:
+def _choices(evidence: Evidence, estimate: Array, *, alike: bool) -> dict[str, tuple[int, int]]:
     """Pairs in order, and sets whose best was picked."""
     right = pairs = good = chosen = 0
     sets = evidence.sets(alike=alike)
@@ -179,7 +179,7 @@ def _choices(evidence: Evidence, forecast: Array, *, alike: bool) -> dict[str, t
         rows = np.flatnonzero(evidence.timed & (sets == name))
         if rows.size < 2:
             continue
-        measured, found = np.log(tokens[rows] / evidence.seconds[rows]), np.log(tokens[rows] / forecast[rows])
+        measured, found = np.log(tokens[rows] / evidence.seconds[rows]), np.log(tokens[rows] / estimate[rows])
         one, other = np.triu_indices(rows.size, 1)
         apart = measured[one] - measured[other]
         counted = np.abs(apart) > np.log(APART)

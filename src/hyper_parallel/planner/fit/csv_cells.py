@@ -1,7 +1,7 @@
 """Strict reading of a CSV's cells; measured cells are removed first.
 
 A run's row says what was trained, on what and how (`INPUTS`), and what was measured (`MEASURED`). `blind` keeps the
-former alone, so that no forecast can see what it is judged on.
+former alone, so that no estimate can see what it is judged on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MEASURED = (
 """Columns that say what came of it."""
 
 NEEDED = ("hardware", "n_devices")
-"""Without these columns no row can be forecast."""
+"""Without these columns no row can be estimated."""
 
 _OPTIONS = re.compile(r"\b(task|mp_mode)=([\w-]+)")
 """What notes say of how a run was done; the rest of them may speak of results."""

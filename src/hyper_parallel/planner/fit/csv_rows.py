@@ -51,13 +51,13 @@ class RunRow:
     filled: Mapping[str, str] = field(default_factory=dict)
     """By column: what was taken for an empty cell, and from where."""
     unsupported: str = ""
-    """Why there is no forecast; empty where there is."""
+    """Why there is no estimate; empty where there is."""
     index: int | None = None
     """The row of the table; None where it is unsupported."""
 
 
 def rows(runs: str | Path | Iterable[Mapping[str, object]]) -> tuple[Table, list[RunRow]]:
-    """The table of the runs that can be forecast, and a Row for each run, in the file's order.
+    """The table of the runs that can be estimated, and a Row for each run, in the file's order.
 
     `runs`: a CSV file, or records of the same columns. What was measured is dropped before anything is read. Raises
     DataError for a file that is no such CSV.

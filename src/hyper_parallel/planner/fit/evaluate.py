@@ -1,4 +1,4 @@
-"""Forecasts of the runs of a CSV: one object a row, in the file's order.
+"""Estimates of the runs of a CSV: one object a row, in the file's order.
 
 Each has `step_time_s`, `tokens_per_s_per_device`, `mfu` (0 to 1, of the peak in the run's precision), `peak_memory_gb`
 (10⁹ bytes of the fullest rank), `fits`, `interval` (tokens/s of a device that hold 90% of such runs, least and most)
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.planner.constants import Constants, fitted
-from hyper_parallel.planner.cost_model.step import forecast
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.error_interval import between
 from hyper_parallel.planner.fit.csv_rows import RunRow, rows
 from hyper_parallel.planner.mfu import mfu, tokens_per_second
@@ -25,11 +25,11 @@ from hyper_parallel.planner.table import Array
 def evaluate(
     runs: str | Path | Iterable[Mapping[str, object]], constants: Constants | None = None
 ) -> list[dict[str, Any]]:
-    """The forecast of each run; see the module. Raises DataError for a file that is no CSV of runs."""
+    """The estimate of each run; see the module. Raises DataError for a file that is no CSV of runs."""
     table, found = rows(runs)
     if table.layers.size == 0:
         return [_object(row, {}) for row in found]
-    told = forecast(table, constants or fitted())
+    told = estimate(table, constants or fitted())
     least, most = between(told.seconds)
     columns: dict[str, Array] = {
         "step_time_s": told.seconds,
@@ -56,9 +56,9 @@ def _object(row: RunRow, columns: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def text(told: Sequence[Mapping[str, Any]]) -> str:
-    """The same as a table for the terminal, and how often which reason left a row without a forecast."""
+    """The same as a table for the terminal, and how often which reason left a row without an estimate."""
     lines = [
-        "forecast",
+        "estimated",
         _line(("row", "model", "hardware", "step", "tokens/s", "90% interval", "MFU", "peak", "")),
     ]
     lines += [_told(one) for one in told]

@@ -83,7 +83,7 @@ def preset_of(hardware: str) -> str:
     near = difflib.get_close_matches(re.split(r"[\s(,]", text)[0], names(), n=1, cutoff=0.5)
     hint = f"; the nearest of the published machines is {near[0]!r}" if near else ""
     raise ConfigError(
-        f"nothing is published of the device {hardware!r} that a forecast could stand on{hint}; known are "
+        f"nothing is published of the device {hardware!r} that a estimate could stand on{hint}; known are "
         f"{', '.join(names())}"
     )
 

@@ -1,6 +1,6 @@
 """Maximum a posteriori fit of the cost model's constants.
 
-    minimise  Σ_groups 4 · mean of ρ((log forecast − log measured) / σ)  +  Σ_constants ρ(x / spread)
+    minimise  Σ_groups 4 · mean of ρ((log estimate − log measured) / σ)  +  Σ_constants ρ(x / spread)
 
 over x, the logarithm of each constant by its prior; the mean is over a group's rows. A group is a source on one kind
 of hardware, and each weighs the same, whatever its number of rows: as four independent measurements. σ is 10%. ρ
@@ -38,8 +38,8 @@ def solve(table: Table, seconds: Array, groups: Sequence[str]) -> Constants:
     spread = np.array([one.metadata["spread"] for one in FITTED])
 
     def residuals(x: Array) -> Array:
-        forecast = sum_of(seconds_by_kind(table, _constants(x)))
-        return np.concatenate([(np.log(forecast) - measured) / SIGMA, x / spread])
+        estimate = sum_of(seconds_by_kind(table, _constants(x)))
+        return np.concatenate([(np.log(estimate) - measured) / SIGMA, x / spread])
 
     weights = np.concatenate([WEIGHT / counts[index], np.ones(len(FITTED))])
     return _constants(_least(residuals, weights, len(FITTED)))

@@ -24,7 +24,7 @@ INTERACTIVE = "S01"
 
 
 def evidence(*paths: str | Path) -> Evidence:
-    """Every run of some CSVs that can be forecast, with what was measured."""
+    """Every run of some CSVs that can be estimated, with what was measured."""
     given = [record for path in paths for record in records(path)]
     table, found = rows(given)
     supported = [(row, record) for row, record in zip(found, given, strict=True) if row.index is not None]
