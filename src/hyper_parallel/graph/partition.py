@@ -22,16 +22,15 @@ summed once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.collective_groups import is_collective
-from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.ir import StepGraph, Value, values_of
 from hyper_parallel.graph.memory_effects import draws_random, touched, writes
 
@@ -181,19 +180,32 @@ def _repeatable(step: StepGraph, sources: Mapping[fx.Node, Collection[fx.Node]])
 
 
 def _check_writes(step: StepGraph, labels: Labels) -> None:
-    home: dict[int, fx.Node] = {}
+    """Raise GraphError where a stage would use memory that another stage has changed since it was handed over.
+
+    A stage may write to what it was given, which is a copy there, as long as others see the change through the result
+    of that write alone.
+    """
+    home: dict[int, int] = {}
+    changed: dict[int, fx.Node] = {}
     for node in step.nodes:
         if node in labels.repeated:
             continue
+        stage = labels.stage[node]
+        for source in node.all_input_nodes:
+            for value in values_of(source):
+                writer = changed.get(value.storage)
+                if writer is None or labels.stage[writer] == stage:
+                    continue
+                if labels.stage.get(source) != labels.stage[writer]:
+                    raise GraphError(
+                        f"no pipeline can be cut here: {_where(writer)} in stage {labels.stage[writer]} writes to "
+                        f"memory that {_where(node)} in stage {stage} uses; put both modules in one stage"
+                    )
         for storage in writes(node):
-            made = home.get(storage)
-            if made is not None and labels.stage[made] != labels.stage[node]:
-                raise GraphError(
-                    f"no pipeline can be cut here: {_where(node)} in stage {labels.stage[node]} writes to memory that "
-                    f"{_where(made)} in stage {labels.stage[made]} has made; put both modules in one stage"
-                )
+            if home.get(storage, stage) != stage:
+                changed[storage] = node
         for value in values_of(node):
-            home.setdefault(value.storage, node)
+            home.setdefault(value.storage, stage)
 
 
 def _where(node: fx.Node) -> str:

@@ -1,13 +1,13 @@
 """Builds the StepGraph of one pipeline stage from the labelled graph of a micro-batch.
 
 A stage runs as a generator (`graph.execute`): it stops after its forward pass, asks for the gradients that come back,
-stops when those that go back are computed, and computes the gradients of its weights last. A value that crosses keeps its
-shape and strides on the other side.
+stops when those that go back are computed, and computes the gradients of its weights last. A value that crosses keeps
+its shape and strides on the other side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import Crossing, Labels, StageOf, contributions, crossings, label
 from hyper_parallel.graph.suspension import HOST
 
+_CLONE = torch.ops.aten.clone.default
 _STRIDED = torch.ops.aten.as_strided.default
 FORWARD_DONE, RECEIVE, INPUT_DONE = "forward", "receive", "input"
 """The suspension points of a stage."""
@@ -60,7 +61,9 @@ def partition(step: StepGraph, stage_of: StageOf, stages: int) -> Partition:
     outputs = contributions(step, labels)
     needed = _needed(step, outputs)
     crossing = crossings(labels, needed)
-    made = tuple(_Builder(step, labels, needed, crossing, outputs, number).stage() for number in range(stages))
+    made = tuple(
+        _Builder(step, labels, needed, crossing, outputs, number).stage() for number in range(stages)
+    )
     parts = {name: tuple(labels.stage.get(node, 0) for node in nodes) for name, nodes in outputs.items()}
     return Partition(made, {name: found for name, found in parts.items() if len(found) > 1})
 
@@ -98,7 +101,9 @@ class _Builder:
         self._receives = tuple(one for one in crossing if one.target == number and one.direction == "forward")
         self._sends = tuple(one for one in crossing if one.source == number and one.direction == "forward")
         self._back_in = tuple(one for one in crossing if one.target == number and one.direction == "backward")
-        self._back_out = tuple(one for one in crossing if one.source == number and one.direction == "backward")
+        self._back_out = tuple(
+            one for one in crossing if one.source == number and one.direction == "backward"
+        )
         self._outputs = {
             name: node
             for name, nodes in outputs.items()
@@ -113,6 +118,8 @@ class _Builder:
         self._storages = list(step.storages)
         self._inputs: list[Input] = []
         self._new: dict[fx.Node, fx.Node] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
+        """Node to the copy of its result that is sent, where the stage goes on to change it."""
         self._moved: dict[fx.Node, dict[int, int]] = {}
         """Node to where its values lie in this stage, of storages that another stage has made."""
 
@@ -144,7 +151,8 @@ class _Builder:
         self._placeholders()
         for node in self._forward:
             self._emit(node)
-        self._host(FORWARD_DONE, [self._new[self._by_name[one.node]] for one in self._sends], "forward")
+        shown = [self._by_name[one.node] for one in self._sends]
+        self._host(FORWARD_DONE, [self._copies.get(node) or self._new[node] for node in shown], "forward")
         for one in self._back_in:
             self._receive(one)
         early = self._input_gradients()
@@ -158,9 +166,7 @@ class _Builder:
         returned = tuple(self._new[node] for node in self._outputs.values())
         output = self._graph.output(returned)
         output.meta.update(phase="backward", module="", recomputed=False)
-        return Stage(
-            self._number, self._made(), self._receives, self._sends, self._back_in, self._back_out
-        )
+        return Stage(self._number, self._made(), self._receives, self._sends, self._back_in, self._back_out)
 
     def _made(self) -> StepGraph:
         whole = self._whole
@@ -225,8 +231,21 @@ class _Builder:
         if moved and "writes" in node.meta:
             made.meta["writes"] = {moved.get(storage, storage) for storage in node.meta["writes"]}
         self._new[node] = made
+        if any(one.node == node.name for one in self._sends) and self._changes_later(node):
+            kept = self._graph.call_function(_CLONE, (made,))
+            (value,) = values_of(made)
+            kept.meta.update(made.meta, value=replace(value, storage=self._storage(span(value), value)))
+            self._copies[node] = kept
 
-    def _host(self, point: str, shown: Sequence[fx.Node], direction: str, like: Value | None = None) -> fx.Node:
+    def _changes_later(self, node: fx.Node) -> bool:
+        """Whether this stage's forward pass changes the node's result before it can be sent."""
+        mine = {value.storage for value in values_of(node)}
+        after = self._forward[self._forward.index(node) + 1 :]
+        return any(mine & writes(other) for other in after)
+
+    def _host(
+        self, point: str, shown: Sequence[fx.Node], direction: str, like: Value | None = None
+    ) -> fx.Node:
         """A host point; with `like` it is answered with the elements of such a value, in the order of its memory."""
         # A host point has to show something; the first input is there anyway.
         values = list(shown) or [next(iter(self._graph.nodes))]
@@ -263,7 +282,7 @@ def span(value: Value) -> int:
     if not value.elements:
         return 0
     steps = zip(value.shape, value.stride, strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps)
+    return 1 + int(sum((size - 1) * stride for size, stride in steps))
 
 
 def _placed(value: Any, moved: Mapping[int, int]) -> Any:

@@ -35,8 +35,8 @@ def capture_micro_batch(
     """The graph of one of a step's `micro_batches`, of [rows, length] tokens.
 
     Inputs: ``parameter.<name>``, ``buffer.<name>``, ``micro.<field>``, ``step`` and ``tokens``. Outputs: ``loss`` and
-    ``gradient.<name>`` of each parameter that has one; who runs the graph adds them up. The model was parallelized in the
-    traceable lowering and may be on the meta device. Raises CaptureError where the micro-batch cannot be followed.
+    ``gradient.<name>`` of each parameter that has one; who runs the graph adds them up. The model was parallelized in
+    the traceable lowering and may be on the meta device. Raises CaptureError where the micro-batch cannot be followed.
     """
     mode = fake_mode_with_symbols()
     handle, model = recipe.handle, recipe.model.train()
