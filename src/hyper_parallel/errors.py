@@ -25,6 +25,10 @@ class StrategyError(ConfigError):
     """A Strategy that does not fit the model or the machine, or that names what is not built yet."""
 
 
+class ProgramError(StrategyError):
+    """A Program that can block, or whose instructions contradict each other; names the instructions."""
+
+
 class SimulationError(StrategyError):
     """A model that the ranks of one process cannot follow; real workers can."""
 

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.program.device_group import DeviceGroup
 from hyper_parallel.program.instructions import Instruction
-from hyper_parallel.program.task import Port, Task
+from hyper_parallel.program.port import Port
+from hyper_parallel.program.task import Task
+
+Value = tuple[str, int | None]
+"""A port's value of one micro-batch, or of the whole step (None)."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What runs. Every rank of a device group issues the instructions of its group."""
+    """What runs. Every rank of a device group issues the instructions of its group.
+
+    A rank may be in several groups, for what is read off the layouts, but only one of them may have instructions.
+    """
 
     groups: Mapping[str, DeviceGroup]
     tasks: Mapping[str, Task]
@@ -40,3 +47,20 @@ class Program:
             raise StrategyError(
                 f"{what} {name!r}, which the program does not have: it has {', '.join(known)}"
             )
+
+    def step_ports(self) -> frozenset[str]:
+        """Ports whose value exists once a step, since a task that runs once a step gives it."""
+        return frozenset(
+            port for task in self.tasks.values() if not task.per_micro_batch for port in task.gives
+        )
+
+    def values(self, port: str, micro_batch: int | None, step_ports: frozenset[str]) -> tuple[Value, ...]:
+        """The values of a port that a task takes when it runs for `micro_batch`.
+
+        A task that runs once a step takes the values of all micro-batches. `step_ports`: as of the method.
+        """
+        if port in step_ports:
+            return ((port, None),)
+        if micro_batch is not None:
+            return ((port, micro_batch),)
+        return tuple((port, each) for each in range(self.micro_batches))

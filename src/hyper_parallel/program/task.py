@@ -1,11 +1,9 @@
-"""Tasks of a Program, and the ports between them."""
+"""Task: a part of a step that one device group runs as a whole."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-
-from hyper_parallel.layout import Layout
 
 
 class TaskKind(StrEnum):
@@ -29,19 +27,11 @@ class TaskKind(StrEnum):
 
 
 PER_MICRO_BATCH = frozenset({TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT, TaskKind.WEIGHT})
-"""Tasks that run once for each micro-batch; the others run once a step."""
+"""Tasks that run once for each micro-batch; the others run once a step.
 
-
-@dataclass(frozen=True)
-class Port:
-    """A value that crosses from one task to another, in the layout of the group that holds it."""
-
-    name: str
-    layout: Layout
-    dtype: str
-    """As torch names it: ``bfloat16``."""
-    group: str
-    """The name of the device group that computes the value."""
+A micro-batch's backward pass in a stage is one BACKWARD, or an INPUT and later a WEIGHT: a stage may have tasks of all
+three kinds, and take another one for each micro-batch.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,3 +48,10 @@ class Task:
     """Ports whose values it computes."""
     saved: int = 0
     """Bytes on each rank that stay alive from a forward task until the backward tasks of the same micro-batch."""
+    stage: int | None = None
+    """The pipeline stage that the task belongs to. Tasks of one stage share what a micro-batch's forward pass saves."""
+
+    @property
+    def per_micro_batch(self) -> bool:
+        """Whether it runs once for each micro-batch, and not once a step."""
+        return self.kind in PER_MICRO_BATCH
