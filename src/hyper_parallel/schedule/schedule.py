@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hyper_parallel.program import TaskKind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One task of one stage on one micro-batch."""
 
