@@ -90,7 +90,9 @@ def _needs(program: Program, names: list[str], me: int, at: int, rendezvous: boo
         found = []
         for other in one.over:
             if other != names[me]:
-                met = when(other, count, lambda each: isinstance(each, Reduce) and frozenset(each.over) == over)
+                met = when(
+                    other, count, lambda each: isinstance(each, Reduce) and frozenset(each.over) == over
+                )
                 # The other group has to have reached it, not completed it.
                 found += [(rank, place - 1) for rank, place in met]
         return found
@@ -128,11 +130,15 @@ def _data_errors(program: Program) -> list[str]:
         for stage in stages:
             ways = {kind: _ran(program, ran, stage, kind, micro_batch) for kind in TaskKind}
             good = ways[TaskKind.FORWARD] == 1 and (
-                ways[TaskKind.BACKWARD], ways[TaskKind.INPUT], ways[TaskKind.WEIGHT]
+                ways[TaskKind.BACKWARD],
+                ways[TaskKind.INPUT],
+                ways[TaskKind.WEIGHT],
             ) in ((1, 0, 0), (0, 1, 1))
             if not good:
                 errors.append(f"stage {stage}, micro-batch {micro_batch} ran {ways}")
-    errors += [f"{t.name} once" for t in program.tasks.values() if t.stage is None and ran.get((t.name, None)) != 1]
+    errors += [
+        f"{t.name} once" for t in program.tasks.values() if t.stage is None and ran.get((t.name, None)) != 1
+    ]
     return errors
 
 

@@ -276,7 +276,11 @@ def test_one_rank_executes_its_own_transfers() -> None:
     plan = plan_reshard(*random_pair(5))
     ranks = sorted({*plan.source.ranks, *plan.target.ranks})
     count = sum(
-        sum(1 if one.sender == one.receiver else 0.5 for phase in plan.of(rank).phases for one in phase.transfers)
+        sum(
+            1 if one.sender == one.receiver else 0.5
+            for phase in plan.of(rank).phases
+            for one in phase.transfers
+        )
         for rank in ranks
     )
     assert count == sum(len(phase.transfers) for phase in plan.phases)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -21,10 +21,7 @@ from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Partition, span
 from hyper_parallel.program import Instruction, Program, Recv, Reduce, Run, Send, TaskKind, Wait
 from hyper_parallel.runtime.stage_runner import StageRunner
-from hyper_parallel.runtime.transfers import Channel, Transfers
-
-DEADLINE_S = 600.0
-"""How long a wait may take where nothing else is said."""
+from hyper_parallel.runtime.transfers import Transfers
 
 
 @dataclass(frozen=True)
@@ -46,15 +43,10 @@ class Interpreter:
         partition: Partition,
         state: Mapping[str, Tensor],
         rank: int,
-        *,
-        communicators: Mapping[Channel, dist.ProcessGroup | None] | None = None,
-        deadline: float = DEADLINE_S,
+        transfers: Transfers,
     ) -> None:
-        """`state`: parameters and buffers by the names of the graphs' inputs; `rank`: of the run.
-
-        Ports of the program have the names of the partition's crossings. A collective where other groups exist. Raises
-        HyperParallelError where the ranks of a channel disagree on what it carries.
-        """
+        """`state`: parameters and buffers by the names of the graphs' inputs; `rank`: of the run. Ports of the program
+        have the names of the partition's crossings."""
         self._program, self._rank = program, rank
         (self._group,) = (one for one in program.groups.values() if rank in one.ranks)
         self._instructions = program.instructions[self._group.name]
@@ -63,15 +55,11 @@ class Interpreter:
             stage.number: StageRunner(stage, state) for stage in partition.stages if stage.number in stages
         }
         self._ports: dict[str, Crossing] = {
-            one.name: one
-            for stage in partition.stages
-            for one in (*stage.sends, *stage.gradients_out)
+            one.name: one for stage in partition.stages for one in (*stage.sends, *stage.gradients_out)
         }
         self._device = next(iter(state.values())).device
-        self._transfers = Transfers(rank, communicators or {}, deadline)
+        self._transfers = transfers
         self._values: dict[tuple[str, int | None], Tensor] = {}
-        if len(program.groups) > 1:
-            self._compare()
 
     def run(self, batches: Sequence[Mapping[str, Tensor]]) -> StepValues:
         """Run a step: `batches` are the inputs of each micro-batch that are neither state nor ports.
@@ -93,8 +81,7 @@ class Interpreter:
         self._values.clear()
         runners = self._runners.values()
         return StepValues(
-            {name: value for runner in runners for name, value in runner.gradients.items()},
-            {name: value for runner in runners for name, value in runner.totals.items()},
+            _summed(runner.gradients for runner in runners), _summed(runner.totals for runner in runners)
         )
 
     def _do(self, one: Instruction, batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -104,7 +91,11 @@ class Interpreter:
             case Recv(port, _, source):
                 crossing = self._ports[port]
                 self._transfers.post(
-                    self._key(one), self._peer(source), span(crossing.value), crossing.value.dtype, self._device
+                    self._key(one),
+                    self._peer(source),
+                    span(crossing.value),
+                    crossing.value.dtype,
+                    self._device,
                 )
             case Send(port, micro_batch, to):
                 self._transfers.send(self._key(one), self._peer(to), self._values.pop((port, micro_batch)))
@@ -113,7 +104,9 @@ class Interpreter:
                 if self._program.ports[port].group != self._group.name:
                     self._values[port, micro_batch] = value
             case Reduce(port, over):
-                raise HyperParallelError(f"sums over {', '.join(over)} of {port} are made by the optimizer's step")
+                raise HyperParallelError(
+                    f"sums over {', '.join(over)} of {port} are made by the optimizer's step"
+                )
 
     def _task(self, name: str, micro_batch: int | None, batches: Sequence[Mapping[str, Tensor]]) -> None:
         task = self._program.tasks[name]
@@ -141,8 +134,9 @@ class Interpreter:
         other = one.to if isinstance(one, Send) else one.source if isinstance(one, Recv) else one.peer
         return one.port, one.micro_batch, other
 
-    def _compare(self) -> None:
-        """Raise HyperParallelError where this rank and another one disagree on what they send each other."""
+    def compare(self) -> None:
+        """Raise HyperParallelError where this rank and another one disagree on what they send each other: to be called
+        before the first step, on every rank. A collective."""
         mine: dict[str, str] = {}
         for one in self._instructions:
             if isinstance(one, Send | Recv):
@@ -150,9 +144,11 @@ class Interpreter:
                 other = self._peer(one.to if isinstance(one, Send) else one.source)
                 channel = f"{self._rank} to {other}" if out else f"{other} to {self._rank}"
                 value = self._ports[one.port].value
-                carried = f"{one.port} {one.micro_batch} {span(value)} {value.shape} {value.stride} {value.dtype}"
-                digest = hashlib.blake2b(f"{mine.get(channel, '')}{carried}".encode(), digest_size=16)
-                mine[channel] = digest.hexdigest()
+                carried = (
+                    f"{one.port} {one.micro_batch} {span(value)} {value.shape} {value.stride} {value.dtype}"
+                )
+                before = mine.get(channel, "")
+                mine[channel] = hashlib.blake2b(f"{before}{carried}".encode(), digest_size=16).hexdigest()
         everyone: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(everyone, json.dumps(mine))
         for channel, digest in mine.items():
@@ -163,3 +159,12 @@ class Interpreter:
                     f"rank {sender} sends rank {receiver} other values than rank {receiver} expects; both must have "
                     "captured the same model, micro-batch and schedule"
                 )
+
+
+def _summed(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """By name; a weight that several stages of this rank use has a part of its gradient in each."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            found[name] = found[name] + value if name in found else value
+    return found

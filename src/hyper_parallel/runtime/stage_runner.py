@@ -15,6 +15,7 @@ from torch import Tensor
 from hyper_parallel.compat.dispatch import below_autograd
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import executable
+from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import GRADIENT, Crossing
 from hyper_parallel.graph.stage_graph import FORWARD_DONE, INPUT_DONE, RECEIVE, Stage, span
 
@@ -29,6 +30,9 @@ class StageRunner:
         self.stage = stage
         self._run = executable(stage.step)
         self._state = state
+        changed = {storage for node in stage.step.nodes for storage in writes(node)}
+        self._changed = {entry.name for storage, entry in stage.step.outside.items() if storage in changed}
+        """Inputs that the stage writes to; what comes from a stage of the same rank is that stage's own memory."""
         self._flying: dict[int, _Pass] = {}
         self.gradients: dict[str, Tensor] = {}
         """By the names of their parameters, summed over the micro-batches so far."""
@@ -49,7 +53,7 @@ class StageRunner:
         """
         if micro_batch in self._flying:
             raise HyperParallelError(f"{self._at(micro_batch)}: its forward pass has run already")
-        given = {one.name: shaped(received[one.name], one) for one in self.stage.receives}
+        given = {one.name: shaped(self._own(received, one.name), one) for one in self.stage.receives}
         known = {**self._state, **batch, **given}
         flying = self._run.function([known[name] for name in self._run.inputs])
         self._flying[micro_batch] = flying
@@ -94,6 +98,9 @@ class StageRunner:
         """Begin a new step."""
         assert not self._flying, "every micro-batch has had its backward pass"
         self.gradients, self.totals = {}, {}
+
+    def _own(self, received: Mapping[str, Tensor], name: str) -> Tensor:
+        return received[name].clone() if name in self._changed else received[name]
 
     def _flown(self, micro_batch: int) -> _Pass:
         if micro_batch not in self._flying:

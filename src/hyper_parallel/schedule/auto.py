@@ -36,6 +36,7 @@ _NEAR = 1e-6
 _SHAKES = (0.25, 1.0, 4.0)
 """Random shifts of priorities, in average actions."""
 
+
 @dataclass(frozen=True)
 class AutoSchedule:
     """What the search found."""
@@ -72,7 +73,9 @@ def auto_schedule(
         )
     limits = [math.inf] * ranks if caps is None else [float(cap) for cap in caps]
     if len(limits) != ranks:
-        raise StrategyError(f"auto schedule: {len(limits)} caps were given for {ranks} ranks; give one for each")
+        raise StrategyError(
+            f"auto schedule: {len(limits)} caps were given for {ranks} ranks; give one for each"
+        )
     search = _Search(lanes(costs, ranks, micro_batches, limits), effort)
     search.run()
     return search.found()

@@ -77,7 +77,9 @@ class Problem:
                 frees[WEIGHT * stages + stage] = takes[ahead] - frees[behind]
             else:
                 frees[behind] = takes[ahead]
-        return cls._linked(micro_batches, stages, by_rank, list(placement) * 4, seconds, follows, takes, frees, caps)
+        return cls._linked(
+            micro_batches, stages, by_rank, list(placement) * 4, seconds, follows, takes, frees, caps
+        )
 
     @classmethod
     def _linked(

@@ -90,9 +90,7 @@ class _Instance:
             around = head[s] + forward[s] + turn[s] + back[s] + tail[s]
             longest = max(longest, around + (micro_batches - 1) * delays[s])
         # The INPUT half may free something; what is left of a micro-batch then holds until the WEIGHT half.
-        saved = [
-            min(s, s - r) if r > 0 else s for s, r in zip(costs.saved, costs.released, strict=True)
-        ]
+        saved = [min(s, s - r) if r > 0 else s for s, r in zip(costs.saved, costs.released, strict=True)]
         fits, passes = [], []
         for s in range(stages):
             cap = caps[placement[s]]
