@@ -90,7 +90,9 @@ def _needs(program: Program, names: list[str], me: int, at: int, rendezvous: boo
         found = []
         for other in one.over:
             if other != names[me]:
-                met = when(other, count, lambda each: isinstance(each, Reduce) and frozenset(each.over) == over)
+                met = when(
+                    other, count, lambda each: isinstance(each, Reduce) and frozenset(each.over) == over
+                )
                 # The other group has to have reached it, not completed it.
                 found += [(rank, place - 1) for rank, place in met]
         return found
@@ -115,9 +117,11 @@ def _data_errors(program: Program) -> list[str]:
                 incoming.setdefault((one.source, name), []).append((one.port, one.micro_batch))
             elif isinstance(one, Reduce):
                 sums.setdefault(frozenset(one.over), {}).setdefault(name, []).append(one.port)
-    for channel in {*outgoing, *incoming}:
-        if outgoing.get(channel, []) != incoming.get(channel, []):
-            errors.append(f"channel {channel}: {outgoing.get(channel)} meets {incoming.get(channel)}")
+    errors += [
+        f"channel {channel}: {outgoing.get(channel)} meets {incoming.get(channel)}"
+        for channel in {*outgoing, *incoming}
+        if outgoing.get(channel, []) != incoming.get(channel, [])
+    ]
     for over, lists in sums.items():
         if len({tuple(lists.get(name, ())) for name in over}) > 1:
             errors.append(f"reduces over {sorted(over)} differ: {lists}")
@@ -128,11 +132,15 @@ def _data_errors(program: Program) -> list[str]:
         for stage in stages:
             ways = {kind: _ran(program, ran, stage, kind, micro_batch) for kind in TaskKind}
             good = ways[TaskKind.FORWARD] == 1 and (
-                ways[TaskKind.BACKWARD], ways[TaskKind.INPUT], ways[TaskKind.WEIGHT]
+                ways[TaskKind.BACKWARD],
+                ways[TaskKind.INPUT],
+                ways[TaskKind.WEIGHT],
             ) in ((1, 0, 0), (0, 1, 1))
             if not good:
                 errors.append(f"stage {stage}, micro-batch {micro_batch} ran {ways}")
-    errors += [f"{t.name} once" for t in program.tasks.values() if t.stage is None and ran.get((t.name, None)) != 1]
+    errors += [
+        f"{t.name} once" for t in program.tasks.values() if t.stage is None and ran.get((t.name, None)) != 1
+    ]
     return errors
 
 
