@@ -153,6 +153,32 @@ def test_depth_bounds_the_receives_that_are_posted(depth: int) -> None:
     assert all(isinstance(one, Recv) for one in first), "posted as early as possible"
 
 
+def test_the_next_receive_is_posted_as_soon_as_one_is_waited_for() -> None:
+    instructions = program_of(one_forward_one_backward(4, 8), depth=2).instructions["g3"]
+    places = [i for i, one in enumerate(instructions) if isinstance(one, Recv)]
+    assert len(places) == 8
+    assert all(isinstance(instructions[i - 1], Wait) for i in places[2:])
+
+
+def test_a_group_is_held_back_while_its_receiver_has_no_room() -> None:
+    """Stage 2 takes from 0 what it can use only two rounds later, after stage 1: 0 must not run ahead of it."""
+    orders = tuple(tuple(Action(F, stage, m) for m in range(6)) for stage in range(3))
+    schedule = Schedule("forward", (0, 1, 2), orders, 6)
+    program = program_of(schedule, {**chain(3), (0, 2): 1}, depth=1)
+    verify(program)
+    assert most_outstanding(program, "g2") == 1
+
+
+def test_a_schedule_that_needs_more_receives_than_depth_gets_them() -> None:
+    orders = (
+        (Action(F, 0, 0), Action(F, 0, 1), Action(F, 0, 2)),
+        (Action(F, 1, 2), Action(F, 1, 1), Action(F, 1, 0)),
+    )
+    program = program_of(Schedule("reversed", (0, 1), orders, 3), depth=1)
+    verify(program)
+    assert most_outstanding(program, "g1") == 3
+
+
 def test_depth_bounds_the_sends_that_hold_buffers() -> None:
     program = program_of(one_forward_one_backward(4, 8), depth=2)
     held = most = 0

@@ -272,6 +272,28 @@ def test_partial_sums_are_added_in_the_source_group_in_the_order_of_the_parts() 
     assert len({receiver for receiver, _ in by_chunk}) == 2, "the sums are shared out"
 
 
+def test_large_boxes_are_shared_out_first() -> None:
+    """Boxes of 1, 2 and 1 elements from two copies: each sends two."""
+    source = DeviceGroup("first", (0, 1), Mesh(("replicate", 2)))
+    target = DeviceGroup("second", (2, 3), Mesh(("tensor_x", 2)))
+    goal = Layout(target.mesh, (4,), (("tensor_x",),), {0: (1, 3)})
+    plan = plan_reshard(source, Layout.replicated(source.mesh, (4,)), target, goal)
+    assert plan.sent() == {0: 2, 1: 2}
+    assert plan.phases[0].transfers[0].elements == 2
+
+
+def test_adjoint_layouts() -> None:
+    mesh = Mesh(("shard", 2), ("tensor_x", 4))
+    adjoint = adjoint_layout(Layout(mesh, (8,), ((),), {}, frozenset({"tensor_x"})))
+    assert str(adjoint) == "[8]+shard", "copies become parts, parts become copies"
+    folds = {"expert": Fold(("shard", "tensor_x"), 4), "expert_shard": Fold(("shard", "tensor_x"), 2, 4)}
+    folded = Layout(Mesh(*mesh.axes, folds=folds), (8,), (("expert",),))
+    assert str(adjoint_layout(folded)) == "[8/expert]+expert_shard"
+    alone = Mesh(*mesh.axes, folds={"expert": folds["expert"]})
+    with pytest.raises(StrategyError, match="lie along no named axes"):
+        adjoint_layout(Layout(alone, (8,), (("expert",),)))
+
+
 def test_sums_have_the_same_bits_in_any_target() -> None:
     """Parts are added one after the other in the order of the partial axis, wherever their sum is needed."""
     source = DeviceGroup("first", tuple(range(6)), Mesh(("shard", 2), ("tensor_x", 3)))

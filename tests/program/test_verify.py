@@ -261,6 +261,13 @@ def test_prologue_and_epilogue_out_of_place() -> None:
     assert "takes 'tied' before it is reduced" in texts(program)
 
 
+def test_an_update_before_a_reduction() -> None:
+    program = program_of(one_forward_one_backward(2, 2))
+    early = edited(program, "g0", lambda order: order.append(order.pop(order.index(Run("reduce.g0")))))
+    assert kinds(early) == {DefectKind.RUNS}
+    assert "Run(update.g0), has to come after instruction" in texts(early)
+
+
 def test_reduces_that_do_not_meet() -> None:
     program = edited(small(), "g1", lambda order: order.remove(Reduce("tied", ("g0", "g1"))))
     assert "the groups g0, g1 do not reduce the same ports in one order (g0: tied, g1: None)" in texts(
