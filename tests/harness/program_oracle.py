@@ -117,9 +117,11 @@ def _data_errors(program: Program) -> list[str]:
                 incoming.setdefault((one.source, name), []).append((one.port, one.micro_batch))
             elif isinstance(one, Reduce):
                 sums.setdefault(frozenset(one.over), {}).setdefault(name, []).append(one.port)
-    for channel in {*outgoing, *incoming}:
-        if outgoing.get(channel, []) != incoming.get(channel, []):
-            errors.append(f"channel {channel}: {outgoing.get(channel)} meets {incoming.get(channel)}")
+    errors += [
+        f"channel {channel}: {outgoing.get(channel)} meets {incoming.get(channel)}"
+        for channel in {*outgoing, *incoming}
+        if outgoing.get(channel, []) != incoming.get(channel, [])
+    ]
     for over, lists in sums.items():
         if len({tuple(lists.get(name, ())) for name in over}) > 1:
             errors.append(f"reduces over {sorted(over)} differ: {lists}")

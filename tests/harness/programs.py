@@ -115,6 +115,8 @@ def program_of(
     tasks, ports, reduces = stage_tasks(groups, schedule.placement, edges, tied=tied, saved=saved)
     used = {(action.stage, action.kind) for order in schedule.orders for action in order}
     tasks = [task for task in tasks if not task.per_micro_batch or (task.stage, task.kind) in used]
+    given = {port for task in tasks for port in task.gives}
+    ports = [port for port in ports if port.name in given]
     return to_program(schedule, groups, tasks, ports, reduces=reduces, depth=depth)
 
 

@@ -1,4 +1,4 @@
-"""Resharding between device groups: plans executed on arrays against the global tensor, their bytes, and their adjoint."""
+"""Resharding between device groups: plans executed on arrays, their bytes, and their adjoint."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def assemble(group: DeviceGroup, layout: Layout, locals_: Locals) -> np.ndarray:
     return sum(parts.values(), np.zeros(layout.shape, dtype=np.int64))
 
 
-def execute(plan: ReshardPlan, given: Mapping[int, np.ndarray]) -> Locals:
+def execute(plan: ReshardPlan, given: Mapping[int, np.ndarray], dtype: type = np.int64) -> Locals:
     """The interpreter of a plan: each phase adds boxes, read before the phase, to buffers that start as zeros."""
     buffers: dict[Buffer, Locals] = {}
     for buffer, group, layout in (
@@ -121,7 +121,7 @@ def execute(plan: ReshardPlan, given: Mapping[int, np.ndarray]) -> Locals:
         (Buffer.TARGET, plan.target, plan.target_layout),
     ):
         buffers[buffer] = {
-            rank: np.zeros(layout.local_shape(group.coordinate(rank)), dtype=np.int64) for rank in group.ranks
+            rank: np.zeros(layout.local_shape(group.coordinate(rank)), dtype=dtype) for rank in group.ranks
         }
     first, last = Buffer.SOURCE, Buffer.TARGET
     if plan.is_transposed:
@@ -162,8 +162,8 @@ def lower_bounds(
 ) -> tuple[int, int]:
     """Elements that have to cross between the groups, and elements that have to move at all.
 
-    What no target rank holds and no rank of both groups takes crosses once. Every taker that lacks a box gets it once; parts of a sum move once each
-    to where they are added.
+    What no target rank holds and no rank of both groups takes crosses once. Every taker that lacks a box gets it once;
+    parts of a sum move once each to where they are added.
     """
     crossing = moved = 0
     for cell in cells_of(source, source_layout, target, target_layout):
@@ -270,6 +270,49 @@ def test_partial_sums_are_added_in_the_source_group_in_the_order_of_the_parts() 
         by_chunk.setdefault((one.receiver, one.take[0].start), []).append(one.sender)
     assert all(senders == [0, 1, 2] for senders in by_chunk.values())
     assert len({receiver for receiver, _ in by_chunk}) == 2, "the sums are shared out"
+
+
+def test_large_boxes_are_shared_out_first() -> None:
+    """Boxes of 1, 2 and 1 elements from two copies: each sends two."""
+    source = DeviceGroup("first", (0, 1), Mesh(("replicate", 2)))
+    target = DeviceGroup("second", (2, 3), Mesh(("tensor_x", 2)))
+    goal = Layout(target.mesh, (4,), (("tensor_x",),), {0: (1, 3)})
+    plan = plan_reshard(source, Layout.replicated(source.mesh, (4,)), target, goal)
+    assert plan.sent() == {0: 2, 1: 2}
+    assert plan.phases[0].transfers[0].elements == 2
+
+
+def test_adjoint_layouts() -> None:
+    mesh = Mesh(("shard", 2), ("tensor_x", 4))
+    adjoint = adjoint_layout(Layout(mesh, (8,), ((),), {}, frozenset({"tensor_x"})))
+    assert str(adjoint) == "[8]+shard", "copies become parts, parts become copies"
+    folds = {"expert": Fold(("shard", "tensor_x"), 4), "expert_shard": Fold(("shard", "tensor_x"), 2, 4)}
+    folded = Layout(Mesh(*mesh.axes, folds=folds), (8,), (("expert",),))
+    assert str(adjoint_layout(folded)) == "[8/expert]+expert_shard"
+    alone = Mesh(*mesh.axes, folds={"expert": folds["expert"]})
+    with pytest.raises(StrategyError, match="lie along no named axes"):
+        adjoint_layout(Layout(alone, (8,), (("expert",),)))
+
+
+def test_sums_have_the_same_bits_in_any_target() -> None:
+    """Parts are added one after the other in the order of the partial axis, wherever their sum is needed."""
+    source = DeviceGroup("first", tuple(range(6)), Mesh(("shard", 2), ("tensor_x", 3)))
+    layout = Layout(source.mesh, (7,), (("shard",),), {}, frozenset({"tensor_x"}))
+    draw = random.Random(0)
+    x = {
+        rank: np.array([draw.uniform(-1, 1) * 10 ** draw.randint(-6, 6) for _ in range(n)], dtype=np.float32)
+        for rank, n in enumerate((4, 4, 4, 3, 3, 3))
+    }
+    expected = np.concatenate([(x[0] + x[1]) + x[2], (x[3] + x[4]) + x[5]])
+    for first, axes in ((6, (("shard", 5),)), (0, (("shard", 2), ("tensor_x", 3))), (3, (("shard", 2),))):
+        mesh = Mesh(*axes)
+        target = DeviceGroup("second", tuple(range(first, first + mesh.world)), mesh)
+        for dims in ((), ("shard",)):
+            goal = Layout(mesh, (7,), (dims,))
+            moved = execute(plan_reshard(source, layout, target, goal), x, np.float32)
+            for rank in target.ranks:
+                for box in goal.boxes(target.coordinate(rank)):
+                    assert (moved[rank][box.local_slices] == expected[box.global_slices]).all()
 
 
 def test_one_rank_executes_its_own_transfers() -> None:

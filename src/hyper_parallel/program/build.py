@@ -145,16 +145,29 @@ class _Builder:
         position = [0] * len(self.names)
         while any(at < len(order) for at, order in zip(position, self.orders, strict=True)):
             # Decided for all groups before any runs: what a round gives is taken in the next one.
-            ready = [
+            able = [
                 rank
                 for rank, order in enumerate(self.orders)
                 if position[rank] < len(order) and not self._absent(rank, *order[position[rank]])
             ]
-            if not ready:
+            if not able:
                 raise ProgramError(self._blocked(position))
+            # A schedule may need more receives posted than `depth`; then one group at a time goes beyond it.
+            ready = [rank for rank in able if self._has_room(*self.orders[rank][position[rank]])] or able[:1]
             for rank in ready:
                 self._run(self.names[rank], *self.orders[rank][position[rank]])
+            # After all tasks of the round, so that a receive stands behind what its group runs meanwhile.
+            for rank in ready:
+                self._give(self.names[rank], *self.orders[rank][position[rank]])
                 position[rank] += 1
+
+    def _has_room(self, task: Task, micro_batch: int) -> bool:
+        """Whether each group that takes what the task gives may post one more receive of the port."""
+        return all(
+            sum(port == name for name, _ in self.arriving[taker]) < self.depth
+            for port in task.gives
+            for taker in self.takers.get((port, micro_batch), ())
+        )
 
     def _absent(self, rank: int, task: Task, micro_batch: int) -> list[Value]:
         name = self.names[rank]
@@ -171,6 +184,8 @@ class _Builder:
                 instructions.append(Wait(port, micro_batch, source))
                 self.present[name].add((port, micro_batch))
         instructions.append(Run(task.name, micro_batch))
+
+    def _give(self, name: str, task: Task, micro_batch: int) -> None:
         for port in task.gives:
             self.present[name].add((port, micro_batch))
             for taker in self.takers.get((port, micro_batch), ()):

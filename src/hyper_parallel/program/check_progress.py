@@ -12,7 +12,7 @@ no cycle between groups has none between ranks.
 from __future__ import annotations
 
 from hyper_parallel.program.check_channels import Place, channels, reductions
-from hyper_parallel.program.defects import Defect, DefectKind
+from hyper_parallel.program.defects import Defect, DefectKind, shown
 from hyper_parallel.program.instructions import Recv, Reduce, Send, Wait
 from hyper_parallel.program.program import Program
 
@@ -84,12 +84,19 @@ def _cycle(
             for other, least in conditions[waiting, index]
             if other == awaited and position[other] < least
         )
-        ranks = program.groups[waiting].ranks
-        place = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
         what = _for(program, one, awaited, least)
-        lines.append(f"  {waiting} ({place}) stands at instruction {index}, {one}, and waits {what}")
+        where = _ranks(program.groups[waiting].ranks)
+        lines.append(f"  {waiting} ({where}) stands at instruction {index}, {one}, and waits {what}")
     lines.append(_advice(program, position, path))
     return "\n".join(lines)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {shown(ranks)}"
 
 
 def _for(program: Program, one: object, awaited: str, least: int) -> str:

@@ -42,7 +42,10 @@ def memory_defects(program: Program, caps: Mapping[str, int]) -> list[Defect]:
 def _peak(program: Program, group: str, step_ports: frozenset[str], trained: set[int]) -> tuple[int, int]:
     instructions = program.instructions[group]
     ends = _last_uses(program, group, step_ports)
-    size = {port: one.local_bytes(group) for port, one in program.ports.items()}
+    held = {
+        port for task in program.tasks.values() if task.group == group for port in (*task.takes, *task.gives)
+    }
+    size = {port: program.ports[port].local_bytes(group) for port in held}
     saved: dict[int | None, int] = {
         task.stage: task.saved
         for task in program.tasks.values()
@@ -53,7 +56,7 @@ def _peak(program: Program, group: str, step_ports: frozenset[str], trained: set
     for index, one in enumerate(instructions):
         born = 0
         if isinstance(one, Recv):
-            born = size[one.port]
+            born = size.get(one.port, 0)
             _at(freed, ends.get((one.port, one.micro_batch), len(instructions)), born)
         elif isinstance(one, Run):
             task = program.tasks[one.task]

@@ -34,7 +34,5 @@ class Port:
         return self.layout if group == self.group else self.received.get(group, self.layout)
 
     def local_bytes(self, group: str) -> int:
-        """Bytes of the value on that rank of a group which holds most of it."""
-        layout = self.layout_in(group)
-        ranks = map(layout.mesh.coordinate, range(layout.mesh.world))
-        return bytes_of(self.dtype) * max(math.prod(layout.local_shape(rank)) for rank in ranks)
+        """Bytes of the value on the first rank of a group: the first chunks are the longest."""
+        return bytes_of(self.dtype) * math.prod(self.layout_in(group).local_shape({}))

@@ -73,6 +73,7 @@ class Phase:
     """Transfers that need nothing of each other; all of one phase precede the next.
 
     Each adds its box to the receiver's buffer, in the listed order. Every buffer but the plan's input starts as zeros.
+    The list is the same on all ranks, so the boxes from one rank to another can travel as one message in its order.
     """
 
     reads: Buffer
