@@ -25,6 +25,10 @@ class StrategyError(ConfigError):
     """A Strategy that does not fit the model or the machine, or that names an unimplemented feature."""
 
 
+class ProgramError(StrategyError):
+    """A Program that can block, or whose instructions contradict each other; names the instructions."""
+
+
 class SimulationError(StrategyError):
     """A model that simulated ranks in one process cannot run; real workers can."""
 

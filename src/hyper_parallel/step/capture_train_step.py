@@ -42,7 +42,7 @@ from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.optimizer import Optimizer, build_optimizer
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 
-_MICRO = ("input_ids", "labels", "position_ids", "rows")
+MICRO_FIELDS = ("input_ids", "labels", "position_ids", "rows")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
         # Built outside of the mode, so that its tensors are inputs and their making is no part of the step.
         with mode:
             optimizer = _capturable(build_optimizer(model, recipe.optimizer.config))
-            micro = [_micro_batch(rows, length, device) for rows, length in shape.micro_batches]
+            micro = [blank_micro_batch(rows, length, device) for rows, length in shape.micro_batches]
             step = torch.zeros((), dtype=torch.int64, device=device)
             tokens = torch.ones((), device=device)
             lr_scale = torch.ones((), dtype=torch.float64)
@@ -135,11 +135,11 @@ def batch_inputs(
     micro: list[MicroBatch], step: Tensor, tokens: Tensor, lr_scale: Tensor
 ) -> dict[str, Tensor]:
     """What a step is given besides its state, by the names of the graph's inputs."""
-    named = {f"micro.{i}.{key}": getattr(batch, key) for i, batch in enumerate(micro) for key in _MICRO}
+    named = {f"micro.{i}.{key}": getattr(batch, key) for i, batch in enumerate(micro) for key in MICRO_FIELDS}
     return {**named, "step": step, "tokens": tokens, "lr_scale": lr_scale}
 
 
-def _micro_batch(rows: int, length: int, device: torch.device | str) -> MicroBatch:
+def blank_micro_batch(rows: int, length: int, device: torch.device | str) -> MicroBatch:
     ids, labels, positions = (torch.zeros(rows, length, dtype=torch.int64, device=device) for _ in range(3))
     return MicroBatch(ids, labels, positions, torch.arange(rows, device=device))
 

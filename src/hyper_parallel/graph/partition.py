@@ -1,0 +1,265 @@
+"""Partition: cuts the graph of one micro-batch into pipeline stages by its own data flow.
+
+Modules are neither removed nor replaced, so that tied weights, auxiliary losses, encoder-decoders, towers and adapters
+need no rules of their own. Each stage becomes one StepGraph with suspension points:
+
+    forward · host "forward" (shows what goes forward) · host "receive" for each gradient that comes back ·
+    gradients of inputs · host "input" (shows what goes back) · gradients of weights
+
+Labels, in this order:
+
+1. Forward nodes that depend on the batch and on buffers alone (positions, masks, rotary tables) are repeated in each
+   stage that needs them, with every in-place write to their storages.
+2. The module that a node belongs to gives its stage. Another forward node goes to the last stage of its sources, or to
+   the first of its users; another backward node to the first stage of its sources.
+3. Values flow forward in the forward pass and back in the backward pass: a node whose module says otherwise follows its
+   sources.
+4. A storage is written in the stage that makes it; the partition is refused where that cannot be.
+
+A gradient that is a sum of contributions of several stages (tied weights) is left as one contribution per stage, to be
+summed once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from hyper_parallel.errors import GraphError
+from hyper_parallel.graph.collective_groups import is_collective
+from hyper_parallel.graph.ir import StepGraph, Value, values_of
+from hyper_parallel.graph.memory_effects import draws_random, touched, writes
+
+FORWARD, BACKWARD = "forward", "backward"
+GRADIENT = "gradient."
+"""How the outputs that are gradients begin."""
+_ADD = torch.ops.aten.add.Tensor
+
+StageOf = Callable[[str], int | None]
+"""Module name to its stage; None where the module has none of its own."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that one stage computes and another one uses."""
+
+    node: str
+    """The node that computes it, by its name in the graph of the micro-batch."""
+    source: int
+    target: int
+    direction: Literal["forward", "backward"]
+    value: Value
+
+    @property
+    def name(self) -> str:
+        """The name of its port."""
+        return f"{self.direction}.{self.node}.{self.source}-{self.target}"
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The stage of each computing node; repeated nodes have none."""
+
+    stage: Mapping[fx.Node, int]
+    repeated: frozenset[fx.Node]
+    sources: Mapping[fx.Node, frozenset[fx.Node]]
+    """Computing nodes to those whose results they use, in-place writers among them."""
+
+
+def by_modules(assigned: Mapping[str, int]) -> StageOf:
+    """The stage of a module is that of the longest prefix of its name in `assigned`.
+
+    >>> stage_of = by_modules({"model.layers.0": 0, "model.layers.1": 1})
+    >>> stage_of("model.layers.1.mlp"), stage_of("model.norm")
+    (1, None)
+    """
+
+    def stage_of(module: str) -> int | None:
+        name = module
+        while name:
+            if name in assigned:
+                return assigned[name]
+            name = name.rpartition(".")[0]
+        return assigned.get("")
+
+    return stage_of
+
+
+def label(step: StepGraph, stage_of: StageOf, stages: int) -> Labels:
+    """The stage of each node. Raises GraphError where the data flow allows no such stages."""
+    sources = data_sources(step)
+    repeated = _repeatable(step, sources)
+    found: dict[fx.Node, int] = {}
+    nodes = [node for node in step.nodes if node not in repeated]
+    forward = [node for node in nodes if not _is_backward(node)]
+    users: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        for source in sources[node]:
+            users.setdefault(source, []).append(node)
+    for node in forward:
+        before = [found[source] for source in sources[node] if source in found]
+        own = stage_of(node.meta["module"])
+        if own is not None or before:
+            found[node] = max([*before, *([own] if own is not None else [])])
+    for node in reversed(forward):
+        if node not in found:
+            after = [found[user] for user in users.get(node, ()) if user in found and not _is_backward(user)]
+            found[node] = min(after, default=0)
+    for node in nodes:
+        if not _is_backward(node):
+            continue
+        behind = [found[source] for source in sources[node] if source in found and _is_backward(source)]
+        saved = [found[source] for source in sources[node] if source in found and not _is_backward(source)]
+        own = stage_of(node.meta["module"])
+        if own is None:
+            own = min(behind) if behind else max(saved, default=stages - 1)
+        found[node] = min([own, *behind])
+    labels = Labels(found, repeated, sources)
+    _check_writes(step, labels)
+    return labels
+
+
+def data_sources(step: StepGraph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """Each computing node to the nodes that have computed what it uses: its arguments, and the last write to each
+    storage that it touches."""
+    wrote: dict[int, fx.Node] = {}
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in step.nodes:
+        before = {source for source in node.all_input_nodes if source.op == "call_function"}
+        before |= {wrote[storage] for storage in touched(node) if storage in wrote}
+        found[node] = frozenset(before - {node})
+        wrote.update(dict.fromkeys(writes(node), node))
+    return found
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return bool(node.meta["phase"] == "backward")
+
+
+def _repeatable(step: StepGraph, sources: Mapping[fx.Node, Collection[fx.Node]]) -> frozenset[fx.Node]:
+    """Forward nodes that the batch, buffers and constants decide."""
+    lasting = {storage: entry.kind for storage, entry in step.outside.items()}
+    writers: dict[int, list[fx.Node]] = {}
+    found: set[fx.Node] = set()
+    for node in step.nodes:
+        changed = writes(node)
+        for storage in changed:
+            writers.setdefault(storage, []).append(node)
+        given = [source for source in node.all_input_nodes if source.op == "placeholder"]
+        plain = all(
+            lasting.get(value.storage) in ("input", "buffer", "constant")
+            for source in given
+            for value in values_of(source)
+        )
+        if (
+            plain
+            and not _is_backward(node)
+            and not changed & lasting.keys()
+            and not is_collective(node)
+            and not draws_random(node)
+            and all(source in found for source in sources[node])
+        ):
+            found.add(node)
+    while True:
+        spoiled = {
+            storage for storage, nodes in writers.items() if any(node not in found for node in nodes)
+        } - lasting.keys()
+        gone = {
+            node
+            for node in found
+            if any(value.storage in spoiled for value in values_of(node))
+            or any(source.op == "call_function" and source not in found for source in sources[node])
+        }
+        if not gone:
+            return frozenset(found)
+        found -= gone
+
+
+def _check_writes(step: StepGraph, labels: Labels) -> None:
+    """Raise GraphError where a stage would use memory that another stage has changed since it was handed over.
+
+    A stage may write to what it was given, which is a copy there, as long as others see the change through the result
+    of that write alone.
+    """
+    home: dict[int, int] = {}
+    changed: dict[int, fx.Node] = {}
+    for node in step.nodes:
+        if node in labels.repeated:
+            continue
+        stage = labels.stage[node]
+        for source in node.all_input_nodes:
+            for value in values_of(source):
+                writer = changed.get(value.storage)
+                if writer is None or labels.stage[writer] == stage:
+                    continue
+                if labels.stage.get(source) != labels.stage[writer]:
+                    raise GraphError(
+                        f"no pipeline can be cut here: {_where(writer)} in stage {labels.stage[writer]} writes to "
+                        f"memory that {_where(node)} in stage {stage} uses; put both modules in one stage"
+                    )
+        for storage in writes(node):
+            if home.get(storage, stage) != stage:
+                changed[storage] = node
+        for value in values_of(node):
+            home.setdefault(value.storage, stage)
+
+
+def _where(node: fx.Node) -> str:
+    module = node.meta["module"]
+    return f"{node.target} of {module}" if module else str(node.target)
+
+
+def crossings(labels: Labels, wanted: Iterable[fx.Node]) -> list[Crossing]:
+    """The values that cross between stages, in the order in which they are computed. `wanted`: the step's nodes."""
+    found: dict[tuple[fx.Node, int], Crossing] = {}
+    for node in wanted:
+        target = labels.stage.get(node)
+        if target is None:
+            continue
+        for source in node.all_input_nodes:
+            start = labels.stage.get(source)
+            if start is None or start == target or (source, target) in found:
+                continue
+            direction: Literal["forward", "backward"] = "forward" if start < target else "backward"
+            if direction == "forward" and _is_backward(source):
+                raise GraphError(
+                    f"no pipeline can be cut here: {_where(node)} in stage {target} needs what the backward pass of "
+                    f"stage {start} computes"
+                )
+            value = source.meta.get("value")
+            if not isinstance(value, Value):
+                raise GraphError(
+                    f"no pipeline can be cut here: {_where(source)} gives stage {target} what is no single tensor"
+                )
+            if not all(isinstance(size, int) for size in value.shape):
+                raise GraphError(
+                    f"no pipeline can be cut here: {_where(source)} gives stage {target} a tensor whose size depends "
+                    "on the data; cut between layers"
+                )
+            found[source, target] = Crossing(source.name, start, target, direction, value)
+    return list(found.values())
+
+
+def contributions(step: StepGraph, labels: Labels) -> dict[str, list[fx.Node]]:
+    """Each output to the nodes that give it: of a gradient that stages have parts in, one node for each part."""
+    found: dict[str, list[fx.Node]] = {}
+    for name, node in zip(step.outputs, step.output.all_input_nodes, strict=True):
+        found[name] = _parts(node, labels) if name.startswith(GRADIENT) else [node]
+    return found
+
+
+def _parts(node: fx.Node, labels: Labels) -> list[fx.Node]:
+    """The summands of a gradient, where they come from several stages."""
+    if node.target is not _ADD or node.kwargs or len(node.args) != 2:
+        return [node]
+    parts: list[fx.Node] = []
+    for one in node.args:
+        if not isinstance(one, fx.Node):
+            return [node]
+        parts += _parts(one, labels)
+    stages = [labels.stage.get(part) for part in parts]
+    return parts if len(set(stages)) > 1 else [node]

@@ -1,0 +1,38 @@
+"""Program: what runs on which device group in which order. Plain data, no torch.
+
+A Program has device groups, tasks (each a StepGraph of one group), ports (values that cross between tasks), and for
+each class of ranks a list of instructions. Pipelines are Programs of several groups; plain training is one group.
+"""
+
+from hyper_parallel.program.build import to_program
+from hyper_parallel.program.defects import Defect, DefectKind
+from hyper_parallel.program.device_group import DeviceGroup
+from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, Send, Wait
+from hyper_parallel.program.memory import peak_bytes
+from hyper_parallel.program.port import Port
+from hyper_parallel.program.program import Program
+from hyper_parallel.program.reshard import ReshardPlan, plan_reshard
+from hyper_parallel.program.task import Task, TaskKind
+from hyper_parallel.program.verify import find_defects, verify
+
+__all__ = [
+    "Defect",
+    "DefectKind",
+    "DeviceGroup",
+    "Instruction",
+    "Port",
+    "Program",
+    "Recv",
+    "Reduce",
+    "ReshardPlan",
+    "Run",
+    "Send",
+    "Task",
+    "TaskKind",
+    "Wait",
+    "find_defects",
+    "peak_bytes",
+    "plan_reshard",
+    "to_program",
+    "verify",
+]

@@ -1,0 +1,226 @@
+"""Build a Program from a pipeline schedule and the data flow between its tasks.
+
+The actions are executed once in thought, in rounds: in each round every group runs its next action if the values that
+it takes are there. This gives one order of everything that happens. A transfer is written into both lists at the
+moment when its value is given: the Recv at the place where the receiving group stands, then the Send. So in that
+order every Send comes after its Recv, and no Send of the Program can block for ever: it is free of deadlocks by
+construction, also under rendezvous sends, and the sends and receives of each channel are in one order.
+
+Receives are then posted earlier (`post_ahead`), which can only let a Send return sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hyper_parallel.errors import ProgramError
+from hyper_parallel.program.device_group import DeviceGroup
+from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, Send, Wait
+from hyper_parallel.program.port import Port
+from hyper_parallel.program.post_ahead import post_ahead
+from hyper_parallel.program.program import Program, Value
+from hyper_parallel.program.task import Task, TaskKind
+
+if TYPE_CHECKING:
+    from hyper_parallel.schedule import Action, Schedule
+
+
+def to_program(
+    schedule: Schedule,
+    groups: Sequence[DeviceGroup],
+    tasks: Iterable[Task],
+    ports: Iterable[Port],
+    *,
+    reduces: Sequence[Reduce] = (),
+    depth: int = 2,
+) -> Program:
+    """The Program of a schedule: tasks in its order, with transfers between groups inserted from the data flow.
+
+    Args:
+        schedule: the order of actions of each of its ranks.
+        groups: by rank of the schedule.
+        tasks: for each stage its tasks of each kind that the schedule names; GATHER tasks run before the first
+            micro-batch, REDUCE and UPDATE tasks after the last one, in the given order.
+        ports: what the tasks take and give. A stage may take ports of any other stage. Stages of one group share
+            values in memory; every other group that takes a value gets it once.
+        reduces: sums over groups, after the REDUCE tasks and before the UPDATE tasks, in one order for all groups.
+        depth: receives of one port that are posted and not yet waited for, and sends of one port to one group that
+            hold their buffer. More lets groups run further apart, and takes more memory.
+
+    Raises ProgramError when the schedule names a task that is missing, or runs actions in an order in which each
+    waits for another.
+    """
+    builder = _Builder(
+        schedule, groups, {task.name: task for task in tasks}, {one.name: one for one in ports}, depth
+    )
+    builder.prologue()
+    builder.actions()
+    builder.epilogue(reduces)
+    lists = {group: tuple(post_ahead(order, depth)) for group, order in builder.lists.items()}
+    named = {group.name: group for group in groups}
+    return Program(named, builder.tasks, builder.ports, lists, schedule.micro_batches)
+
+
+class _Builder:
+    """The instruction lists as they grow."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        groups: Sequence[DeviceGroup],
+        tasks: Mapping[str, Task],
+        ports: Mapping[str, Port],
+        depth: int,
+    ) -> None:
+        if depth < 1:
+            raise ProgramError(f"depth is {depth}; a group needs room for at least one receive of each port")
+        if len(groups) != schedule.ranks:
+            raise ProgramError(
+                f"schedule {schedule.name} has {schedule.ranks} ranks, and {len(groups)} groups are given"
+            )
+        self.schedule, self.tasks, self.ports, self.depth = schedule, tasks, ports, depth
+        self.names = [group.name for group in groups]
+        self.lists: dict[str, list[Instruction]] = {name: [] for name in self.names}
+        self.present: dict[str, set[Value]] = {name: set() for name in self.names}
+        self.arriving: dict[str, dict[Value, str]] = {name: {} for name in self.names}
+        self.in_flight: dict[tuple[str, str, str], list[Wait]] = {}
+        self.step_ports = frozenset(
+            p for task in tasks.values() if not task.per_micro_batch for p in task.gives
+        )
+        stages = {(task.stage, task.kind): task for task in tasks.values() if task.per_micro_batch}
+        self.orders = [
+            [(self._task(stages, action, name), action.micro_batch) for action in order]
+            for order, name in zip(schedule.orders, self.names, strict=True)
+        ]
+        self.takers = self._takers()
+
+    def _task(self, stages: Mapping[tuple[int | None, TaskKind], Task], action: Action, group: str) -> Task:
+        task = stages.get((action.stage, action.kind))
+        if task is None:
+            raise ProgramError(
+                f"{self.schedule.name} runs {action}, and stage {action.stage} has no {action.kind} task"
+            )
+        if task.group != group:
+            raise ProgramError(
+                f"{self.schedule.name} runs {action} on {group}, and {task.name!r} is on {task.group}"
+            )
+        return task
+
+    def _takers(self) -> dict[Value, list[str]]:
+        """The groups that take each value and do not compute it, in order of the schedule's ranks."""
+        takers: dict[Value, list[str]] = {}
+        for name, order in zip(self.names, self.orders, strict=True):
+            for task, micro_batch in order:
+                for port in task.takes:
+                    if self._computed_by(port) == name:
+                        continue
+                    if port in self.step_ports:
+                        raise ProgramError(
+                            f"{task.name!r} takes {port!r}, which {self._computed_by(port)} gives once a step; "
+                            "only values of micro-batches can cross between groups of a schedule"
+                        )
+                    groups = takers.setdefault((port, micro_batch), [])
+                    if name not in groups:
+                        groups.append(name)
+        return takers
+
+    def _computed_by(self, port: str) -> str:
+        if port not in self.ports:
+            raise ProgramError(f"a task takes port {port!r}, which is not among the ports")
+        return self.ports[port].group
+
+    def prologue(self) -> None:
+        """Tasks before the first micro-batch."""
+        self._once(TaskKind.GATHER)
+
+    def _once(self, kind: TaskKind) -> None:
+        for task in self.tasks.values():
+            if task.kind is kind:
+                self.lists[task.group].append(Run(task.name))
+                self.present[task.group].update((port, None) for port in task.gives)
+
+    def actions(self) -> None:
+        """All actions in rounds, each with the transfers of what it gives."""
+        position = [0] * len(self.names)
+        while any(at < len(order) for at, order in zip(position, self.orders, strict=True)):
+            # Decided for all groups before any runs: what a round gives is taken in the next one.
+            able = [
+                rank
+                for rank, order in enumerate(self.orders)
+                if position[rank] < len(order) and not self._absent(rank, *order[position[rank]])
+            ]
+            if not able:
+                raise ProgramError(self._blocked(position))
+            # A schedule may need more receives posted than `depth`; then one group at a time goes beyond it.
+            ready = [rank for rank in able if self._has_room(*self.orders[rank][position[rank]])] or able[:1]
+            for rank in ready:
+                self._run(self.names[rank], *self.orders[rank][position[rank]])
+            # After all tasks of the round, so that a receive stands behind what its group runs meanwhile.
+            for rank in ready:
+                self._give(self.names[rank], *self.orders[rank][position[rank]])
+                position[rank] += 1
+
+    def _has_room(self, task: Task, micro_batch: int) -> bool:
+        """Whether each group that takes what the task gives may post one more receive of the port."""
+        return all(
+            sum(port == name for name, _ in self.arriving[taker]) < self.depth
+            for port in task.gives
+            for taker in self.takers.get((port, micro_batch), ())
+        )
+
+    def _absent(self, rank: int, task: Task, micro_batch: int) -> list[Value]:
+        name = self.names[rank]
+        values = [(port, None if port in self.step_ports else micro_batch) for port in task.takes]
+        return [
+            value for value in values if value not in self.present[name] and value not in self.arriving[name]
+        ]
+
+    def _run(self, name: str, task: Task, micro_batch: int) -> None:
+        instructions = self.lists[name]
+        for port in task.takes:
+            source = self.arriving[name].pop((port, micro_batch), None)
+            if source is not None:
+                instructions.append(Wait(port, micro_batch, source))
+                self.present[name].add((port, micro_batch))
+        instructions.append(Run(task.name, micro_batch))
+
+    def _give(self, name: str, task: Task, micro_batch: int) -> None:
+        for port in task.gives:
+            self.present[name].add((port, micro_batch))
+            for taker in self.takers.get((port, micro_batch), ()):
+                self._transfer(port, micro_batch, name, taker)
+
+    def _transfer(self, port: str, micro_batch: int, source: str, target: str) -> None:
+        self.lists[target].append(Recv(port, micro_batch, source))
+        self.arriving[target][port, micro_batch] = source
+        in_flight = self.in_flight.setdefault((source, target, port), [])
+        if len(in_flight) == self.depth:
+            self.lists[source].append(in_flight.pop(0))
+        self.lists[source].append(Send(port, micro_batch, target))
+        in_flight.append(Wait(port, micro_batch, target))
+
+    def _blocked(self, position: Sequence[int]) -> str:
+        lines = [
+            f"schedule {self.schedule.name} cannot run: each next action waits for a value that is not given"
+        ]
+        for rank, order in enumerate(self.orders):
+            if position[rank] < len(order):
+                action = self.schedule.orders[rank][position[rank]]
+                values = ", ".join(f"{port!r}" for port, _ in self._absent(rank, *order[position[rank]]))
+                lines.append(f"  {self.names[rank]} stands at {action} and waits for {values}")
+        return "\n".join(lines)
+
+    def epilogue(self, reduces: Sequence[Reduce]) -> None:
+        """The waits for sends that still hold buffers, then what runs once after the last micro-batch."""
+        for (source, _, _), waits in self.in_flight.items():
+            self.lists[source] += waits
+        self._once(TaskKind.REDUCE)
+        for one in reduces:
+            for group in one.over:
+                if group not in self.lists:
+                    raise ProgramError(
+                        f"{one} names a group that the schedule does not have: {', '.join(self.names)}"
+                    )
+                self.lists[group].append(one)
+        self._once(TaskKind.UPDATE)

@@ -1,0 +1,160 @@
+"""Checks of what a Program declares: groups, tasks, layouts of ports, and the names in instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hyper_parallel.layout import Layout
+from hyper_parallel.program.defects import Defect, DefectKind, at
+from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, Send, Wait
+from hyper_parallel.program.program import Program
+
+
+def declaration_defects(program: Program) -> list[Defect]:
+    """Everything that makes the lists of instructions meaningless: the other checks rely on there being none."""
+    texts = (*_ranks(program), *_tasks(program), *_ports(program), *_instructions(program))
+    return [Defect(DefectKind.DECLARATION, text) for text in texts]
+
+
+def _ranks(program: Program) -> Iterator[str]:
+    lists: dict[int, str] = {}
+    for name in program.instructions:
+        for rank in program.groups[name].ranks:
+            if rank in lists:
+                yield (
+                    f"rank {rank} is in {lists[rank]} and in {name}, and both have instructions: "
+                    "nothing says in which order the rank issues the two lists"
+                )
+            lists.setdefault(rank, name)
+
+
+def _tasks(program: Program) -> Iterator[str]:
+    stage_groups: dict[int, str] = {}
+    reduced = _reduced(program)
+    for task in program.tasks.values():
+        if task.stage is not None:
+            group = stage_groups.setdefault(task.stage, task.group)
+            if group != task.group:
+                yield (
+                    f"tasks of stage {task.stage} run on {group} and on {task.group}: "
+                    "a micro-batch's saved values stay on one group"
+                )
+        for name in task.gives:
+            owner = program.ports[name].group
+            if owner != task.group and task.group not in reduced.get(name, set()):
+                yield (
+                    f"task {task.name!r} of {task.group} gives port {name!r}, which {owner} computes; "
+                    "only a port that is reduced over both may be given by both"
+                )
+
+
+def _ports(program: Program) -> Iterator[str]:
+    reduced = _reduced(program)
+    given: dict[str, set[bool]] = {}
+    for task in program.tasks.values():
+        for given_port in task.gives:
+            given.setdefault(given_port, set()).add(task.per_micro_batch)
+    for name, port in program.ports.items():
+        if port.group not in program.groups:
+            yield f"port {name!r} is computed by group {port.group!r}, which the program does not have"
+            continue
+        if name not in given:
+            yield f"no task gives port {name!r}"
+        elif len(given[name]) > 1:
+            yield f"port {name!r} is given by a task of each micro-batch and by one of the whole step"
+        yield from (f"port {name!r}: {text}" for text in _layout(program, port.layout, port.group))
+        for group, layout in port.received.items():
+            if group not in program.groups:
+                yield f"port {name!r} is received by group {group!r}, which the program does not have"
+                continue
+            yield from (f"port {name!r}: {text}" for text in _layout(program, layout, group))
+            if layout.shape != port.layout.shape:
+                yield (
+                    f"port {name!r} has shape {port.layout.shape} in {port.group}, which sends it, "
+                    f"and {layout.shape} in {group}, which receives it"
+                )
+        receivers = {task.group for task in program.tasks.values() if name in task.takes} - {port.group}
+        for group in sorted((receivers | reduced.get(name, set())) - set(port.received) - {port.group}):
+            if program.groups[group].mesh != program.groups[port.group].mesh:
+                yield (
+                    f"port {name!r} has no layout in {group}, whose mesh is not {port.group}'s: "
+                    "give one in `received`"
+                )
+
+
+def _layout(program: Program, layout: Layout, group: str) -> Iterator[str]:
+    mesh = program.groups[group].mesh
+    if layout.mesh != mesh:
+        yield f"its layout in {group} is on the mesh {dict(layout.mesh.axes)}; {group} has {dict(mesh.axes)}"
+        return
+    known = {*mesh.names, *dict(mesh.folds)}
+    for axis in (*layout.split_axes, *sorted(layout.partial)):
+        if unknown := {atom for atom in mesh.atoms(axis) if atom not in known}:
+            yield f"its layout {layout} in {group} names axis {sorted(unknown)}, which the mesh does not have"
+
+
+def _reduced(program: Program) -> dict[str, set[str]]:
+    """Port to the groups over which it is reduced."""
+    reduced: dict[str, set[str]] = {}
+    for instructions in program.instructions.values():
+        for instruction in instructions:
+            if isinstance(instruction, Reduce):
+                reduced.setdefault(instruction.port, set()).update(instruction.over)
+    return reduced
+
+
+def _instructions(program: Program) -> Iterator[str]:
+    step_ports = program.step_ports()
+    for group, instructions in program.instructions.items():
+        for index, instruction in enumerate(instructions):
+            for text in _instruction(program, group, instruction, step_ports):
+                yield f"{at(group, index, instruction)} {text}"
+
+
+def _instruction(
+    program: Program, group: str, instruction: Instruction, step_ports: frozenset[str]
+) -> Iterator[str]:
+    if isinstance(instruction, Run):
+        task = program.tasks.get(instruction.task)
+        if task is None:
+            yield "names a task that the program does not have"
+            return
+        if task.group != group:
+            yield f"runs a task of {task.group}"
+        yield from _micro_batch(program, instruction.micro_batch, once=not task.per_micro_batch)
+        return
+    port = program.ports.get(instruction.port)
+    if port is None:
+        yield "names a port that the program does not have"
+        return
+    if isinstance(instruction, Reduce):
+        if unknown := [name for name in instruction.over if name not in program.instructions]:
+            yield f"is over {unknown}, which have no instructions"
+        if group not in instruction.over:
+            yield "is over other groups than its own"
+        if port.name not in step_ports:
+            yield "reduces a value of each micro-batch; only what is given once a step can be reduced"
+        return
+    yield from _micro_batch(program, instruction.micro_batch, once=port.name in step_ports)
+    peer = _peer(instruction)
+    if peer not in program.instructions:
+        yield f"names {peer!r}, which is no group with instructions"
+    elif peer == group:
+        yield "is to the group itself: its own values are in memory"
+    if isinstance(instruction, Send) and port.group != group:
+        yield f"sends a value that {port.group} computes"
+    if isinstance(instruction, Recv) and port.group != instruction.source:
+        yield f"receives from {instruction.source} a value that {port.group} computes"
+
+
+def _peer(instruction: Send | Recv | Wait) -> str:
+    if isinstance(instruction, Send):
+        return instruction.to
+    return instruction.source if isinstance(instruction, Recv) else instruction.peer
+
+
+def _micro_batch(program: Program, micro_batch: int | None, once: bool) -> Iterator[str]:
+    if once and micro_batch is not None:
+        yield "names a micro-batch; this happens once a step"
+    if not once and (micro_batch is None or not 0 <= micro_batch < program.micro_batches):
+        yield f"needs a micro-batch from 0 to {program.micro_batches - 1}"

@@ -1,0 +1,1 @@
+"""Runs Programs: the generators of their tasks, transfers between groups, buffers and deadlines."""

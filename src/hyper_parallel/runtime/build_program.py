@@ -1,0 +1,56 @@
+"""Builds the Program of a pipeline: tasks and ports from the partition's data flow, order from a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.graph.partition import Crossing
+from hyper_parallel.graph.stage_graph import Partition, Stage
+from hyper_parallel.layout import Layout
+from hyper_parallel.program import DeviceGroup, Port, Program, Task, TaskKind, to_program, verify
+from hyper_parallel.schedule import Schedule
+
+
+def pipeline_program(partition: Partition, schedule: Schedule, groups: Sequence[DeviceGroup]) -> Program:
+    """The verified Program of a partition. `groups`: by rank of the schedule, with equal meshes.
+
+    Raises StrategyError where the schedule has another number of stages, ProgramError where the Program could block.
+    """
+    if schedule.stages != len(partition.stages):
+        raise StrategyError(
+            f"schedule {schedule.name} has {schedule.stages} stages, and the model was cut into {len(partition.stages)}"
+        )
+    if any(group.mesh != groups[0].mesh for group in groups):
+        raise StrategyError("the stages of a pipeline have equal meshes")
+    homes = [groups[rank] for rank in schedule.placement]
+    tasks = [task for stage in partition.stages for task in _tasks(stage, homes[stage.number].name)]
+    ports = [
+        _port(one, homes[stage.number])
+        for stage in partition.stages
+        for one in (*stage.sends, *stage.gradients_out)
+    ]
+    made = to_program(schedule, groups, tasks, ports)
+    verify(made)
+    return made
+
+
+def _tasks(stage: Stage, group: str) -> list[Task]:
+    forward = tuple(one.name for one in stage.receives), tuple(one.name for one in stage.sends)
+    backward = tuple(one.name for one in stage.gradients_in), tuple(one.name for one in stage.gradients_out)
+    flows = {
+        TaskKind.FORWARD: forward,
+        TaskKind.BACKWARD: backward,
+        TaskKind.INPUT: backward,
+        TaskKind.WEIGHT: ((), ()),
+    }
+    return [
+        Task(f"{kind} {stage.number}", kind, group, takes, gives, stage=stage.number)
+        for kind, (takes, gives) in flows.items()
+    ]
+
+
+def _port(one: Crossing, home: DeviceGroup) -> Port:
+    """Every rank of a stage sends what it has itself to the rank with its place in the other group's mesh."""
+    dtype = str(one.value.dtype).removeprefix("torch.")
+    return Port(one.name, Layout.replicated(home.mesh, one.value.shape), dtype, home.name)

@@ -1,0 +1,146 @@
+"""Runs the tasks of one pipeline stage: a generator of the stage's graph for each micro-batch in flight.
+
+Between two tasks of a micro-batch the generator holds what the forward pass has saved, and frees it as the backward
+pass uses it. Gradients of weights are added up in the order in which micro-batches arrive here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.compat.dispatch import below_autograd
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.graph import executable
+from hyper_parallel.graph.memory_effects import writes
+from hyper_parallel.graph.partition import GRADIENT, Crossing
+from hyper_parallel.graph.stage_graph import FORWARD_DONE, INPUT_DONE, RECEIVE, Stage, span
+
+_Pass = Generator[Any, Any, tuple[Tensor, ...]]
+
+
+class StageRunner:
+    """The tasks of one stage of one step after the other."""
+
+    def __init__(self, stage: Stage, state: Mapping[str, Tensor]) -> None:
+        """`state`: parameters and buffers by the names of the graph's inputs."""
+        self.stage = stage
+        self._run = executable(stage.step)
+        self._state = state
+        changed = {storage for node in stage.step.nodes for storage in writes(node)}
+        self._changed = {entry.name for storage, entry in stage.step.outside.items() if storage in changed}
+        """Inputs that the stage writes to; what comes from a stage of the same rank is that stage's own memory."""
+        self._flying: dict[int, _Pass] = {}
+        self.gradients: dict[str, Tensor] = {}
+        """By the names of their parameters, summed over the micro-batches so far."""
+        self.totals: dict[str, Tensor] = {}
+        """Outputs that are no gradients, the loss for one, summed likewise."""
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose forward pass has run and whose backward pass has not ended."""
+        return len(self._flying)
+
+    def forward(
+        self, micro_batch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The forward pass of a micro-batch: what goes to later stages, flat, by the names of its ports.
+
+        `batch`: the inputs that are neither state nor ports; `received`: the flat values of `stage.receives`.
+        """
+        if micro_batch in self._flying:
+            raise HyperParallelError(f"{self._at(micro_batch)}: its forward pass has run already")
+        given = {one.name: shaped(self._own(received, one.name), one) for one in self.stage.receives}
+        known = {**self._state, **batch, **given}
+        flying = self._run.function([known[name] for name in self._run.inputs])
+        self._flying[micro_batch] = flying
+        del known, given
+        shown = self._until(flying, None, FORWARD_DONE, {}, micro_batch)
+        return {one.name: flat(value, one) for one, value in zip(self.stage.sends, shown, strict=False)}
+
+    def input(self, micro_batch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of a micro-batch's inputs: what goes back to earlier stages, flat, by the names of its ports.
+
+        `received`: the flat values of `stage.gradients_in`.
+        """
+        flying = self._flown(micro_batch)
+        shown = self._until(flying, _NOTHING, INPUT_DONE, received, micro_batch)
+        return {
+            one.name: flat(value, one) for one, value in zip(self.stage.gradients_out, shown, strict=False)
+        }
+
+    def weight(self, micro_batch: int) -> None:
+        """The gradients of weights, added to `gradients`; the micro-batch is over with it."""
+        flying = self._flown(micro_batch)
+        try:
+            with below_autograd():
+                point, _ = flying.send(_NOTHING)
+        except StopIteration as stop:
+            returned = dict(zip(self._run.outputs, stop.value, strict=True))
+        else:
+            raise HyperParallelError(
+                f"{self._at(micro_batch)}: asks for {point!r} where its backward pass ends"
+            )
+        del self._flying[micro_batch]
+        with torch.no_grad():
+            for name, value in returned.items():
+                into = self.gradients if name.startswith(GRADIENT) else self.totals
+                key = name.removeprefix(GRADIENT)
+                if key in into:
+                    into[key].add_(value)
+                else:
+                    into[key] = value
+
+    def clear(self) -> None:
+        """Begin a new step."""
+        assert not self._flying, "every micro-batch has had its backward pass"
+        self.gradients, self.totals = {}, {}
+
+    def _own(self, received: Mapping[str, Tensor], name: str) -> Tensor:
+        return received[name].clone() if name in self._changed else received[name]
+
+    def _flown(self, micro_batch: int) -> _Pass:
+        if micro_batch not in self._flying:
+            raise HyperParallelError(
+                f"{self._at(micro_batch)}: its forward pass has not run, or its backward pass has"
+            )
+        return self._flying[micro_batch]
+
+    def _until(
+        self, flying: _Pass, answer: Any, point: str, received: Mapping[str, Tensor], micro_batch: int
+    ) -> Any:
+        """Run to a suspension point, and answer what is asked for on the way; what is shown there."""
+        while True:
+            with below_autograd():
+                reached, shown = flying.send(answer)
+            if reached == point:
+                return shown
+            if not reached.startswith(f"{RECEIVE}."):
+                raise HyperParallelError(
+                    f"{self._at(micro_batch)}: stopped at {reached!r} on the way to {point!r}"
+                )
+            answer = received[reached.removeprefix(f"{RECEIVE}.")]
+
+    def _at(self, micro_batch: int) -> str:
+        return f"stage {self.stage.number}, micro-batch {micro_batch}"
+
+
+_NOTHING = torch.empty(0)
+
+
+def flat(value: Tensor, port: Crossing) -> Tensor:
+    """The elements of a value in the order of its memory, [span]: a view."""
+    if tuple(value.shape) != port.value.shape or tuple(value.stride()) != port.value.stride:
+        raise HyperParallelError(
+            f"port {port.name}: {tuple(value.shape)} with strides {tuple(value.stride())} is to be sent, and "
+            f"{port.value.shape} with strides {port.value.stride} was captured"
+        )
+    return torch.as_strided(value, (span(port.value),), (1,), value.storage_offset())
+
+
+def shaped(received: Tensor, port: Crossing) -> Tensor:
+    """A value from the elements of its memory: a view."""
+    return torch.as_strided(received, port.value.shape, port.value.stride)

@@ -1,0 +1,105 @@
+"""Point-to-point transfers of one rank: receives posted ahead, sends that hold their buffer, deadlines on every wait.
+
+The k-th send from a rank to another meets that rank's k-th receive, on every backend; tags are not used, since NCCL and
+HCCL have none. Each direction between two device groups has a communicator of its own, so that what goes forward and
+what comes back do not hold each other up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_parallel.errors import HyperParallelError
+
+DEADLINE_S = 600.0
+"""How long a wait may take where nothing else is said."""
+
+Channel = tuple[int, int]
+"""Sending and receiving rank of the run."""
+
+
+class TransferError(HyperParallelError):
+    """A transfer did not end within its deadline, or the other rank is gone."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A transfer under way, and the memory that it uses."""
+
+    work: dist.Work
+    buffer: Tensor
+
+
+class Transfers(Protocol):
+    """The transfers of one rank. A key names a transfer: its port, micro-batch and the group at the other end."""
+
+    def post(self, key: Hashable, source: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Post the receive of `count` elements, [count], from a rank. `wait` gives them."""
+
+    def send(self, key: Hashable, target: int, value: Tensor) -> None:
+        """Begin to send a flat tensor; it stays as it is until `wait`."""
+
+    def wait(self, key: Hashable) -> Tensor:
+        """Wait for a transfer: what was received, or what was sent, whose memory is free now.
+
+        Raises TransferError when it has not ended within the deadline.
+        """
+
+    def drain(self) -> None:
+        """Wait for the sends that nobody waited for, at the end of a step."""
+
+
+class ProcessTransfers:
+    """Transfers between processes, by torch.distributed."""
+
+    def __init__(
+        self,
+        rank: int,
+        communicators: Mapping[Channel, dist.ProcessGroup] | None = None,
+        deadline: float = DEADLINE_S,
+    ) -> None:
+        """`communicators`: of each channel that does not use the default process group; `deadline`: seconds for each
+        wait."""
+        self._rank, self._communicators, self._deadline = rank, communicators or {}, deadline
+        self._pending: dict[Hashable, _Pending] = {}
+
+    def post(self, key: Hashable, source: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        """As `Transfers.post`."""
+        buffer = torch.empty(count, dtype=dtype, device=device)
+        group = self._communicators.get((source, self._rank))
+        self._pending[key] = self._begun(key, dist.irecv(buffer, source, group=group), buffer)
+
+    def send(self, key: Hashable, target: int, value: Tensor) -> None:
+        """As `Transfers.send`."""
+        group = self._communicators.get((self._rank, target))
+        self._pending[key] = self._begun(key, dist.isend(value, target, group=group), value)
+
+    @staticmethod
+    def _begun(key: Hashable, work: dist.Work | None, buffer: Tensor) -> _Pending:
+        if work is None:
+            raise TransferError(f"{key}: this rank is not in the transfer's process group")
+        return _Pending(work, buffer)
+
+    def wait(self, key: Hashable) -> Tensor:
+        """As `Transfers.wait`."""
+        pending = self._pending.pop(key)
+        begun = time.monotonic()
+        try:
+            pending.work.wait(timedelta(seconds=self._deadline))
+        except RuntimeError as error:
+            took = time.monotonic() - begun
+            raise TransferError(f"{key}: not over after {took:.1f} s: {error}") from error
+        return pending.buffer
+
+    def drain(self) -> None:
+        """As `Transfers.drain`."""
+        for key in list(self._pending):
+            self.wait(key)

@@ -1,0 +1,27 @@
+"""Pipeline schedules: pure functions from stages and micro-batches to the order of each rank's actions. No torch.
+
+Named schedules (`named_schedule`), their times and memory (`time_schedule`), and schedules made for given costs and
+memory (`auto_schedule`) with a bound that says how far they can be from the best (`makespan_bound`).
+"""
+
+from hyper_parallel.schedule.auto import AutoSchedule, auto_schedule
+from hyper_parallel.schedule.costs import Costs
+from hyper_parallel.schedule.lower_bound import makespan_bound
+from hyper_parallel.schedule.names import ScheduleName, named_schedule
+from hyper_parallel.schedule.schedule import Action, Schedule
+from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing, time_schedule
+
+__all__ = [
+    "Action",
+    "AutoSchedule",
+    "Bubble",
+    "Costs",
+    "DeadlockError",
+    "Schedule",
+    "ScheduleName",
+    "Timing",
+    "auto_schedule",
+    "makespan_bound",
+    "named_schedule",
+    "time_schedule",
+]

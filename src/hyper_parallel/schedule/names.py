@@ -1,0 +1,113 @@
+"""Schedules by name, with the spellings of torch.distributed.pipelining, Megatron and the papers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from enum import StrEnum
+
+from hyper_parallel.errors import StrategyError, nearest
+from hyper_parallel.schedule.dual_pipe_v import dual_pipe_v
+from hyper_parallel.schedule.gpipe import gpipe
+from hyper_parallel.schedule.interleaved import interleaved
+from hyper_parallel.schedule.one_f_one_b import one_f_one_b, one_f_one_b_split
+from hyper_parallel.schedule.schedule import Schedule
+from hyper_parallel.schedule.v_shaped import v_half, v_min, zb_v
+from hyper_parallel.schedule.zero_bubble import zb_h1, zb_h2
+
+
+class ScheduleName(StrEnum):
+    """Named schedules."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    ONE_F_ONE_B_SPLIT = "1f1b-split"
+    INTERLEAVED = "interleaved-1f1b"
+    ZB_H1 = "zb-h1"
+    ZB_H2 = "zb-h2"
+    ZB_V = "zb-v"
+    V_HALF = "v-half"
+    V_MIN = "v-min"
+    DUAL_PIPE_V = "dualpipev"
+
+    @classmethod
+    def parse(cls, text: str) -> ScheduleName:
+        """The schedule that a user names; case, hyphens, underscores and a leading ``Schedule`` do not matter.
+
+        Raises StrategyError for an unknown name, with the nearest known one.
+        """
+        plain = _plain(text)
+        if plain in _BY_SPELLING:
+            return _BY_SPELLING[plain]
+        raise StrategyError(
+            f"schedule {text!r} is not known{nearest(text.lower(), [name.value for name in cls])}; "
+            f"there are {', '.join(cls)}"
+        )
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower()).removeprefix("schedule")
+
+
+_ALIASES = {
+    "PipeDream-Flush": ScheduleName.ONE_F_ONE_B,
+    "non-interleaved": ScheduleName.ONE_F_ONE_B,
+    "interleaved": ScheduleName.INTERLEAVED,
+    "vpp": ScheduleName.INTERLEAVED,
+    "virtual-pipeline": ScheduleName.INTERLEAVED,
+    "zero-bubble": ScheduleName.ZB_H1,
+    "zb1p": ScheduleName.ZB_H1,
+    "ZBVZeroBubble": ScheduleName.ZB_V,
+    "v-zb": ScheduleName.ZB_V,
+    "cut-in-half": ScheduleName.DUAL_PIPE_V,
+}
+_BY_SPELLING = {_plain(name): name for name in ScheduleName} | {
+    _plain(text): name for text, name in _ALIASES.items()
+}
+
+_ONE_STAGE: dict[ScheduleName, Callable[[int, int], Schedule]] = {
+    ScheduleName.GPIPE: gpipe,
+    ScheduleName.ONE_F_ONE_B: one_f_one_b,
+    ScheduleName.ONE_F_ONE_B_SPLIT: one_f_one_b_split,
+    ScheduleName.ZB_H1: zb_h1,
+    ScheduleName.ZB_H2: zb_h2,
+}
+_TWO_STAGES: dict[ScheduleName, Callable[[int, int], Schedule]] = {
+    ScheduleName.ZB_V: zb_v,
+    ScheduleName.V_HALF: v_half,
+    ScheduleName.V_MIN: v_min,
+    ScheduleName.DUAL_PIPE_V: dual_pipe_v,
+}
+SPLITS_BACKWARD = frozenset(ScheduleName) - {
+    ScheduleName.GPIPE,
+    ScheduleName.ONE_F_ONE_B,
+    ScheduleName.INTERLEAVED,
+}
+"""Schedules that compute input and weight gradients apart: these cost more under layer recomputation."""
+
+
+def named_schedule(
+    name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, *, recomputes: bool = False
+) -> Schedule:
+    """The schedule of that name.
+
+    `stages_per_rank`: what the schedule has when left out: 1, or 2 of interleaved and V-shaped ones. `recomputes`:
+    the stages recompute layers in the backward pass. Raises StrategyError for sizes that the schedule cannot have, and
+    for one that splits backward passes where layers are recomputed: each half would run the forward pass again.
+    """
+    known = ScheduleName.parse(name)
+    if recomputes and known in SPLITS_BACKWARD:
+        raise StrategyError(
+            f"schedule {known} splits backward passes, and with layer recomputation each half runs the forward pass "
+            "again, which costs more than the bubbles it fills; choose 1f1b or interleaved-1f1b, turn recomputation "
+            "off, or leave the choice to auto, which prices it"
+        )
+    if known is ScheduleName.INTERLEAVED:
+        return interleaved(ranks, micro_batches, 2 if stages_per_rank is None else stages_per_rank)
+    fixed, build = (1, _ONE_STAGE[known]) if known in _ONE_STAGE else (2, _TWO_STAGES[known])
+    if stages_per_rank not in (None, fixed):
+        other = "choose interleaved-1f1b for more" if fixed == 1 else f"cut the model into {2 * ranks} stages"
+        raise StrategyError(
+            f"schedule {known} has {fixed} stage{'s' * (fixed > 1)} on each rank, and {stages_per_rank} were given; {other}"
+        )
+    return build(ranks, micro_batches)

@@ -1,0 +1,232 @@
+"""Stages that a micro-batch was cut into compute what it computes whole, whatever the model looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.pipelines import Captured, Tensors, even_cut, in_stages, summed
+from hyper_parallel.compat.fake_process_group import fake_mode, faked
+from hyper_parallel.errors import GraphError
+from hyper_parallel.graph import StepGraph, capture, executable, phase
+from hyper_parallel.graph.gradient_layout import owned
+from hyper_parallel.graph.partition import GRADIENT, by_modules, data_sources, label
+from hyper_parallel.graph.stage_graph import partition
+from hyper_parallel.verify.families import FAMILIES
+
+SAMPLE = ("llama-tied", "gemma3", "deepseek-v3", "gpt2")
+LISTS = {"gpt2": ("transformer.h",)}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.matrix) for name in FAMILIES],
+)
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "all in flight"])
+def test_stages_have_the_bits_of_the_whole(family: str, together: bool) -> None:
+    found = Captured(FAMILIES[family])
+    lists = LISTS.get(family, ("model.language_model.layers",) if "vl" in family else ("model.layers",))
+    cut = partition(found.step, by_modules(even_cut(found.model, 2, *lists)), 2)
+    whole, staged = found.whole(), in_stages(cut, found.state, found.batches, together=together)
+    assert whole.keys() == staged.keys()
+    alone = {name for name in whole if name not in cut.shared}
+    assert all(torch.equal(whole[name], staged[name]) for name in alone)
+    # Contributions of stages are summed last, not in each micro-batch.
+    for name in cut.shared:
+        torch.testing.assert_close(staged[name], whole[name], rtol=1e-5, atol=1e-6)
+    assert all(one.step.inputs for one in cut.stages)
+
+
+def test_each_stage_needs_its_own_parameters_and_the_hidden_states_alone() -> None:
+    found = Captured(FAMILIES["llama"])
+    first, last = partition(found.step, by_modules(even_cut(found.model, 2, "model.layers")), 2).stages
+    names = [{one.name for one in stage.step.inputs if one.kind == "parameter"} for stage in (first, last)]
+    assert not names[0] & names[1]
+    assert {"parameter.model.embed_tokens.weight"} <= names[0]
+    assert {"parameter.lm_head.weight", "parameter.model.norm.weight"} <= names[1]
+    assert len(first.sends) == len(last.receives) == len(last.gradients_out) == len(first.gradients_in) == 1
+    assert not {one.name for one in last.step.inputs} & {"micro.input_ids"}
+
+
+# Modules that no rule about layers would foresee.
+
+
+class Skip(nn.Module):
+    """The last block is given what the first one gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x).relu()
+        y = self.blocks[2](self.blocks[1](first).relu()).relu()
+        out: Tensor = self.blocks[3](y + first)
+        return out
+
+
+class Shared(nn.Module):
+    """One weight is used in two stages, and its gradient has a part in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks[1](self.blocks[0](x * self.scale).relu() * self.scale)
+        return out
+
+
+class InPlace(nn.Module):
+    """A block changes what it was given, and the one before has read it already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        y += self.blocks[1](x)
+        return y
+
+
+class Biased(nn.Module):
+    """Adds to what it is given, and keeps nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+class ChangedLater(nn.Module):
+    """What the second stage is given changes in the first one afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), Biased()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        z = self.blocks[1](y)
+        y.mul_(2.0)
+        return z + y.sum()
+
+
+class Auxiliary(nn.Module):
+    """Every block adds to a loss that the end sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses = []
+        for block in self.blocks:
+            x = block(x).tanh()
+            losses.append(x.square().mean())
+        return x + torch.stack(losses).sum()
+
+
+class Masked(nn.Module):
+    """What the batch alone decides is used in every block, and written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros_like(x)
+        mask[:, ::2] = 1.0
+        mask.mul_(x.detach().sign())
+        for block in self.blocks:
+            x = block(x) * mask
+        return x
+
+
+def _captured(model: nn.Module, x: Tensor) -> StepGraph:
+    with faked(model, mode := fake_mode()), mode:
+        given = torch.empty(x.shape)
+        gradients: dict[str, Tensor] = {}
+        taken: set[int] = set()
+
+        def body() -> dict[str, Tensor]:
+            for name, parameter in model.named_parameters():
+
+                def keep(gradient: Tensor, name: str = name, parameter: nn.Parameter = parameter) -> None:
+                    with torch.no_grad():
+                        gradients[name] = owned(gradient, parameter, taken)
+
+                parameter.register_hook(keep)
+            loss = model(given).square().sum()
+            with phase("backward"), torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+            return {"loss": loss.detach(), **{GRADIENT + name: one for name, one in gradients.items()}}
+
+        tensors: dict[str, Any] = {f"parameter.{n}": ("parameter", p) for n, p in model.named_parameters()}
+        return capture(body, {**tensors, "x": ("input", given)}, model, lambda: gradients)
+
+
+def _both(model: nn.Module, stages: int) -> tuple[Tensors, Tensors, Any]:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    batches = [{"x": torch.randn(3, 6)} for _ in range(3)]
+    step = _captured(model, batches[0]["x"])
+    state = {f"parameter.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    cut = partition(step, by_modules(even_cut(model, stages, "blocks")), stages)
+    whole = summed(executable(step).run({**state, **batch}) for batch in batches)
+    return whole, in_stages(cut, state, batches, together=True), cut
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("make", [Skip, Auxiliary, Masked])
+def test_models_of_ones_own(make: Callable[[], nn.Module], stages: int) -> None:
+    whole, staged, _ = _both(make(), stages)
+    assert whole.keys() == staged.keys()
+    assert all(torch.equal(whole[name], staged[name]) for name in whole)
+
+
+def test_a_weight_of_two_stages_has_a_part_of_its_gradient_in_each() -> None:
+    whole, staged, cut = _both(Shared(), 2)
+    assert cut.shared == {"gradient.scale": (0, 1)} or cut.shared == {"gradient.scale": (1, 0)}
+    torch.testing.assert_close(staged, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_what_a_stage_changes_in_place_is_its_own_copy() -> None:
+    whole, staged, cut = _both(InPlace(), 2)
+    assert all(torch.equal(whole[name], staged[name]) for name in whole)
+    (sent,) = cut.stages[0].sends
+    assert sent.source == 0
+    assert sent.target == 1
+
+
+def test_what_is_sent_is_not_changed_before_it_leaves() -> None:
+    whole, staged, cut = _both(ChangedLater(), 2)
+    assert len(cut.stages[0].sends) == 2
+    assert all(torch.equal(whole[name], staged[name]) for name in whole)
+
+
+def test_a_stage_without_work_is_refused() -> None:
+    model = Skip()
+    step = _captured(model, torch.empty(3, 6))
+    with pytest.raises(GraphError, match="stage 2 of the pipeline has nothing to compute; use fewer stages"):
+        partition(step, by_modules(even_cut(model, 2, "blocks")), 3)
+
+
+def test_data_sources_know_writes_in_place() -> None:
+    model = Masked()
+    step = _captured(model, torch.empty(3, 6))
+    found = label(step, by_modules(even_cut(model, 3, "blocks")), 3)
+    sources = data_sources(step)
+    written = [node for node in step.nodes if "fill_" in str(node.target) or "mul_" in str(node.target)]
+    assert written
+    assert set(written) <= found.repeated
+    assert any(written[-1] in sources[node] for node in step.nodes if "mul.Tensor" in str(node.target))
