@@ -109,7 +109,7 @@ def test_the_peak_is_that_which_simulate_predicts() -> None:
 def test_a_step_that_cannot_be_captured_is_told_by_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = inspect_run(run_of(LLAMA, SHARDED), 3)
 
-    def refuse(*_: Any, **_: Any) -> Any:
+    def refuse(*given: Any, **named: Any) -> Any:
         raise CaptureError("the model asks for a value")
 
     monkeypatch.setattr(inspect, "captured_step", refuse)

@@ -36,7 +36,7 @@ def chain(stages: int) -> dict[tuple[int, int], int]:
 def groups_of(count: int, ranks: int = 1) -> list[DeviceGroup]:
     """Device groups of `ranks` ranks each, named ``g0``, ``g1``, ..."""
     return [
-        DeviceGroup(f"g{i}", tuple(range(i * ranks, (i + 1) * ranks)), Mesh(("shard", ranks)))
+        DeviceGroup(Mesh(("shard", ranks)), tuple(range(i * ranks, (i + 1) * ranks)), f"g{i}")
         for i in range(count)
     ]
 

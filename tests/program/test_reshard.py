@@ -35,7 +35,7 @@ def random_group(draw: random.Random, name: str, first: int, most: int) -> Devic
     ranks = list(range(first, first + world))
     if draw.random() < 0.3:
         draw.shuffle(ranks)
-    return DeviceGroup(name, tuple(ranks), Mesh(*axes, folds=folds))
+    return DeviceGroup(Mesh(*axes, folds=folds), tuple(ranks), name)
 
 
 def random_layout(draw: random.Random, group: DeviceGroup, shape: tuple[int, ...]) -> Layout:
@@ -245,8 +245,8 @@ def test_the_adjoint_is_the_plan_between_adjoint_layouts() -> None:
 
 
 def test_replicas_of_the_target_get_the_bytes_once_over_the_links_between_the_groups() -> None:
-    source = DeviceGroup("vision", (0, 1), Mesh(("shard", 2)))
-    target = DeviceGroup("text", (2, 3, 4, 5), Mesh(("tensor_x", 4)))
+    source = DeviceGroup(Mesh(("shard", 2)), (0, 1), "vision")
+    target = DeviceGroup(Mesh(("tensor_x", 4)), (2, 3, 4, 5), "text")
     plan = plan_reshard(
         source, Layout(source.mesh, (8, 6), (("shard",), ())), target, Layout.replicated(target.mesh, (8, 6))
     )
@@ -260,8 +260,8 @@ def test_replicas_of_the_target_get_the_bytes_once_over_the_links_between_the_gr
 
 
 def test_partial_sums_are_added_in_the_source_group_in_the_order_of_the_parts() -> None:
-    source = DeviceGroup("first", (0, 1, 2), Mesh(("tensor_x", 3)))
-    target = DeviceGroup("second", (3, 4), Mesh(("tensor_x", 2)))
+    source = DeviceGroup(Mesh(("tensor_x", 3)), (0, 1, 2), "first")
+    target = DeviceGroup(Mesh(("tensor_x", 2)), (3, 4), "second")
     layout = Layout(source.mesh, (6,), ((),), {}, frozenset({"tensor_x"}))
     plan = plan_reshard(source, layout, target, Layout(target.mesh, (6,), (("tensor_x",),)))
     assert plan.crossing() == 6
@@ -274,8 +274,8 @@ def test_partial_sums_are_added_in_the_source_group_in_the_order_of_the_parts() 
 
 def test_large_boxes_are_shared_out_first() -> None:
     """Boxes of 1, 2 and 1 elements from two copies: each sends two."""
-    source = DeviceGroup("first", (0, 1), Mesh(("replicate", 2)))
-    target = DeviceGroup("second", (2, 3), Mesh(("tensor_x", 2)))
+    source = DeviceGroup(Mesh(("replicate", 2)), (0, 1), "first")
+    target = DeviceGroup(Mesh(("tensor_x", 2)), (2, 3), "second")
     goal = Layout(target.mesh, (4,), (("tensor_x",),), {0: (1, 3)})
     plan = plan_reshard(source, Layout.replicated(source.mesh, (4,)), target, goal)
     assert plan.sent() == {0: 2, 1: 2}
@@ -296,7 +296,7 @@ def test_adjoint_layouts() -> None:
 
 def test_sums_have_the_same_bits_in_any_target() -> None:
     """Parts are added one after the other in the order of the partial axis, wherever their sum is needed."""
-    source = DeviceGroup("first", tuple(range(6)), Mesh(("shard", 2), ("tensor_x", 3)))
+    source = DeviceGroup(Mesh(("shard", 2), ("tensor_x", 3)), tuple(range(6)), "first")
     layout = Layout(source.mesh, (7,), (("shard",),), {}, frozenset({"tensor_x"}))
     draw = random.Random(0)
     x = {
@@ -306,7 +306,7 @@ def test_sums_have_the_same_bits_in_any_target() -> None:
     expected = np.concatenate([(x[0] + x[1]) + x[2], (x[3] + x[4]) + x[5]])
     for first, axes in ((6, (("shard", 5),)), (0, (("shard", 2), ("tensor_x", 3))), (3, (("shard", 2),))):
         mesh = Mesh(*axes)
-        target = DeviceGroup("second", tuple(range(first, first + mesh.world)), mesh)
+        target = DeviceGroup(mesh, tuple(range(first, first + mesh.world)), "second")
         for dims in ((), ("shard",)):
             goal = Layout(mesh, (7,), (dims,))
             moved = execute(plan_reshard(source, layout, target, goal), x, np.float32)
@@ -330,7 +330,7 @@ def test_one_rank_executes_its_own_transfers() -> None:
 
 
 def test_layouts_that_do_not_fit_are_refused() -> None:
-    group = DeviceGroup("one", (0, 1), Mesh(("shard", 2)))
+    group = DeviceGroup(Mesh(("shard", 2)), (0, 1), "one")
     whole = Layout.replicated(group.mesh, (4,))
     with pytest.raises(StrategyError, match="shapes differ"):
         plan_reshard(group, whole, group, Layout.replicated(group.mesh, (5,)))

@@ -301,7 +301,7 @@ def test_reduces_over_different_groups_in_crossed_order_block() -> None:
 
 
 def two_groups() -> tuple[DeviceGroup, DeviceGroup]:
-    return DeviceGroup("a", (0, 1), Mesh(("shard", 2))), DeviceGroup("b", (2, 3, 4), Mesh(("shard", 3)))
+    return DeviceGroup(Mesh(("shard", 2)), (0, 1), "a"), DeviceGroup(Mesh(("shard", 3)), (2, 3, 4), "b")
 
 
 def declared(port: Port, group_b: DeviceGroup | None = None) -> Program:
@@ -337,7 +337,7 @@ def test_layouts_of_both_ends() -> None:
 
 def test_a_rank_with_two_lists() -> None:
     a, b = two_groups()
-    shared = DeviceGroup("b", (1, 2, 3), b.mesh)
+    shared = DeviceGroup(b.mesh, (1, 2, 3), "b")
     port = Port("x", Layout.replicated(a.mesh, (4,)), "float32", "a", {"b": Layout.replicated(b.mesh, (4,))})
     assert "rank 1 is in a and in b, and both have instructions" in texts(declared(port, shared))
 

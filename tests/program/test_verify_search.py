@@ -78,7 +78,7 @@ def by_rank(program: Program) -> Program:
                     order.append(Reduce(name, tuple(f"r{r}" for r in group.ranks)))
                     continue
                 if isinstance(each, Reduce):
-                    over = (program.groups[other].ranks[group.local(rank)] for other in each.over)
+                    over = (program.groups[other].ranks[group.place(rank)] for other in each.over)
                     order.append(Reduce(each.port, tuple(f"r{r}" for r in over)))
                     continue
                 peer = (
@@ -95,7 +95,7 @@ def by_rank(program: Program) -> Program:
                     ports[key] = Port(key, Layout.replicated(one, (1,)), "float32", owner)
                     order.append(type(each)(key, each.micro_batch, f"r{other}"))
             instructions[f"r{rank}"] = order
-    groups = {name: DeviceGroup(name, (int(name[1:]),), one) for name in instructions}
+    groups = {name: DeviceGroup(one, (int(name[1:]),), name) for name in instructions}
     return Program(groups, {}, ports, {name: tuple(order) for name, order in instructions.items()}, 1)
 
 

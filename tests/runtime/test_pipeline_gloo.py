@@ -29,7 +29,7 @@ def _worker(rank: int, world: int, folder: Path, family: str, schedule: str) -> 
     cut = partition(
         found.step, by_modules(even_cut(found.model, world, *LISTS.get(family, ("model.layers",)))), world
     )
-    groups = [DeviceGroup(f"stage {at}", (at,), Mesh(("shard", 1))) for at in range(world)]
+    groups = [DeviceGroup(Mesh(("shard", 1)), (at,), f"stage {at}") for at in range(world)]
     program = pipeline_program(cut, named_schedule(schedule, world, MICRO), groups)
     runs = Interpreter(program, cut, found.state, rank, ProcessTransfers(rank, deadline=60.0))
     runs.compare()

@@ -74,7 +74,7 @@ def _run(schedule: Schedule) -> tuple[Tensors, Partition]:
     cut = partition(
         found.step, by_modules(even_cut(found.model, schedule.stages, "model.layers")), schedule.stages
     )
-    groups = [DeviceGroup(f"rank {at}", (at,), Mesh(("shard", 1))) for at in range(schedule.ranks)]
+    groups = [DeviceGroup(Mesh(("shard", 1)), (at,), f"rank {at}") for at in range(schedule.ranks)]
     program = pipeline_program(cut, schedule, groups)
     channels: Any = {(a, b): queue.Queue() for a in range(schedule.ranks) for b in range(schedule.ranks)}
     runs = [Interpreter(program, cut, found.state, at, _Memory(at, channels)) for at in range(schedule.ranks)]

@@ -33,6 +33,7 @@ from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.ir import StepGraph, Value, values_of
 from hyper_parallel.graph.memory_effects import draws_random, touched, writes
+from hyper_parallel.graph.regions import region_of
 
 FORWARD, BACKWARD = "forward", "backward"
 GRADIENT = "gradient."
@@ -137,7 +138,7 @@ def data_sources(step: StepGraph) -> dict[fx.Node, frozenset[fx.Node]]:
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return bool(node.meta["phase"] == "backward")
+    return bool(region_of(node).phase == "backward")
 
 
 def _repeatable(step: StepGraph, sources: Mapping[fx.Node, Collection[fx.Node]]) -> frozenset[fx.Node]:

@@ -19,12 +19,12 @@ from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.ir import Input, StepGraph, Storage, Value, values_of
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import Crossing, Labels, StageOf, contributions, crossings, label
-from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.phase import Phase
+from hyper_parallel.graph.regions import Region, region_of
+from hyper_parallel.graph.suspension import HOST, HostPoint
 
 _CLONE = torch.ops.aten.clone.default
 _STRIDED = torch.ops.aten.as_strided.default
-FORWARD_DONE, RECEIVE, INPUT_DONE = "forward", "receive", "input"
-"""The suspension points of a stage."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class _Builder:
                     left.append(source)
         nodes = [node for node in self._whole.nodes if node in wanted]
         return (
-            [node for node in nodes if node.meta["phase"] != "backward"],
-            [node for node in nodes if node.meta["phase"] == "backward"],
+            [node for node in nodes if region_of(node).phase != "backward"],
+            [node for node in nodes if region_of(node).phase == "backward"],
         )
 
     def stage(self) -> Stage:
@@ -152,20 +152,24 @@ class _Builder:
         for node in self._forward:
             self._emit(node)
         shown = [self._by_name[one.node] for one in self._sends]
-        self._host(FORWARD_DONE, [self._copies.get(node) or self._new[node] for node in shown], "forward")
+        self._host(
+            HostPoint.FORWARD, [self._copies.get(node) or self._new[node] for node in shown], "forward"
+        )
         for one in self._back_in:
             self._receive(one)
         early = self._input_gradients()
         for node in self._backward:
             if node in early:
                 self._emit(node)
-        self._host(INPUT_DONE, [self._new[self._by_name[one.node]] for one in self._back_out], "backward")
+        self._host(
+            HostPoint.INPUT, [self._new[self._by_name[one.node]] for one in self._back_out], "backward"
+        )
         for node in self._backward:
             if node not in early:
                 self._emit(node)
         returned = tuple(self._new[node] for node in self._outputs.values())
         output = self._graph.output(returned)
-        output.meta.update(phase="backward", module="", recomputed=False)
+        output.meta.update(self._meta("backward"))
         return Stage(self._number, self._made(), self._receives, self._sends, self._back_in, self._back_out)
 
     def _made(self) -> StepGraph:
@@ -182,6 +186,11 @@ class _Builder:
             whole.balanced,
             whole.groups,
         )
+
+    @staticmethod
+    def _meta(phase: Phase) -> dict[str, Any]:
+        """Of a node that is not in the whole graph."""
+        return {"region": Region("", 0, phase), "module": "", "recomputed": False}
 
     def _placeholders(self) -> None:
         nodes = {*self._forward, *self._backward}
@@ -211,10 +220,9 @@ class _Builder:
     def _arrives(self, node: fx.Node, made: fx.Node, one: Crossing, storage: int) -> None:
         """`made` gives in this stage what `node` gives in another one."""
         made.meta.update(
+            self._meta(one.direction),
             value=replace(one.value, storage=storage),
-            phase=one.direction,
             module=node.meta["module"],
-            recomputed=False,
         )
         self._moved[node] = {one.value.storage: storage}
 
@@ -244,20 +252,20 @@ class _Builder:
         return any(mine & writes(other) for other in after)
 
     def _host(
-        self, point: str, shown: Sequence[fx.Node], direction: str, like: Value | None = None
+        self, point: HostPoint, shown: Sequence[fx.Node], direction: Phase, like: Value | None = None
     ) -> fx.Node:
         """A host point; with `like` it is answered with the elements of such a value, in the order of its memory."""
         # A host point has to show something; the first input is there anyway.
         values = list(shown) or [next(iter(self._graph.nodes))]
         like = like or replace(next(values_of(values[0])), shape=(0,), stride=(1,), dtype=torch.float32)
         count = span(like)
-        made = self._graph.call_function(HOST, (point, values, count), {"dtype": like.dtype})
+        made = self._graph.call_function(HOST, (point.value, values, count), {"dtype": like.dtype})
         given = Value((count,), (1,), like.dtype, like.device, self._storage(count, like))
-        made.meta.update(value=given, phase=direction, module="", recomputed=False)
+        made.meta.update(self._meta(direction), value=given)
         return made
 
     def _receive(self, one: Crossing) -> None:
-        answer = self._host(f"{RECEIVE}.{one.name}", [], "backward", one.value)
+        answer = self._host(HostPoint.RECEIVE, [], "backward", one.value)
         node = self._by_name[one.node]
         made = self._graph.call_function(_STRIDED, (answer, list(one.value.shape), list(one.value.stride)))
         (given,) = values_of(answer)

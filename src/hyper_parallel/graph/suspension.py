@@ -50,6 +50,12 @@ class HostPoint(StrEnum):
     """The host answers with the gradient of a further output."""
     END = "end"
     """The backward pass is over."""
+    FORWARD = "forward"
+    """A pipeline stage's forward pass is over: the host is shown what goes to later stages."""
+    RECEIVE = "receive"
+    """The host answers with the next value that comes back from a later stage."""
+    INPUT = "input"
+    """A pipeline stage's gradients of inputs are computed: the host is shown what goes back to earlier stages."""
 
 
 HOST = torch.ops.hyper_parallel.host.default

@@ -1,7 +1,7 @@
 """A device group: global ranks that form a mesh of their own.
 
 Coordinates are local to the group: the rank at place p of `ranks` is at the coordinate of p in `mesh`. Training with
-one mesh has one group, of all ranks, in which place and rank are the same number.
+one mesh has one group, of all ranks, in which place and rank are the same number. Stages of a pipeline are groups.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Mesh
 
 
@@ -16,31 +17,40 @@ from hyper_parallel.layout.mesh import Mesh
 class DeviceGroup:
     """Global ranks and their mesh.
 
-    >>> DeviceGroup(Mesh(("shard", 2), ("tensor_x", 2)), range(4, 8)).groups("shard")
+    >>> DeviceGroup(Mesh(("shard", 2), ("tensor_x", 2)), range(4, 8), "stage 1").groups("shard")
     ((4, 6), (5, 7))
     """
 
     mesh: Mesh
     ranks: Sequence[int]
     """Global ranks, ascending, one for each place of the mesh."""
+    name: str = "all ranks"
 
     def __post_init__(self) -> None:
-        assert len(self.ranks) == self.mesh.world, f"{len(self.ranks)} ranks for a mesh of {self.mesh.world}"
-        assert all(a < b for a, b in zip(self.ranks, self.ranks[1:], strict=False)), (
-            f"{self.ranks} do not ascend"
-        )
+        if any(a >= b for a, b in zip(self.ranks, self.ranks[1:], strict=False)):
+            raise StrategyError(
+                f"device group {self.name!r}: its ranks {tuple(self.ranks)} must ascend, each named once"
+            )
+        if len(self.ranks) != self.mesh.world:
+            raise StrategyError(
+                f"device group {self.name!r} has {len(self.ranks)} ranks, and its axes multiply to {self.mesh.world}"
+            )
 
     @classmethod
     def of_all_ranks(cls, mesh: Mesh) -> DeviceGroup:
         """The group of a run that has one mesh."""
         return cls(mesh, range(mesh.world))
 
-    def coordinate(self, rank: int) -> dict[str, int]:
-        """Axis name to index of a global rank of the group. In a group of one every process is that rank."""
+    def place(self, rank: int) -> int:
+        """The place of a global rank in the mesh. In a group of one every process is that rank."""
         if self.mesh.world == 1:
-            return self.mesh.coordinate(0)
+            return 0
         assert rank in self.ranks, f"rank {rank} is not one of {tuple(self.ranks)}"
-        return self.mesh.coordinate(self.ranks.index(rank))
+        return self.ranks.index(rank)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Axis name to index of a global rank of the group."""
+        return self.mesh.coordinate(self.place(rank))
 
     def index(self, name: str, rank: int) -> int:
         """The index of a global rank along an axis, joint or fold."""

@@ -4,9 +4,9 @@ A Program has device groups, tasks (each a StepGraph of one group), ports (value
 each class of ranks a list of instructions. Pipelines are Programs of several groups; plain training is one group.
 """
 
+from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program.build import to_program
 from hyper_parallel.program.defects import Defect, DefectKind
-from hyper_parallel.program.device_group import DeviceGroup
 from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, Send, Wait
 from hyper_parallel.program.memory import peak_bytes
 from hyper_parallel.program.port import Port

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hyper_parallel.errors import ProgramError
-from hyper_parallel.program.device_group import DeviceGroup
+from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, Send, Wait
 from hyper_parallel.program.port import Port
 from hyper_parallel.program.post_ahead import post_ahead

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.layout import Box, Layout
-from hyper_parallel.program.device_group import DeviceGroup
+from hyper_parallel.layout import Box, DeviceGroup, Layout
 
 Slices = tuple[slice, ...]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.program.device_group import DeviceGroup
+from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program.instructions import Instruction
 from hyper_parallel.program.port import Port
 from hyper_parallel.program.task import Task

@@ -33,9 +33,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hyper_parallel.layout import Layout
+from hyper_parallel.layout import DeviceGroup, Layout
 from hyper_parallel.program.cells import Cell, Slices, adjoint_layout, cells_of, cut, elements
-from hyper_parallel.program.device_group import DeviceGroup
 
 __all__ = ["Buffer", "Phase", "ReshardPlan", "Transfer", "adjoint_layout", "plan_reshard"]
 

@@ -128,7 +128,7 @@ class Interpreter:
 
     def _peer(self, group: str) -> int:
         """The rank of another group with this rank's place in its mesh."""
-        return self._program.groups[group].ranks[self._group.local(self._rank)]
+        return self._program.groups[group].ranks[self._group.place(self._rank)]
 
     def _key(self, one: Send | Recv | Wait) -> tuple[str, int | None, str]:
         other = one.to if isinstance(one, Send) else one.source if isinstance(one, Recv) else one.peer

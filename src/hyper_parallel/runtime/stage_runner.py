@@ -6,7 +6,7 @@ pass uses it. Gradients of weights are added up in the order in which micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import executable
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import GRADIENT, Crossing
-from hyper_parallel.graph.stage_graph import FORWARD_DONE, INPUT_DONE, RECEIVE, Stage, span
+from hyper_parallel.graph.stage_graph import Stage, span
+from hyper_parallel.graph.suspension import HostPoint
 
 _Pass = Generator[Any, Any, tuple[Tensor, ...]]
 
@@ -58,7 +59,7 @@ class StageRunner:
         flying = self._run.function([known[name] for name in self._run.inputs])
         self._flying[micro_batch] = flying
         del known, given
-        shown = self._until(flying, None, FORWARD_DONE, {}, micro_batch)
+        shown = self._until(flying, None, HostPoint.FORWARD, (), micro_batch)
         return {one.name: flat(value, one) for one, value in zip(self.stage.sends, shown, strict=False)}
 
     def input(self, micro_batch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -67,7 +68,8 @@ class StageRunner:
         `received`: the flat values of `stage.gradients_in`.
         """
         flying = self._flown(micro_batch)
-        shown = self._until(flying, _NOTHING, INPUT_DONE, received, micro_batch)
+        given = [received[one.name] for one in self.stage.gradients_in]
+        shown = self._until(flying, _NOTHING, HostPoint.INPUT, given, micro_batch)
         return {
             one.name: flat(value, one) for one, value in zip(self.stage.gradients_out, shown, strict=False)
         }
@@ -110,19 +112,20 @@ class StageRunner:
         return self._flying[micro_batch]
 
     def _until(
-        self, flying: _Pass, answer: Any, point: str, received: Mapping[str, Tensor], micro_batch: int
+        self, flying: _Pass, answer: Any, point: HostPoint, received: Iterable[Tensor], micro_batch: int
     ) -> Any:
         """Run to a suspension point, and answer what is asked for on the way; what is shown there."""
+        left = iter(received)
         while True:
             with below_autograd():
                 reached, shown = flying.send(answer)
             if reached == point:
                 return shown
-            if not reached.startswith(f"{RECEIVE}."):
+            if reached != HostPoint.RECEIVE:
                 raise HyperParallelError(
                     f"{self._at(micro_batch)}: stopped at {reached!r} on the way to {point!r}"
                 )
-            answer = received[reached.removeprefix(f"{RECEIVE}.")]
+            answer = next(left)
 
     def _at(self, micro_batch: int) -> str:
         return f"stage {self.stage.number}, micro-batch {micro_batch}"

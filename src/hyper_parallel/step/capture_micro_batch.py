@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,9 @@ from hyper_parallel.compat.fake_process_group import faked
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.graph import StepGraph, capture, phase
 from hyper_parallel.graph.gradient_layout import owned
-from hyper_parallel.graph.ir import Kind
+from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.partition import GRADIENT
-from hyper_parallel.shard.activation_checkpointing import left_to_the_graph
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.step.batches import MicroBatch
@@ -46,21 +47,19 @@ def capture_micro_batch(
             step = torch.zeros((), dtype=torch.int64, device=device)
             tokens = torch.ones((), device=device)
         body = _Body(recipe, micro, micro_batches, documents, step, tokens)
-        parameters: dict[str, tuple[Kind, Tensor]] = {
-            f"parameter.{one.name}": ("parameter", one.parameter) for one in handle.parameters()
+        parameters = {
+            f"parameter.{one.name}": GivenTensor("parameter", one.parameter) for one in handle.parameters()
         }
-        buffers: dict[str, tuple[Kind, Tensor]] = {
-            f"buffer.{name}": ("buffer", tensor) for name, tensor in handle.model.named_buffers()
+        buffers = {f"buffer.{name}": GivenTensor("buffer", one) for name, one in handle.model.named_buffers()}
+        batch = {f"micro.{key}": getattr(micro, key) for key in MICRO_FIELDS} | {
+            "step": step,
+            "tokens": tokens,
         }
-        batch: dict[str, tuple[Kind, Tensor]] = {
-            **{f"micro.{key}": ("input", getattr(micro, key)) for key in MICRO_FIELDS},
-            "step": ("input", step),
-            "tokens": ("input", tokens),
-        }
+        inputs = {name: GivenTensor("input", one) for name, one in batch.items()}
         try:
-            with mode, left_to_the_graph():
-                found = capture(body, {**parameters, **buffers, **batch}, model, lambda: body.gradients)
-                found.groups = handle.process_groups()
+            with mode, replace(current_step(), recompute_in_graph=True, micro_batch=0).installed():
+                found = capture(body, {**parameters, **buffers, **inputs}, model, lambda: body.gradients)
+                found.groups = handle.axes.process_groups()
         finally:
             body.gradients.clear()
     return found
