@@ -3,10 +3,9 @@
 Candidates, of which the shortest wins:
 
 - **list schedules** (`list_scheduling`) of each placement that the stages allow (neighbouring stages on one rank,
-  interleaved, and the V), built from both ends, with the rules of `lanes.RULES`, then rebuilt from the other end with their
-  own times as priorities until that gains nothing;
-- **named schedules** that meet the caps, so that none of them is shorter than the answer, and list schedules with their
-  times as priorities;
+  interleaved, and the V), built from both ends, with the rules of `lanes.RULES`, then rebuilt from the other end with
+  their own times as priorities;
+- **named schedules** that meet the caps, so that none of them is shorter than the answer;
 - as far as the effort lasts, list schedules with the best one's times as priorities, shaken at random.
 
 The search ends early at the lower bound. It depends on its arguments alone, so that ranks with the same arguments have
@@ -29,12 +28,17 @@ from hyper_parallel.schedule.list_scheduling import Listed
 from hyper_parallel.schedule.names import ScheduleName
 from hyper_parallel.schedule.schedule import Schedule
 
-EFFORT = 48_000
-"""Actions placed: sixteen list schedules of 16 stages and 64 micro-batches."""
+EFFORT = 32_000
+"""Actions placed: ten list schedules of 16 stages and 64 micro-batches."""
 _NEAR = 1e-6
 """Relative distance to the lower bound at which the search ends."""
-_SHAKES = (0.25, 1.0, 4.0)
+_SHAKES = (0.5, 1.0, 2.0, 8.0)
 """Random shifts of priorities, in average actions."""
+_PATIENCE = (0.0, 0.3, 1.0)
+"""In turn with the shakes; of `list_schedule`."""
+_NEARBY = 0.05
+"""Lanes whose shortest schedule is longer by less than this are searched too."""
+
 
 @dataclass(frozen=True)
 class AutoSchedule:
@@ -72,7 +76,9 @@ def auto_schedule(
         )
     limits = [math.inf] * ranks if caps is None else [float(cap) for cap in caps]
     if len(limits) != ranks:
-        raise StrategyError(f"auto schedule: {len(limits)} caps were given for {ranks} ranks; give one for each")
+        raise StrategyError(
+            f"auto schedule: {len(limits)} caps were given for {ranks} ranks; give one for each"
+        )
     search = _Search(lanes(costs, ranks, micro_batches, limits), effort)
     search.run()
     return search.found()
@@ -140,14 +146,19 @@ class _Search:
     def _shaken(self) -> None:
         """Spend what is left of the effort near the best schedule."""
         draw = random.Random(0)
-        lane = min(self._lanes, key=lambda lane: lane.shortest)
         turn = 0
-        while not self._done() and self._effort >= lane.actions:
+        while not self._done():
+            near = sorted(self._lanes, key=lambda lane: lane.shortest)
+            near = [lane for lane in near if lane.shortest <= near[0].shortest * (1 + _NEARBY)]
+            # Four turns for the best lane, then four for one of those nearby.
+            lane = near[turn // 4 % len(near)] if turn % 8 >= 4 else near[0]
+            if self._effort < lane.actions:
+                return
             backwards, built = lane.best
             priorities = lane.rebuilding(backwards, built)
             if turn:
                 shake = _SHAKES[turn % len(_SHAKES)] * lane.average
                 priorities = [p + shake * draw.random() for p in priorities]
-            built = lane.place(not backwards, priorities, 0.5 if turn % 2 else 0.0)
+            built = lane.place(not backwards, priorities, _PATIENCE[turn % len(_PATIENCE)])
             self._rebuild(lane, not backwards, built, f"{lane.name}: shaken", turns=1)
             turn += 1

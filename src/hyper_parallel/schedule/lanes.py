@@ -128,8 +128,8 @@ class Lane:
         return ends_first(self._problems[backwards], built)
 
     def keep(self, backwards: bool, built: Listed) -> None:
-        """Remember it if it is this lane's shortest."""
-        if built.makespan < self.shortest:
+        """Remember it if it is this lane's shortest, or as short: the search then moves on from there."""
+        if built.makespan <= self.shortest:
             self.shortest, self.best = built.makespan, (backwards, built)
 
     def timed(self, backwards: bool, built: Listed) -> Listed:

@@ -29,7 +29,7 @@ _INFINITY = math.inf
 
 @dataclass(frozen=True)
 class Problem:
-    """Classes of actions (a kind of a stage each), encoded as kind number · stages + stage, in one direction of time."""
+    """Classes of actions (one kind in one stage), numbered kind number · stages + stage, in one direction of time."""
 
     micro_batches: int
     stages: int
@@ -77,7 +77,9 @@ class Problem:
                 frees[WEIGHT * stages + stage] = takes[ahead] - frees[behind]
             else:
                 frees[behind] = takes[ahead]
-        return cls._linked(micro_batches, stages, by_rank, list(placement) * 4, seconds, follows, takes, frees, caps)
+        return cls._linked(
+            micro_batches, stages, by_rank, list(placement) * 4, seconds, follows, takes, frees, caps
+        )
 
     @classmethod
     def _linked(

@@ -34,7 +34,11 @@ def test_bubble(name: ScheduleName, ranks: int, micro_batches: int) -> None:
         timing = time_schedule(schedule, costs)
         busy = schedule.stages // ranks * micro_batches * (forward + input + weight)
         whole = timing.longest_span if name in SPAN_BUBBLE else timing.makespan
-        assert whole - busy == closed_form_bubble(name, ranks, forward, input, weight), (forward, input, weight)
+        assert whole - busy == closed_form_bubble(name, ranks, forward, input, weight), (
+            forward,
+            input,
+            weight,
+        )
 
 
 @pytest.mark.parametrize("name", ScheduleName)
