@@ -42,7 +42,7 @@ def fits(timing: Timing, caps: list[float]) -> bool:
     rounds=st.integers(1, 3),
     more=st.integers(0, 2),
     room=st.sampled_from([0.0, 0.3, 1.0, math.inf]),
-    released=st.sampled_from([-0.5, 0.0, 0.5]),
+    released=st.lists(st.sampled_from([-0.5, 0.0, 0.5]), min_size=1, max_size=3),
     recomputes=st.booleans(),
     overlap=st.booleans(),
     data=st.data(),
@@ -53,17 +53,17 @@ def test_auto(
     rounds: int,
     more: int,
     room: float,
-    released: float,
+    released: list[float],
     recomputes: bool,
     overlap: bool,
     data: st.DataObject,
 ) -> None:
     micro_batches = ranks * rounds + more
     costs = replace(data.draw(uneven(ranks * parts)), overlap=overlap)
-    costs = replace(costs, released=(released,) * costs.stages)
+    costs = replace(costs, released=tuple(released[s % len(released)] for s in range(costs.stages)))
     if recomputes:
         costs = costs.recomputed()
-    least = [float(parts) * max(1.0, 1 - released)] * ranks
+    least = [float(parts) * max(1.0, 1 - min(released))] * ranks
     caps = [cap * (1 + room) + (ranks - rank - 1) * parts for rank, cap in enumerate(least)]
     found = auto_schedule(costs, ranks, micro_batches, caps, effort=EFFORT)
     assert_complete(found.schedule)
@@ -172,6 +172,32 @@ def test_split_backward_passes_are_left_where_recomputation_makes_them_dear() ->
     assert kinds == {TaskKind.FORWARD, TaskKind.BACKWARD}
 
 
+def test_one_stage_that_recomputes_is_priced_too() -> None:
+    """Three stages split for nothing; the slowest one would run its forward pass twice."""
+    costs = Costs.even(4)
+    dear = costs.recomputed()
+    costs = replace(
+        costs,
+        backward=(*costs.backward[:3], dear.backward[3]),
+        input=(*costs.input[:3], dear.input[3]),
+        weight=(*costs.weight[:3], dear.weight[3]),
+    )
+    caps = [4.0 - s for s in range(4)]
+    plain = time_schedule(named_schedule("1f1b", 4, 32), costs)
+    found = auto_schedule(costs, 4, 32, caps)
+    assert (
+        found.makespan <= plain.makespan < time_schedule(named_schedule("1f1b-split", 4, 32), costs).makespan
+    )
+
+
+def test_what_one_stage_s_halves_add_is_not_set_against_what_another_s_free() -> None:
+    """Neighbouring stages of one rank run as one, the later one's input gradient first."""
+    costs = replace(Costs.even(2), saved=(10.0, 10.0), released=(5.0, -5.0))
+    for cap in (20.0, 25.0, 45.0):
+        found = auto_schedule(costs, 1, 4, [cap])
+        assert fits(time_schedule(found.schedule, costs), [cap])
+
+
 def test_the_answer_depends_on_the_arguments_alone() -> None:
     costs = replace(Costs.even(6), forward=(1.0, 2.0, 1.5, 1.0, 3.0, 1.0), transfers=(0.2,) * 5)
     first = auto_schedule(costs, 3, 9, [5.0, 5.0, 5.0])
@@ -183,7 +209,8 @@ def test_the_answer_depends_on_the_arguments_alone() -> None:
     [
         (3, 8, None, "4 stages and 8 micro-batches on 3 ranks"),
         (4, 0, None, "at least 1 of each"),
-        (4, 8, [1.0], "1 caps were given for 4 ranks"),
+        (4, 8, [1.0], r"the caps \[1.0\] were given for 4 ranks"),
+        (4, 8, [1.0, math.nan, 1.0, 1.0], "give each a number"),
         (4, 8, [1.0, 1.0, 0.5, 1.0], "rank 2 may hold 0.5, and one micro-batch of its stages saves 1"),
         (2, 8, [1.9, 2.0], "rank 0 may hold 1.9, and one micro-batch of its stages saves 2"),
     ],
