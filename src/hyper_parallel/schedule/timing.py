@@ -66,7 +66,7 @@ class Timing:
 
 
 def time_schedule(schedule: Schedule, costs: Costs) -> Timing:
-    """Start and end of each action, bubbles and peaks.
+    """Start and end of each action, bubbles and peaks of a complete schedule (`check_schedule`).
 
     Raises StrategyError when the costs are of another number of stages, and DeadlockError when the orders wait in a
     circle.
