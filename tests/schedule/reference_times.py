@@ -7,11 +7,11 @@ from collections.abc import Callable
 from hyper_parallel.program import TaskKind
 from hyper_parallel.schedule import Action, Costs, Schedule
 
-F, B, I, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT, TaskKind.WEIGHT
+F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 
 
 def seconds_of(action: Action, costs: Costs) -> float:
-    times = {F: costs.forward, B: costs.backward, I: costs.input, W: costs.weight}
+    times = {F: costs.forward, B: costs.backward, TaskKind.INPUT: costs.input, W: costs.weight}
     return times[action.kind][action.stage]
 
 
@@ -21,8 +21,8 @@ def needs(action: Action, stages: int) -> list[Action]:
     if action.kind is F:
         return [Action(F, s - 1, m)] if s else []
     if action.kind is W:
-        return [Action(I, s, m)]
-    return [Action(F, s, m)] if s + 1 == stages else [Action(B, s + 1, m), Action(I, s + 1, m)]
+        return [Action(TaskKind.INPUT, s, m)]
+    return [Action(F, s, m)] if s + 1 == stages else [Action(B, s + 1, m), Action(TaskKind.INPUT, s + 1, m)]
 
 
 def reference_ends(

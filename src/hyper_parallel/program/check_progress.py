@@ -11,6 +11,8 @@ no cycle between groups has none between ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hyper_parallel.program.check_channels import Place, channels, reductions
 from hyper_parallel.program.defects import Defect, DefectKind, shown
 from hyper_parallel.program.instructions import Recv, Reduce, Send, Wait
@@ -91,10 +93,10 @@ def _cycle(
     return "\n".join(lines)
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+    if tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"ranks {shown(ranks)}"
 

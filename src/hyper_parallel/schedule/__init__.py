@@ -5,6 +5,7 @@ memory (`auto_schedule`) with a bound that says how far they can be from the bes
 """
 
 from hyper_parallel.schedule.auto import AutoSchedule, auto_schedule
+from hyper_parallel.schedule.check import check_schedule
 from hyper_parallel.schedule.costs import Costs
 from hyper_parallel.schedule.lower_bound import makespan_bound
 from hyper_parallel.schedule.names import ScheduleName, named_schedule
@@ -21,6 +22,7 @@ __all__ = [
     "ScheduleName",
     "Timing",
     "auto_schedule",
+    "check_schedule",
     "makespan_bound",
     "named_schedule",
     "time_schedule",

@@ -3,10 +3,9 @@
 Candidates, of which the shortest wins:
 
 - **list schedules** (`list_scheduling`) of each placement that the stages allow (neighbouring stages on one rank,
-  interleaved, and the V), built from both ends, with the rules of `lanes.RULES`, then rebuilt from the other end with their
-  own times as priorities until that gains nothing;
-- **named schedules** that meet the caps, so that none of them is shorter than the answer, and list schedules with their
-  times as priorities;
+  interleaved, and the V), built from both ends with the rules of `variants.RULES`, then rebuilt from the other end
+  with their own times as priorities;
+- **named schedules** that meet the caps, so that none of them is shorter than the answer;
 - as far as the effort lasts, list schedules with the best one's times as priorities, shaken at random.
 
 The search ends early at the lower bound. It depends on its arguments alone, so that ranks with the same arguments have
@@ -24,17 +23,21 @@ from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.schedule.costs import Costs
-from hyper_parallel.schedule.lanes import RULES, Lane, Rule, lanes
 from hyper_parallel.schedule.list_scheduling import Listed
 from hyper_parallel.schedule.names import ScheduleName
 from hyper_parallel.schedule.schedule import Schedule
+from hyper_parallel.schedule.variants import RULES, Rule, Variant, variants
 
-EFFORT = 48_000
-"""Actions placed: sixteen list schedules of 16 stages and 64 micro-batches."""
+EFFORT = 32_000
+"""Actions placed: ten list schedules of 16 stages and 64 micro-batches."""
 _NEAR = 1e-6
 """Relative distance to the lower bound at which the search ends."""
-_SHAKES = (0.25, 1.0, 4.0)
+_SHAKES = (0.5, 1.0, 2.0, 8.0)
 """Random shifts of priorities, in average actions."""
+_PATIENCE = (0.0, 0.3, 1.0)
+"""In turn with the shakes; of `list_schedule`."""
+_NEARBY = 0.05
+"""Variants whose shortest schedule is longer by less than this are searched too."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class AutoSchedule:
     schedule: Schedule
     makespan: float
     bound: float
-    """No schedule of the placements that were considered takes less."""
+    """No schedule of the placements that were considered takes less; neighbouring stages of one rank run as one."""
     source: str
     """The candidate that won: a named schedule, or a placement and rule of list scheduling."""
     named: dict[ScheduleName, float]
@@ -72,11 +75,11 @@ def auto_schedule(
             "at least 1 of each, and as many stages on each rank. Cut the model into a multiple of the ranks"
         )
     limits = [math.inf] * ranks if caps is None else [float(cap) for cap in caps]
-    if len(limits) != ranks:
+    if len(limits) != ranks or any(math.isnan(limit) for limit in limits):
         raise StrategyError(
-            f"auto schedule: {len(limits)} caps were given for {ranks} ranks; give one for each"
+            f"auto schedule: the caps {limits} were given for {ranks} ranks; give each a number, infinite for no limit"
         )
-    search = _Search(lanes(costs, ranks, micro_batches, limits), effort)
+    search = _Search(variants(costs, ranks, micro_batches, limits), effort)
     search.run()
     return search.found()
 
@@ -84,73 +87,78 @@ def auto_schedule(
 class _Search:
     """Keeps the best candidate."""
 
-    def __init__(self, candidates: Sequence[Lane], effort: int) -> None:
-        self._lanes = candidates
+    def __init__(self, candidates: Sequence[Variant], effort: int) -> None:
+        self._variants = candidates
         self._effort = effort
-        self._bound = min(lane.bound for lane in candidates)
+        self._bound = min(variant.bound for variant in candidates)
         self._makespan = math.inf
-        self._best: tuple[str, Lane, Listed] | None = None
+        self._best: tuple[str, Variant, Listed] | None = None
         self._named: dict[ScheduleName, float] = {}
 
     def run(self) -> None:
         """Try all candidates, or as many as it takes to reach the bound."""
         for rule in RULES:
-            for lane in self._lanes:
-                if not self._done() and (self._effort > 0 or not lane.tried):
-                    self._from_rule(lane, rule)
+            for variant in self._variants:
+                if not self._done() and (self._effort > 0 or not variant.tried):
+                    self._from_rule(variant, rule)
         if not self._done():
-            for lane in self._lanes:
-                self._from_named(lane)
+            for variant in self._variants:
+                self._from_named(variant)
         self._shaken()
 
     def found(self) -> AutoSchedule:
         """The best candidate."""
         assert self._best is not None
-        source, lane, built = self._best
-        return AutoSchedule(lane.schedule(built), self._makespan, self._bound, source, self._named)
+        source, variant, built = self._best
+        return AutoSchedule(variant.schedule(built), self._makespan, self._bound, source, self._named)
 
     def _done(self) -> bool:
         return self._makespan <= self._bound * (1 + _NEAR)
 
-    def _offer(self, source: str, lane: Lane, built: Listed) -> None:
+    def _offer(self, source: str, variant: Variant, built: Listed) -> None:
         """Keep a candidate if it is the shortest. `built` runs forwards and has the times of its orders."""
         if built.makespan < self._makespan * (1 - 1e-12):
-            self._makespan, self._best = built.makespan, (source, lane, built)
+            self._makespan, self._best = built.makespan, (source, variant, built)
 
-    def _from_rule(self, lane: Lane, rule: Rule) -> None:
-        built = lane.place(rule.backwards, lane.priorities(rule), rule.patience)
-        self._rebuild(lane, rule.backwards, built, f"{lane.name}: {rule.name}")
+    def _from_rule(self, variant: Variant, rule: Rule) -> None:
+        built = variant.place(rule.backwards, variant.priorities(rule), rule.patience)
+        self._rebuild(variant, rule.backwards, built, f"{variant.name}: {rule.name}")
 
-    def _rebuild(self, lane: Lane, backwards: bool, built: Listed, source: str, turns: int = 2) -> None:
+    def _rebuild(self, variant: Variant, backwards: bool, built: Listed, source: str, turns: int = 2) -> None:
         """Offer a list schedule, and build it anew from the other end with its own times as priorities."""
         for turn in range(turns + 1):
-            self._effort -= lane.actions
-            lane.keep(backwards, built)
+            self._effort -= variant.actions
+            variant.keep(backwards, built)
             if built.makespan < self._makespan * (1 - 1e-12):
-                self._offer(source, lane, lane.timed(backwards, built))
-            if turn == turns or self._done() or self._effort < lane.actions:
+                self._offer(source, variant, variant.timed(backwards, built))
+            if turn == turns or self._done() or self._effort < variant.actions:
                 return
-            priorities = lane.rebuilding(backwards, built)
+            priorities = variant.rebuilding(backwards, built)
             backwards = not backwards
-            built = lane.place(backwards, priorities)
+            built = variant.place(backwards, priorities)
 
-    def _from_named(self, lane: Lane) -> None:
-        for name, built in lane.named():
+    def _from_named(self, variant: Variant) -> None:
+        for name, built in variant.named():
             self._named[name] = min(built.makespan, self._named.get(name, math.inf))
-            lane.keep(False, built)
-            self._offer(name, lane, built)
+            variant.keep(False, built)
+            self._offer(name, variant, built)
 
     def _shaken(self) -> None:
         """Spend what is left of the effort near the best schedule."""
         draw = random.Random(0)
-        lane = min(self._lanes, key=lambda lane: lane.shortest)
         turn = 0
-        while not self._done() and self._effort >= lane.actions:
-            backwards, built = lane.best
-            priorities = lane.rebuilding(backwards, built)
+        while not self._done():
+            near = sorted(self._variants, key=lambda variant: variant.shortest)
+            near = [variant for variant in near if variant.shortest <= near[0].shortest * (1 + _NEARBY)]
+            # Four turns for the best variant, then four for one of those nearby.
+            variant = near[turn // 4 % len(near)] if turn % 8 >= 4 else near[0]
+            if self._effort < variant.actions:
+                return
+            backwards, built = variant.best
+            priorities = variant.rebuilding(backwards, built)
             if turn:
-                shake = _SHAKES[turn % len(_SHAKES)] * lane.average
+                shake = _SHAKES[turn % len(_SHAKES)] * variant.average
                 priorities = [p + shake * draw.random() for p in priorities]
-            built = lane.place(not backwards, priorities, 0.5 if turn % 2 else 0.0)
-            self._rebuild(lane, not backwards, built, f"{lane.name}: shaken", turns=1)
+            built = variant.place(not backwards, priorities, _PATIENCE[turn % len(_PATIENCE)])
+            self._rebuild(variant, not backwards, built, f"{variant.name}: shaken", turns=1)
             turn += 1

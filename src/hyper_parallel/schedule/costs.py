@@ -96,7 +96,10 @@ class Costs:
         )
 
     def merged(self, parts: int) -> Costs:
-        """Each `parts` consecutive stages as one, as where they lie on one rank. Raises StrategyError if uneven."""
+        """Each `parts` consecutive stages as one, as where they lie on one rank. Raises StrategyError if uneven.
+
+        Where one of them adds in its INPUT half, what others free there does not count: it may be freed later.
+        """
         if self.stages % parts:
             raise StrategyError(f"{self.stages} stages do not divide into groups of {parts}")
 
@@ -110,6 +113,9 @@ class Costs:
             weight=summed(self.weight),
             transfers=self.transfers[parts - 1 :: parts],
             saved=summed(self.saved),
-            released=summed(self.released),
+            released=tuple(
+                sum(group) if min(group) >= 0 else sum(min(0.0, r) for r in group)
+                for group in (self.released[i : i + parts] for i in range(0, self.stages, parts))
+            ),
             overlap=self.overlap,
         )

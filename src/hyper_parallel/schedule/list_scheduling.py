@@ -29,7 +29,7 @@ _INFINITY = math.inf
 
 @dataclass(frozen=True)
 class Problem:
-    """Classes of actions (a kind of a stage each), encoded as kind number · stages + stage, in one direction of time."""
+    """Classes of actions (one kind in one stage), numbered kind number · stages + stage, in one direction of time."""
 
     micro_batches: int
     stages: int
@@ -161,6 +161,8 @@ def list_schedule(problem: Problem, priority: Sequence[float], patience: float =
             ready[q * count : (q + 1) * count] = [0.0] * count
     done = [0] * classes
     takers = [[q for q in own if takes[q]] for own in problem.by_rank]
+    # With room for a whole micro-batch beside this action, none can be in another's way.
+    ample = [sum(takes[q] for q in own) if len(own) > 1 else 0.0 for own in takers]
     held, free = [0.0] * problem.ranks, [0.0] * problem.ranks
     starts = [_INFINITY] * (classes * count)
     orders: list[list[tuple[int, int]]] = [[] for _ in range(problem.ranks)]
@@ -192,8 +194,8 @@ def list_schedule(problem: Problem, priority: Sequence[float], patience: float =
                 room = slack[rank] - held[rank] - takes[q]
                 if room < 0.0:
                     continue
-                own = takers[rank]
-                if len(own) > 1:
+                if room < ample[rank]:
+                    own = takers[rank]
                     oldest = min([done[other] for other in own])
                     if m > oldest and room < sum([takes[o] for o in own if done[o] == oldest]):
                         continue

@@ -6,7 +6,9 @@ pass (the INPUT half) to the end of the step, and k micro-batches that fit into 
 bound (M micro-batches, seconds F, I, W):
 
 - **path**: one micro-batch, head + F + turn + I + tail; M transfers over one border, one after another. (`_paths`)
-- **cycles**: of k slots in memory one serves ⌈M / k⌉ micro-batches, each for F + turn + I + W at least. (`_cycles`)
+- **cycles**: of k slots in memory one serves ⌈M / k⌉ micro-batches, each for F + turn + I + W at least; and where a
+  rank has several stages, its memory times the time it has is no less than what all micro-batches hold, each for that
+  long. (`_cycles`)
 - **load**: a rank's work and the time in which it must be idle. Before its first backward pass can begin it runs
   forward passes only, k of them. Between its last forward pass and the backward pass of the same micro-batch it runs
   the backward passes of k − 1 others only, and after its last INPUT half weight halves only, of k. No stage has more
@@ -91,7 +93,8 @@ class _Instance:
             longest = max(longest, around + (micro_batches - 1) * delays[s])
         # The INPUT half may free something; what is left of a micro-batch then holds until the WEIGHT half.
         saved = [min(s, s - r) if r > 0 else s for s, r in zip(costs.saved, costs.released, strict=True)]
-        fits, passes = [], []
+        fits: list[int] = []
+        passes: list[int] = []
         for s in range(stages):
             cap = caps[placement[s]]
             own = micro_batches if saved[s] <= 0 or math.isinf(cap) else int(cap * (1 + 1e-9) / saved[s])
@@ -128,6 +131,17 @@ class _Instance:
             rounds = math.ceil(self.micro_batches / fits)
             whole = self.head[s] + rounds * life + (rounds - 1) * self.weight[s] + self.tail[s]
             longest = max(longest, whole)
+        for rank, cap in enumerate(self.caps):
+            own = [s for s, r in enumerate(self.placement) if r == rank]
+            if not own or math.isinf(cap):
+                continue
+            area = sum(
+                self.saved[s] * (self.forward[s] + self.turn[s] + self.input[s] + self.weight[s]) for s in own
+            )
+            room = _usable(cap, [self.saved[s] for s in own], self.micro_batches)
+            if room > 0:
+                first = min(self.head[s] for s in own)
+                longest = max(longest, first + self.micro_batches * area / room)
         return longest
 
     def _load(self, rank: int) -> float:
@@ -180,3 +194,18 @@ class _Instance:
             total += count * seconds[s]
             room -= count * self.saved[s]
         return total
+
+
+def _usable(cap: float, saved: Sequence[float], micro_batches: int) -> float:
+    """Most of a cap that whole micro-batches of up to two stages can fill; the cap itself for more stages."""
+    cap *= 1 + 1e-9
+    if len(saved) > 2 or min(saved) <= 0:
+        return cap
+    first, other = saved[0], saved[-1]
+    most = 0.0
+    for count in range(min(micro_batches, int(cap / first)) + 1):
+        held = count * first
+        if len(saved) == 2:
+            held += min(micro_batches, int((cap - held) / other)) * other
+        most = max(most, held)
+    return most

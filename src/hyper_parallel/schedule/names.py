@@ -108,6 +108,7 @@ def named_schedule(
     if stages_per_rank not in (None, fixed):
         other = "choose interleaved-1f1b for more" if fixed == 1 else f"cut the model into {2 * ranks} stages"
         raise StrategyError(
-            f"schedule {known} has {fixed} stage{'s' * (fixed > 1)} on each rank, and {stages_per_rank} were given; {other}"
+            f"schedule {known} has {fixed} stage{'s' * (fixed > 1)} on each rank, and {stages_per_rank} were given; "
+            f"{other}"
         )
     return build(ranks, micro_batches)

@@ -66,7 +66,7 @@ class Timing:
 
 
 def time_schedule(schedule: Schedule, costs: Costs) -> Timing:
-    """Start and end of each action, bubbles and peaks.
+    """Start and end of each action, bubbles and peaks of a complete schedule (`check_schedule`).
 
     Raises StrategyError when the costs are of another number of stages, and DeadlockError when the orders wait in a
     circle.
@@ -151,7 +151,7 @@ def run_orders(
         gives[s] = base[s + 1] if s + 1 < stages else base[stages + s]
         if s:
             gives[stages + s] = gives[2 * stages + s] = base[stages + s - 1]
-    split, whole = range(2 * stages, 3 * stages), 3 * stages
+    halves = range(2 * stages, 3 * stages)
     link = [0.0] * (4 * stages)
     blocked: dict[int, int] = {}
     position, free = [0] * len(orders), [0.0] * len(orders)
@@ -176,7 +176,7 @@ def run_orders(
             now += seconds[q]
             ended.append(now)
             at += 1
-            if q in split:
+            if q in halves:
                 arrival[base[q + stages] + m] = now
             target = gives[q]
             if target >= 0:
@@ -193,7 +193,6 @@ def run_orders(
                     if waiter != rank:
                         work.append(waiter)
         position[rank], free[rank] = at, now
-    del whole
     stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
     if stuck:
         waits = "; ".join(
@@ -210,7 +209,6 @@ def run_orders(
 
 def peak(order: Sequence[tuple[int, int]], costs: Costs) -> float:
     """Most that an encoded order holds at once. It depends on the order alone, not on times."""
-    stages = costs.stages
     left = [s - r for s, r in zip(costs.saved, costs.released, strict=True)]
     change = [
         *costs.saved,
@@ -218,7 +216,6 @@ def peak(order: Sequence[tuple[int, int]], costs: Costs) -> float:
         *(-r for r in costs.released),
         *(-rest for rest in left),
     ]
-    del stages
     held = most = 0.0
     for q, _ in order:
         held += change[q]

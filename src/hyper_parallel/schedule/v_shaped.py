@@ -60,7 +60,7 @@ class _Block:
             passes.append(begun + offset * (below if index % 2 else rank))
             if index < 3:
                 begun += offset * (ranks - 1) + 1 + self.gaps[index]
-        first, second = {unit for unit in range(_PERIOD)} - {unit % _PERIOD for unit in passes}
+        first, second = sorted(set(range(_PERIOD)) - {unit % _PERIOD for unit in passes})
         ways = [
             (_next(passes[2], one), _next(passes[3], other))
             for one, other in ((first, second), (second, first))

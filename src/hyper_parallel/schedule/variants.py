@@ -1,4 +1,4 @@
-"""Placements and priority rules for list scheduling: a lane is one placement with backward passes split or whole."""
+"""Placements and priority rules for list scheduling. A variant is a placement with backward passes split or whole."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RULES = (
 """The most useful first: 150 random instances were judged by their distance to the bound."""
 
 
-class Lane:
+class Variant:
     """One placement with backward passes all split or all whole."""
 
     def __init__(
@@ -128,8 +128,8 @@ class Lane:
         return ends_first(self._problems[backwards], built)
 
     def keep(self, backwards: bool, built: Listed) -> None:
-        """Remember it if it is this lane's shortest."""
-        if built.makespan < self.shortest:
+        """Remember it if it is this variant's shortest, or as short: the search then moves on from there."""
+        if built.makespan <= self.shortest:
             self.shortest, self.best = built.makespan, (backwards, built)
 
     def timed(self, backwards: bool, built: Listed) -> Listed:
@@ -201,18 +201,18 @@ class Lane:
         return own if forwards else own[::-1]
 
 
-def lanes(costs: Costs, ranks: int, micro_batches: int, caps: Sequence[float]) -> list[Lane]:
-    """Lanes whose caps hold a micro-batch on each rank. Raises StrategyError when there is none."""
+def variants(costs: Costs, ranks: int, micro_batches: int, caps: Sequence[float]) -> list[Variant]:
+    """Variants whose caps hold a micro-batch on each rank. Raises StrategyError when there is none."""
     halves = zip(costs.backward, costs.input, costs.weight, strict=True)
     free = all(i + w <= b * (1 + 1e-12) for b, i, w in halves) and min(costs.released) >= 0
     found, lacking = [], ""
     for name, placement in _placements(costs.stages, ranks):
         for split in (True,) if free else (True, False):
-            lane = Lane(name, placement, costs, micro_batches, caps, split=split, free=free)
-            if short := lane.lacking():
+            variant = Variant(name, placement, costs, micro_batches, caps, split=split, free=free)
+            if short := variant.lacking():
                 lacking = lacking or short
             else:
-                found.append(lane)
+                found.append(variant)
     if not found:
         raise StrategyError(f"auto schedule: {lacking}")
     return found
