@@ -23,14 +23,12 @@ class DeviceGroup:
 
     mesh: Mesh
     ranks: Sequence[int]
-    """Global ranks, ascending, one for each place of the mesh."""
+    """Global ranks, one for each place of the mesh."""
     name: str = "all ranks"
 
     def __post_init__(self) -> None:
-        if any(a >= b for a, b in zip(self.ranks, self.ranks[1:], strict=False)):
-            raise StrategyError(
-                f"device group {self.name!r}: its ranks {tuple(self.ranks)} must ascend, each named once"
-            )
+        if len(set(self.ranks)) != len(self.ranks):
+            raise StrategyError(f"device group {self.name!r} names a rank twice: {tuple(self.ranks)}")
         if len(self.ranks) != self.mesh.world:
             raise StrategyError(
                 f"device group {self.name!r} has {len(self.ranks)} ranks, and its axes multiply to {self.mesh.world}"
@@ -57,5 +55,5 @@ class DeviceGroup:
         return self.mesh.index(name, self.coordinate(rank))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """The sets of global ranks that an axis, joint or fold makes, each ascending."""
+        """The sets of global ranks that an axis, joint or fold makes, each in the order of the mesh."""
         return tuple(tuple(self.ranks[place] for place in places) for places in self.mesh.groups(name))

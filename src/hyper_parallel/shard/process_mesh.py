@@ -36,7 +36,12 @@ class ProcessMesh(Mapping[str, Axis]):
 
     def __init__(self, devices: DeviceGroup, cluster: Cluster | None = None, connected: bool = True) -> None:
         """With a `cluster`, collectives over groups that span its levels run level by level. One that is not
-        `connected` has no process groups, and only axes of degree 1."""
+        `connected` has no process groups, and only axes of degree 1. Raises StrategyError for ranks that do not ascend,
+        since the ranks of a process group do."""
+        if list(devices.ranks) != sorted(devices.ranks):
+            raise StrategyError(
+                f"device group {devices.name!r}: its ranks {tuple(devices.ranks)} must ascend"
+            )
         self.devices, self.mesh, self.connected = devices, devices.mesh, connected
         self._cluster = cluster
         self._axes: dict[str, Axis] = {}
