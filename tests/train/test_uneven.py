@@ -56,9 +56,9 @@ def _model(router: float) -> nn.Module:
 class _OfDevice(Observer):
     """Does not see what lies in these tiers' own memory, on which the host computes updates."""
 
-    def __init__(self, there: Sequence[torch.Tensor], tiers: set[MemoryTier], limit: float) -> None:
+    def __init__(self, there: Sequence[torch.Tensor], tiers: set[MemoryTier]) -> None:
         self._tiers = tiers
-        super().__init__(there, limit)
+        super().__init__(there)
 
     @property
     def alive(self) -> int:
@@ -78,7 +78,7 @@ def _watched(peaks: list[int], budget: int) -> Iterator[None]:
         reserve(self, *args)
 
     def watched(self: Executable, tensors: dict[str, torch.Tensor], host: Any) -> Any:
-        with _OfDevice(list(tensors.values()), tiers, budget) as observer:
+        with _OfDevice(list(tensors.values()), tiers) as observer:
             try:
                 return run(self, tensors, host)
             finally:
