@@ -1,4 +1,4 @@
-"""What a pipeline's stages cost: seconds of each kind of action, of transfers, and bytes that stay alive."""
+"""Costs of a pipeline's stages: seconds of each kind of action and of transfers, and bytes that stay alive."""
 
 from __future__ import annotations
 

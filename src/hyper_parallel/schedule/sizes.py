@@ -1,4 +1,4 @@
-"""What all named schedules ask of their sizes, and the errors when they do not get it."""
+"""Checks of the sizes of named schedules: ranks and micro-batches."""
 
 from __future__ import annotations
 
