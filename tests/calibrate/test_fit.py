@@ -8,7 +8,7 @@ from hyper_parallel.calibrate import fit
 from hyper_parallel.calibrate.collectives import fit as fit_collective
 from hyper_parallel.calibrate.collectives import group_sizes
 from hyper_parallel.calibrate.results import Results, averaged
-from hyper_parallel.cluster.collective import FORMS, form
+from hyper_parallel.cluster.collective_cost import FORMS, form
 
 
 @pytest.mark.parametrize("kind", sorted(set(FORMS) - {"barrier"}))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster, CollectiveTable, Leg, Link, crossing
-from hyper_parallel.cluster.collective import BY_LEVELS, FORMS, direct_shares, form, legs
+from hyper_parallel.cluster.collective_cost import BY_LEVELS, FORMS, direct_shares, form, legs
 from hyper_parallel.errors import ConfigError
 
 A, B = 2.0, 4.0  # seconds, bytes a second: sums of such numbers are exact

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster, CollectiveTable, Device, Efficiency, ShapeTable, Shared, Tier
-from hyper_parallel.cluster.collective import all_gather
+from hyper_parallel.cluster.collective_cost import all_gather
 from hyper_parallel.planner.constants import fitted
 from hyper_parallel.planner.cost_model.kernels import Products
 from hyper_parallel.planner.cost_model.optimizer_step import overlapped_pass

@@ -1,6 +1,6 @@
 """Collectives of real workers by kind, ranks and size, and the α and β that fit them.
 
-The closed forms of `cluster.collective` are linear in α and 1/β,
+The closed forms of `cluster.collective_cost` are linear in α and 1/β,
 
     t(B) = a · α + b(B) / β,        a = form(n, 0, 1, 1),   b(B) = form(n, B, 0, 1)
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.calibrate.results import Results
-from hyper_parallel.cluster.collective import form
+from hyper_parallel.cluster.collective_cost import form
 from hyper_parallel.compat import Backend, collectives
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

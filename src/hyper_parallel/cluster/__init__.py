@@ -5,7 +5,7 @@ No torch. `Cluster.of(strategy)` has the levels of a Strategy's placement and of
 """
 
 from hyper_parallel.cluster.cluster import Cluster
-from hyper_parallel.cluster.collective import Leg
+from hyper_parallel.cluster.collective_cost import Leg
 from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.cluster.efficiency import Efficiency, MemoryTable, ShapeTable
 from hyper_parallel.cluster.measured import MEASURED, CollectiveTable, CopyTable, Shared

@@ -3,7 +3,7 @@
     copy(B) = α + B / min(β, share of source's read, of target's write)          `Cluster.copy_seconds`
     host(R, W) = (R / read + W / write) · sharing ranks / `HOST_SHARE`           `Cluster.host_seconds`
 
-`cluster.collective` has the closed forms of collectives.
+`cluster.collective_cost` has the closed forms of collectives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hyper_parallel.cluster.collective import BY_LEVELS, Leg, form, legs
+from hyper_parallel.cluster.collective_cost import BY_LEVELS, Leg, form, legs
 from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.cluster.measured import CollectiveTable, CopyTable, Shared
 from hyper_parallel.cluster.numbers import Count

@@ -1,8 +1,8 @@
 """Measured collectives and copies, with the fitted α and β.
 
 A table is exact at its points; between them it is a `Curve` of seconds by bytes. Below the smallest point the time is
-constant, and beyond the largest the bandwidth is. For other numbers of ranks the closed form of `cluster.collective` is
-used with the fitted α and β.
+constant, and beyond the largest the bandwidth is. For other numbers of ranks the closed form of
+`cluster.collective_cost` is used with the fitted α and β.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from hyper_parallel.cluster.collective import form
+from hyper_parallel.cluster.collective_cost import form
 from hyper_parallel.cluster.curve import Curve
 from hyper_parallel.cluster.device import Device
 from hyper_parallel.cluster.numbers import Count, NotNegative, Positive

@@ -26,7 +26,7 @@ from typing import Any
 from torch import fx
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.cluster.collective import bytes_received
+from hyper_parallel.cluster.collective_cost import bytes_received
 from hyper_parallel.graph import Lifetime, StepGraph, lifetimes
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.liveness import peak_of

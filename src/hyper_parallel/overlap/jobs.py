@@ -1,7 +1,7 @@
 """Jobs for list scheduling: duration, memory and queue of each node.
 
     seconds = device.seconds(work)                      of a kernel                  (`cluster.device`)
-            = cluster.collective_seconds(...)           of a collective, alone       (`cluster.collective`)
+            = cluster.collective_seconds(...)           of a collective, alone       (`cluster.collective_cost`)
             = 0                                         of views, waits and numbers
 
 A lane is a micro-batch; the step's prologue is in the first one's. Clipping and the optimizer have a lane of their own,

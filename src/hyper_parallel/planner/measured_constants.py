@@ -12,7 +12,7 @@
 | links | α and β of gathers, scatters and sums among the most ranks; their geometric mean |
 | launch | the device's |
 
-A ring of n ranks takes (n − 1) α + (n − 1) / n · B / β (`cluster.collective`), and the planner's `RankGroup` has
+A ring of n ranks takes (n − 1) α + (n − 1) / n · B / β (`cluster.collective_cost`), and the planner's `RankGroup` has
 log₂(n) · hop + (n − 1) / n · B / rate; so hop = (n − 1) α / log₂(n) and rate = β.
 
 Where workers share a machine's cores, a collective is computed by the cores that it would run beside: nothing of it is
@@ -27,7 +27,7 @@ from dataclasses import replace
 from statistics import geometric_mean
 
 from hyper_parallel.cluster import MEASURED, Cluster, Device, Link
-from hyper_parallel.cluster.collective import form
+from hyper_parallel.cluster.collective_cost import form
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.layer import FUSED
 from hyper_parallel.workload.work import Work

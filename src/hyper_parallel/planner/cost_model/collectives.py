@@ -1,7 +1,7 @@
 """Collective times of the planner's rank groups, vectorized over configurations.
 
-The forms are those of `cluster.collective`, the links' bandwidths those of the cluster. The efficiencies and latencies
-are corrections fitted on published runs (`planner.constants`): `inside` and `across` are the shares of the bandwidth
+The forms are those of `cluster.collective_cost`, the links' bandwidths those of the cluster. The efficiencies and
+latencies are corrections fitted on published runs (`planner.constants`): `inside` and `across` are the shares of the bandwidth
 that collectives reach, `crowding` is what each doubling of nodes takes from the network, `hop` and `net_hop` are the
 latency of each doubling of ranks.
 
@@ -31,7 +31,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hyper_parallel.cluster.collective import direct_shares, legs, reduce_scatter, send
+from hyper_parallel.cluster.collective_cost import direct_shares, legs, reduce_scatter, send
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.kernels import Array
 from hyper_parallel.planner.table import Table
