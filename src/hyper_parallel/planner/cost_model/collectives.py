@@ -1,9 +1,9 @@
 """Collective times of the planner's rank groups, vectorized over configurations.
 
 The forms are those of `cluster.collective_cost`, the links' bandwidths those of the cluster. The efficiencies and
-latencies are corrections fitted on published runs (`planner.constants`): `inside` and `across` are the shares of the bandwidth
-that collectives reach, `crowding` is what each doubling of nodes takes from the network, `hop` and `net_hop` are the
-latency of each doubling of ranks.
+latencies are corrections fitted on published runs (`planner.constants`): `inside` and `across` are the shares of the
+bandwidth that collectives reach, `crowding` is what each doubling of nodes takes from the network, `hop` and
+`net_hop` are the latency of each doubling of ranks.
 
 A group of n ranks of which `inside` lie between neighbours has, on each level,
 
