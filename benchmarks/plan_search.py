@@ -61,7 +61,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         pruned = row["pruned"]
         found.append(
             f"| {row['model']} | {row['devices']:,} | {row['points']:,} | {pruned['memory']:,} | {pruned['time']:,} | "
-            f"{pruned['kept']:,} | {row['estimate']:,} | {row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | "
+            f"{pruned['kept']:,} | {row['estimated']:,} | {row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | "
             f"{row['gap']:.0%} |"
         )
     return found

@@ -85,6 +85,7 @@ def run_of(model: dict[str, Any], strategy: dict[str, Any], **train: Any) -> Run
 def real_rank(rank: int, world: int, run: RunConfig) -> dict[str, Any]:
     """What a worker holds in an eager step of `run`, read off its tensors, and what it sends in a step by its graph."""
     graphs = Graphs(Recipe.of(run, _shadow(model_of(run, []), run)), "cpu")
+    graphs.ordered = False  # a call for each tensor, as `inspect` counts them
     batch = _batch(rank, run)
     # FSDP2 holds gathered weights itself, so that what autograd saves is activations alone.
     _, activations = _eager(run, batch, "fsdp")

@@ -14,6 +14,7 @@ from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.estimate.build_trace import captured_step
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap import FsdpBaseline, overlap
 from hyper_parallel.overlap.chunked_matmul import NO_CHUNKS, WHOLE
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
@@ -130,7 +131,7 @@ def test_a_node_that_gives_several_tensors_is_no_product_in_pieces() -> None:
     """Gradients of GPT-2's norms are results of one node, and are summed over the copies."""
     family = FAMILIES["gpt2"]
     run = family_config(family, STRATEGIES["replicate 2 shard 2"])
-    step = captured_step(build_model(family), run, run.strategy, 2)
+    step = captured_step(build_model(family), run, run.strategy, 2, passes(run.strategy, ordered=False))
     assert any("native_layer_norm_backward" in str(node.target) for node in step.nodes)
     found = overlap(step, Cluster.named("h100x4"))
     assert found.after.step <= found.before.step

@@ -140,7 +140,7 @@ def test_scaling_has_a_row_for_each_number_of_devices() -> None:
     assert made.sheet.rows[0][5] == "100.0%"
     assert "no strategy spreads" in made.sheet.rows[2][1] or points[2].fits
     assert made.to_json()["points"][0]["best"]["devices"] == 8
-    assert made.text().startswith("estimates of steps")
+    assert made.text().startswith("estimated steps")
 
 
 def test_the_fewest_devices_are_fewer_than_any_that_fit() -> None:
