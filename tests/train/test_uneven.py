@@ -35,6 +35,8 @@ MOE = {
     "num_hidden_layers": 1,
 }
 STEPS = 3
+PROBES = 1
+"""Runs of the graph that update nothing: the weights of the last checkpoint are tried on a batch."""
 SECTIONS: dict[str, Any] = {
     "strategy": {"axes": {"shard": 2, "expert": 2}},
     "train": {"steps": STEPS, "micro_batch": 4},
@@ -171,10 +173,10 @@ def test_two_workers_are_never_over_the_budget_whatever_the_routing(tmp_path: Pa
             assert case.peaks
             assert max(case.peaks) <= case.budget, name
         even, hot, refused = (cases[name] for name in ("even", "hot", "refused"))
-        assert len(even.peaks) == STEPS
+        assert len(even.peaks) == STEPS + PROBES
         assert not even.refused
         # Planned for 1.1, stopped at 2, planned anew, begun again.
-        assert len(hot.peaks) == STEPS + 1
+        assert len(hot.peaks) == STEPS + 1 + PROBES
         assert any(
             "get 2 times their even share" in note and "planned anew for 2.2" in note for note in hot.notes
         )
@@ -221,6 +223,6 @@ def test_twenty_steps_of_four_workers_within_the_smallest_budget_are_equal_to_th
 ) -> None:
     for case in run_ranks(_four, 4, tmp_path, name, timeout=600):
         assert case.apart == {}
-        assert len(case.peaks) == 20
+        assert len(case.peaks) == 20 + PROBES
         assert max(case.peaks) <= case.budget
         assert any("experts' rows at most 4 times" in note for note in case.notes)
