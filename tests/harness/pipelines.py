@@ -66,12 +66,12 @@ def in_stages(found: Partition, state: Tensors, batches: Sequence[Tensors], *, t
     def forward(at: int) -> None:
         for runner in runners:
             for name, value in runner.forward(at, batches[at], ports[at]).items():
-                ports[at][name] = value.clone()
+                ports[at][name] = value
 
     def back(at: int) -> None:
         for runner in reversed(runners):
             for name, value in runner.input(at, ports[at]).items():
-                ports[at][name] = value.clone()
+                ports[at][name] = value
 
     def weights(at: int) -> None:
         for runner in runners:

@@ -14,7 +14,8 @@ Labels, in this order:
    the first of its users; another backward node to the first stage of its sources.
 3. Values flow forward in the forward pass and back in the backward pass: a node whose module says otherwise follows its
    sources.
-4. A storage is written in the stage that makes it; the partition is refused where that cannot be.
+4. A value is sent as it is where its use stands. A stage may change its own copy of what it is given; a cut is refused
+   where another stage would have to see the change.
 
 A gradient that is a sum of contributions of several stages (tied weights) is left as one contribution per stage, to be
 summed once a step.
@@ -22,7 +23,7 @@ summed once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +36,6 @@ from hyper_parallel.graph.ir import StepGraph, Value, values_of
 from hyper_parallel.graph.memory_effects import draws_random, touched, writes
 from hyper_parallel.graph.regions import region_of
 
-FORWARD, BACKWARD = "forward", "backward"
 GRADIENT = "gradient."
 """How the outputs that are gradients begin."""
 _ADD = torch.ops.aten.add.Tensor
@@ -54,6 +54,9 @@ class Crossing:
     target: int
     direction: Literal["forward", "backward"]
     value: Value
+    written_by: str
+    """The node after which the value is what the other stage uses: the one that computes it, or the last that changes
+    it before its use."""
 
     @property
     def name(self) -> str:
@@ -145,30 +148,27 @@ def _repeatable(step: StepGraph, sources: Mapping[fx.Node, Collection[fx.Node]])
     """Forward nodes that the batch, buffers and constants decide."""
     lasting = {storage: entry.kind for storage, entry in step.outside.items()}
     writers: dict[int, list[fx.Node]] = {}
+    for node in step.nodes:
+        for storage in writes(node):
+            writers.setdefault(storage, []).append(node)
     found: set[fx.Node] = set()
     for node in step.nodes:
-        changed = writes(node)
-        for storage in changed:
-            writers.setdefault(storage, []).append(node)
         given = [source for source in node.all_input_nodes if source.op == "placeholder"]
         plain = all(
-            lasting.get(value.storage) in ("input", "buffer", "constant")
+            lasting.get(value.storage) in ("input", "buffer", "constant") and value.storage not in writers
             for source in given
             for value in values_of(source)
         )
         if (
             plain
             and not _is_backward(node)
-            and not changed & lasting.keys()
             and not is_collective(node)
             and not draws_random(node)
             and all(source in found for source in sources[node])
         ):
             found.add(node)
     while True:
-        spoiled = {
-            storage for storage, nodes in writers.items() if any(node not in found for node in nodes)
-        } - lasting.keys()
+        spoiled = {storage for storage, nodes in writers.items() if any(node not in found for node in nodes)}
         gone = {
             node
             for node in found
@@ -181,32 +181,42 @@ def _repeatable(step: StepGraph, sources: Mapping[fx.Node, Collection[fx.Node]])
 
 
 def _check_writes(step: StepGraph, labels: Labels) -> None:
-    """Raise GraphError where a stage would use memory that another stage has changed since it was handed over.
+    """Raise GraphError where a stage would use memory as it was before another stage changed it.
 
-    A stage may write to what it was given, which is a copy there, as long as others see the change through the result
-    of that write alone.
+    A stage has a copy of what it was given. So another stage sees a change only if it is given its result, and nobody
+    does in what outlives the micro-batch.
     """
-    home: dict[int, int] = {}
-    changed: dict[int, fx.Node] = {}
+    users: dict[int, dict[int, fx.Node]] = {}
+    wrote: dict[int, fx.Node] = {}
+    arrived: dict[tuple[fx.Node, int, int], fx.Node | None] = {}
+    """Value, storage and stage to the last write before that stage was given the value, or what it is a view of."""
     for node in step.nodes:
-        if node in labels.repeated:
+        stage = labels.stage.get(node)
+        if stage is None:
             continue
-        stage = labels.stage[node]
         for source in node.all_input_nodes:
-            for value in values_of(source):
-                writer = changed.get(value.storage)
-                if writer is None or labels.stage[writer] == stage:
+            for storage in {value.storage for value in values_of(source)}:
+                writer = wrote.get(storage)
+                if storage in step.outside:
+                    users.setdefault(storage, {}).setdefault(stage, node)
                     continue
-                if labels.stage.get(source) != labels.stage[writer]:
-                    raise GraphError(
-                        f"no pipeline can be cut here: {_where(writer)} in stage {labels.stage[writer]} writes to "
-                        f"memory that {_where(node)} in stage {stage} uses; put both modules in one stage"
-                    )
-        for storage in writes(node):
-            if home.get(storage, stage) != stage:
-                changed[storage] = node
-        for value in values_of(node):
-            home.setdefault(value.storage, stage)
+                given = writer if labels.stage.get(source, stage) != stage else None
+                known = arrived.setdefault((source, storage, stage), given)
+                arrived.setdefault((node, storage, stage), known)
+                if writer is not None and writer is not known and labels.stage[writer] != stage:
+                    raise _refusal(writer, node, labels)
+        wrote.update(dict.fromkeys(writes(node), node))
+    for storage, writer in wrote.items():
+        for stage, user in users.get(storage, {}).items():
+            if stage != labels.stage[writer]:
+                raise _refusal(writer, user, labels)
+
+
+def _refusal(writer: fx.Node, user: fx.Node, labels: Labels) -> GraphError:
+    return GraphError(
+        f"no pipeline can be cut here: {_where(writer)} in stage {labels.stage[writer]} writes to memory that "
+        f"{_where(user)} in stage {labels.stage[user]} uses; put both modules in one stage"
+    )
 
 
 def _where(node: fx.Node) -> str:
@@ -214,35 +224,58 @@ def _where(node: fx.Node) -> str:
     return f"{node.target} of {module}" if module else str(node.target)
 
 
-def crossings(labels: Labels, wanted: Iterable[fx.Node]) -> list[Crossing]:
-    """The values that cross between stages, in the order in which they are computed. `wanted`: the step's nodes."""
+def crossings(step: StepGraph, labels: Labels, wanted: Collection[fx.Node]) -> list[Crossing]:
+    """The values that cross between stages, in the order in which they are used. `wanted`: the nodes that count."""
     found: dict[tuple[fx.Node, int], Crossing] = {}
-    for node in wanted:
+    wrote: dict[int, fx.Node] = {}
+    changed: set[tuple[int, int]] = set()
+    """Stages and the storages that they write to."""
+    for node in step.nodes:
         target = labels.stage.get(node)
         if target is None:
             continue
-        for source in node.all_input_nodes:
+        for source in node.all_input_nodes if node in wanted else ():
             start = labels.stage.get(source)
-            if start is None or start == target or (source, target) in found:
+            if start is None or start == target:
                 continue
-            direction: Literal["forward", "backward"] = "forward" if start < target else "backward"
-            if direction == "forward" and _is_backward(source):
-                raise GraphError(
-                    f"no pipeline can be cut here: {_where(node)} in stage {target} needs what the backward pass of "
-                    f"stage {start} computes"
-                )
-            value = source.meta.get("value")
-            if not isinstance(value, Value):
-                raise GraphError(
-                    f"no pipeline can be cut here: {_where(source)} gives stage {target} what is no single tensor"
-                )
-            if not all(isinstance(size, int) for size in value.shape):
-                raise GraphError(
-                    f"no pipeline can be cut here: {_where(source)} gives stage {target} a tensor whose size depends "
-                    "on the data; cut between layers"
-                )
-            found[source, target] = Crossing(source.name, start, target, direction, value)
+            if (source, target) not in found:
+                found[source, target] = _crossing(source, start, node, target, wrote)
+        for storage in writes(node):
+            wrote[storage] = node
+            changed.add((target, storage))
+    seen: dict[tuple[int, int], Crossing] = {}
+    for (source, target), one in found.items():
+        place = target, one.value.storage
+        if seen.setdefault(place, one) is not one and place in changed:
+            raise GraphError(
+                f"no pipeline can be cut here: {_where(source)} gives stage {target} one tensor in two shapes, and "
+                "that stage changes one; put both modules in one stage"
+            )
     return list(found.values())
+
+
+def _crossing(
+    source: fx.Node, start: int, node: fx.Node, target: int, wrote: Mapping[int, fx.Node]
+) -> Crossing:
+    """What `node` of stage `target` takes from stage `start`, as the writes so far have left it."""
+    direction: Literal["forward", "backward"] = "forward" if start < target else "backward"
+    if direction == "forward" and _is_backward(source):
+        raise GraphError(
+            f"no pipeline can be cut here: {_where(node)} in stage {target} needs what the backward pass of stage "
+            f"{start} computes"
+        )
+    value = source.meta.get("value")
+    if not isinstance(value, Value):
+        raise GraphError(
+            f"no pipeline can be cut here: {_where(source)} gives stage {target} no single tensor"
+        )
+    if not all(isinstance(size, int) for size in value.shape):
+        raise GraphError(
+            f"no pipeline can be cut here: {_where(source)} gives stage {target} a tensor whose size depends on the "
+            "data; cut between layers"
+        )
+    writer = wrote.get(value.storage)
+    return Crossing(source.name, start, target, direction, value, writer.name if writer else source.name)
 
 
 def contributions(step: StepGraph, labels: Labels) -> dict[str, list[fx.Node]]:

@@ -7,6 +7,7 @@ its shape and strides on the other side.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from hyper_parallel.graph.phase import Phase
 from hyper_parallel.graph.regions import Region, region_of
 from hyper_parallel.graph.suspension import HOST, HostPoint
 
+_ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default
 _STRIDED = torch.ops.aten.as_strided.default
 
@@ -60,11 +62,13 @@ def partition(step: StepGraph, stage_of: StageOf, stages: int) -> Partition:
     labels = label(step, stage_of, stages)
     outputs = contributions(step, labels)
     needed = _needed(step, outputs)
-    crossing = crossings(labels, needed)
+    crossing = crossings(step, labels, set(needed))
     made = tuple(
         _Builder(step, labels, needed, crossing, outputs, number).stage() for number in range(stages)
     )
-    parts = {name: tuple(labels.stage.get(node, 0) for node in nodes) for name, nodes in outputs.items()}
+    parts = {
+        name: tuple(sorted({labels.stage.get(node, 0) for node in nodes})) for name, nodes in outputs.items()
+    }
     return Partition(made, {name: found for name, found in parts.items() if len(found) > 1})
 
 
@@ -104,22 +108,34 @@ class _Builder:
         self._back_out = tuple(
             one for one in crossing if one.source == number and one.direction == "backward"
         )
-        self._outputs = {
-            name: node
+        mine_of = {
+            name: [node for node in nodes if labels.stage.get(node, 0) == number]
             for name, nodes in outputs.items()
-            for node in nodes
-            if labels.stage.get(node, 0) == number
         }
+        self._outputs = {name: nodes for name, nodes in mine_of.items() if nodes}
+        """Each output to its parts in this stage."""
         mine = [node for node in needed if labels.stage.get(node) == number]
         self._forward, self._backward = self._with_repeated(mine)
         if not mine:
             raise GraphError(f"stage {number} of the pipeline has nothing to compute; use fewer stages")
+        early = self._input_gradients()
+        self._order = (
+            self._forward,
+            [node for node in self._backward if node in early],
+            [node for node in self._backward if node not in early],
+        )
+        """Forward nodes, gradients of inputs, gradients of weights."""
+        self._sent: dict[str, list[Crossing]] = {}
+        for one in (*self._sends, *self._back_out):
+            self._sent.setdefault(one.written_by, []).append(one)
+        self._left = Counter(storage for nodes in self._order for node in nodes for storage in writes(node))
+        """Storage to the writes to it that are still to come."""
         self._graph = fx.Graph()
         self._storages = list(step.storages)
         self._inputs: list[Input] = []
         self._new: dict[fx.Node, fx.Node] = {}
-        self._copies: dict[fx.Node, fx.Node] = {}
-        """Node to the copy of its result that is sent, where the stage goes on to change it."""
+        self._copies: dict[str, fx.Node] = {}
+        """Crossing to the copy that is sent, where the stage goes on to change the value."""
         self._moved: dict[fx.Node, dict[int, int]] = {}
         """Node to where its values lie in this stage, of storages that another stage has made."""
 
@@ -148,29 +164,38 @@ class _Builder:
 
     def stage(self) -> Stage:
         """The stage."""
+        forward, inputs, weights = self._order
         self._placeholders()
-        for node in self._forward:
+        for node in forward:
             self._emit(node)
-        shown = [self._by_name[one.node] for one in self._sends]
-        self._host(
-            HostPoint.FORWARD, [self._copies.get(node) or self._new[node] for node in shown], "forward"
-        )
+        self._host(HostPoint.FORWARD, self._shown(self._sends), "forward")
         for one in self._back_in:
             self._receive(one)
-        early = self._input_gradients()
-        for node in self._backward:
-            if node in early:
-                self._emit(node)
-        self._host(
-            HostPoint.INPUT, [self._new[self._by_name[one.node]] for one in self._back_out], "backward"
-        )
-        for node in self._backward:
-            if node not in early:
-                self._emit(node)
-        returned = tuple(self._new[node] for node in self._outputs.values())
-        output = self._graph.output(returned)
+        for node in inputs:
+            self._emit(node)
+        self._host(HostPoint.INPUT, self._shown(self._back_out), "backward")
+        for node in weights:
+            self._emit(node)
+        output = self._graph.output(tuple(self._sum(nodes) for nodes in self._outputs.values()))
         output.meta.update(self._meta("backward"))
         return Stage(self._number, self._made(), self._receives, self._sends, self._back_in, self._back_out)
+
+    def _shown(self, sent: Sequence[Crossing]) -> list[fx.Node]:
+        return [self._copies.get(one.name) or self._new[self._by_name[one.node]] for one in sent]
+
+    def _sum(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        """The sum of the parts that a gradient has in this stage."""
+        total = self._new[nodes[0]]
+        for node in nodes[1:]:
+            total = self._added(_ADD, (total, self._new[node]), total)
+        return total
+
+    def _added(self, target: Any, arguments: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        """A node that is not in the whole graph, with a result like another node's in memory of its own."""
+        made = self._graph.call_function(target, arguments)
+        (value,) = values_of(like)
+        made.meta.update(like.meta, value=replace(value, storage=self._storage(span(value), value)))
+        return made
 
     def _made(self) -> StepGraph:
         whole = self._whole
@@ -194,7 +219,8 @@ class _Builder:
 
     def _placeholders(self) -> None:
         nodes = {*self._forward, *self._backward}
-        used = {source for node in nodes for source in node.all_input_nodes} | set(self._outputs.values())
+        used = {source for node in nodes for source in node.all_input_nodes}
+        used |= {node for parts in self._outputs.values() for node in parts}
         for entry, node in zip(self._whole.inputs, self._whole.placeholders, strict=True):
             if node in used:
                 made = self._new[node] = self._graph.placeholder(node.name)
@@ -239,17 +265,12 @@ class _Builder:
         if moved and "writes" in node.meta:
             made.meta["writes"] = {moved.get(storage, storage) for storage in node.meta["writes"]}
         self._new[node] = made
-        if any(one.node == node.name for one in self._sends) and self._changes_later(node):
-            kept = self._graph.call_function(_CLONE, (made,))
-            (value,) = values_of(made)
-            kept.meta.update(made.meta, value=replace(value, storage=self._storage(span(value), value)))
-            self._copies[node] = kept
-
-    def _changes_later(self, node: fx.Node) -> bool:
-        """Whether this stage's forward pass changes the node's result before it can be sent."""
-        mine = {value.storage for value in values_of(node)}
-        after = self._forward[self._forward.index(node) + 1 :]
-        return any(mine & writes(other) for other in after)
+        self._left.subtract(writes(node))
+        for one in self._sent.get(node.name, ()):
+            # What is sent leaves later, and a stage of the same rank uses this very memory.
+            if self._left[one.value.storage] > 0:
+                value = self._new[self._by_name[one.node]]
+                self._copies[one.name] = self._added(_CLONE, (value,), value)
 
     def _host(
         self, point: HostPoint, shown: Sequence[fx.Node], direction: Phase, like: Value | None = None
@@ -275,7 +296,7 @@ class _Builder:
     def _input_gradients(self) -> set[fx.Node]:
         """The backward nodes that must run before what goes back can be sent."""
         mine = set(self._backward)
-        left = [self._by_name[one.node] for one in self._back_out]
+        left = [self._by_name[name] for one in self._back_out for name in (one.node, one.written_by)]
         found: set[fx.Node] = set()
         while left:
             node = left.pop()

@@ -70,6 +70,7 @@ class Interpreter:
             raise HyperParallelError(
                 f"the program is for {self._program.micro_batches} micro-batches, and {len(batches)} are given"
             )
+        self._values.clear()
         for runner in self._runners.values():
             runner.clear()
         for place, one in enumerate(self._instructions):
@@ -78,7 +79,6 @@ class Interpreter:
             except HyperParallelError as error:
                 raise type(error)(f"{self._group.name}, instruction {place}, {one}: {error}") from error
         self._transfers.drain()
-        self._values.clear()
         runners = self._runners.values()
         return StepValues(
             _summed(runner.gradients for runner in runners), _summed(runner.totals for runner in runners)

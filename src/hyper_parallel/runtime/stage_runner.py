@@ -15,10 +15,11 @@ from torch import Tensor
 from hyper_parallel.compat.dispatch import below_autograd
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import executable
+from hyper_parallel.graph.ir import values_of
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import GRADIENT, Crossing
 from hyper_parallel.graph.stage_graph import Stage, span
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.suspension import HOST, HostPoint
 
 _Pass = Generator[Any, Any, tuple[Tensor, ...]]
 
@@ -31,10 +32,9 @@ class StageRunner:
         self.stage = stage
         self._run = executable(stage.step)
         self._state = state
-        changed = {storage for node in stage.step.nodes for storage in writes(node)}
-        self._changed = {entry.name for storage, entry in stage.step.outside.items() if storage in changed}
-        """Inputs that the stage writes to; what comes from a stage of the same rank is that stage's own memory."""
-        self._flying: dict[int, _Pass] = {}
+        self._changed = _changed_ports(stage)
+        """Ports whose values the stage writes to; from a stage of the same rank they are that stage's own memory."""
+        self._in_flight: dict[int, _Pass] = {}
         self.gradients: dict[str, Tensor] = {}
         """By the names of their parameters, summed over the micro-batches so far."""
         self.totals: dict[str, Tensor] = {}
@@ -43,7 +43,7 @@ class StageRunner:
     @property
     def in_flight(self) -> int:
         """Micro-batches whose forward pass has run and whose backward pass has not ended."""
-        return len(self._flying)
+        return len(self._in_flight)
 
     def forward(
         self, micro_batch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor]
@@ -52,14 +52,14 @@ class StageRunner:
 
         `batch`: the inputs that are neither state nor ports; `received`: the flat values of `stage.receives`.
         """
-        if micro_batch in self._flying:
+        if micro_batch in self._in_flight:
             raise HyperParallelError(f"{self._at(micro_batch)}: its forward pass has run already")
         given = {one.name: shaped(self._own(received, one.name), one) for one in self.stage.receives}
         known = {**self._state, **batch, **given}
-        flying = self._run.function([known[name] for name in self._run.inputs])
-        self._flying[micro_batch] = flying
+        running = self._run.function([known[name] for name in self._run.inputs])
+        self._in_flight[micro_batch] = running
         del known, given
-        shown = self._until(flying, None, HostPoint.FORWARD, (), micro_batch)
+        shown = self._until(running, None, HostPoint.FORWARD, (), micro_batch)
         return {one.name: flat(value, one) for one, value in zip(self.stage.sends, shown, strict=False)}
 
     def input(self, micro_batch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -67,26 +67,26 @@ class StageRunner:
 
         `received`: the flat values of `stage.gradients_in`.
         """
-        flying = self._flown(micro_batch)
-        given = [received[one.name] for one in self.stage.gradients_in]
-        shown = self._until(flying, _NOTHING, HostPoint.INPUT, given, micro_batch)
+        running = self._running(micro_batch)
+        given = [self._own(received, one.name) for one in self.stage.gradients_in]
+        shown = self._until(running, _NOTHING, HostPoint.INPUT, given, micro_batch)
         return {
             one.name: flat(value, one) for one, value in zip(self.stage.gradients_out, shown, strict=False)
         }
 
     def weight(self, micro_batch: int) -> None:
         """The gradients of weights, added to `gradients`; the micro-batch is over with it."""
-        flying = self._flown(micro_batch)
+        running = self._running(micro_batch)
         try:
             with below_autograd():
-                point, _ = flying.send(_NOTHING)
+                point, _ = running.send(_NOTHING)
         except StopIteration as stop:
             returned = dict(zip(self._run.outputs, stop.value, strict=True))
         else:
             raise HyperParallelError(
                 f"{self._at(micro_batch)}: asks for {point!r} where its backward pass ends"
             )
-        del self._flying[micro_batch]
+        del self._in_flight[micro_batch]
         with torch.no_grad():
             for name, value in returned.items():
                 into = self.gradients if name.startswith(GRADIENT) else self.totals
@@ -97,28 +97,28 @@ class StageRunner:
                     into[key] = value
 
     def clear(self) -> None:
-        """Begin a new step."""
-        assert not self._flying, "every micro-batch has had its backward pass"
+        """Begin a new step; micro-batches of one that failed are dropped."""
+        self._in_flight.clear()
         self.gradients, self.totals = {}, {}
 
     def _own(self, received: Mapping[str, Tensor], name: str) -> Tensor:
         return received[name].clone() if name in self._changed else received[name]
 
-    def _flown(self, micro_batch: int) -> _Pass:
-        if micro_batch not in self._flying:
+    def _running(self, micro_batch: int) -> _Pass:
+        if micro_batch not in self._in_flight:
             raise HyperParallelError(
                 f"{self._at(micro_batch)}: its forward pass has not run, or its backward pass has"
             )
-        return self._flying[micro_batch]
+        return self._in_flight[micro_batch]
 
     def _until(
-        self, flying: _Pass, answer: Any, point: HostPoint, received: Iterable[Tensor], micro_batch: int
+        self, running: _Pass, answer: Any, point: HostPoint, received: Iterable[Tensor], micro_batch: int
     ) -> Any:
         """Run to a suspension point, and answer what is asked for on the way; what is shown there."""
         left = iter(received)
         while True:
             with below_autograd():
-                reached, shown = flying.send(answer)
+                reached, shown = running.send(answer)
             if reached == point:
                 return shown
             if reached != HostPoint.RECEIVE:
@@ -132,6 +132,18 @@ class StageRunner:
 
 
 _NOTHING = torch.empty(0)
+
+
+def _changed_ports(stage: Stage) -> frozenset[str]:
+    written = {storage for node in stage.step.nodes for storage in writes(node)}
+    answers = (node for node in stage.step.nodes if node.target is HOST and node.args[0] == HostPoint.RECEIVE)
+    storages = {
+        value.storage: one.name
+        for one, node in zip(stage.gradients_in, answers, strict=True)
+        for value in values_of(node)
+    }
+    storages |= {storage: entry.name for storage, entry in stage.step.outside.items()}
+    return frozenset(name for storage, name in storages.items() if storage in written)
 
 
 def flat(value: Tensor, port: Crossing) -> Tensor:

@@ -1,8 +1,8 @@
 """Point-to-point transfers of one rank: receives posted ahead, sends that hold their buffer, deadlines on every wait.
 
 The k-th send from a rank to another meets that rank's k-th receive, on every backend; tags are not used, since NCCL and
-HCCL have none. Each direction between two device groups has a communicator of its own, so that what goes forward and
-what comes back do not hold each other up.
+HCCL have none. A channel can be given a communicator of its own, so that what goes forward and what comes back do not
+hold each other up; without one, all share the default process group, which gloo can and NCCL cannot.
 """
 
 from __future__ import annotations
