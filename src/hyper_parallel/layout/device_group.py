@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,21 @@ class DeviceGroup:
     def of_all_ranks(cls, mesh: Mesh) -> DeviceGroup:
         """The group of a run that has one mesh."""
         return cls(mesh, range(mesh.world))
+
+    @classmethod
+    def of_pipeline(cls, strategy: Strategy) -> tuple[DeviceGroup, ...]:
+        """The device groups of a strategy's pipeline, in its order, each with the mesh of one stage.
+
+        >>> DeviceGroup.of_pipeline(Strategy(axes={"pipeline": 2, "shard": 2}))[1].ranks
+        (2, 3)
+        """
+        axes, mesh = strategy.axes, Mesh.of(strategy)
+        order = [(axis, axes.degree(axis)) for axis in axes.order]
+        order.insert(axes.outside, ("pipeline", axes.pipeline))
+        found: list[list[int]] = [[] for _ in range(axes.pipeline)]
+        for rank in range(axes.world):
+            found[Mesh(*order).coordinate(rank)["pipeline"]].append(rank)
+        return tuple(cls(mesh, tuple(ranks), f"pipeline rank {place}") for place, ranks in enumerate(found))
 
     def place(self, rank: int) -> int:
         """The place of a global rank in the mesh. In a group of one every process is that rank."""

@@ -8,9 +8,10 @@ from hyper_parallel.schedule.auto import AutoSchedule, auto_schedule
 from hyper_parallel.schedule.check import check_schedule
 from hyper_parallel.schedule.costs import Costs
 from hyper_parallel.schedule.lower_bound import makespan_bound
-from hyper_parallel.schedule.names import ScheduleName, named_schedule
+from hyper_parallel.schedule.names import named_schedule
 from hyper_parallel.schedule.schedule import Action, Schedule
 from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing, time_schedule
+from hyper_parallel.strategy.schedule_name import ScheduleName
 
 __all__ = [
     "Action",

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.schedule.costs import Costs
 from hyper_parallel.schedule.list_scheduling import Listed
-from hyper_parallel.schedule.names import ScheduleName
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.schedule.variants import RULES, Rule, Variant, variants
+from hyper_parallel.strategy.schedule_name import ScheduleName
 
 EFFORT = 32_000
 """Actions placed: ten list schedules of 16 stages and 64 micro-batches."""

@@ -24,7 +24,7 @@ the other (F&B = F + B), with the activation sent in between, less remains: (P â
 
 from __future__ import annotations
 
-from hyper_parallel.schedule.names import ScheduleName
+from hyper_parallel.strategy.schedule_name import ScheduleName
 
 SPAN_BUBBLE = frozenset({ScheduleName.ZB_H2, ScheduleName.ZB_V})
 """Schedules whose published bubble is that of a rank's span and not of the makespan."""

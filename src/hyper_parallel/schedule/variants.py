@@ -10,7 +10,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.schedule.costs import Costs
 from hyper_parallel.schedule.list_scheduling import Listed, Problem, ends_first, list_schedule, mirrored
 from hyper_parallel.schedule.lower_bound import makespan_bound
-from hyper_parallel.schedule.names import SPLITS_BACKWARD, ScheduleName, named_schedule
+from hyper_parallel.schedule.names import SPLITS_BACKWARD, named_schedule
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.schedule.timing import (
     BACKWARD,
@@ -23,6 +23,7 @@ from hyper_parallel.schedule.timing import (
     run_orders,
 )
 from hyper_parallel.schedule.v_shaped import v_placement
+from hyper_parallel.strategy.schedule_name import ScheduleName
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,11 @@ def parallelize(
         raise StrategyError(
             "where ranks are simulated, build the model under compat.local_tensor.one_device()"
         )
+    if strategy.axes.pipeline > 1:
+        raise StrategyError(
+            "axes.pipeline: a pipeline is cut from the captured step of a training run; hp.parallelize spreads a model "
+            "over one device group"
+        )
     plan = make_plan(model, strategy)
     mesh = plan.mesh
     if alone and mesh.world > 1:

@@ -1,8 +1,9 @@
 """The axes of the device mesh and their degrees.
 
-World = replicate · shard · context · tensor_y · tensor_x. The order in which a file names them is outer to inner: the
-last one lies on neighbouring ranks. Axes that are not named have degree 1. `expert` adds no ranks: it folds over
-shard, context and tensor, whose product it divides.
+World = pipeline · replicate · shard · context · tensor_y · tensor_x. The order in which a file names them is outer to
+inner: the last one lies on neighbouring ranks. Axes that are not named have degree 1. `expert` adds no ranks: it folds
+over shard, context and tensor, whose product it divides. `pipeline` is no axis of a mesh: each of its ranks is a device
+group with a mesh of the other axes.
 
 A degree may be `auto`: the planner chooses it for the available workers. Until then it counts as 1, and `open` contains
 the axis.
@@ -11,7 +12,7 @@ the axis.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_serializer, model_validator
 
@@ -25,7 +26,7 @@ Degree = Annotated[
 ]
 
 AXIS_NAMES = ("replicate", "shard", "context", "tensor_y", "tensor_x")
-"""The axes whose degrees multiply to the number of ranks, in their canonical order."""
+"""The axes of a mesh, whose degrees multiply to the number of its ranks, in their canonical order."""
 
 EXPERT_SPANS = ("shard", "context", "tensor_y", "tensor_x")
 """The axes that `expert` folds over."""
@@ -34,8 +35,10 @@ EXPERT_SPANS = ("shard", "context", "tensor_y", "tensor_x")
 class Axes(Section):
     """Degrees of the mesh axes; their product is the number of workers."""
 
-    reserved: ClassVar = {"pipeline": "pipeline parallelism comes with HyperMPMD"}
-
+    pipeline: Annotated[int, Field(ge=1, strict=True)] = 1
+    """Device groups that compute one after the other, each a part of the layers (pipeline parallelism); section
+    `pipeline` says how.
+    """
     replicate: Degree = 1
     """Copies of the parameters; each copy sees different data (data parallelism)."""
     shard: Degree = 1
@@ -54,6 +57,8 @@ class Axes(Section):
     """
     order: tuple[str, ...] = Field(default=AXIS_NAMES, exclude=True, json_schema_extra={"readOnly": True})
     """The axes outer to inner, derived from the order of the keys; do not set it."""
+    outside: int = Field(default=0, exclude=True, json_schema_extra={"readOnly": True})
+    """How many axes of `order` lie outside of the pipeline, derived from the order of the keys; do not set it."""
     open: tuple[str, ...] = Field(default=(), exclude=True, json_schema_extra={"readOnly": True})
     """The axes whose degree is `auto`, `expert` included; do not set it."""
 
@@ -69,7 +74,11 @@ class Axes(Section):
         if "order" not in given:
             written = ["tensor_x" if axis == "tensor" else axis for axis in given]
             named = [axis for axis in written if axis in AXIS_NAMES]
-            given = {**given, "order": (*(axis for axis in AXIS_NAMES if axis not in named), *named)}
+            unnamed = [axis for axis in AXIS_NAMES if axis not in named]
+            given = {**given, "order": (*unnamed, *named)}
+            if "pipeline" in written and "outside" not in given:
+                before = written[: written.index("pipeline")]
+                given["outside"] = len(unnamed) + sum(axis in named for axis in before)
         if AUTO in given.values():
             left = [axis for axis, degree in given.items() if degree == AUTO]
             given = {axis: degree for axis, degree in given.items() if degree != AUTO}
@@ -78,6 +87,8 @@ class Axes(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Axes:
+        if "pipeline" in self.open:
+            raise ValueError("the planner does not choose 'pipeline' yet: write its degree, or leave it out")
         strangers = sorted(set(self.open) - {*AXIS_NAMES, "expert"})
         if strangers:
             raise ValueError(f"'auto' is for axes; {strangers[0]!r} is none")
@@ -95,12 +106,15 @@ class Axes(Section):
 
     @model_serializer
     def _write_in_order(self) -> dict[str, int | Literal["auto"]]:
-        return {axis: "auto" if axis in self.open else self.degree(axis) for axis in (*self.order, "expert")}
+        names = [*self.order, "expert"]
+        if self.pipeline > 1:
+            names.insert(self.outside, "pipeline")
+        return {axis: "auto" if axis in self.open else self.degree(axis) for axis in names}
 
     @property
     def world(self) -> int:
         """The number of ranks: the product of all degrees, where open ones count as 1."""
-        return math.prod(self.degree(axis) for axis in AXIS_NAMES)
+        return self.pipeline * math.prod(self.degree(axis) for axis in AXIS_NAMES)
 
     @property
     def data(self) -> int:

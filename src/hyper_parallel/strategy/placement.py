@@ -8,7 +8,7 @@ ranks are those with the fastest links.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -49,8 +49,6 @@ class Placement(Section):
     ('context', 'tensor_y', 'shard', 'replicate', 'tensor_x')
     """
 
-    reserved: ClassVar = {"pipeline": "pipeline parallelism comes with HyperMPMD"}
-
     node: tuple[str, ...] = ()
     """Axes whose ranks are neighbours within a node."""
     supernode: tuple[str, ...] = ()
@@ -74,6 +72,10 @@ class Placement(Section):
             if name in ("expert", "expert_shard"):
                 raise ValueError(
                     "expert is not placed: it folds over shard, context and tensor and lies where they do"
+                )
+            if name == "pipeline":
+                raise ValueError(
+                    "pipeline is not placed: its stages lie outside of the placed axes, on the outermost level"
                 )
             if name not in AXIS_NAMES:
                 hint = nearest(str(name), AXIS_NAMES)

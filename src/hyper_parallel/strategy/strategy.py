@@ -17,6 +17,7 @@ from hyper_parallel.strategy.axes import AUTO, Axes
 from hyper_parallel.strategy.context import Context
 from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.strategy.overlap import Overlap
+from hyper_parallel.strategy.pipeline import Pipeline
 from hyper_parallel.strategy.placement import Placement
 from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.section import Section
@@ -59,7 +60,6 @@ class Strategy(Section):
     """
 
     reserved: ClassVar = {
-        "pipeline": "pipeline parallelism comes with HyperMPMD",
         "submodels": "running submodels side by side comes with HyperMPMD",
     }
 
@@ -71,6 +71,8 @@ class Strategy(Section):
     """The link level of each axis. If set, it determines the order of the ranks, level by level."""
     context: Context = Context()
     """Context parallelism: the method that splits positions over the `context` axis."""
+    pipeline: Pipeline = Pipeline()
+    """Pipeline parallelism: the schedule and the layers of the stages."""
     sequence: bool = False
     """Shard activations between blocks along the sequence, over the tensor axis."""
     rules: dict[str, RuleName] = Field(default_factory=dict)
@@ -125,6 +127,23 @@ class Strategy(Section):
             left.remove(("memory", "shard"))
         return {**given, "chosen": tuple(".".join(path) for path in left)}
 
+    @model_validator(mode="after")
+    def _pipeline_has_ranks(self) -> Strategy:
+        if self.pipeline != Pipeline() and self.axes.pipeline == 1:
+            raise ValueError(
+                "section 'pipeline' says how the stages of a pipeline run, and axes.pipeline is 1; set axes.pipeline "
+                "to the number of device groups, or leave the section out"
+            )
+        return self
+
+    @property
+    def of_stage(self) -> Strategy:
+        """The strategy of one device group of the pipeline: the same without the pipeline."""
+        if self.axes.pipeline == 1:
+            return self
+        axes = self.axes.model_copy(update={"pipeline": 1, "outside": 0})
+        return self.model_copy(update={"axes": axes, "pipeline": Pipeline()})
+
     @property
     def open(self) -> bool:
         """Whether the planner has to choose axes before anything can run."""
@@ -133,7 +152,10 @@ class Strategy(Section):
     @model_serializer(mode="wrap")
     def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = handler(self)
-        return found if self.open else {key: value for key, value in found.items() if key != "chosen"}
+        left_out = set() if self.open else {"chosen"}
+        if self.axes.pipeline == 1:
+            left_out.add("pipeline")
+        return {key: value for key, value in found.items() if key not in left_out}
 
     @field_validator("expert_replicas")
     @classmethod
