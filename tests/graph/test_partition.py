@@ -9,14 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.pipelines import Captured, Tensors, even_cut, in_stages, summed
-from hyper_parallel.compat.fake_process_group import fake_mode, faked
+from harness.pipelines import Captured, Tensors, captured_module, even_cut, in_stages, summed
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph import StepGraph, capture, executable, phase
-from hyper_parallel.graph.gradient_layout import owned
-from hyper_parallel.graph.ir import GivenTensor
-from hyper_parallel.graph.module_state import module_state
-from hyper_parallel.graph.partition import GRADIENT, by_modules, data_sources, label
+from hyper_parallel.graph import executable
+from hyper_parallel.graph.partition import by_modules, data_sources, label
 from hyper_parallel.graph.stage_graph import partition
 from hyper_parallel.verify.families import FAMILIES
 
@@ -234,35 +230,12 @@ class Masked(nn.Module):
         return x
 
 
-def _captured(model: nn.Module, x: Tensor) -> StepGraph:
-    with faked(model, mode := fake_mode()), mode:
-        given = torch.empty(x.shape)
-        gradients: dict[str, Tensor] = {}
-        taken: set[int] = set()
-
-        def body() -> dict[str, Tensor]:
-            for name, parameter in model.named_parameters():
-
-                def keep(gradient: Tensor, name: str = name, parameter: nn.Parameter = parameter) -> None:
-                    with torch.no_grad():
-                        gradients[name] = owned(gradient, parameter, taken)
-
-                parameter.register_hook(keep)
-            loss = model(given).square().sum()
-            with phase("backward"), torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-            return {"loss": loss.detach(), **{GRADIENT + name: one for name, one in gradients.items()}}
-
-        tensors = {**module_state(model), "x": GivenTensor("input", given)}
-        return capture(body, tensors, model, lambda: gradients)
-
-
 def _both(model: nn.Module, stages: int) -> tuple[Tensors, Tensors, Any]:
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     batches = [{"x": torch.randn(3, 6)} for _ in range(3)]
-    step = _captured(model, batches[0]["x"])
+    step = captured_module(model, batches[0]["x"].shape)
     state = {f"parameter.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     cut = partition(step, by_modules(even_cut(model, stages, "blocks")), stages)
     whole = summed(executable(step).run({**state, **batch}) for batch in batches)
@@ -297,7 +270,7 @@ def test_what_was_changed_before_it_is_used_is_sent_as_it_is_then(make: Callable
 
 def test_a_buffer_that_two_stages_use_and_one_changes_is_refused() -> None:
     model = Counting()
-    step = _captured(model, torch.empty(3, 6))
+    step = captured_module(model, (3, 6))
     with pytest.raises(
         GraphError, match=r"in stage 1 writes to memory that .* in stage 0 uses; put both modules"
     ):
@@ -320,14 +293,14 @@ def test_what_is_sent_is_not_changed_before_it_leaves() -> None:
 
 def test_a_stage_without_work_is_refused() -> None:
     model = Skip()
-    step = _captured(model, torch.empty(3, 6))
+    step = captured_module(model, (3, 6))
     with pytest.raises(GraphError, match="stage 2 of the pipeline has nothing to compute; use fewer stages"):
         partition(step, by_modules(even_cut(model, 2, "blocks")), 3)
 
 
 def test_data_sources_know_writes_in_place() -> None:
     model = Masked()
-    step = _captured(model, torch.empty(3, 6))
+    step = captured_module(model, (3, 6))
     found = label(step, by_modules(even_cut(model, 3, "blocks")), 3)
     sources = data_sources(step)
     written = [node for node in step.nodes if "fill_" in str(node.target) or "mul_" in str(node.target)]

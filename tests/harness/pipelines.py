@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from harness.captured import micro_batches, recipe_of, text_batch
-from hyper_parallel.graph import StepGraph, executable
+from hyper_parallel.compat.fake_process_group import fake_mode, faked
+from hyper_parallel.graph import StepGraph, capture, executable, phase
+from hyper_parallel.graph.gradient_layout import owned
+from hyper_parallel.graph.ir import GivenTensor
+from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.partition import GRADIENT
 from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.runtime.stage_runner import StageRunner
@@ -44,6 +48,30 @@ class Captured:
     def whole(self) -> Tensors:
         """Outputs of the graph in one piece, summed over the micro-batches."""
         return summed(executable(self.step).run({**self.state, **batch}) for batch in self.batches)
+
+
+def captured_module(model: nn.Module, shape: Sequence[int]) -> StepGraph:
+    """A micro-batch of any module: its input ``x``, and the sum of the squares of its output as the loss."""
+    with faked(model, mode := fake_mode()), mode:
+        given = torch.empty(shape)
+        gradients: dict[str, Tensor] = {}
+        taken: set[int] = set()
+
+        def body() -> dict[str, Tensor]:
+            for name, parameter in model.named_parameters():
+
+                def keep(gradient: Tensor, name: str = name, parameter: nn.Parameter = parameter) -> None:
+                    with torch.no_grad():
+                        gradients[name] = owned(gradient, parameter, taken)
+
+                parameter.register_hook(keep)
+            loss = model(given).square().sum()
+            with phase("backward"), torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+            return {"loss": loss.detach(), **{GRADIENT + name: one for name, one in gradients.items()}}
+
+        tensors = {**module_state(model), "x": GivenTensor("input", given)}
+        return capture(body, tensors, model, lambda: gradients)
 
 
 def summed(results: Any) -> Tensors:

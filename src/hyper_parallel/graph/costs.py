@@ -55,7 +55,7 @@ def costs(
     `nodes`: those that are asked about; left out, all. `sizes` gives the symbols of `step.sizes` values. Raises
     KeyError for a symbol without one, and CaptureError for a collective over a group that the capture was not told of.
     """
-    pricer = _Pricer(step, dict(sizes or {}))
+    pricer = Pricer(step, sizes)
     found: dict[fx.Node, Work | Collective] = {}
     for node in step.nodes if nodes is None else nodes:
         cost = pricer.cost(node)
@@ -83,17 +83,19 @@ class _Sized:
         return self.shape, self.stride
 
 
-class _Pricer:
-    """Prices nodes, each value's sizes worked out once."""
+class Pricer:
+    """Prices nodes of a step, or of the stages that it was cut into, each value's sizes worked out once."""
 
-    def __init__(self, step: StepGraph, sizes: dict[Any, int]) -> None:
-        self._step, self._sizes = step, sizes
+    def __init__(self, step: StepGraph, sizes: Mapping[Any, int] | None = None) -> None:
+        """Arguments and errors as of `costs`."""
+        self._step, self._sizes = step, dict(sizes or {})
         self._sized: dict[int, _Sized] = {}
         self._alive: list[Value] = []
         self._works: dict[Hashable, Work | None] = {}
         """By the likeness of the node: layers are alike."""
 
     def cost(self, node: fx.Node) -> Work | Collective | None:
+        """What a node does; None where it does nothing."""
         if is_collective(node):
             return self._collective(node)
         if host_update.is_update(node):

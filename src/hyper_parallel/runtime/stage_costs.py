@@ -1,0 +1,103 @@
+"""Costs of pipeline stages, read off their graphs between the suspension points.
+
+    forward    Σ cost of nodes up to the host point ``forward``
+    input      … from there up to ``input``
+    weight     … and after it                                              backward = input + weight
+    saved      bytes alive at ``forward`` that are used after it           per micro-batch, without parameters
+    released   saved − bytes alive at ``input`` that are used after it     below zero where recomputed values stay
+    transfers  of border s: what stage s sends forward, or is sent back, whichever is more
+
+A split backward pass costs no more than a whole one: values that are recomputed for the gradients of inputs stay until
+those of the weights are computed, which is why `released` may be below zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import fx
+
+from hyper_parallel.graph import balanced_sizes, lifetimes
+from hyper_parallel.graph.memory_effects import touched
+from hyper_parallel.graph.partition import Crossing
+from hyper_parallel.graph.stage_cut import NodeCost
+from hyper_parallel.graph.stage_graph import Partition, Stage, span
+from hyper_parallel.graph.suspension import HOST, HostPoint
+from hyper_parallel.schedule import Costs
+
+
+def stage_costs(
+    partition: Partition, cost: NodeCost, transfer: Callable[[float], float] | None = None
+) -> Costs:
+    """The costs of a partition's stages for one micro-batch, in the unit of `cost`; memory is in bytes of one rank.
+
+    `transfer`: bytes that cross a border to the time that takes; nothing when left out.
+    """
+    times = [_times(stage, cost) for stage in partition.stages]
+    memory = [saved_bytes(stage) for stage in partition.stages]
+    borders = [border_bytes(partition, border) for border in range(len(partition.stages) - 1)]
+    return Costs(
+        forward=tuple(forward for forward, _, _ in times),
+        backward=tuple(before + after for _, before, after in times),
+        input=tuple(before for _, before, _ in times),
+        weight=tuple(after for _, _, after in times),
+        transfers=tuple(transfer(count) for count in borders) if transfer is not None else (),
+        saved=tuple(float(saved) for saved, _ in memory),
+        released=tuple(float(saved - left) for saved, left in memory),
+    )
+
+
+def parts_of(stage: Stage) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """The nodes of a stage's forward pass, of its gradients of inputs and of its gradients of weights."""
+    nodes = list(stage.step.nodes)
+    forward, before = _point(nodes, HostPoint.FORWARD), _point(nodes, HostPoint.INPUT)
+    return nodes[: forward + 1], nodes[forward + 1 : before + 1], nodes[before + 1 :]
+
+
+def saved_bytes(stage: Stage, sizes: Mapping[Any, int] | None = None) -> tuple[int, int]:
+    """Bytes of one micro-batch that wait for the backward pass, and those that wait for its WEIGHT half.
+
+    `sizes`: of what the data decide; those of even loads when left out.
+    """
+    step = stage.step
+    sizes = balanced_sizes(step) if sizes is None else sizes
+    nodes = list(step.nodes)
+    received = {one.name for one in stage.receives}
+    ports = {storage for storage, entry in step.outside.items() if entry.name in received}
+    used = {storage: at for at, node in enumerate(nodes) for storage in touched(node)}
+    lives = [
+        (life.bytes, life.born, used.get(life.storage, -1) if life.storage in ports else life.died)
+        for life in lifetimes(step, sizes)
+        if life.born >= 0 or life.storage in ports
+    ]
+    forward, before = (
+        sum(size for size, born, died in lives if born <= at < died)
+        for at in (_point(nodes, HostPoint.FORWARD), _point(nodes, HostPoint.INPUT))
+    )
+    return forward, before
+
+
+def border_bytes(partition: Partition, border: int) -> int:
+    """Bytes that one rank sends over the border between stages `border` and `border` + 1, in the busier direction.
+
+    What goes further than to the neighbour leaves over the same links, and counts at the border that it leaves by.
+    """
+    stages = partition.stages
+    ahead = sum_bytes(stages[border].sends)
+    back = sum_bytes(one for stage in stages for one in stage.gradients_out if one.target == border)
+    return max(ahead, back)
+
+
+def sum_bytes(crossings: Iterable[Crossing]) -> int:
+    """Bytes of values that cross, as they lie in memory."""
+    return sum(span(one.value) * one.value.dtype.itemsize for one in crossings)
+
+
+def _times(stage: Stage, cost: NodeCost) -> tuple[float, float, float]:
+    forward, before, after = (sum(map(cost, nodes)) for nodes in parts_of(stage))
+    return forward, before, after
+
+
+def _point(nodes: list[fx.Node], point: HostPoint) -> int:
+    return next(at for at, node in enumerate(nodes) if node.target is HOST and node.args[0] == point)
