@@ -18,7 +18,7 @@ from hyper_parallel.graph.partition import GRADIENT
 from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
-from hyper_parallel.step.capture_train_step import MICRO_FIELDS
+from hyper_parallel.step.micro_batch import MICRO_FIELDS
 from hyper_parallel.verify.matrix import family_config
 
 Tensors = dict[str, Tensor]

@@ -106,6 +106,51 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _pipeline_needs_the_graph(self) -> RunConfig:
+        strategy, train = self.strategy, self.train
+        if strategy.axes.pipeline == 1:
+            return self
+        if train.engine != "graph":
+            raise ValueError(
+                "'axes.pipeline': stages are cut from the captured step; set train.engine to graph, or leave the "
+                "pipeline out"
+            )
+        if train.compile is True:
+            raise ValueError(
+                "'train.compile: true' does not compile the stages of a pipeline yet; set it to false, or leave the "
+                "pipeline out"
+            )
+        if train.profile is not None:
+            raise ValueError(
+                "'train.profile' does not measure the stages of a pipeline yet; leave it or the pipeline out"
+            )
+        if strategy.memory.device is not None:
+            raise ValueError(
+                "'strategy.memory.device' does not keep the stages of a pipeline within a budget yet; leave it or the "
+                "pipeline out"
+            )
+        share = train.batch // strategy.axes.data
+        if not self.open and share // self.micro_batch < strategy.axes.pipeline:
+            raise ValueError(
+                f"'train.batch' ({train.batch}) is {share // self.micro_batch} micro-batches of {self.micro_batch} "
+                f"rows for each data rank, and a pipeline of {strategy.axes.pipeline} needs as many; make "
+                "'train.batch' larger, 'train.micro_batch' smaller, or axes.pipeline smaller"
+            )
+        return self
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows that a worker computes at once; in a pipeline by default few enough for four micro-batches a rank."""
+        share = self.train.batch // self.effective_strategy.axes.data
+        if self.train.micro_batch is not None:
+            return self.train.micro_batch
+        ranks = self.effective_strategy.axes.pipeline
+        if ranks == 1:
+            return share
+        least = min(share, 4 * ranks)
+        return max(rows for rows in range(1, share + 1) if share % rows == 0 and share // rows >= least)
+
     def _open_workers_fit(self) -> RunConfig:
         fixed, workers = self.strategy.axes.world, self.launch.workers
         if workers is not None and workers % fixed:

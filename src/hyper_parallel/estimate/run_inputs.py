@@ -13,13 +13,13 @@ from hyper_parallel.step.build import on_meta, transformers_config
 
 def micro_batch(config: RunConfig) -> int:
     """Sequences that a rank computes at once."""
-    return config.train.micro_batch or config.train.batch // config.effective_strategy.axes.data
+    return config.micro_batch
 
 
 def count_micro_batches(config: RunConfig) -> int:
     """Micro-batches of a step on each rank."""
     share = config.train.batch // config.effective_strategy.axes.data
-    return share // (config.train.micro_batch or share)
+    return share // config.micro_batch
 
 
 def model_of(config: RunConfig, notes: list[str]) -> nn.Module:

@@ -155,6 +155,11 @@ class StepGraph:
         assert last.op == "output"
         return last
 
+    @property
+    def returned(self) -> dict[str, fx.Node]:
+        """Each output and the node that gives it; one node may give several."""
+        return dict(zip(self.outputs, self.output.args[0], strict=True))  # type: ignore[arg-type]
+
     def copy(self) -> StepGraph:
         """Another graph of the same nodes, to be changed without changing this one."""
         return self.copied()[0]

@@ -8,8 +8,9 @@ need no rules of their own. Each stage becomes one StepGraph with suspension poi
 
 Labels, in this order:
 
-1. Forward nodes that depend on the batch and on buffers alone (positions, masks, rotary tables) are repeated in each
-   stage that needs them, with every in-place write to their storages.
+1. Forward nodes that depend on the batch and on buffers alone (positions, masks, rotary tables), or on parameters and
+   buffers alone (casts, gathered weights), are repeated in each stage that needs them, with every in-place write to
+   their storages.
 2. The module that a node belongs to gives its stage. Another forward node goes to the last stage of its sources, or to
    the first of its users; another backward node to the first stage of its sources.
 3. Values flow forward in the forward pass and back in the backward pass: a node whose module says otherwise follows its
@@ -36,6 +37,8 @@ from hyper_parallel.graph.ir import StepGraph, Value, values_of
 from hyper_parallel.graph.memory_effects import draws_random, touched, writes
 from hyper_parallel.graph.regions import region_of
 
+_OF_BATCH = frozenset({"input", "buffer", "constant"})
+_OF_WEIGHTS = frozenset({"parameter", "buffer", "constant"})
 GRADIENT = "gradient."
 """How the outputs that are gradients begin."""
 _ADD = torch.ops.aten.add.Tensor
@@ -150,28 +153,34 @@ def _is_backward(node: fx.Node) -> bool:
 
 
 def _repeatable(step: StepGraph, sources: Mapping[fx.Node, Collection[fx.Node]]) -> frozenset[fx.Node]:
-    """Forward nodes that the batch, buffers and constants decide."""
+    """Forward nodes that the batch and buffers decide, as masks; and that parameters and buffers do, as gathers."""
     lasting = {storage: entry.kind for storage, entry in step.outside.items()}
     writers: dict[int, list[fx.Node]] = {}
     for node in step.nodes:
         for storage in writes(node):
             writers.setdefault(storage, []).append(node)
-    found: set[fx.Node] = set()
+    kinds: dict[fx.Node, frozenset[str]] = {}
+    """What decides a node, by kind."""
     for node in step.nodes:
-        given = [source for source in node.all_input_nodes if source.op == "placeholder"]
-        plain = all(
-            lasting.get(value.storage) in ("input", "buffer", "constant") and value.storage not in writers
-            for source in given
+        if _is_backward(node) or draws_random(node) or not all(source in kinds for source in sources[node]):
+            continue
+        given = {
+            value.storage
+            for source in node.all_input_nodes
+            if source.op == "placeholder"
             for value in values_of(source)
+        }
+        decided = frozenset(str(lasting.get(storage)) for storage in given).union(
+            *(kinds[source] for source in sources[node])
         )
+        one_of = _OF_BATCH if "parameter" not in decided else _OF_WEIGHTS
         if (
-            plain
-            and not _is_backward(node)
-            and not is_collective(node)
-            and not draws_random(node)
-            and all(source in found for source in sources[node])
+            decided <= one_of
+            and given.isdisjoint(writers)
+            and (one_of is _OF_WEIGHTS or not is_collective(node))
         ):
-            found.add(node)
+            kinds[node] = decided
+    found = set(kinds)
     while True:
         spoiled = {storage for storage, nodes in writers.items() if any(node not in found for node in nodes)}
         gone = {
@@ -286,7 +295,7 @@ def _crossing(
 def contributions(step: StepGraph, labels: Labels) -> dict[str, list[fx.Node]]:
     """Each output to the nodes that give it: of a gradient that stages have parts in, one node for each part."""
     found: dict[str, list[fx.Node]] = {}
-    for name, node in zip(step.outputs, step.output.all_input_nodes, strict=True):
+    for name, node in step.returned.items():
         found[name] = _parts(node, labels) if name.startswith(GRADIENT) else [node]
     return found
 

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.dependencies import dependencies
-from hyper_parallel.graph.ir import Input, StepGraph, Storage, Value, values_of
+from hyper_parallel.graph.graph_writer import GraphWriter
+from hyper_parallel.graph.ir import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import Crossing, Labels, StageOf, contributions, crossings, label
-from hyper_parallel.graph.phase import Phase
-from hyper_parallel.graph.regions import Region, region_of
-from hyper_parallel.graph.suspension import HOST, HostPoint
+from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.suspension import HostPoint
 
 _ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default
-_STRIDED = torch.ops.aten.as_strided.default
 
 
 @dataclass(frozen=True)
@@ -130,14 +128,10 @@ class _Builder:
             self._sent.setdefault(one.written_by, []).append(one)
         self._left = Counter(storage for nodes in self._order for node in nodes for storage in writes(node))
         """Storage to the writes to it that are still to come."""
-        self._graph = fx.Graph()
-        self._storages = list(step.storages)
-        self._inputs: list[Input] = []
-        self._new: dict[fx.Node, fx.Node] = {}
+        self._writer = GraphWriter(step)
+        self._new = self._writer.made
         self._copies: dict[str, fx.Node] = {}
         """Crossing to the copy that is sent, where the stage goes on to change the value."""
-        self._moved: dict[fx.Node, dict[int, int]] = {}
-        """Node to where its values lie in this stage, of storages that another stage has made."""
 
     def _with_repeated(self, mine: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Forward and backward nodes in order, with the repeated ones that they need."""
@@ -165,20 +159,23 @@ class _Builder:
     def stage(self) -> Stage:
         """The stage."""
         forward, inputs, weights = self._order
-        self._placeholders()
+        writer = self._writer
+        used = {source for node in (*self._forward, *self._backward) for source in node.all_input_nodes}
+        writer.inputs(used | {node for parts in self._outputs.values() for node in parts})
+        for one in self._receives:
+            writer.given(self._by_name[one.node], one.name, "input", "forward")
         for node in forward:
             self._emit(node)
-        self._host(HostPoint.FORWARD, self._shown(self._sends), "forward")
+        writer.host(HostPoint.FORWARD, self._shown(self._sends), "forward")
         for one in self._back_in:
-            self._receive(one)
+            writer.answered(self._by_name[one.node], "backward")
         for node in inputs:
             self._emit(node)
-        self._host(HostPoint.INPUT, self._shown(self._back_out), "backward")
+        writer.host(HostPoint.INPUT, self._shown(self._back_out), "backward")
         for node in weights:
             self._emit(node)
-        output = self._graph.output(tuple(self._sum(nodes) for nodes in self._outputs.values()))
-        output.meta.update(self._meta("backward"))
-        return Stage(self._number, self._made(), self._receives, self._sends, self._back_in, self._back_out)
+        step = writer.finished({name: self._sum(nodes) for name, nodes in self._outputs.items()}, "backward")
+        return Stage(self._number, step, self._receives, self._sends, self._back_in, self._back_out)
 
     def _shown(self, sent: Sequence[Crossing]) -> list[fx.Node]:
         return [self._copies.get(one.name) or self._new[self._by_name[one.node]] for one in sent]
@@ -187,111 +184,17 @@ class _Builder:
         """The sum of the parts that a gradient has in this stage."""
         total = self._new[nodes[0]]
         for node in nodes[1:]:
-            total = self._added(_ADD, (total, self._new[node]), total)
+            total = self._writer.added(_ADD, (total, self._new[node]), total)
         return total
 
-    def _added(self, target: Any, arguments: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        """A node that is not in the whole graph, with a result like another node's in memory of its own."""
-        made = self._graph.call_function(target, arguments)
-        (value,) = values_of(like)
-        made.meta.update(like.meta, value=replace(value, storage=self._storage(span(value), value)))
-        return made
-
-    def _made(self) -> StepGraph:
-        whole = self._whole
-        return StepGraph(
-            self._graph,
-            self._inputs,
-            list(self._outputs),
-            self._storages,
-            dict(whole.constants),
-            dict(whole.gradients),
-            {symbol: self._new[node] for symbol, node in whole.sizes.items() if node in self._new},
-            dict(whole.even),
-            whole.balanced,
-            whole.groups,
-        )
-
-    @staticmethod
-    def _meta(phase: Phase) -> dict[str, Any]:
-        """Of a node that is not in the whole graph."""
-        return {"region": Region("", 0, phase), "module": "", "recomputed": False}
-
-    def _placeholders(self) -> None:
-        nodes = {*self._forward, *self._backward}
-        used = {source for node in nodes for source in node.all_input_nodes}
-        used |= {node for parts in self._outputs.values() for node in parts}
-        for entry, node in zip(self._whole.inputs, self._whole.placeholders, strict=True):
-            if node in used:
-                made = self._new[node] = self._graph.placeholder(node.name)
-                made.meta = dict(node.meta)
-                self._inputs.append(entry)
-        for one in self._receives:
-            node = self._by_name[one.node]
-            made = self._new[node] = self._graph.placeholder(f"port_{one.node}")
-            storage = self._storage(span(one.value), one.value, one.name)
-            self._inputs.append(Input(one.name, "input"))
-            self._arrives(node, made, one, storage)
-        for node in self._whole.graph.nodes:
-            if node.op == "get_attr" and node in used:
-                made = self._new[node] = self._graph.node_copy(node)
-                made.meta = dict(node.meta)
-
-    def _storage(self, count: int, like: Value, name: str | None = None) -> int:
-        """Memory for so many elements, by its index."""
-        index = len(self._storages)
-        self._storages.append(Storage(index, count * like.dtype.itemsize, like.device, name))
-        return index
-
-    def _arrives(self, node: fx.Node, made: fx.Node, one: Crossing, storage: int) -> None:
-        """`made` gives in this stage what `node` gives in another one."""
-        made.meta.update(
-            self._meta(one.direction),
-            value=replace(one.value, storage=storage),
-            module=node.meta["module"],
-        )
-        self._moved[node] = {one.value.storage: storage}
-
     def _emit(self, node: fx.Node) -> None:
-        made = self._graph.node_copy(node, lambda source: self._new[source])
-        made.meta = dict(node.meta)
-        moved: dict[int, int] = {}
-        for source in node.all_input_nodes:
-            moved.update(self._moved.get(source, {}))
-        if moved and "value" in node.meta:
-            made.meta["value"] = _placed(node.meta["value"], moved)
-            if made.meta["value"] != node.meta["value"]:
-                self._moved[node] = moved
-        if moved and "writes" in node.meta:
-            made.meta["writes"] = {moved.get(storage, storage) for storage in node.meta["writes"]}
-        self._new[node] = made
+        self._writer.emit(node)
         self._left.subtract(writes(node))
         for one in self._sent.get(node.name, ()):
             # What is sent leaves later, and a stage of the same rank uses this very memory.
             if self._left[one.value.storage] > 0:
                 value = self._new[self._by_name[one.node]]
-                self._copies[one.name] = self._added(_CLONE, (value,), value)
-
-    def _host(
-        self, point: HostPoint, shown: Sequence[fx.Node], direction: Phase, like: Value | None = None
-    ) -> fx.Node:
-        """A host point; with `like` it is answered with the elements of such a value, in the order of its memory."""
-        # A host point has to show something; the first input is there anyway.
-        values = list(shown) or [next(iter(self._graph.nodes))]
-        like = like or replace(next(values_of(values[0])), shape=(0,), stride=(1,), dtype=torch.float32)
-        count = span(like)
-        made = self._graph.call_function(HOST, (point.value, values, count), {"dtype": like.dtype})
-        given = Value((count,), (1,), like.dtype, like.device, self._storage(count, like))
-        made.meta.update(self._meta(direction), value=given)
-        return made
-
-    def _receive(self, one: Crossing) -> None:
-        answer = self._host(HostPoint.RECEIVE, [], "backward", one.value)
-        node = self._by_name[one.node]
-        made = self._graph.call_function(_STRIDED, (answer, list(one.value.shape), list(one.value.stride)))
-        (given,) = values_of(answer)
-        self._arrives(node, made, one, given.storage)
-        self._new[node] = made
+                self._copies[one.name] = self._writer.added(_CLONE, (value,), value)
 
     def _input_gradients(self) -> set[fx.Node]:
         """The backward nodes that must run before what goes back can be sent."""
@@ -304,20 +207,3 @@ class _Builder:
                 found.add(node)
                 left.extend(self._needs[node])
         return found
-
-
-def span(value: Value) -> int:
-    """Elements between the first and the last of a value in memory, both counted."""
-    if not value.elements:
-        return 0
-    steps = zip(value.shape, value.stride, strict=True)
-    return 1 + int(sum((size - 1) * stride for size, stride in steps))
-
-
-def _placed(value: Any, moved: Mapping[int, int]) -> Any:
-    """A value, or a nest of them, with its storages renumbered."""
-    if isinstance(value, Value):
-        return replace(value, storage=moved.get(value.storage, value.storage))
-    if isinstance(value, tuple | list):
-        return type(value)(_placed(one, moved) for one in value)
-    return value

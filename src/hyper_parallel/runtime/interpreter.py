@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.graph.graph_writer import span
 from hyper_parallel.graph.partition import Crossing
-from hyper_parallel.graph.stage_graph import Partition, span
+from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.program import Instruction, Program, Recv, Reduce, Run, Send, TaskKind, Wait
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.runtime.transfers import Transfers
@@ -61,8 +62,11 @@ class Interpreter:
         self._transfers = transfers
         self._values: dict[tuple[str, int | None], Tensor] = {}
 
-    def run(self, batches: Sequence[Mapping[str, Tensor]]) -> StepValues:
-        """Run a step: `batches` are the inputs of each micro-batch that are neither state nor ports.
+    def run(
+        self, batches: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor] | None = None
+    ) -> StepValues:
+        """Run a step: `batches` are the inputs of each micro-batch that are neither state nor ports; `weights` those
+        that are the same in all micro-batches of this step.
 
         Raises TransferError, with the stage, micro-batch and instruction, where a transfer does not end in time.
         """
@@ -72,7 +76,7 @@ class Interpreter:
             )
         self._values.clear()
         for runner in self._runners.values():
-            runner.clear()
+            runner.begin(weights or {})
         for place, one in enumerate(self._instructions):
             try:
                 self._do(one, batches)

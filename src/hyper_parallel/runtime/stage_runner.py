@@ -6,6 +6,7 @@ pass uses it. Gradients of weights are added up in the order in which micro-batc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from hyper_parallel.compat.dispatch import below_autograd
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import executable
+from hyper_parallel.graph.graph_writer import span
 from hyper_parallel.graph.ir import values_of
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import GRADIENT, Crossing
-from hyper_parallel.graph.stage_graph import Stage, span
+from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.graph.suspension import HOST, HostPoint
 
 _Pass = Generator[Any, Any, tuple[Tensor, ...]]
@@ -32,6 +34,9 @@ class StageRunner:
         self.stage = stage
         self._run = executable(stage.step)
         self._state = state
+        self._weights: Mapping[str, Tensor] = {}
+        self._kept = _kept(stage)
+        """Outputs whose tensors can be added to."""
         self._changed = _changed_ports(stage)
         """Ports whose values the stage writes to; from a stage of the same rank they are that stage's own memory."""
         self._in_flight: dict[int, _Pass] = {}
@@ -55,7 +60,7 @@ class StageRunner:
         if micro_batch in self._in_flight:
             raise HyperParallelError(f"{self._at(micro_batch)}: its forward pass has run already")
         given = {one.name: shaped(self._own(received, one.name), one) for one in self.stage.receives}
-        known = {**self._state, **batch, **given}
+        known = {**self._state, **self._weights, **batch, **given}
         running = self._run.function([known[name] for name in self._run.inputs])
         self._in_flight[micro_batch] = running
         del known, given
@@ -94,11 +99,15 @@ class StageRunner:
                 if key in into:
                     into[key].add_(value)
                 else:
-                    into[key] = value
+                    into[key] = (
+                        value if name in self._kept else value.clone(memory_format=torch.contiguous_format)
+                    )
 
-    def clear(self) -> None:
-        """Begin a new step; micro-batches of one that failed are dropped."""
+    def begin(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin a new step, in which the graph is given these weights too; micro-batches of one that failed are
+        dropped."""
         self._in_flight.clear()
+        self._weights = weights
         self.gradients, self.totals = {}, {}
 
     def _own(self, received: Mapping[str, Tensor], name: str) -> Tensor:
@@ -132,6 +141,20 @@ class StageRunner:
 
 
 _NOTHING = torch.empty(0)
+
+
+def _kept(stage: Stage) -> frozenset[str]:
+    """Outputs that fill memory which nothing else uses: no input, no second output, no part of a larger tensor."""
+    step = stage.step
+    values = {name: node.meta["value"] for name, node in step.returned.items()}
+    uses = Counter(value.storage for value in values.values())
+    return frozenset(
+        name
+        for name, value in values.items()
+        if uses[value.storage] == 1
+        and value.storage not in step.outside
+        and value.bytes == step.storages[value.storage].bytes
+    )
 
 
 def _changed_ports(stage: Stage) -> frozenset[str]:

@@ -7,8 +7,9 @@ memory (`auto_schedule`) with a bound that says how far they can be from the bes
 from hyper_parallel.schedule.auto import AutoSchedule, auto_schedule
 from hyper_parallel.schedule.check import check_schedule
 from hyper_parallel.schedule.costs import Costs
+from hyper_parallel.schedule.forward_only import forward_only
 from hyper_parallel.schedule.lower_bound import makespan_bound
-from hyper_parallel.schedule.names import named_schedule
+from hyper_parallel.schedule.names import named_schedule, stages_per_rank
 from hyper_parallel.schedule.schedule import Action, Schedule
 from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing, time_schedule
 from hyper_parallel.strategy.schedule_name import ScheduleName
@@ -24,7 +25,9 @@ __all__ = [
     "Timing",
     "auto_schedule",
     "check_schedule",
+    "forward_only",
     "makespan_bound",
     "named_schedule",
+    "stages_per_rank",
     "time_schedule",
 ]

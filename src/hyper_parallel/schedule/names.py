@@ -35,12 +35,17 @@ SPLITS_BACKWARD = frozenset(ScheduleName) - {
 """Schedules that compute input and weight gradients apart: these cost more under layer recomputation."""
 
 
+def stages_per_rank(name: str) -> int:
+    """Stages on each rank that a schedule has where nothing else is said. Raises StrategyError for an unknown name."""
+    return 1 if ScheduleName.parse(name) in _ONE_STAGE else 2
+
+
 def named_schedule(
-    name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, *, recomputes: bool = False
+    name: str, ranks: int, micro_batches: int, virtual: int | None = None, *, recomputes: bool = False
 ) -> Schedule:
     """The schedule of that name.
 
-    `stages_per_rank`: what the schedule has when left out: 1, or 2 of interleaved and V-shaped ones. `recomputes`:
+    `virtual`: stages on each rank; what the schedule has when left out. `recomputes`:
     the stages recompute layers in the backward pass. Raises StrategyError for sizes that the schedule cannot have, and
     for one that splits backward passes where layers are recomputed: each half would run the forward pass again.
     """
@@ -52,12 +57,12 @@ def named_schedule(
             "off, or leave the choice to auto, which prices it"
         )
     if known is ScheduleName.INTERLEAVED:
-        return interleaved(ranks, micro_batches, 2 if stages_per_rank is None else stages_per_rank)
+        return interleaved(ranks, micro_batches, virtual or 2)
     fixed, build = (1, _ONE_STAGE[known]) if known in _ONE_STAGE else (2, _TWO_STAGES[known])
-    if stages_per_rank not in (None, fixed):
+    if virtual not in (None, fixed):
         other = "choose interleaved-1f1b for more" if fixed == 1 else f"cut the model into {2 * ranks} stages"
         raise StrategyError(
-            f"schedule {known} has {fixed} stage{'s' * (fixed > 1)} on each rank, and {stages_per_rank} were given; "
+            f"schedule {known} has {fixed} stage{'s' * (fixed > 1)} on each rank, and {virtual} were given; "
             f"{other}"
         )
     return build(ranks, micro_batches)

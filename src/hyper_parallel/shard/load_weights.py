@@ -8,7 +8,7 @@ its pieces. Saved ones are read piece by piece.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from hyper_parallel.shard.whole_tensors import fill_piece
 def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
     """Draw new values, the same under any strategy, into a model that was parallelized on the meta device."""
     handle = _emptied(model, device)
-    for name, values in _initial_values(_skeleton(handle), seed):
+    for name, values in _initial_values(_skeleton(handle), seed, elsewhere=_elsewhere(handle)):
         _fill(handle, name, values)
 
 
@@ -95,7 +95,11 @@ def _emptied(model: nn.Module, device: torch.device | str) -> ShardedModel:
     handle = sharded(model)
     _skeleton(handle)
 
+    away = {id(one.parameter) for one in handle.parameters()} - {id(one.parameter) for one in handle.owned()}
+
     def make(old: nn.Parameter) -> nn.Parameter:
+        if id(old) in away:
+            return old
         return nn.Parameter(hollow(torch.empty_like(old, device=device)), old.requires_grad)
 
     fsdp.replace_parameters(model, make)
@@ -112,6 +116,8 @@ def _empty(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def _fill(handle: ShardedModel, name: str, source: Source) -> None:
     """Write one tensor's pieces from `source`, of which slices are taken: a tensor, or a safetensors slice."""
+    if name in _elsewhere(handle):
+        return
     found = _parameters(handle).get(name)
     if found is None:
         buffer = handle.model.get_buffer(name)
@@ -127,13 +133,19 @@ def _parameters(handle: ShardedModel) -> dict[str, ShardedParameter]:
     return {parameter.name: parameter for parameter in handle.parameters()}
 
 
+def _elsewhere(handle: ShardedModel) -> frozenset[str]:
+    """Parameters that other stages of a pipeline hold."""
+    return frozenset(_parameters(handle)) - {one.name for one in handle.owned()}
+
+
 # New values.
 
 
 def _initial_values(
-    skeleton: nn.Module, seed: int, adapters_only: bool = False
+    skeleton: nn.Module, seed: int, adapters_only: bool = False, elsewhere: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every parameter and buffer, or of adapters', one module's at a time."""
+    """(name, whole tensor) of every parameter and buffer, or of adapters', one module's at a time; not of modules whose
+    parameters are all `elsewhere`."""
     known = {id(parameter): name for name, parameter in skeleton.named_parameters()}
     drawn: set[str] = set()
     with one_device():
@@ -148,7 +160,8 @@ def _initial_values(
             buffers = {
                 own: f"{path}.{own}" if path else own for own, b in module._buffers.items() if b is not None
             }
-            if names or buffers:
+            here = not names or any(name not in elsewhere for name in names.values())
+            if here and (names or buffers):
                 yield from _drawn(skeleton, path, module, names, buffers, seed)
                 drawn.update(names.values())
 

@@ -26,6 +26,7 @@ from hyper_parallel.shard.functional_dropout import apply_functional_dropout
 from hyper_parallel.shard.loss.root import apply_loss
 from hyper_parallel.shard.model_structure import layers_or_refuse, without_values
 from hyper_parallel.shard.parameter_gather import Access, AccessedParameter, Dtypes, apply_access
+from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.placement import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
@@ -49,6 +50,7 @@ def parallelize(
     lowering: Lowering = "fsdp",
     alone: bool = False,
     like: ShardedModel | None = None,
+    pipeline: PipelinePlace | None = None,
 ) -> nn.Module:
     """Spread `model` as `strategy` declares. Returns the same object, with the same parameter names.
 
@@ -59,6 +61,8 @@ def parallelize(
     where they are used, which a graph can capture and simulated ranks can run. Both give the same values.
 
     `alone`: the strategy is that of one device, and the process group that there may be has no part in it.
+
+    `pipeline`: this rank's place in the strategy's pipeline; what its stage does not hold goes to the meta device.
 
     `like`: a model that was parallelized by the same strategy in this process; its process groups serve this one too.
 
@@ -73,11 +77,12 @@ def parallelize(
         raise StrategyError(
             "where ranks are simulated, build the model under compat.local_tensor.one_device()"
         )
-    if strategy.axes.pipeline > 1:
+    if strategy.axes.pipeline > 1 and pipeline is None:
         raise StrategyError(
             "axes.pipeline: a pipeline is cut from the captured step of a training run; hp.parallelize spreads a model "
             "over one device group"
         )
+    strategy = strategy.of_stage
     plan = make_plan(model, strategy)
     mesh = plan.mesh
     if alone and mesh.world > 1:
@@ -91,7 +96,8 @@ def parallelize(
             )
         axes = like.axes
     else:
-        axes = ProcessMesh.of(mesh, placed_on(strategy), alone=alone)
+        stage = pipeline.devices if pipeline is not None else None
+        axes = ProcessMesh.of(mesh, placed_on(strategy), alone=alone, stage=stage)
     skeleton = copy.deepcopy(model) if any(p.is_meta for p in model.parameters()) else None
 
     # Everything that may be refused is, before the model is touched.
@@ -113,13 +119,13 @@ def parallelize(
         apply_recompute(recomputed)
 
     fsdp2 = axes.connected and not gathers
-    _store(model, plan, dtype(strategy.precision.param), axes, fsdp2)
+    _store(model, plan, dtype(strategy.precision.param), axes, fsdp2, pipeline)
     if fsdp2:
         _fully_shard(model, plan, strategy, axes, dtypes)
     # Every rank makes the same groups now, not when a forward pass or a metric first needs one.
     for name in mesh.names:
         _ = axes[name]
-    attach(ShardedModel(model, strategy, plan, axes, skeleton, routing))
+    attach(ShardedModel(model, strategy, plan, axes, skeleton, routing, pipeline))
     if unseen and original is not None:
         check_on_first_call(model, original, strategy, plan, _on_simulated_ranks)
     return model
@@ -212,7 +218,14 @@ def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype], root: bool)
     return f"{plan.layers}.{index}"
 
 
-def _store(model: nn.Module, plan: Plan, stored: torch.dtype, axes: ProcessMesh, fsdp2: bool) -> None:
+def _store(
+    model: nn.Module,
+    plan: Plan,
+    stored: torch.dtype,
+    axes: ProcessMesh,
+    fsdp2: bool,
+    pipeline: PipelinePlace | None,
+) -> None:
     """Exchange every parameter for this rank's piece of it.
 
     With FSDP2 the storage axes are left to it. Where there is one tensor axis its piece is carried by a DTensor, so
@@ -221,7 +234,10 @@ def _store(model: nn.Module, plan: Plan, stored: torch.dtype, axes: ProcessMesh,
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def make(old: nn.Parameter) -> nn.Parameter:
-        parameter = plan.parameters[names[id(old)]]
+        name = names[id(old)]
+        if pipeline is not None and not pipeline.owns(name):
+            return nn.Parameter(torch.empty_like(old, device="meta", dtype=stored), old.requires_grad)
+        parameter = plan.parameters[name]
         layout = parameter.computed if fsdp2 else parameter.layout
         if plan.mesh.world == 1:
             return old if old.dtype == stored else nn.Parameter(old.detach().to(stored), old.requires_grad)

@@ -54,11 +54,21 @@ class ProcessMesh(Mapping[str, Axis]):
             self._note(self._everyone, self.mesh.joint(*self.mesh.names), devices.ranks)
 
     @classmethod
-    def of(cls, mesh: Mesh, cluster: Cluster | None = None, *, alone: bool = False) -> ProcessMesh:
-        """The mesh of all processes; of this one `alone`, or where there is no process group.
+    def of(
+        cls,
+        mesh: Mesh,
+        cluster: Cluster | None = None,
+        *,
+        alone: bool = False,
+        stage: DeviceGroup | None = None,
+    ) -> ProcessMesh:
+        """The mesh of all processes, or of those of a pipeline's `stage`; of this one `alone`, or where there is no
+        process group.
 
         Raises StrategyError when the default process group is not one of `mesh.world` ranks.
         """
+        if stage is not None:
+            return cls(DeviceGroup(mesh, stage.ranks, stage.name), cluster)
         devices = DeviceGroup.of_all_ranks(mesh)
         if alone or not dist.is_initialized():
             if mesh.world > 1:
@@ -94,8 +104,8 @@ class ProcessMesh(Mapping[str, Axis]):
 
     @property
     def rank(self) -> int:
-        """This process's global rank; 0 when the mesh is of one device."""
-        return dist.get_rank() if self.mesh.world > 1 else 0
+        """This process's global rank; that of its device when the mesh is of one."""
+        return dist.get_rank() if self.mesh.world > 1 else int(self.devices.ranks[0])
 
     @property
     def coordinate(self) -> dict[str, int]:

@@ -123,3 +123,37 @@ class SavedGathers:
             return total
         self._gradients[key] = total
         return None
+
+
+class GatherBoundaries(SavedGathers):
+    """Keeps the tensors at which a captured micro-batch can be cut from what runs once a step: gathers before it,
+    reductions after it. Everything is computed in the capture.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: list[Tensor] = []
+        """Weights, once they are gathered."""
+        self.unreduced: list[Tensor] = []
+        """Gradients before they are reduced over the shards."""
+        self.unsummed: list[Tensor] = []
+        """Gradients before they are summed over copies."""
+
+    def weight(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """As `SavedGathers.weight`."""
+
+        def kept() -> Tensor:
+            self.gathered.append(made := make())
+            return made
+
+        return super().weight(key, kept).detach()
+
+    def whole(self, key: Hashable, gradient: Tensor) -> Tensor | None:
+        """As `SavedGathers.whole` in the last micro-batch."""
+        self.unreduced.append(gradient)
+        return gradient
+
+    def shards(self, key: Hashable, gradient: Tensor) -> Tensor | None:
+        """As `SavedGathers.shards` in the last micro-batch."""
+        self.unsummed.append(gradient)
+        return gradient

@@ -4,6 +4,7 @@
 |---|---|
 | `plan` | the sharding metadata: a Layout for each parameter, and what is done around each module |
 | `axes` | the mesh of processes: ranks, coordinates, process groups, collectives (`shard.process_mesh`) |
+| `pipeline` | this rank's place in a pipeline, and which parameters it holds (`shard.pipeline_place`) |
 | `gathers` | what is saved between the micro-batches of a step (`shard.saved_gathers`) |
 | `routing` | what is seen of its routers (`shard.experts.load_balancing`) |
 
@@ -18,15 +19,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.compat import fsdp
+from hyper_parallel.compat import collectives, fsdp
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.dropout import Draw
 from hyper_parallel.shard.gradient_clipping import clip_gradients, gradient_norm
+from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.plan.types import Plan
 from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.shard.saved_gathers import SavedGathers
@@ -58,6 +61,8 @@ class ShardedModel:
     """The model as it was, without values; weights are initialised and loaded by its structure."""
     routing: Routing | None = None
     """None when it has no experts."""
+    pipeline: PipelinePlace | None = None
+    """None where the model is not cut into stages. `mesh` and `axes` are those of this rank's stage."""
     gathers: SavedGathers = field(default_factory=SavedGathers)
     """Used in the traceable lowering; FSDP2 keeps its own."""
 
@@ -68,7 +73,7 @@ class ShardedModel:
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 when the strategy is that of one device."""
+        """This process's rank in the run; 0 when the strategy is that of one device."""
         return self.axes.rank
 
     @property
@@ -79,7 +84,7 @@ class ShardedModel:
     @property
     def device(self) -> torch.device:
         """Where this rank's pieces are."""
-        return next(self.model.parameters()).device
+        return next(one.parameter for one in self.owned()).device
 
     @property
     def data_index(self) -> int:
@@ -98,6 +103,11 @@ class ShardedModel:
             for name, parameter in self.model.named_parameters()
         ]
 
+    def owned(self) -> list[ShardedParameter]:
+        """Those of `parameters` that this rank holds: all, but in a pipeline those of its stages. The others are on the
+        meta device."""
+        return [one for one in self.parameters() if self.pipeline is None or self.pipeline.owns(one.name)]
+
     def cut(self, full: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's piece of a whole tensor that every rank has."""
         return cut_on_ranks(self.axes, full, layout)
@@ -110,13 +120,27 @@ class ShardedModel:
         """The sum (or ``max``) of `tensor` over `axes`, on every rank of them; its own over axes of degree 1."""
         return self.axes.all_reduce(tensor, axes, op)
 
+    def over_all_ranks(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """The sum (or ``max``) of `tensor` over all ranks of the run, on every one; shapes are equal."""
+        if self.pipeline is None:
+            return self.all_reduce(tensor, self.mesh.names, op)
+        return collectives.all_reduce(tensor, str(dist.group.WORLD.group_name), op)  # type: ignore[union-attr]
+
+    def speaks(self, axes: tuple[str, ...]) -> float:
+        """1 on one rank of those that hold the same, 0 on the others: of ranks that differ along other axes than these,
+        and of the groups of a pipeline."""
+        first = self.pipeline is None or self.pipeline.index == 0
+        return float(first) * self.axes.speaks(axes, self.rank)
+
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the whole gradient, the same on every rank; each element is counted once."""
-        return gradient_norm(self.parameters(), lambda total: self.all_reduce(total, self.mesh.names))
+        place = self.pipeline
+        counted = [one for one in self.owned() if place is None or place.counts(one.name)]
+        return gradient_norm(counted, self.over_all_ranks)
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale every gradient so that their norm, given as `norm`, is at most `max_norm`."""
-        clip_gradients([p.grad for p in self.parameters() if p.grad is not None], norm, max_norm)
+        clip_gradients([p.grad for p in self.owned() if p.grad is not None], norm, max_norm)
 
     @contextlib.contextmanager
     def micro_batch(

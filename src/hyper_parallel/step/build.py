@@ -25,6 +25,7 @@ from hyper_parallel.step.compile_options import artifacts_of
 from hyper_parallel.step.engine import check_length, try_graph
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.memory_budget import Budget
+from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
 from hyper_parallel.workload import Flops, flops_of_model
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class Built:
     """The values are still to be drawn or loaded: the model is on the meta device."""
     generation: dict[str, Any] | None = None
     """How the model generates once it is exported; None for a module that is not Transformers'."""
+    pipeline: BuiltPipeline | None = None
+    """What the ranks of a pipeline run; None without one."""
     graphs: Graphs | None = None
     """What the engine `graph` runs; None for `eager`, also where the step cannot be captured."""
 
@@ -78,18 +81,23 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     flops = flops_of_model(plain)
     hf: Any = getattr(plain, "config", None)
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
-    check_tokens(plain, config.effective_strategy, text.tokenizer.vocab_size)
+    strategy = config.effective_strategy
+    check_tokens(plain, strategy.of_stage, text.tokenizer.vocab_size)
     generation = generation_config(config, hf, text)
+    if strategy.axes.pipeline > 1:
+        pipeline = build_pipeline(config, plain, text.train.several, device)
+        fresh = any(one.parameter.is_meta for one in sharded(plain).owned())
+        return Built(plain, as_dict, text, flops, fresh, generation, pipeline)
     captured, handle = None, None
     if config.train.engine == "graph":
         captured, handle = try_graph(config, plain, text, device, artifacts_of(config, flops, device))
     lowering: Lowering = "fsdp" if captured is None else "traceable"
-    parallelize(plain, config.effective_strategy, lowering=lowering, like=handle)
+    parallelize(plain, strategy, lowering=lowering, like=handle)
     check_length(sharded(plain), config)
     if captured is not None and captured.budget is not None:
         lend(plain)
     fresh = any(parameter.is_meta for parameter in plain.parameters())
-    return Built(plain, as_dict, text, flops, fresh, generation, captured)
+    return Built(plain, as_dict, text, flops, fresh, generation, graphs=captured)
 
 
 def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Module, TextData]:

@@ -10,18 +10,27 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat.fake_process_group import faked
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
-from hyper_parallel.graph import StepGraph, capture, phase
+from hyper_parallel.config.train import LossConfig
+from hyper_parallel.graph import StepGraph, capture
 from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.graph.ir import GivenTensor
+from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.partition import GRADIENT
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.packed_documents import documents_known
+from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.capture_train_step import MICRO_FIELDS, blank_micro_batch
+from hyper_parallel.step.micro_batch import MICRO_FIELDS, blank_micro_batch, gradients_to, loss_of, trained
 from hyper_parallel.step.recipe import Recipe
 
 LOSS = "loss"
+WEIGHT = "weight."
+"""How the names of gathered weights begin."""
+ROWS = "rows."
+"""How the names of the counts of tokens by expert begin; an experts module's name follows."""
+UNREDUCED, UNSUMMED = f"{GRADIENT}unreduced:", f"{GRADIENT}unsummed:"
+"""How gradients begin that are not reduced over shards, or not summed over copies."""
 
 
 def capture_micro_batch(
@@ -35,34 +44,83 @@ def capture_micro_batch(
 ) -> StepGraph:
     """The graph of one of a step's `micro_batches`, of [rows, length] tokens.
 
-    Inputs: ``parameter.<name>``, ``buffer.<name>``, ``micro.<field>``, ``step`` and ``tokens``. Outputs: ``loss`` and
-    ``gradient.<name>`` of each parameter that has one; who runs the graph adds them up. The model was parallelized in
-    the traceable lowering and may be on the meta device. Raises CaptureError where the micro-batch cannot be followed.
+    Inputs: ``parameter.<name>``, ``buffer.<name>``, ``micro.<field>``, ``step`` and ``tokens``. Outputs: ``loss``,
+    ``gradient.<name>`` of each parameter that has one, reduced over all ranks, ``rows.<experts module>``; and where the
+    graph can be cut from what runs once a step: gathered weights ``weight.<n>``, gradients before their reduction over
+    shards (``gradient.unreduced:<n>``) and over copies (``gradient.unsummed:<n>``). Who runs the graph adds up what
+    it returns. The model was parallelized in the traceable lowering and may be on the meta device. Layers that the
+    strategy recomputes are computed once: a pass has them computed again.
+
+    Raises CaptureError where the micro-batch cannot be followed.
     """
     mode = fake_mode_with_symbols()
-    handle, model = recipe.handle, recipe.model.train()
-    with faked(model, mode, device):
+    boundaries = GatherBoundaries()
+    recipe = replace(recipe, handle=replace(recipe.handle, gathers=boundaries), model=recipe.model.train())
+    with faked(recipe.model, mode, device):
         with mode:
             micro = blank_micro_batch(rows, length, device)
             step = torch.zeros((), dtype=torch.int64, device=device)
             tokens = torch.ones((), device=device)
-        body = _Body(recipe, micro, micro_batches, documents, step, tokens)
-        parameters = {
-            f"parameter.{one.name}": GivenTensor("parameter", one.parameter) for one in handle.parameters()
-        }
-        buffers = {f"buffer.{name}": GivenTensor("buffer", one) for name, one in handle.model.named_buffers()}
-        batch = {f"micro.{key}": getattr(micro, key) for key in MICRO_FIELDS} | {
-            "step": step,
-            "tokens": tokens,
-        }
-        inputs = {name: GivenTensor("input", one) for name, one in batch.items()}
+        body = _Body(recipe, boundaries, micro, micro_batches, documents, step, tokens)
+        inputs = {name: GivenTensor("input", one) for name, one in batch_of(micro, step, tokens).items()}
+        context = replace(current_step(), recompute_in_graph=True, micro_batch=0)
         try:
-            with mode, replace(current_step(), recompute_in_graph=True, micro_batch=0).installed():
-                found = capture(body, {**parameters, **buffers, **inputs}, model, lambda: body.gradients)
+            with mode, context.installed():
+                found = capture(
+                    body, {**module_state(recipe.model), **inputs}, recipe.model, lambda: body.gradients
+                )
+                found.groups = recipe.handle.axes.process_groups()
+                found.balanced = context.even_load is not None and bool(recipe.handle.plan.experts)
+        finally:
+            body.forget()
+    return found
+
+
+def capture_evaluation(
+    recipe: Recipe,
+    rows: int,
+    length: int,
+    loss: LossConfig | None = None,
+    *,
+    documents: bool = False,
+    device: torch.device | str = "cpu",
+) -> StepGraph:
+    """The graph of a forward pass on [rows, length] held-out tokens, without gradients.
+
+    Inputs as of `capture_micro_batch`, without ``step`` and ``tokens``; outputs: ``loss``, the sum over tokens, and
+    gathered weights. Raises CaptureError where the forward pass cannot be followed.
+    """
+    mode = fake_mode_with_symbols()
+    boundaries = GatherBoundaries()
+    model, handle = recipe.model, replace(recipe.handle, gathers=boundaries)
+    training = model.training
+    with faked(model, mode, device):
+        with mode:
+            micro = blank_micro_batch(rows, length, device)
+
+        def body() -> Mapping[str, Tensor]:
+            with documents_known(documents), handle.micro_batch(), torch.no_grad():
+                found = causal_lm_loss(model, micro.input_ids, micro.labels, micro.position_ids, 1.0, loss)
+            return {LOSS: found, **{f"{WEIGHT}{n}": one for n, one in enumerate(boundaries.gathered)}}
+
+        inputs = {name: GivenTensor("input", one) for name, one in fields_of(micro).items()}
+        try:
+            with mode, replace(current_step(), micro_batch=0).installed():
+                found = capture(body, {**module_state(model.eval()), **inputs}, model)
                 found.groups = handle.axes.process_groups()
         finally:
-            body.gradients.clear()
+            model.train(training)
     return found
+
+
+def fields_of(micro: MicroBatch) -> dict[str, Tensor]:
+    """What the graph of an evaluation is given besides the model's state."""
+    return {f"micro.{key}": getattr(micro, key) for key in MICRO_FIELDS}
+
+
+def batch_of(micro: MicroBatch, step: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """What a micro-batch's graph is given besides the model's state."""
+    return {**fields_of(micro), "step": step, "tokens": tokens}
 
 
 class _Body:
@@ -71,50 +129,50 @@ class _Body:
     def __init__(
         self,
         recipe: Recipe,
+        boundaries: GatherBoundaries,
         micro: MicroBatch,
         micro_batches: int,
         documents: bool,
         step: Tensor,
         tokens: Tensor,
     ) -> None:
-        self._recipe, self._micro, self._micro_batches = recipe, micro, micro_batches
-        self._documents, self._step, self._tokens = documents, step, tokens
+        self._recipe, self._boundaries = recipe, boundaries
+        self._micro, self._micro_batches, self._documents = micro, micro_batches, documents
+        self._step, self._tokens = step, tokens
+        self._names = trained(recipe)
+        self._taken: set[int] = set()
         self.gradients: dict[str, Tensor] = {}
         """By the names of their parameters."""
 
     def __call__(self) -> Mapping[str, Tensor]:
-        recipe, micro = self._recipe, self._micro
-        named: dict[nn.Parameter, str] = {
-            one.parameter: one.name for one in recipe.handle.parameters() if one.parameter.requires_grad
+        with gradients_to(self._recipe, self._keep):
+            loss = loss_of(
+                self._recipe,
+                self._micro,
+                self._step,
+                self._tokens,
+                documents=self._documents,
+                micro_batches=self._micro_batches,
+                last=True,
+            )
+        routing, boundaries = self._recipe.handle.routing, self._boundaries
+        counts = routing.counts if routing is not None else {}
+        return {
+            LOSS: loss,
+            **{f"{GRADIENT}{name}": one for name, one in self.gradients.items()},
+            **{f"{ROWS}{name}": one for name, one in counts.items()},
+            **{f"{WEIGHT}{n}": one for n, one in enumerate(boundaries.gathered)},
+            **{f"{UNREDUCED}{n}": one for n, one in enumerate(boundaries.unreduced)},
+            **{f"{UNSUMMED}{n}": one for n, one in enumerate(boundaries.unsummed)},
         }
-        taken: set[int] = set()
 
-        def keep(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-            if gradient is not None:
-                with torch.no_grad():
-                    self.gradients[named[parameter]] = owned(gradient, parameter, taken)
+    def _keep(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            with torch.no_grad():
+                self.gradients[self._names[parameter]] = owned(gradient, parameter, self._taken)
 
-        hooks = [
-            one.register_hook(lambda gradient, one=one: keep(one, gradient))  # type: ignore[misc]
-            for one in named
-        ]
-        try:
-            with (
-                documents_known(self._documents),
-                recipe.handle.micro_batch(seed=recipe.seed, step=self._step, rows=micro.rows, last=True),
-            ):
-                loss = causal_lm_loss(
-                    recipe.model,
-                    micro.input_ids,
-                    micro.labels,
-                    micro.position_ids,
-                    self._tokens,
-                    recipe.loss,
-                    micro_batches=self._micro_batches,
-                )
-                with phase("backward"), torch.autograd.set_multithreading_enabled(False):
-                    torch.autograd.grad(loss, list(named), allow_unused=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return {LOSS: loss.detach(), **{f"{GRADIENT}{name}": one for name, one in self.gradients.items()}}
+    def forget(self) -> None:
+        """Let go of what the capture has computed."""
+        self.gradients.clear()
+        if self._recipe.handle.routing is not None:
+            self._recipe.handle.routing.counts.clear()

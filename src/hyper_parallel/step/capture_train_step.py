@@ -35,14 +35,12 @@ from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.experts.load_balancing import update_biases
 from hyper_parallel.shard.gradient_clipping import clip_gradients
 from hyper_parallel.shard.graph_passes import recompute_pass
-from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.model_structure import layers_or_refuse
-from hyper_parallel.shard.packed_documents import documents_known, several_documents
+from hyper_parallel.shard.packed_documents import several_documents
 from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.micro_batch import MICRO_FIELDS, blank_micro_batch, gradients_to, loss_of, trained
 from hyper_parallel.step.optimizer import Optimizer, build_optimizer
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
-
-MICRO_FIELDS = ("input_ids", "labels", "position_ids", "rows")
 
 
 @dataclass(frozen=True)
@@ -139,11 +137,6 @@ def batch_inputs(
     return {**named, "step": step, "tokens": tokens, "lr_scale": lr_scale}
 
 
-def blank_micro_batch(rows: int, length: int, device: torch.device | str) -> MicroBatch:
-    ids, labels, positions = (torch.zeros(rows, length, dtype=torch.int64, device=device) for _ in range(3))
-    return MicroBatch(ids, labels, positions, torch.arange(rows, device=device))
-
-
 class _Body:
     """The step's own code, on whatever tensors the model has."""
 
@@ -158,7 +151,7 @@ class _Body:
     ) -> None:
         self._recipe, self._micro, self._documents = recipe, micro, documents
         self._step, self._tokens, self._lr_scale = step, tokens, lr_scale
-        self._names = {p.parameter: p.name for p in recipe.handle.parameters() if p.parameter.requires_grad}
+        self._names = trained(recipe)
         self._of: dict[nn.Parameter, Tensor] = {}
         self._taken: set[int] = set()
         """Addresses of the storages of what is in `_of`."""
@@ -171,14 +164,10 @@ class _Body:
     def __call__(self) -> dict[str, Tensor]:
         recipe, handle = self._recipe, self._recipe.handle
         total = torch.zeros((), device=self._tokens.device)
-        hooks = [parameter.register_hook(self._add_to(parameter)) for parameter in self._names]
-        try:
+        with gradients_to(recipe, self._add):
             for index in range(len(self._micro)):
                 with micro_batch(index):
                     total = total + self._accumulate(index)
-        finally:
-            for hook in hooks:
-                hook.remove()
         for parameter, gradient in self._of.items():
             parameter.grad = gradient
         with phase("clip"):
@@ -197,37 +186,25 @@ class _Body:
     def _accumulate(self, index: int) -> Tensor:
         recipe, micro = self._recipe, self._micro[index]
         last = index == len(self._micro) - 1
-        with (
-            documents_known(self._documents[index]),
-            recipe.handle.micro_batch(seed=recipe.seed, step=self._step, rows=micro.rows, last=last),
-        ):
-            loss = causal_lm_loss(
-                recipe.model,
-                micro.input_ids,
-                micro.labels,
-                micro.position_ids,
-                self._tokens,
-                recipe.loss,
-                micro_batches=len(self._micro),
-            )
-            # In this thread, on any device: an engine's own thread would not know the phase.
-            with phase("backward"), torch.autograd.set_multithreading_enabled(False):
-                # Not `backward()`, which would copy each gradient that somebody looks at.
-                torch.autograd.grad(loss, list(self._names), allow_unused=True)
-        return loss.detach()
+        return loss_of(
+            recipe,
+            micro,
+            self._step,
+            self._tokens,
+            documents=self._documents[index],
+            micro_batches=len(self._micro),
+            last=last,
+        )
 
-    def _add_to(self, parameter: nn.Parameter):  # type: ignore[no-untyped-def]
-        def add(gradient: Tensor | None) -> None:
-            if gradient is None:  # kept whole until the last micro-batch
-                return
-            with torch.no_grad():
-                known = self._of.get(parameter)
-                if known is not None:
-                    known.add_(gradient)
-                else:
-                    self._of[parameter] = owned(gradient, parameter, self._taken)
-
-        return add
+    def _add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is None:  # kept whole until the last micro-batch
+            return
+        with torch.no_grad():
+            known = self._of.get(parameter)
+            if known is not None:
+                known.add_(gradient)
+            else:
+                self._of[parameter] = owned(gradient, parameter, self._taken)
 
     def forget(self) -> None:
         """Let go of the gradients."""

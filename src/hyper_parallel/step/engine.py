@@ -62,7 +62,7 @@ def try_graph(
         budget = Budget(config.effective_strategy, device, str(Path(config.out).absolute()), handle.rank)
     graphs = Graphs(Recipe.of(config, shadow), device, artifacts, budget)
     train = config.train
-    batches = Batches(text.train, text.order, train.batch, train.micro_batch, handle, torch.device("cpu"))
+    batches = Batches(text.train, text.order, train.batch, config.micro_batch, handle, torch.device("cpu"))
     shape = BatchShape.of(batches.load(0, 0).micro)
     try:
         refused = _refused(graphs, shape, device)

@@ -26,7 +26,7 @@ def non_finite(
     `counts`: what `counted` says of this rank's gradients, by the names of their parameters; None to count them.
     """
     if counts is None:
-        counts = {p.name: counted(p.grad) for p in handle.parameters() if p.grad is not None}
+        counts = {p.name: counted(p.grad) for p in handle.owned() if p.grad is not None}
     return NonFiniteError(
         f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; {_worst(handle, counts)}; the batch is "
         f"rows {shorten(rows)}. Nothing was updated"
@@ -54,9 +54,9 @@ def shorten(rows: list[int]) -> str:
 def _worst(handle: ShardedModel, counts: Mapping[str, torch.Tensor]) -> str:
     """The parameter with the largest share of gradient elements that are not finite, over all ranks."""
     parameters = handle.parameters()
-    none = torch.zeros(3, device=parameters[0].local.device)
+    none = torch.zeros(3, device=handle.device)
     told = torch.stack([counts.get(parameter.name, none) for parameter in parameters])
-    table = handle.all_reduce(told, handle.mesh.names).tolist()
+    table = handle.over_all_ranks(told).tolist()
     shares = [(bad / max(held, 1.0), -index) for index, (bad, held, _) in enumerate(table)]
     share, index = max(shares)
     if share == 0:

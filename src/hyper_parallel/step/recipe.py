@@ -136,14 +136,14 @@ class Recipe:
         One collective. The loss and the tokens are of all ranks only where one speaks for those that hold the same.
         """
         handle = self.handle
-        told = said[:1] * handle.axes.speaks(ROW_AXES, handle.rank)
+        told = said[:1] * handle.speaks(ROW_AXES)
         parts = [
             (loss * handle.axes.speaks(LOSS_AXES, handle.rank)).view(1),
             told,
             said[1:],
             take_loads(handle),
         ]
-        vector = handle.all_reduce(torch.cat(parts), handle.mesh.names)
+        vector = handle.over_all_ranks(torch.cat(parts))
         vector, loads = vector[: 1 + CONTROL_VECTOR], vector[1 + CONTROL_VECTOR :]
         uneven = imbalance(handle, loads) if loads.numel() else torch.zeros_like(loss)
         return torch.cat([vector, torch.stack([norm.to(vector.dtype), tokens, uneven])]), loads

@@ -65,11 +65,21 @@ def accumulate(
     return total
 
 
+Accumulate = Callable[[StepBatch, Tensor], Tensor]
+"""Gives each parameter of this rank its gradient of a batch; (batch, valid tokens) to this rank's part of the loss."""
+
+
 class Stepper:
     """Runs steps eagerly, one after the other; holds the batch that was loaded ahead."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, accumulate: Accumulate | None = None) -> None:
+        """`accumulate`: the micro-batches; one after the other on this rank when left out."""
         self._recipe = recipe
+        self._accumulate = accumulate or self._eagerly
+
+    def _eagerly(self, batch: StepBatch, tokens: Tensor) -> Tensor:
+        recipe = self._recipe
+        return accumulate(recipe.model.train(), recipe.handle, batch, tokens, recipe.seed, recipe.loss)
 
     def begin(self, batch: StepBatch) -> None:
         """Take the batch that the next `run` computes; a collective, needed before the first one only."""
@@ -95,8 +105,8 @@ class Stepper:
         norm is not finite; parameters and optimizer are then as before the step. Every rank raises the same.
         """
         recipe, batch, tokens = self._recipe, self._batch, self._tokens
-        model, handle = recipe.model.train(), recipe.handle
-        loss = accumulate(model, handle, batch, tokens, recipe.seed, recipe.loss)
+        model, handle = recipe.model, recipe.handle
+        loss = self._accumulate(batch, tokens)
         norm = handle.grad_norm()
         following = load_next() if load_next is not None else None
         said = control_values_of(following, requests(), memory, loss.device)
@@ -120,9 +130,9 @@ class Stepper:
         A collective. None where that cannot be told, on every rank.
         """
         recipe = self._recipe
-        model, handle = recipe.model.train(), recipe.handle
+        model, handle = recipe.model, recipe.handle
         tokens = recipe.tokens(batch)
-        loss = accumulate(model, handle, batch, tokens, recipe.seed, recipe.loss)
+        loss = self._accumulate(batch, tokens)
         said = control_values_of(None, Requests(), 0.0, loss.device)
         values, loads = recipe.summed(loss, handle.grad_norm(), tokens, said)
         model.zero_grad(set_to_none=True)

@@ -18,8 +18,8 @@ class Pipeline(Section):
 
     schedule: str = AUTO
     """`gpipe`, `1f1b`, `1f1b-split`, `interleaved-1f1b`, `zb-h1`, `zb-h2`, `zb-v`, `v-half`, `v-min` or `dualpipev`;
-    `auto` makes a schedule for the stages at hand, which keeps at most as many micro-batches in memory as `1f1b` and is
-    never longer.
+    `auto` makes a schedule for the stages at hand, on no rank of which more is kept for backward passes than on the
+    fullest one of `1f1b`.
     """
     virtual: Annotated[int, Field(ge=1, strict=True)] | None = None
     """Stages on each rank. Default: what the schedule has: 1, or 2 for interleaved and V-shaped ones."""

@@ -275,7 +275,7 @@ class RunCheckpoints:
 
     def _largest(self) -> dict[str, float]:
         """What a step can compute with: of what is trained, and of what the optimizer keeps of it."""
-        trained = {f"{MODEL}{p.name}" for p in self._handle.parameters() if p.parameter.requires_grad}
+        trained = {f"{MODEL}{p.name}" for p in self._handle.owned() if p.parameter.requires_grad}
         state = {name for name, piece in self._optimizer.pieces().items() if piece.local.is_floating_point()}
         return {**dict.fromkeys(trained, LARGEST_WEIGHT), **dict.fromkeys(state, LARGEST_FINITE)}
 
@@ -312,7 +312,7 @@ class RunCheckpoints:
 
 def model_shards(handle: ShardedModel) -> dict[str, Piece]:
     """Every parameter and persistent buffer as this rank holds it, by its name in a checkpoint: ``model.<name>``."""
-    pieces = {f"{MODEL}{p.name}": Piece(p.local, p.layout) for p in handle.parameters()}
+    pieces = {f"{MODEL}{p.name}": Piece(p.local, p.layout) for p in handle.owned()}
     for name, buffer in _persistent_buffers(handle.model):
         pieces[f"{MODEL}{name}"] = Piece(buffer, Layout.replicated(handle.mesh, tuple(buffer.shape)))
     return pieces

@@ -13,6 +13,7 @@ from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, load_rows, share_of
+from hyper_parallel.step.pipeline_build import BuiltPipeline
 from hyper_parallel.train.no_grad_forward import inference
 
 
@@ -51,12 +52,21 @@ class Evaluation:
         """Whether there is anything to evaluate on."""
         return bool(self._micro)
 
-    def loss(self, model: nn.Module, ends: Callable[[], bool] = lambda: False) -> float | None:
+    def loss(
+        self,
+        model: nn.Module,
+        ends: Callable[[], bool] = lambda: False,
+        pipeline: BuiltPipeline | None = None,
+    ) -> float | None:
         """Mean loss of a valid token; NaN if none of the rows has one. A collective.
+
+        `pipeline`: of a model that is cut into stages.
 
         None where `ends` returned true, which is asked before each micro-batch and must be the same on every rank.
         """
         handle = sharded(model)
+        if pipeline is not None:
+            return self._over_stages(handle, pipeline)
         loss, tokens = torch.zeros(2, device=self._micro[0].labels.device)
         with inference(model):
             for micro in self._micro:
@@ -68,3 +78,10 @@ class Evaluation:
                 tokens += valid_tokens(micro.labels)
         valid = handle.all_reduce(tokens, ROW_AXES).item()
         return handle.all_reduce(loss, LOSS_AXES).item() / valid if valid else float("nan")
+
+    def _over_stages(self, handle: ShardedModel, pipeline: BuiltPipeline) -> float:
+        loss = pipeline.evaluate(self._micro)
+        tokens = torch.stack([valid_tokens(one.labels) for one in self._micro]).sum()
+        valid = handle.all_reduce(tokens, ROW_AXES).item()
+        told = handle.over_all_ranks(loss * handle.axes.speaks(LOSS_AXES, handle.rank)).item()
+        return told / valid if valid else float("nan")

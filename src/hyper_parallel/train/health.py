@@ -73,11 +73,14 @@ class Health:
         trained = [p for p in handle.parameters() if p.parameter.requires_grad]
         flags = []
         for parameter in trained:
+            if handle.pipeline is not None and not handle.pipeline.owns(parameter.name):
+                flags.append(0.0)
+                continue
             local = parameter.local
             with present(local), torch.no_grad():
                 flags.append(float(not usable(local, LARGEST_WEIGHT)))
-        found = torch.tensor(flags, device=trained[0].local.device)
-        table = handle.all_reduce(found, handle.mesh.names, "max").tolist()
+        found = torch.tensor(flags, device=handle.device)
+        table = handle.over_all_ranks(found, "max").tolist()
         names = [parameter.name for parameter, bad in zip(trained, table, strict=True) if bad]
         return unusable(names) if names else None
 

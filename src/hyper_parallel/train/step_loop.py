@@ -58,7 +58,11 @@ class StepLoop:
         """The held-out loss now, recorded; None when nothing is held out, and where the run is to stop first."""
         parts = self._parts
         with pulse.operation("evaluating"):
-            loss = parts.evaluation.loss(parts.model, self._vote) if parts.evaluation else None
+            loss = (
+                parts.evaluation.loss(parts.model, self._vote, parts.built.pipeline)
+                if parts.evaluation
+                else None
+            )
         if loss is not None:
             parts.reporter.evaluation(self.state.step, loss)
         return loss
@@ -67,9 +71,11 @@ class StepLoop:
         train, state, parts = self._train, self.state, self._parts
         if state.step >= train.steps:
             return False
-        graphs = parts.built.graphs
+        graphs, pipeline = parts.built.graphs, parts.built.pipeline
         stepper = (
-            Stepper(parts.recipe) if graphs is None else GraphStepper(parts.recipe, graphs, parts.profiling)
+            Stepper(parts.recipe, pipeline.train if pipeline is not None else None)
+            if graphs is None
+            else GraphStepper(parts.recipe, graphs, parts.profiling)
         )
         self._stepper = stepper
         state.consumed = state.leave_out(state.consumed, train.batch)

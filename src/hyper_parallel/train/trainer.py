@@ -151,6 +151,11 @@ class _Run:
         parts, wanted = self._parts, self._config.train.sample
         if not wanted or not wanted.tokens:
             return None
+        if parts.built.pipeline is not None:
+            parts.reporter.note(
+                "no sample: the stages of a pipeline cannot generate text yet; export the checkpoint"
+            )
+            return None
         text = sample(
             parts.model,
             parts.built.text.tokenizer,

@@ -65,7 +65,7 @@ def run_step(
     gradients = {p.name: agreed(handle.gather(p.grad, p.layout)) for p in parameters if p.grad is not None}
     if update_from is not None:
         for parameter in parameters:
-            _replace_gradient(handle, parameter, update_from)
+            replace_gradient(handle, parameter, update_from)
     optimizer = build_optimizer(model, config.train.optimizer)
     if config.train.clip is not None:
         handle.clip(handle.grad_norm(), config.train.clip)
@@ -122,7 +122,7 @@ def inputs_of(rows: Tensors) -> Tensors:
     return inputs
 
 
-def _replace_gradient(handle: ShardedModel, parameter: ShardedParameter, whole: Tensors) -> None:
+def replace_gradient(handle: ShardedModel, parameter: ShardedParameter, whole: Tensors) -> None:
     gradient = parameter.grad
     if gradient is not None and parameter.name in whole:
         gradient.copy_(handle.cut(whole[parameter.name], parameter.layout))

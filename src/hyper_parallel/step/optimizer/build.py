@@ -42,7 +42,7 @@ def build_optimizer(model: nn.Module, config: Any) -> Optimizer:
         raise ConfigError(
             f"no optimizer is called {config.name!r}; there are {', '.join(known)}{nearest(config.name, known)}"
         )
-    trainable = [p for p in sharded(model).parameters() if p.parameter.requires_grad]
+    trainable = [p for p in sharded(model).owned() if p.parameter.requires_grad]
     return factory(model, trainable, config)
 
 

@@ -1,0 +1,146 @@
+"""Writes a part of a step's graph as a graph of its own; values that the part does not compute become its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from hyper_parallel.graph.ir import Input, Kind, StepGraph, Storage, Value, values_of
+from hyper_parallel.graph.phase import Phase
+from hyper_parallel.graph.regions import Region
+from hyper_parallel.graph.suspension import HOST, HostPoint
+
+_STRIDED = torch.ops.aten.as_strided.default
+
+
+class GraphWriter:
+    """The graph as it grows. `made` has what each node of the whole graph became."""
+
+    def __init__(self, whole: StepGraph) -> None:
+        self._whole = whole
+        self._graph = fx.Graph()
+        self._storages = list(whole.storages)
+        self._inputs: list[Input] = []
+        self.made: dict[fx.Node, fx.Node] = {}
+        self._moved: dict[fx.Node, dict[int, int]] = {}
+        """Node to where its values lie in this graph, of storages that are made elsewhere."""
+
+    def inputs(self, used: Collection[fx.Node]) -> None:
+        """The whole graph's inputs and constants, those that are used."""
+        for entry, node in zip(self._whole.inputs, self._whole.placeholders, strict=True):
+            if node in used:
+                made = self.made[node] = self._graph.placeholder(node.name)
+                made.meta = dict(node.meta)
+                self._inputs.append(entry)
+        for node in self._whole.graph.nodes:
+            if node.op == "get_attr" and node in used:
+                made = self.made[node] = self._graph.node_copy(node)
+                made.meta = dict(node.meta)
+
+    def given(self, node: fx.Node, name: str, kind: Kind, direction: Phase) -> None:
+        """An input in place of a node that gives one tensor."""
+        (value,) = values_of(node)
+        made = self.made[node] = self._graph.placeholder(f"given_{node.name}")
+        storage = self._storage(span(value), value, name)
+        self._inputs.append(Input(name, kind))
+        self._arrives(node, made, value, direction, storage)
+
+    def answered(self, node: fx.Node, direction: Phase) -> None:
+        """A value that the host is asked for, in the order of its memory, in place of a node."""
+        (value,) = values_of(node)
+        answer = self.host(HostPoint.RECEIVE, [], direction, value)
+        made = self._graph.call_function(_STRIDED, (answer, list(value.shape), list(value.stride)))
+        (flat,) = values_of(answer)
+        self._arrives(node, made, value, direction, flat.storage)
+        self.made[node] = made
+
+    def _arrives(self, node: fx.Node, made: fx.Node, value: Value, direction: Phase, storage: int) -> None:
+        """`made` gives in this graph what `node` gives elsewhere."""
+        made.meta.update(
+            _meta(direction), value=replace(value, storage=storage), module=node.meta.get("module", "")
+        )
+        self._moved[node] = {value.storage: storage}
+
+    def emit(self, node: fx.Node) -> None:
+        """A node of the whole graph."""
+        made = self._graph.node_copy(node, lambda source: self.made[source])
+        made.meta = dict(node.meta)
+        moved: dict[int, int] = {}
+        for source in node.all_input_nodes:
+            moved.update(self._moved.get(source, {}))
+        if moved and "value" in node.meta:
+            made.meta["value"] = _placed(node.meta["value"], moved)
+            if made.meta["value"] != node.meta["value"]:
+                self._moved[node] = moved
+        if moved and "writes" in node.meta:
+            made.meta["writes"] = {moved.get(storage, storage) for storage in node.meta["writes"]}
+        self.made[node] = made
+
+    def added(self, target: Any, arguments: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        """A node that is not in the whole graph, with a result like another node's in memory of its own."""
+        made = self._graph.call_function(target, arguments)
+        (value,) = values_of(like)
+        made.meta.update(like.meta, value=replace(value, storage=self._storage(span(value), value)))
+        return made
+
+    def host(
+        self, point: HostPoint, shown: Sequence[fx.Node], direction: Phase, like: Value | None = None
+    ) -> fx.Node:
+        """A host point; with `like` it is answered with the elements of such a value, in the order of its memory."""
+        # A host point has to show something; the first input is there anyway.
+        values = list(shown) or [next(iter(self._graph.nodes))]
+        like = like or replace(next(values_of(values[0])), shape=(0,), stride=(1,), dtype=torch.float32)
+        count = span(like)
+        made = self._graph.call_function(HOST, (point.value, values, count), {"dtype": like.dtype})
+        given = Value((count,), (1,), like.dtype, like.device, self._storage(count, like))
+        made.meta.update(_meta(direction), value=given)
+        return made
+
+    def finished(self, outputs: Mapping[str, fx.Node], direction: Phase) -> StepGraph:
+        """The graph, which returns these nodes of it."""
+        whole = self._whole
+        self._graph.output(tuple(outputs.values())).meta.update(_meta(direction))
+        return StepGraph(
+            self._graph,
+            self._inputs,
+            list(outputs),
+            self._storages,
+            dict(whole.constants),
+            dict(whole.gradients),
+            {symbol: self.made[node] for symbol, node in whole.sizes.items() if node in self.made},
+            dict(whole.even),
+            whole.balanced,
+            whole.groups,
+        )
+
+    def _storage(self, count: int, like: Value, name: str | None = None) -> int:
+        """Memory for so many elements, by its index."""
+        index = len(self._storages)
+        self._storages.append(Storage(index, count * like.dtype.itemsize, like.device, name))
+        return index
+
+
+def _meta(phase: Phase) -> dict[str, Any]:
+    """Of a node that is not in the whole graph."""
+    return {"region": Region("", 0, phase), "module": "", "recomputed": False}
+
+
+def span(value: Value) -> int:
+    """Elements between the first and the last of a value in memory, both counted."""
+    if not value.elements:
+        return 0
+    steps = zip(value.shape, value.stride, strict=True)
+    return 1 + int(sum((size - 1) * stride for size, stride in steps))
+
+
+def _placed(value: Any, moved: Mapping[int, int]) -> Any:
+    """A value, or a nest of them, with its storages renumbered."""
+    if isinstance(value, Value):
+        return replace(value, storage=moved.get(value.storage, value.storage))
+    if isinstance(value, tuple | list):
+        return type(value)(_placed(one, moved) for one in value)
+    return value

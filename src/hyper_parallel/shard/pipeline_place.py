@@ -1,0 +1,52 @@
+"""This rank's place in a pipeline: the device groups, and which of them hold which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout.device_group import DeviceGroup
+from hyper_parallel.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class PipelinePlace:
+    """Device groups in the order of the pipeline, of which this rank is in one."""
+
+    groups: tuple[DeviceGroup, ...]
+    index: int
+    """Of this rank's group."""
+    owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name of a parameter or buffer to the groups that hold it, ascending; empty before the model is cut, when every
+    group counts as a holder."""
+
+    @classmethod
+    def of(cls, strategy: Strategy, rank: int) -> PipelinePlace | None:
+        """The place of a rank of the run; None without a pipeline."""
+        if strategy.axes.pipeline == 1:
+            return None
+        groups = DeviceGroup.of_pipeline(strategy)
+        for index, group in enumerate(groups):
+            if rank in group.ranks:
+                return cls(groups, index)
+        raise StrategyError(
+            f"the strategy's axes multiply to {strategy.axes.world}, and this is rank {rank}; start that many workers"
+        )
+
+    @property
+    def devices(self) -> DeviceGroup:
+        """This rank's group."""
+        return self.groups[self.index]
+
+    def holders(self, name: str) -> tuple[DeviceGroup, ...]:
+        """The groups that hold a parameter or buffer."""
+        return tuple(self.groups[index] for index in self.owners.get(name, range(len(self.groups))))
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank's group holds it."""
+        return self.index in self.owners.get(name, (self.index,))
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's group is the first that holds it, and so speaks for it in sums over all ranks."""
+        return self.owners.get(name, (self.index,))[0] == self.index

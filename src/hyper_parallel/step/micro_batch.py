@@ -1,0 +1,79 @@
+"""Forward pass, loss and backward pass of one micro-batch as they are captured, whatever surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.graph import phase
+from hyper_parallel.shard.loss import causal_lm_loss
+from hyper_parallel.shard.packed_documents import documents_known
+from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.recipe import Recipe
+
+MICRO_FIELDS = ("input_ids", "labels", "position_ids", "rows")
+"""The fields of a `MicroBatch` that are inputs of a graph."""
+
+
+def blank_micro_batch(rows: int, length: int, device: torch.device | str) -> MicroBatch:
+    """A micro-batch of this shape, for a capture: its values say nothing."""
+    ids, labels, positions = (torch.zeros(rows, length, dtype=torch.int64, device=device) for _ in range(3))
+    return MicroBatch(ids, labels, positions, torch.arange(rows, device=device))
+
+
+def trained(recipe: Recipe) -> dict[nn.Parameter, str]:
+    """The parameters that have gradients, and their names."""
+    return {one.parameter: one.name for one in recipe.handle.parameters() if one.parameter.requires_grad}
+
+
+@contextmanager
+def gradients_to(recipe: Recipe, take: Callable[[nn.Parameter, Tensor | None], None]) -> Iterator[None]:
+    """Inside, `take` gets each parameter's gradient of each backward pass, None where it is kept for a later one."""
+
+    def hook_of(parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
+        return lambda gradient: take(parameter, gradient)
+
+    hooks = [one.register_hook(hook_of(one)) for one in trained(recipe)]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def loss_of(
+    recipe: Recipe,
+    micro: MicroBatch,
+    step: Tensor,
+    tokens: Tensor,
+    *,
+    documents: bool,
+    micro_batches: int,
+    last: bool,
+) -> Tensor:
+    """The loss of one of a step's `micro_batches`, detached, after its backward pass.
+
+    `step`: its number, int64 []; `tokens`: valid ones of the step over all ranks, fp32 []; `documents`: whether rows
+    hold several; `last`: the step's last micro-batch.
+    """
+    with (
+        documents_known(documents),
+        recipe.handle.micro_batch(seed=recipe.seed, step=step, rows=micro.rows, last=last),
+    ):
+        loss = causal_lm_loss(
+            recipe.model,
+            micro.input_ids,
+            micro.labels,
+            micro.position_ids,
+            tokens,
+            recipe.loss,
+            micro_batches=micro_batches,
+        )
+        # In this thread, on any device: an engine's own thread would not know the phase.
+        with phase("backward"), torch.autograd.set_multithreading_enabled(False):
+            # Not `backward()`, which would copy each gradient that somebody looks at.
+            torch.autograd.grad(loss, list(trained(recipe)), allow_unused=True)
+    return loss.detach()

@@ -1,0 +1,181 @@
+"""Plans a run's pipeline: captures a micro-batch, cuts it into stages, orders their tasks, and builds the Program.
+
+Everything is a function of the run file, equal on every rank but for the shapes of its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hyper_parallel.config.train import LossConfig
+from hyper_parallel.errors import CaptureError, GraphError, StrategyError
+from hyper_parallel.graph import StepGraph, rewritten
+from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost, layer_stages
+from hyper_parallel.program import Program
+from hyper_parallel.runtime.build_program import pipeline_program
+from hyper_parallel.runtime.stage_costs import stage_costs
+from hyper_parallel.schedule import (
+    Costs,
+    Schedule,
+    auto_schedule,
+    forward_only,
+    named_schedule,
+    stages_per_rank,
+)
+from hyper_parallel.shard.graph_passes import recompute_pass, regather_pass
+from hyper_parallel.shard.model_structure import layers_or_refuse
+from hyper_parallel.shard.pipeline_place import PipelinePlace
+from hyper_parallel.step.capture_micro_batch import capture_evaluation, capture_micro_batch
+from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy.pipeline import AUTO, Pipeline
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """What a pipeline is planned for."""
+
+    rows: int
+    length: int
+    count: int
+    """Micro-batches of a step."""
+    documents: bool
+    """Rows may hold several documents."""
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What the ranks of a pipeline run."""
+
+    stages: PipelineStages
+    layers: tuple[int, ...]
+    """Layers of each stage."""
+    schedule: Schedule
+    program: Program
+    owners: dict[str, tuple[int, ...]]
+    """Parameter or buffer to the device groups that hold it."""
+
+    def described(self) -> str:
+        """One line for people."""
+        layers = "+".join(map(str, self.layers))
+        return f"pipeline: {len(self.layers)} stages of {layers} layers, schedule {self.schedule.name}"
+
+
+class PipelinePlanner:
+    """Plans on the shadow of a run's model, which has no values."""
+
+    def __init__(self, shadow: Recipe, strategy: Strategy, device: torch.device | str) -> None:
+        """`strategy`: with its pipeline."""
+        place = shadow.handle.pipeline
+        assert place is not None, "the shadow was parallelized for a pipeline"
+        self._shadow, self._strategy, self._device = shadow, strategy, device
+        self.place: PipelinePlace = place
+        self._layers, modules = layers_or_refuse(shadow.model, "axes.pipeline")
+        self._again = [f"{self._layers}.{index}" for index in range(len(modules))]
+
+    def training(self, shape: MicroBatchShape) -> PipelinePlan:
+        """The plan of training steps. Raises StrategyError."""
+        whole = self._captured(
+            lambda: capture_micro_batch(
+                self._shadow,
+                shape.rows,
+                shape.length,
+                shape.count,
+                documents=shape.documents,
+                device=self._device,
+            )
+        )
+        counts = self._counts(whole)
+        stages = self._cut(whole, counts, self._rewrite)
+        costs = stage_costs(stages.partition, flops_cost(whole))
+        schedule = self._schedule(costs, shape.count)
+        return self._plan(stages, counts, schedule)
+
+    def evaluation(
+        self, like: PipelinePlan, shape: MicroBatchShape, loss: LossConfig | None = None
+    ) -> PipelinePlan:
+        """The plan of forward passes without gradients, cut like the training's. Raises StrategyError."""
+        whole = self._captured(
+            lambda: capture_evaluation(
+                self._shadow,
+                shape.rows,
+                shape.length,
+                loss,
+                documents=shape.documents,
+                device=self._device,
+            )
+        )
+        stages = self._cut(whole, like.layers, lambda step: step)
+        order = forward_only(like.schedule.placement, shape.count)
+        return self._plan(stages, like.layers, order)
+
+    def _captured(self, capture: Callable[[], StepGraph]) -> StepGraph:
+        try:
+            return capture()
+        except CaptureError as error:
+            raise StrategyError(
+                f"axes.pipeline: the model cannot be cut, since its step cannot be captured: {error}"
+            ) from error
+
+    def _counts(self, whole: StepGraph) -> tuple[int, ...]:
+        asked, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
+        number = ranks * (asked.virtual or _stages_per_rank(asked))
+        if asked.layers is None:
+            return balanced_counts(whole, self._layers, number, flops_cost(whole))
+        if len(asked.layers) != number:
+            raise StrategyError(
+                f"pipeline.layers has {len(asked.layers)} numbers, and there are {number} stages: axes.pipeline "
+                f"{ranks} · {number // ranks} on each rank"
+            )
+        return tuple(asked.layers)
+
+    def _cut(
+        self, whole: StepGraph, counts: tuple[int, ...], rewrite: Callable[[StepGraph], StepGraph]
+    ) -> PipelineStages:
+        level = self._strategy.memory.shard
+        try:
+            return pipeline_stages(
+                whole, layer_stages(self._layers, counts, whole), len(counts), level, rewrite
+            )
+        except GraphError as error:
+            raise StrategyError(f"axes.pipeline: {error}") from error
+
+    def _rewrite(self, step: StepGraph) -> StepGraph:
+        strategy = self._strategy.of_stage
+        recompute = strategy.memory.recompute == "layer"
+        found = [
+            recompute_pass(self._again, alone=strategy.axes.world == 1) if recompute else None,
+            regather_pass(strategy),
+        ]
+        return rewritten(step, [one for one in found if one is not None])
+
+    def _schedule(self, costs: Costs, micro_batches: int) -> Schedule:
+        asked, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
+        recomputes = self._strategy.memory.recompute == "layer"
+        if asked.schedule != AUTO:
+            return named_schedule(asked.schedule, ranks, micro_batches, asked.virtual, recomputes=recomputes)
+        if micro_batches < ranks:
+            raise StrategyError(
+                f"pipeline: {micro_batches} micro-batches keep at most {micro_batches} of {ranks} ranks busy; make "
+                "train.micro_batch smaller, train.batch larger, or axes.pipeline smaller"
+            )
+        # No rank holds more than 1F1B does on its fullest one.
+        saved = costs.merged(asked.virtual or 1).saved
+        cap = max(one * (ranks - rank) for rank, one in enumerate(saved))
+        return auto_schedule(costs, ranks, micro_batches, [cap] * ranks).schedule
+
+    def _plan(self, stages: PipelineStages, counts: tuple[int, ...], schedule: Schedule) -> PipelinePlan:
+        program = pipeline_program(stages.partition, schedule, self.place.groups)
+        owners = {
+            name.partition(".")[2]: tuple(sorted({schedule.placement[stage] for stage in users} or {0}))
+            for name, users in stages.users.items()
+        }
+        return PipelinePlan(stages, counts, schedule, program, owners)
+
+
+def _stages_per_rank(asked: Pipeline) -> int:
+    return 1 if asked.schedule == AUTO else stages_per_rank(asked.schedule)

@@ -1,0 +1,133 @@
+"""Runs a planned pipeline on one rank: gathers, the Program over the micro-batches, reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.graph import Executable, StepGraph, executable
+from hyper_parallel.graph.ir import Value
+from hyper_parallel.graph.module_state import module_state
+from hyper_parallel.graph.partition import GRADIENT
+from hyper_parallel.launch import logs
+from hyper_parallel.runtime.interpreter import Interpreter
+from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.capture_micro_batch import LOSS, ROWS, batch_of, fields_of
+from hyper_parallel.step.pipeline_plan import PipelinePlan
+from hyper_parallel.step.pipeline_stages import parameter_of
+
+
+class PipelineRunner:
+    """This rank's part of a pipeline, step after step. Every rank makes one, and calls the same methods."""
+
+    def __init__(self, plan: PipelinePlan, handle: ShardedModel) -> None:
+        """The model has its values; those of other stages are on the meta device. A collective."""
+        place = handle.pipeline
+        assert place is not None, "the model was parallelized for a pipeline"
+        self._plan, self._handle = plan, handle
+        mine = [stage for stage, index in enumerate(plan.schedule.placement) if index == place.index]
+        self._state = {
+            name: given.tensor.detach()
+            for name, given in module_state(handle.model).items()
+            if place.index in plan.owners.get(name.partition(".")[2], ())
+        }
+        self._interpreter = Interpreter(
+            plan.program, plan.stages.partition, self._state, handle.rank, ProcessTransfers(handle.rank)
+        )
+        self._interpreter.compare()
+        self._gather = _ready(plan.stages.gather(mine))
+        reduce = plan.stages.reduce(mine)
+        self._reduce = _ready(reduce)
+        self._sums = {} if reduce is None else _given(reduce)
+        self._shared = _shared(plan)
+        peers = {holders: _peers(handle, holders) for holders in sorted(set(self._shared.values()))}
+        self._peers = {holders: group for holders, group in peers.items() if group is not None}
+
+    def train(self, batch: StepBatch, tokens: Tensor) -> Tensor:
+        """Give each of this rank's parameters its gradient of the whole batch; this rank's part of the loss.
+
+        `tokens`: valid ones of the step over all ranks, fp32 []. The loss is fp32 [], 0 but in the last stage.
+        """
+        step = torch.tensor(batch.step, device=tokens.device)
+        with logs.at(batch.step + 1):
+            found = self._interpreter.run(
+                [batch_of(micro, step, tokens) for micro in batch.micro], self._weights()
+            )
+        gradients = self._reduced(found.gradients)
+        for one in self._handle.owned():
+            if one.parameter.requires_grad:
+                one.parameter.grad = gradients.get(one.name)
+        routing = self._handle.routing
+        if routing is not None:
+            counts = {k.removeprefix(ROWS): v for k, v in found.totals.items() if k.startswith(ROWS)}
+            routing.counts.update(counts)
+        return found.totals.get(LOSS, torch.zeros((), device=tokens.device))
+
+    def evaluate(self, micro: Sequence[MicroBatch]) -> Tensor:
+        """The sum of this rank's tokens' losses, fp32 []: 0 but in the last stage."""
+        found = self._interpreter.run([fields_of(one) for one in micro], self._weights())
+        return found.totals.get(LOSS, torch.zeros((), device=self._handle.device))
+
+    def _weights(self) -> Mapping[str, Tensor]:
+        return {} if self._gather is None else self._gather.run(self._state)
+
+    def _reduced(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of this rank's parameters from what its stages' micro-batches add up to."""
+        found = {name: value for name, value in sums.items() if GRADIENT + name not in self._sums}
+        if self._reduce is not None:
+            given = {
+                name: sums[key]
+                if (key := name.removeprefix(GRADIENT)) in sums
+                # A part of the gradient that other stages have.
+                else torch.empty_strided(
+                    value.shape, value.stride, dtype=value.dtype, device=value.device
+                ).zero_()
+                for name, value in self._sums.items()
+            }
+            for output, value in self._reduce.run(given).items():
+                name = parameter_of(output)
+                found[name] = found[name] + value if name in found else value
+        for name, holders in self._shared.items():
+            group = self._peers.get(holders)
+            if group is not None:
+                dist.all_reduce(found[name], group=group)
+        return found
+
+
+def _ready(step: StepGraph | None) -> Executable | None:
+    return None if step is None else executable(step)
+
+
+def _given(step: StepGraph) -> dict[str, Value]:
+    return {
+        entry.name: node.meta["value"] for entry, node in zip(step.inputs, step.placeholders, strict=True)
+    }
+
+
+def _shared(plan: PipelinePlan) -> dict[str, tuple[int, ...]]:
+    """Parameters with a gradient that several device groups hold, and these; in one order on all ranks."""
+    outputs = {name for stage in plan.stages.partition.stages for name in stage.step.outputs}
+    trained = {*plan.stages.reduced, *(name.removeprefix(GRADIENT) for name in outputs)}
+    return {
+        name: holders for name, holders in sorted(plan.owners.items()) if len(holders) > 1 and name in trained
+    }
+
+
+def _peers(handle: ShardedModel, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The process group of the ranks at this rank's place of the groups that hold a parameter; None in other groups."""
+    place = handle.pipeline
+    assert place is not None
+    if place.index not in holders:
+        return None
+    here = place.devices.place(handle.rank)
+    ranks = sorted(place.groups[index].ranks[here] for index in holders)
+    group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
+    if group is None:
+        raise HyperParallelError(f"rank {handle.rank} is not one of the ranks {ranks} that share weights")
+    return group
