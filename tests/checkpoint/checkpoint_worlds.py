@@ -88,7 +88,7 @@ def save_world(
     """Every rank of `mesh` saves; the committed path, as each rank gives it."""
 
     def one(ranks: ThreadRanks) -> Path | None:
-        with Writer(folder, mesh, ranks.rank, group=ranks, **options) as writer:
+        with Writer(folder, mesh.world, ranks.rank, group=ranks, **options) as writer:
             writer.save(step, pieces_of(tensors, layouts, ranks.rank), state or {}, largest=largest)
             return writer.wait()
 
