@@ -46,6 +46,8 @@ from hyper_parallel.layout import DeviceGroup, Layout, Mesh
 
 PAIR = WORLDS["2 groups of 2"]
 SINGLES = WORLDS["4 groups of 1"]
+OTHER = {name: "4 groups of 1" if name != "4 groups of 1" else "1 group" for name in WORLDS}
+"""For each world another one."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,11 @@ def test_a_single_process_reads_and_exports_it(saved, tmp_path, world):
     assert state["step"] == 1
     assert all(same_bits(whole[name].local, one.whole) for name, one in tensors.items())
     assert newest(saved[world].parent).path == saved[world]
-    exported = load_file(export(saved[world], tmp_path / "out") / "model.safetensors")
+    file, other = (
+        export(saved[name], tmp_path / name) / "model.safetensors" for name in (world, OTHER[world])
+    )
+    assert file.read_bytes() == other.read_bytes()
+    exported = load_file(file)
     assert {f"model.{name}" for name in exported} == {name for name in tensors if name.startswith("model.")}
     assert all(same_bits(value, tensors[f"model.{name}"].whole) for name, value in exported.items())
 

@@ -101,6 +101,8 @@ class Checkpoint:
             except ValueError as error:
                 raise CheckpointError(f"{path}: {files['index']}: {error}") from error
             self._add(index, files["data"])
+        # In one order, whatever groups of ranks the tensors are in: an export's bytes follow it.
+        self.tensors = dict(sorted(self.tensors.items()))
         try:
             for name, tensor in self.tensors.items():
                 validate.whole(name, tensor.shape, (block.box for block in tensor.blocks))
