@@ -45,7 +45,7 @@ def value(step: int) -> torch.Tensor:
 
 def make_run(folder: Path) -> None:
     """Three checkpoints as a run writes them."""
-    with Writer(folder, Mesh(), 0, keep=9) as writer:
+    with Writer(folder, 1, 0, keep=9) as writer:
         for step in STEPS:
             piece = Piece(value(step), LAYOUT)
             writer.save(
@@ -148,7 +148,7 @@ def main() -> None:
         for bad in (float("nan"), float("inf"), 1e38):
             case = Path(temporary) / f"ruined-{bad}"
             make_run(case)
-            with Writer(case, Mesh(), 0, keep=9) as writer:
+            with Writer(case, 1, 0, keep=9) as writer:
                 ruined = Piece(torch.full((64, 8), bad), LAYOUT)
                 writer.save(4, {"w": ruined}, {}, largest={"w": LARGEST_WEIGHT})
             step, why, equal = found_in(case, None)

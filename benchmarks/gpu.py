@@ -208,7 +208,7 @@ def check_checkpoint(device: torch.device) -> list[Check]:
     handle = shard.sharded(model)
     expected = {p.name: p.local.clone() for p in handle.parameters()}
     with tempfile.TemporaryDirectory() as folder:
-        with Writer(Path(folder), handle.mesh, 0) as writer:
+        with Writer(Path(folder), handle.mesh.world, 0) as writer:
             writer.save(1, {p.name: Piece(p.local, p.layout) for p in handle.parameters()}, {})
             for p in handle.parameters():
                 p.local.zero_()  # what is saved is what was there at the call

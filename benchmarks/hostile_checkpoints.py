@@ -64,7 +64,7 @@ def pristine(folder: Path) -> Path:
             name: Piece(torch.full(layout.local_shape(MESH.coordinate(rank)), float(rank)), layout)
             for name, layout in layouts.items()
         }
-        with Writer(folder, MESH, rank, group=_Ranks(rank, barrier, texts), background=False) as writer:
+        with Writer(folder, MESH.world, rank, group=_Ranks(rank, barrier, texts), background=False) as writer:
             assets = {"tokenizer.json": b"{}", "generation_config.json": b"{}"}
             writer.save(3, pieces, {"model_config": CONFIG}, assets=assets)
 

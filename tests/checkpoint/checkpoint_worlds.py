@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,10 @@ def raised(results: list[Any]) -> list[Any]:
 
 
 def local_of(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    coordinate = layout.mesh.coordinate(rank)
+    return local_at(whole, layout, layout.mesh.coordinate(rank))
+
+
+def local_at(whole: torch.Tensor, layout: Layout, coordinate: Mapping[str, int]) -> torch.Tensor:
     local = torch.zeros(layout.local_shape(coordinate), dtype=whole.dtype)
     for box in layout.boxes(coordinate):
         local[box.local_slices] = whole[box.global_slices]
@@ -88,7 +91,7 @@ def save_world(
     """Every rank of `mesh` saves; the committed path, as each rank gives it."""
 
     def one(ranks: ThreadRanks) -> Path | None:
-        with Writer(folder, mesh, ranks.rank, group=ranks, **options) as writer:
+        with Writer(folder, mesh.world, ranks.rank, group=ranks, **options) as writer:
             writer.save(step, pieces_of(tensors, layouts, ranks.rank), state or {}, largest=largest)
             return writer.wait()
 

@@ -40,7 +40,7 @@ def save(folder: Path, step: int, *, keep: int = 1, wait: bool = True) -> None:
     """Both ranks of the mesh save, as two threads of this process."""
 
     def one(ranks: ThreadRanks) -> None:
-        with Writer(folder, MESH, ranks.rank, keep=keep, group=ranks) as writer:
+        with Writer(folder, MESH.world, ranks.rank, keep=keep, group=ranks) as writer:
             mine = value(step)[32 * ranks.rank :][:32].clone()
             writer.save(step, {"w": Piece(mine, LAYOUT)}, {"step": step})
 
@@ -181,7 +181,7 @@ def test_a_file_that_does_not_fit_leaves_nothing(tmp_path, limit, background):
         writer.save(2, {"w": Piece(whole, layout)}, {"step": 2})
         writer.wait()
 
-    with Writer(tmp_path, Mesh(), 0, background=background) as writer:
+    with Writer(tmp_path, 1, 0, background=background) as writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
             with pytest.raises(
@@ -245,7 +245,9 @@ def test_each_error_of_the_file_system_has_its_line(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start_by_all(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "under", Path("/proc/nothing")):
-        results = each_rank(2, lambda ranks, folder=folder: Writer(folder, MESH, ranks.rank, group=ranks))
+        results = each_rank(
+            2, lambda ranks, folder=folder: Writer(folder, MESH.world, ranks.rank, group=ranks)
+        )
         for result in results:
             assert isinstance(result, CheckpointError), result
             assert str(result).startswith(f"rank 0: cannot write {folder}: "), result
@@ -275,7 +277,7 @@ def test_one_ranks_failure_is_named_and_ends_the_save_on_all(tmp_path, monkeypat
     monkeypatch.setattr("hyper_parallel.checkpoint.rank_save.write_file", failing)
 
     def one(ranks: ThreadRanks) -> str:
-        with Writer(tmp_path, MESH, ranks.rank, group=ranks, time_limit=10) as writer:
+        with Writer(tmp_path, MESH.world, ranks.rank, group=ranks, time_limit=10) as writer:
             writer.save(2, {"w": Piece(value(2)[:32], LAYOUT)}, {})
             with pytest.raises((CheckpointError, MemoryError)) as caught:
                 writer.wait()
@@ -293,7 +295,7 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Part, "write", lambda part: write(part) if part.rank == 0 else None)
 
     def one(ranks: ThreadRanks) -> str:
-        with Writer(tmp_path, MESH, ranks.rank, group=ranks, time_limit=0.2) as writer:
+        with Writer(tmp_path, MESH.world, ranks.rank, group=ranks, time_limit=0.2) as writer:
             writer.save(2, {"w": Piece(value(2)[:32], LAYOUT)}, {})
             with pytest.raises(CheckpointError) as caught:
                 writer.wait()
@@ -306,9 +308,9 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path):
-    with Writer(tmp_path, Mesh(), 0), pytest.raises(CheckpointError, match="another run is writing"):
-        Writer(tmp_path, Mesh(), 0)
-    Writer(tmp_path, Mesh(), 0).close()
+    with Writer(tmp_path, 1, 0), pytest.raises(CheckpointError, match="another run is writing"):
+        Writer(tmp_path, 1, 0)
+    Writer(tmp_path, 1, 0).close()
 
 
 def test_an_error_in_the_background_is_raised_once_and_by_the_next_save(tmp_path, monkeypatch):
@@ -318,7 +320,7 @@ def test_an_error_in_the_background_is_raised_once_and_by_the_next_save(tmp_path
     def failing(*_) -> None:
         raise MemoryError
 
-    with Writer(tmp_path, Mesh(), 0) as writer:
+    with Writer(tmp_path, 1, 0) as writer:
         with monkeypatch.context() as patch:
             patch.setattr("hyper_parallel.checkpoint.writer.commit", failing)
             writer.save(1, piece, {})
@@ -334,7 +336,7 @@ def _train_and_resume(rank: int, world: int, folder: str) -> list[int]:
     layout = Layout(mesh, (64, 64), (("shard",), ()))
     rows = slice(*layout.intervals(0, mesh.coordinate(rank))[0])
     local = value(0)[rows].clone()
-    with Writer(folder, mesh, rank, keep=2) as writer:
+    with Writer(folder, mesh.world, rank, keep=2) as writer:
         for step in (1, 2, 3):
             local.copy_(value(step)[rows])
             writer.save(step, {"w": Piece(local, layout)}, {"step": step})
@@ -354,8 +356,8 @@ def test_real_ranks_over_gloo(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-00000002", "step-00000003"]
 
 
-def test_a_mesh_needs_its_group(tmp_path):
-    with pytest.raises(CheckpointError, match="a mesh of 2 ranks needs a process group"):
-        Writer(tmp_path, MESH, 0)
-    for result in each_rank(2, lambda ranks: Writer(tmp_path, Mesh(("shard", 4)), ranks.rank, group=ranks)):
+def test_a_run_of_several_ranks_needs_its_group(tmp_path):
+    with pytest.raises(CheckpointError, match="a run of 2 ranks needs a process group"):
+        Writer(tmp_path, MESH.world, 0)
+    for result in each_rank(2, lambda ranks: Writer(tmp_path, 4, ranks.rank, group=ranks)):
         assert "rank 0 of 2 in the process group" in str(result) or "rank 1 of 2" in str(result)

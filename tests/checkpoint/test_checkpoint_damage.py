@@ -160,7 +160,7 @@ def test_unseal_undoes_seal_and_sees_every_bit(data):
 
 def _write(folder: Path, step: int, keep: int, value: float = 0.0) -> None:
     layout = Layout.replicated(Mesh(), (4,))
-    with Writer(folder, Mesh(), 0, keep=keep) as writer:
+    with Writer(folder, 1, 0, keep=keep) as writer:
         writer.save(step, {"w": Piece(torch.full((4,), value), layout)}, {})
 
 

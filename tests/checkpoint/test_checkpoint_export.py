@@ -123,7 +123,7 @@ def test_a_bfloat16_checkpoint_stays_bfloat16(tmp_path):
 
 
 def write(folder: Path, state: dict, assets: dict[str, bytes] | None = None, name: str = "model.w") -> Path:
-    with Writer(folder, Mesh(), 0) as writer:
+    with Writer(folder, 1, 0) as writer:
         piece = Piece(torch.ones(2, 3), Layout.replicated(Mesh(), (2, 3)))
         writer.save(1, {name: piece}, state, assets=assets)
         path = writer.wait()

@@ -23,7 +23,7 @@ def write(
 ) -> None:
     values = torch.tensor([0.0, 1.0, value, -1.0])
     bound = {} if largest is None else {"w": largest}
-    with Writer(folder, Mesh(), 0, keep=keep) as writer:
+    with Writer(folder, 1, 0, keep=keep) as writer:
         writer.save(step, {"w": Piece(values, LAYOUT), "n": Piece(torch.zeros(4), LAYOUT)}, {}, largest=bound)
 
 

@@ -139,7 +139,7 @@ def test_the_values_at_the_call_are_saved_and_buffers_are_reused(tmp_path):
     source = torch.zeros(1000, 100)
     state = {"step": 0, "order": [1]}
     buffers = set()
-    with Writer(tmp_path, Mesh(), 0, keep=3) as writer:
+    with Writer(tmp_path, 1, 0, keep=3) as writer:
         for step in (1, 2, 3):
             source.fill_(step)
             state["step"] = step
@@ -161,7 +161,7 @@ def test_the_values_at_the_call_are_saved_and_buffers_are_reused(tmp_path):
 def test_noncontiguous_and_grad_requiring_locals(tmp_path):
     whole = torch.arange(12.0).reshape(3, 4)
     layout = Layout.replicated(Mesh(), (4, 3))
-    with Writer(tmp_path, Mesh(), 0) as writer:
+    with Writer(tmp_path, 1, 0) as writer:
         writer.save(1, {"w": Piece(torch.nn.Parameter(whole.t()), layout)}, {})
     target = torch.nn.Parameter(torch.zeros(3, 4))
     read(tmp_path / "step-00000001", {"w": Piece(target.t(), layout)})
@@ -203,7 +203,7 @@ def test_bad_pieces_and_states_are_refused_on_every_rank(tmp_path):
 
     def save(local, layout=layout, state=None, assets=None, step=1):
         def one(ranks: ThreadRanks):
-            with Writer(tmp_path, TWO, ranks.rank, group=ranks) as writer:
+            with Writer(tmp_path, TWO.world, ranks.rank, group=ranks) as writer:
                 mine = local(ranks.rank) if callable(local) else local
                 writer.save(step, {"w": Piece(mine, layout)}, state or {}, assets=assets)
 
@@ -222,7 +222,9 @@ def test_bad_pieces_and_states_are_refused_on_every_rank(tmp_path):
         torch.zeros(4), Layout(TWO, (4,), ((),), partial=frozenset({"shard"}))
     )
     assert "complex64 cannot be stored" in save(good.to(torch.complex64))
-    assert "mesh" in save(torch.zeros(4), Layout.replicated(Mesh(("tensor", 2)), (4,)))
+    assert "of 4 ranks, but the run has 2" in save(
+        torch.zeros(4), Layout.replicated(Mesh(("tensor", 4)), (4,))
+    )
     assert "state['loss'] is nan" in save(good, state={"loss": float("nan")})
     assert "state['a'][0] has the key 3.5" in save(good, state={"a": [{3.5: 1}]})
     assert "has the keys 3 and '3'" in save(good, state={"3": 1, 3: 1})
@@ -239,7 +241,7 @@ def test_ranks_that_disagree_do_not_commit(tmp_path):
             pieces = {"w": Piece(torch.zeros(4, 2), Layout(TWO, (4, 4), ((), ("shard",))))}
         if case == "name" and rank:
             pieces = {}
-        with Writer(tmp_path, TWO, rank, group=ranks) as writer:
+        with Writer(tmp_path, TWO.world, rank, group=ranks) as writer:
             writer.save(2 + (case == "step" and rank), pieces, {})
 
     for case, words in (
@@ -270,7 +272,7 @@ def test_newest_shares_the_reading_out(tmp_path):
 def test_state_and_assets_come_back(tmp_path):
     state = {"seed": 7, "data": {"consumed": 12}, "lr": 1e-3, "x": [1, None, "é", 2**70]}
     keys = {"id2label": {0: "a", 1: "b"}, "t": (1, 2)}
-    with Writer(tmp_path, Mesh(), 0) as writer:
+    with Writer(tmp_path, 1, 0) as writer:
         writer.save(5, {}, {**state, **keys}, assets={"tokenizer.json": b"{}\n"})
     path = tmp_path / "step-00000005"
     assert read(path, {}) == {**state, "id2label": {"0": "a", "1": "b"}, "t": [1, 2]}

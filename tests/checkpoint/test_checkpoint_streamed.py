@@ -27,7 +27,7 @@ def _pieces() -> dict[str, Piece]:
 
 
 def _saved(folder: Path, pieces: dict[str, Piece], *, streamed: bool) -> dict[str, bytes]:
-    with Writer(folder, MESH, 0, streamed=streamed) as writer:
+    with Writer(folder, MESH.world, 0, streamed=streamed) as writer:
         writer.save(3, pieces, {"step": 3})
     found = newest(folder)
     assert found is not None

@@ -10,7 +10,6 @@ import pytest
 from hyper_parallel.checkpoint import Writer
 from hyper_parallel.checkpoint.health import pass_over
 from hyper_parallel.launch.lost_steps import watch_steps
-from hyper_parallel.layout import Mesh
 
 
 def record(out: Path, *steps: int) -> None:
@@ -21,7 +20,7 @@ def record(out: Path, *steps: int) -> None:
 
 
 def save(out: Path, *steps: int) -> None:
-    with Writer(out / "checkpoints", Mesh(("replicate", 1)), 0, keep=9) as writer:
+    with Writer(out / "checkpoints", 1, 0, keep=9) as writer:
         for step in steps:
             writer.save(step, {}, {})
 

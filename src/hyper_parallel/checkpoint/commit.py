@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from hyper_parallel._version import __version__
-from hyper_parallel.checkpoint import folder_names
+from hyper_parallel.checkpoint import folder_names, validate
 from hyper_parallel.checkpoint.digest_json import seal, unseal
 from hyper_parallel.checkpoint.durable import Written, discard, explain, fsync_folder, publish, write_file
 from hyper_parallel.checkpoint.rank_save import POLL_SECONDS
 from hyper_parallel.checkpoint.verify import damage, reason_to_pass_over
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.layout import Mesh
+from hyper_parallel.layout import Box, Mesh
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The commit marker's fields besides the files and their digests."""
+    """The commit marker's fields besides the files and their digests; `mesh` has all ranks of the run."""
 
     step: int
     mesh: Mesh
@@ -39,8 +39,8 @@ class Commit:
 def commit(partial: Path, final: Path, what: Commit, time_limit: float) -> None:
     """Commit `partial`: durable files, then the marker, then the name that readers accept.
 
-    Raises CheckpointError if a rank failed, did not appear within `time_limit` seconds, or saved different tensors
-    than the others; OSError from the file system.
+    Raises CheckpointError if a rank failed, did not appear within `time_limit` seconds, or described a tensor
+    differently from the others, or did not save its part; OSError from the file system.
     """
     files: dict[str, Written] = {}
     if what.assets:
@@ -148,33 +148,54 @@ def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:
 
 
 def _check_whole(indexes: list[dict[str, Any]], what: Commit) -> None:
-    """Check that each element of each tensor was written once.
+    """Check that the ranks describe the tensors that they share alike, and that each element of each tensor was written
+    once.
 
-    With one layout per tensor and one mesh the blocks are disjoint by construction, so counting them is enough.
+    A tensor is in the indexes of the ranks that hold a part of it. The blocks themselves are compared, as a reader
+    compares them: what is committed can be read.
     """
     first: dict[str, tuple[Any, ...]] = {}
-    counts: dict[str, int] = {}
-    mesh = [list(axis) for axis in what.mesh.axes]
+    boxes: dict[str, list[Box]] = {}
+    failed = f"step {what.step} was not saved"
     for rank, index in enumerate(indexes):
-        if (index["rank"], index["step"], index["mesh"]) != (rank, what.step, mesh):
+        if (index["rank"], index["step"]) != (rank, what.step):
             raise CheckpointError(
-                f"step {what.step} was not saved: rank {rank} wrote step {index['step']} of mesh "
-                f"{index['mesh']}, "
-                f"rank 0 step {what.step} of {mesh}; all ranks save the same step on the same mesh"
+                f"{failed}: rank {rank} wrote step {index['step']}, rank 0 step {what.step}; all ranks save the same "
+                "step"
             )
         for name, tensor in index["tensors"].items():
-            kind = (tensor["shape"], tensor["dtype"], tensor["layout"])
+            kind = tuple(tensor.get(key) for key in ("shape", "dtype", "layout", "mesh", "groups"))
             if first.setdefault(name, kind) != kind:
                 raise CheckpointError(
-                    f"step {what.step} was not saved: {name} is {kind[1]} {kind[2]} on rank {rank}, but "
-                    f"{first[name][1]} {first[name][2]} on another; all ranks give it the same layout"
+                    f"{failed}: {name} is {_described(kind)} on rank {rank}, but {_described(first[name])} on "
+                    "another; all ranks give it the same layout and the same device groups"
                 )
-            written = sum(math.prod(piece["size"]) for piece in tensor["pieces"])
-            counts[name] = counts.get(name, 0) + written
-    for name, (shape, _, _) in first.items():
-        if counts[name] != math.prod(shape):
-            raise CheckpointError(
-                f"step {what.step} was not saved: {counts[name]} of {math.prod(shape)} elements of {name} "
-                "were "
-                "written; every rank that holds a part of it must save it"
+            boxes.setdefault(name, []).extend(
+                Box(tuple(piece["offset"]), (0,) * len(piece["offset"]), tuple(piece["size"]))
+                for piece in tensor["pieces"]
             )
+    for name, (shape, *_) in first.items():
+        written = sum(math.prod(box.size) for box in boxes[name])
+        if written != math.prod(shape):
+            raise CheckpointError(
+                f"{failed}: {written} of {math.prod(shape)} elements of {name} were written; every rank that holds a "
+                "part of it must save it"
+            )
+        try:
+            validate.whole(name, tuple(shape), boxes[name])
+        except ValueError as error:
+            raise CheckpointError(
+                f"{failed}: {error}; all ranks give it the same layout and the same device groups"
+            ) from error
+    mesh = [list(axis) for axis in what.mesh.axes]
+    for rank, index in enumerate(indexes):
+        if index["mesh"] != mesh:
+            raise CheckpointError(
+                f"{failed}: rank {rank} saved tensors of mesh {index['mesh']}, rank 0 of {mesh}; all ranks save the "
+                "tensors that all of them hold, on the same mesh"
+            )
+
+
+def _described(kind: tuple[Any, ...]) -> str:
+    _, dtype, layout, mesh, groups = kind
+    return f"{dtype} {layout}" + (f" on mesh {mesh} in {', '.join(groups)}" if groups else "")

@@ -64,7 +64,7 @@ def ranks_of(group: dist.ProcessGroup | Ranks | None, world: int, rank: int) -> 
     if group is None:
         if not dist.is_initialized():
             raise CheckpointError(
-                f"a mesh of {world} ranks needs a process group to save with; call "
+                f"a run of {world} ranks needs a process group to save with; call "
                 "torch.distributed.init_process_group first, or pass group="
             )
         group = dist.group.WORLD
@@ -73,8 +73,7 @@ def ranks_of(group: dist.ProcessGroup | Ranks | None, world: int, rank: int) -> 
     if (ranks.rank, ranks.world) != (rank, world):
         raise CheckpointError(
             f"this is rank {ranks.rank} of {ranks.world} in the process group, but rank {rank} of {world} in "
-            "the "
-            "mesh; pass the group of the mesh's ranks, in the mesh's order"
+            "the run; pass the group of all ranks of the run, in their order"
         )
     return ranks
 

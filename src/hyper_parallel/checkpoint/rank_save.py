@@ -25,8 +25,8 @@ POLL_SECONDS = 0.02
 class Part:
     """The data that one rank writes; training does not change it.
 
-    `tensors` has shape, dtype and layout of every tensor, `blocks` the boxes to write and their places, and `read`
-    returns a block's bytes when it is written.
+    `mesh` has all ranks of the run. `tensors` describes every tensor that this rank holds a part of, `blocks` has the
+    boxes to write and their places, and `read` returns a block's bytes when it is written.
     """
 
     step: int

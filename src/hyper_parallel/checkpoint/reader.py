@@ -10,7 +10,7 @@ import errno
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -35,13 +35,15 @@ def read(
     *,
     rank: int | None = None,
     prefix: str = "",
+    elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
     """Fill the local tensor of each piece in place from the checkpoint at `path`; the state it was saved
     with.
 
-    `rank` is this rank's index in the mesh of the pieces' layouts: by default the rank in the default process group, or
-    0 without one. The checkpoint's tensors whose names begin with `prefix` must be exactly those of `pieces`. Only
-    blocks that hold a wanted element are read, one at a time.
+    `rank` is this rank of the run: by default the rank in the default process group, or 0 without one. The checkpoint's
+    tensors whose names begin with `prefix` must be exactly those of `pieces` and those named in `elsewhere`, which only
+    other ranks of the run hold (other stages of a pipeline). Only blocks that hold a wanted element are read, one at a
+    time.
 
     Raises CheckpointError, with names, if a tensor is missing, superfluous, or of another shape or element type (then
     nothing has changed), and if a byte differs from what was written (then the pieces hold a mixture: do not use them).
@@ -49,7 +51,7 @@ def read(
     checkpoint = Checkpoint(Path(path))
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-    checkpoint.match(pieces, prefix)
+    checkpoint.match(pieces, prefix, elsewhere)
     checkpoint.fill(pieces, rank)
     return checkpoint.state
 
@@ -99,6 +101,8 @@ class Checkpoint:
             except ValueError as error:
                 raise CheckpointError(f"{path}: {files['index']}: {error}") from error
             self._add(index, files["data"])
+        # In one order, whatever groups of ranks the tensors are in: an export's bytes follow it.
+        self.tensors = dict(sorted(self.tensors.items()))
         try:
             for name, tensor in self.tensors.items():
                 validate.whole(name, tensor.shape, (block.box for block in tensor.blocks))
@@ -127,13 +131,16 @@ class Checkpoint:
         """The verified content of one of `assets`."""
         return read_file(self.path, f"{folder_names.ASSETS}/{name}", self._marker)
 
-    def match(self, pieces: Mapping[str, Piece], prefix: str = "") -> None:
-        """Raise CheckpointError unless the saved tensors under `prefix` are those of `pieces`."""
+    def match(self, pieces: Mapping[str, Piece], prefix: str = "", elsewhere: Collection[str] = ()) -> None:
+        """Raise CheckpointError unless the saved tensors under `prefix` are those of `pieces`, and those named in
+        `elsewhere`, which only other ranks hold.
+        """
         saved = {name for name in self.tensors if name.startswith(prefix)}
-        if missing := sorted(pieces.keys() - self.tensors.keys()):
-            hint = nearest(missing[0], saved - pieces.keys())
+        wanted = pieces.keys() | set(elsewhere)
+        if missing := sorted(wanted - self.tensors.keys()):
+            hint = nearest(missing[0], saved - wanted)
             raise CheckpointError(f"{self.path} does not have {_some(missing)}{hint}")
-        if extra := sorted(saved - pieces.keys()):
+        if extra := sorted(saved - wanted):
             raise CheckpointError(
                 f"{self.path} has {_some(extra)}, for which there is no place; resume with the model and the "
                 "optimizer that it was saved from"
@@ -154,12 +161,12 @@ class Checkpoint:
                 )
 
     def fill(self, pieces: Mapping[str, Piece], rank: int) -> None:
-        """Fill pieces that `match`, file by file in the order of the bytes."""
+        """Fill pieces that `match`, of a rank of the run, file by file in the order of the bytes."""
         wanted: dict[str, list[tuple[int, int, str, ReadBlock, tuple[Box, ...]]]] = {}
         missing: dict[str, int] = {}
         for position, (name, piece) in enumerate(pieces.items()):
             check(name, piece, rank)
-            boxes = piece.layout.boxes(piece.layout.mesh.coordinate(rank))
+            boxes = piece.boxes(rank)
             missing[name] = sum(math.prod(box.size) for box in boxes)
             for block in self.tensors[name].blocks:
                 if any(block.box.intersect(box) for box in boxes):

@@ -1,13 +1,14 @@
-"""One rank's part of one global tensor."""
+"""One rank's part of one global tensor, and the device groups of the run that hold the tensor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.layout import Layout
+from hyper_parallel.layout import Box, DeviceGroup, Layout
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -31,11 +32,68 @@ class Piece:
     """This rank's local tensor of a global tensor, with the global tensor's layout.
 
     `local` is a plain tensor on any device, of shape ``layout.local_shape(coordinate)``; `Writer.save` reads
-    it, `read` fills it in place.
+    it, `read` fills it in place. A rank that is in none of the tensor's device groups has no piece of it.
     """
 
     local: torch.Tensor
     layout: Layout
+    owners: tuple[DeviceGroup, ...] = ()
+    """The device groups that hold the tensor, in any order: disjoint, each with the axes of the layout's mesh, and
+    with equal values. Empty: one group, of all ranks of the mesh, which are all ranks of the run.
+    """
+
+    @property
+    def groups(self) -> tuple[DeviceGroup, ...]:
+        """The device groups that hold the tensor, in the order of their first ranks, the same on every rank."""
+        listed = self.owners or (DeviceGroup.of_all_ranks(self.layout.mesh),)
+        return tuple(sorted(listed, key=lambda group: group.ranks[0]))
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks of the run that hold each element."""
+        return len(self.groups) * self.layout.copies
+
+    def copy_index(self, rank: int) -> int:
+        """The index of the copy that a rank of the run holds: 0 ≤ index < copies."""
+        position = self._position(rank)
+        return position * self.layout.copies + self.layout.copy_index(self.groups[position].coordinate(rank))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank of the run in its group's mesh."""
+        return self.groups[self._position(rank)].coordinate(rank)
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes of the global tensor that a rank of the run holds."""
+        return self.layout.boxes(self.coordinate(rank))
+
+    def held_by(self, rank: int) -> bool:
+        """Whether a rank of the run holds a part. A mesh of one rank without `owners` is every process's own."""
+        whole = not self.owners and self.layout.mesh.world == 1
+        return whole or any(rank in group.ranks for group in self.groups)
+
+    def spans(self, world: int) -> bool:
+        """Whether the tensor is in one group, of all `world` ranks of the run in their order."""
+        first, *others = self.groups
+        return not others and tuple(first.ranks) == tuple(range(world))
+
+    def description(self, world: int) -> dict[str, Any]:
+        """The tensor's entry in the index of a run of `world` ranks, without blocks.
+
+        A tensor that is not in one group of all ranks also has the mesh and the names of its groups.
+        """
+        entry: dict[str, Any] = {
+            "shape": list(self.layout.shape),
+            "dtype": dtype_name(self.local.dtype),
+            "layout": str(self.layout),
+        }
+        if not self.spans(world):
+            entry["mesh"] = [list(axis) for axis in self.layout.mesh.axes]
+            entry["groups"] = [group.name for group in self.groups]
+        return entry
+
+    def _position(self, rank: int) -> int:
+        """The index in `groups` of the group of a rank that holds a part (0 for every process's own mesh of one)."""
+        return next((at for at, group in enumerate(self.groups) if rank in group.ranks), 0)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,12 +104,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check(name: str, piece: Piece, rank: int) -> None:
-    """Raise CheckpointError if a piece does not match what its layout assigns to `rank`."""
+    """Raise CheckpointError if a piece does not match what its groups and its layout assign to `rank`."""
     layout = piece.layout
+    _check_groups(name, piece)
+    if not piece.held_by(rank):
+        raise CheckpointError(
+            f"{name}: rank {rank} is not in {_named(piece)}, which hold this tensor; leave it out on this rank"
+        )
     if layout.partial:
         axes = ", ".join(sorted(layout.partial))
         raise CheckpointError(f"{name}: its sum over {axes} has not been taken; reduce it before saving")
-    expected = layout.local_shape(layout.mesh.coordinate(rank))
+    expected = layout.local_shape(piece.coordinate(rank))
     if tuple(piece.local.shape) != expected:
         raise CheckpointError(
             f"{name}: rank {rank} has a local tensor of shape {tuple(piece.local.shape)}, but layout "
@@ -61,3 +124,37 @@ def check(name: str, piece: Piece, rank: int) -> None:
     if piece.local.dtype not in SAFETENSORS_NAMES:
         known = ", ".join(dtype_name(dtype) for dtype in SAFETENSORS_NAMES)
         raise CheckpointError(f"{name}: {dtype_name(piece.local.dtype)} cannot be stored; use one of {known}")
+
+
+def check_world(name: str, piece: Piece, world: int) -> None:
+    """Raise CheckpointError if the ranks of a piece's groups are not ranks of a run of `world` ranks."""
+    axes = piece.layout.mesh.axes
+    if not piece.owners and piece.layout.mesh.world != world:
+        raise CheckpointError(
+            f"{name}: its layout is on mesh {axes} of {piece.layout.mesh.world} ranks, but the run has {world}; "
+            "name the device groups that hold it (Piece.owners)"
+        )
+    for group in piece.groups:
+        if unknown := [rank for rank in group.ranks if not 0 <= rank < world]:
+            raise CheckpointError(
+                f"{name}: device group {group.name!r} has rank {unknown[0]}, but the run has ranks 0 to {world - 1}"
+            )
+
+
+def _check_groups(name: str, piece: Piece) -> None:
+    seen: set[int] = set()
+    for group in piece.owners:
+        if group.mesh.axes != piece.layout.mesh.axes:
+            raise CheckpointError(
+                f"{name}: its layout is on mesh {piece.layout.mesh.axes}, but device group {group.name!r} is on "
+                f"{group.mesh.axes}; all groups that hold a tensor have the mesh of its layout"
+            )
+        if both := seen & set(group.ranks):
+            raise CheckpointError(
+                f"{name}: rank {min(both)} is in two of {_named(piece)}; name each device group once"
+            )
+        seen.update(group.ranks)
+
+
+def _named(piece: Piece) -> str:
+    return "the device groups " + ", ".join(repr(group.name) for group in piece.groups)

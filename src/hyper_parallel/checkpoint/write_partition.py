@@ -1,8 +1,8 @@
 """Write partition: the boxes of each global tensor that a rank writes, each element exactly once.
 
-Ranks that differ only along axes that do not split a tensor hold copies of it. Its boxes are cut into blocks, which are
-assigned to the copies round-robin, beginning with a copy that the tensor's name selects. Each rank computes this
-without communication.
+Ranks of a device group that differ only along axes that do not split a tensor hold copies of it, and so do the ranks at
+the same coordinate of all device groups that hold the tensor. Its boxes are cut into blocks, which are assigned to the
+copies round-robin, beginning with a copy that the tensor's name selects. Each rank computes this without communication.
 """
 
 from __future__ import annotations
@@ -63,20 +63,19 @@ def cut(box: Box, itemsize: int, limit: int, dim: int = 0) -> Iterator[Box]:
 
 
 def blocks(pieces: Mapping[str, Piece], rank: int) -> list[WriteBlock]:
-    """The blocks of `pieces` that `rank` writes, in the order of the file.
+    """The blocks of `pieces` that `rank`, a rank of the run, writes, in the order of the file.
 
     Wider element types come first: safetensors has no holes between tensors, and each must be aligned.
     """
     mine: list[tuple[str, Box, torch.dtype]] = []
     for name, piece in pieces.items():
-        layout, itemsize = piece.layout, piece.local.dtype.itemsize
-        coordinate = layout.mesh.coordinate(rank)
-        copy = layout.copy_index(coordinate)
+        copies, itemsize = piece.copies, piece.local.dtype.itemsize
+        copy = piece.copy_index(rank)
         turn = zlib.crc32(name.encode())
-        for box in layout.boxes(coordinate):
-            share = -(-math.prod(box.size) * itemsize // layout.copies)
+        for box in piece.boxes(rank):
+            share = -(-math.prod(box.size) * itemsize // copies)
             for block in cut(box, itemsize, min(LARGEST, max(SMALLEST, share))):
-                if turn % layout.copies == copy:
+                if turn % copies == copy:
                     mine.append((name, block, piece.local.dtype))
                 turn += 1
     mine.sort(key=lambda block: -block[2].itemsize)

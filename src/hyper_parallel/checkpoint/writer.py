@@ -25,7 +25,7 @@ from hyper_parallel.checkpoint.durable import discard, explain
 from hyper_parallel.checkpoint.lock import open_folder
 from hyper_parallel.checkpoint.rank_agreement import Ranks, agree, ranks_of
 from hyper_parallel.checkpoint.rank_save import GivenUpError, Part
-from hyper_parallel.checkpoint.shard import Piece, check, dtype_name
+from hyper_parallel.checkpoint.shard import Piece, check, check_world
 from hyper_parallel.checkpoint.validate import LARGEST_ASSET
 from hyper_parallel.compat import backend
 from hyper_parallel.compat.paged_out_parameters import present
@@ -41,10 +41,10 @@ class Writer:
 
     `folder` must be on a file system that all ranks share. `keep` committed checkpoints are kept. With
     `background`, `save` returns after the copy to host memory. `streamed`: nothing is copied; `save` writes each tensor
-    as it is read and waits, regardless of `background`. `group` is the process group of the mesh's ranks (the default
-    group if None and the mesh has more than one), and must carry CPU tensors; it is used in the constructor and in
-    `save`, on the calling thread only. `time_limit`: seconds that a rank that has written its part waits for the
-    others.
+    as it is read and waits, regardless of `background`. `world` is the number of ranks of the run and `rank` this one.
+    `group` is the process group of all ranks of the run (the default group if None and the run has more than one), and
+    must carry CPU tensors; it is used in the constructor and in `save`, on the calling thread only. `time_limit`:
+    seconds that a rank that has written its part waits for the others.
 
     Raises CheckpointError, on all ranks, if the folder cannot be written or another run is writing into it.
     """
@@ -52,7 +52,7 @@ class Writer:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        mesh: Mesh,
+        world: int,
         rank: int,
         *,
         keep: int = 2,
@@ -63,12 +63,12 @@ class Writer:
     ) -> None:
         assert keep >= 1, f"keep {keep}"
         self._folder = Path(folder).absolute()
-        self._mesh = mesh
+        self._world = world
         self._rank = rank
         self._keep = keep
         self._background, self._streamed = background and not streamed, streamed
         self._time_limit = time_limit
-        self._ranks = ranks_of(group, mesh.world, rank)
+        self._ranks = ranks_of(group, world, rank)
         self._lock: int | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
@@ -96,6 +96,7 @@ class Writer:
     ) -> None:
         """Save the current values of `pieces` as the checkpoint of `step`.
 
+        Every rank gives the tensors that it holds a part of: a stage of a pipeline those of its device group.
         Tensors of the model are named ``model.<parameter>``, which `export` requires; tied weights are given once.
         `state` is JSON (no NaN; tuples come back as lists and integer keys as strings); rank 0's is stored. `assets`
         are small files by name, such as a tokenizer's; rank 0's are stored. `largest`: bounds on the magnitude of
@@ -103,39 +104,30 @@ class Writer:
         skips it.
 
         Waits for the previous save first, and raises its error, if any. Raises CheckpointError on all
-        ranks if a piece does not fit its layout, the state is not JSON, or the folder cannot be written.
+        ranks if a piece does not fit its layout and its groups, the state is not JSON, or the folder cannot be written.
         """
         self.wait()
         error: CheckpointError | None = None
         blocks: list[write_partition.WriteBlock] = []
-        what = Commit(step, self._mesh, {}, {})
+        mesh = Mesh(("rank", self._world))
+        what = Commit(step, mesh, {}, {})
         try:
             for name, piece in pieces.items():
-                if piece.layout.mesh != self._mesh:
-                    raise CheckpointError(
-                        f"{name}: its layout is on mesh {piece.layout.mesh.axes}, but this writer saves mesh "
-                        f"{self._mesh.axes}; give both the same mesh"
-                    )
+                check_world(name, piece, self._world)
                 check(name, piece, self._rank)
+            mesh = _mesh_of_run(pieces, self._world)
             check_state(state)
             files = _checked(assets or {})
-            what = Commit(step, self._mesh, json.loads(json.dumps(state)), files)
+            what = Commit(step, mesh, json.loads(json.dumps(state)), files)
             blocks = write_partition.blocks(pieces, self._rank)
             if not self._streamed:
                 self._copy(pieces, blocks)
         except CheckpointError as problem:
             error = problem
         partial, final = self._open_partial(step, error)
-        tensors = {
-            name: {
-                "shape": list(piece.layout.shape),
-                "dtype": dtype_name(piece.local.dtype),
-                "layout": str(piece.layout),
-            }
-            for name, piece in pieces.items()
-        }
+        tensors = {name: piece.description(self._world) for name, piece in pieces.items()}
         read = functools.partial(_block_of, pieces) if self._streamed else self._copied
-        part = Part(step, self._rank, self._mesh, partial, final, tensors, blocks, read, dict(largest or {}))
+        part = Part(step, self._rank, mesh, partial, final, tensors, blocks, read, dict(largest or {}))
         if self._background:
             # Not a daemon: the interpreter waits for a save that has begun.
             self._thread = threading.Thread(target=self._run, args=(part, what), name=f"checkpoint-{step}")
@@ -246,6 +238,24 @@ class Writer:
             elif not isinstance(error, GivenUpError):
                 part.report(error)
             self._error = explain(error, part.partial) if isinstance(error, OSError) else error
+
+
+def _mesh_of_run(pieces: Mapping[str, Piece], world: int) -> Mesh:
+    """The mesh of the tensors that all ranks of the run hold as one group; without such a tensor one axis of ranks.
+
+    Raises CheckpointError if there are several.
+    """
+    whole = {name: piece.layout.mesh for name, piece in pieces.items() if piece.spans(world)}
+    if not whole:
+        return Mesh(("rank", world))
+    first, mesh = next(iter(whole.items()))
+    for name, other in whole.items():
+        if other.axes != mesh.axes:
+            raise CheckpointError(
+                f"{name}: its layout is on mesh {other.axes}, but that of {first} is on mesh {mesh.axes}; give both "
+                "the same mesh"
+            )
+    return mesh
 
 
 def _block_of(pieces: Mapping[str, Piece], block: write_partition.WriteBlock) -> memoryview:

@@ -67,7 +67,7 @@ def save(
         moments, own["optimizer"] = collect(optimizer, ranks)
         pieces.update(moments)
     # Nothing trains meanwhile, so nothing has to be copied first.
-    with Writer(folder, handle.mesh, handle.rank, keep=1, streamed=True, group=ranks) as writer:
+    with Writer(folder, handle.mesh.world, handle.rank, keep=1, streamed=True, group=ranks) as writer:
         writer.save(step, pieces, {**state, **own}, assets=assets)
 
 

@@ -109,7 +109,7 @@ class RunCheckpoints:
         settings = self._config.checkpoint
         self._writer = Writer(
             self._folder,
-            self._handle.mesh,
+            self._handle.mesh.world,
             self._handle.rank,
             # Whether the newest is healthy is known after the next step only: one that is proved to be stays.
             keep=max(settings.keep, 2),
