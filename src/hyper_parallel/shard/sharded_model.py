@@ -25,6 +25,7 @@ from torch import nn
 from hyper_parallel.compat import collectives, fsdp
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.step_context import current_step
+from hyper_parallel.layout.device_group import DeviceGroup
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.dropout import Draw
@@ -77,6 +78,11 @@ class ShardedModel:
         return self.axes.rank
 
     @property
+    def world(self) -> int:
+        """The ranks of the run."""
+        return self.mesh.world * (1 if self.pipeline is None else len(self.pipeline.groups))
+
+    @property
     def coordinate(self) -> dict[str, int]:
         """This rank's index on each axis."""
         return self.axes.coordinate
@@ -99,9 +105,13 @@ class ShardedModel:
         """Every parameter once, in the model's order; tied ones under their first name."""
         layouts = self.plan.layouts()
         return [
-            ShardedParameter(name, layouts[name], parameter)
+            ShardedParameter(name, layouts[name], parameter, self.owners(name))
             for name, parameter in self.model.named_parameters()
         ]
+
+    def owners(self, name: str) -> tuple[DeviceGroup, ...]:
+        """The device groups of a pipeline that hold a parameter or buffer; empty without a pipeline."""
+        return () if self.pipeline is None else self.pipeline.holders(name)
 
     def owned(self) -> list[ShardedParameter]:
         """Those of `parameters` that this rank holds: all, but in a pipeline those of its stages. The others are on the

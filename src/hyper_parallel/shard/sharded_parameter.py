@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.layout.device_group import DeviceGroup
 from hyper_parallel.layout.layout import Layout
 
 
@@ -19,6 +20,8 @@ class ShardedParameter:
     """Its fully qualified name, the same as in the unsharded model."""
     layout: Layout
     parameter: nn.Parameter
+    owners: tuple[DeviceGroup, ...] = ()
+    """The device groups of a pipeline that hold it; empty without a pipeline."""
 
     @property
     def local(self) -> torch.Tensor:

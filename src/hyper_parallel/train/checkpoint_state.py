@@ -109,7 +109,7 @@ class RunCheckpoints:
         settings = self._config.checkpoint
         self._writer = Writer(
             self._folder,
-            self._handle.mesh.world,
+            self._handle.world,
             self._handle.rank,
             # Whether the newest is healthy is known after the next step only: one that is proved to be stays.
             keep=max(settings.keep, 2),
@@ -173,13 +173,29 @@ class RunCheckpoints:
         return bool(json.loads(agree(self._ranks(), None, json.dumps(told))))
 
     def _load(self, found: Found) -> RunState:
-        state = read(found.path, self._pieces(), rank=self._handle.rank)
+        state = self._read(found.path)
         try:
             self._optimizer.load_state(state["optimizer"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{found.path}: its optimizer's state is none that a run writes") from error
         self._last, self._at = found.path, found.step
         return RunState(**state["run"])
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Fill this rank's pieces; the state. A collective."""
+        pieces, rank = self._pieces(), self._handle.rank
+        if self._handle.pipeline is None:
+            return read(path, pieces, rank=rank)
+        ranks = self._ranks()
+        everywhere = {name for told in ranks.gather(json.dumps(list(pieces))) for name in json.loads(told)}
+        state, problem = {}, None
+        try:
+            state = read(path, pieces, rank=rank, elsewhere=everywhere - pieces.keys())
+        except CheckpointError as error:
+            problem = error
+        # A tensor of another shape is seen only by the ranks that hold it.
+        agree(ranks, problem)
+        return state
 
     def _pass_over_newer(self, found: Found) -> list[str]:
         """Have the checkpoints that are newer than this one passed over from now on; what to say."""
@@ -201,7 +217,7 @@ class RunCheckpoints:
         agree(self._ranks(), error)
 
     def _ranks(self) -> Ranks:
-        return ranks_of(_group(self._handle), self._handle.mesh.world, self._handle.rank)
+        return ranks_of(_group(self._handle), self._handle.world, self._handle.rank)
 
     def ruined(self, step: int, why: str) -> str | None:
         """The weights after `step` updates are ruined: have their checkpoint passed over, if there is one; what to say.
@@ -312,9 +328,11 @@ class RunCheckpoints:
 
 def model_shards(handle: ShardedModel) -> dict[str, Piece]:
     """Every parameter and persistent buffer as this rank holds it, by its name in a checkpoint: ``model.<name>``."""
-    pieces = {f"{MODEL}{p.name}": Piece(p.local, p.layout) for p in handle.owned()}
+    pieces = {f"{MODEL}{p.name}": Piece(p.local, p.layout, p.owners) for p in handle.owned()}
     for name, buffer in _persistent_buffers(handle.model):
-        pieces[f"{MODEL}{name}"] = Piece(buffer, Layout.replicated(handle.mesh, tuple(buffer.shape)))
+        if handle.pipeline is None or handle.pipeline.owns(name):
+            layout = Layout.replicated(handle.mesh, tuple(buffer.shape))
+            pieces[f"{MODEL}{name}"] = Piece(buffer, layout, handle.owners(name))
     return pieces
 
 
@@ -346,4 +364,4 @@ def _persistent_buffers(model: nn.Module) -> list[tuple[str, Any]]:
 def _group(handle: ShardedModel) -> Any:
     import torch.distributed as dist
 
-    return dist.group.WORLD if handle.mesh.world > 1 else None
+    return dist.group.WORLD if handle.world > 1 else None

@@ -93,8 +93,12 @@ class AdamW:
         pieces: dict[str, Piece] = {}
         for group in self._groups:
             for parameter, first, second in zip(group.parameters, group.first, group.second, strict=True):
-                pieces[f"optimizer.exp_avg.{parameter.name}"] = Piece(first, parameter.layout)
-                pieces[f"optimizer.exp_avg_sq.{parameter.name}"] = Piece(second, parameter.layout)
+                pieces[f"optimizer.exp_avg.{parameter.name}"] = Piece(
+                    first, parameter.layout, parameter.owners
+                )
+                pieces[f"optimizer.exp_avg_sq.{parameter.name}"] = Piece(
+                    second, parameter.layout, parameter.owners
+                )
         return pieces
 
     def tensors(self) -> dict[str, Tensor]:

@@ -129,7 +129,10 @@ class Muon:
     def pieces(self) -> dict[str, Piece]:
         """``optimizer.momentum.<parameter>`` for the hidden matrices, and AdamW's for the rest."""
         momenta = zip(self._hidden, self._momentum, strict=True)
-        mine = {f"optimizer.momentum.{p.name}": Piece(momentum, p.layout) for (p, _), momentum in momenta}
+        mine = {
+            f"optimizer.momentum.{p.name}": Piece(momentum, p.layout, p.owners)
+            for (p, _), momentum in momenta
+        }
         return {**mine, **self._others.pieces()}
 
     def tensors(self) -> dict[str, Tensor]:
