@@ -12,9 +12,9 @@ from harness.captured import micro_batches, recipe_of, text_batch
 from hyper_parallel.compat.fake_process_group import fake_mode, faked
 from hyper_parallel.graph import StepGraph, capture, executable, phase
 from hyper_parallel.graph.gradient_layout import owned
+from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.module_state import module_state
-from hyper_parallel.graph.partition import GRADIENT
 from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch

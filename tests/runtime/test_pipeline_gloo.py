@@ -9,7 +9,8 @@ import pytest
 
 from harness import run_ranks
 from harness.pipelines import Captured, even_cut
-from hyper_parallel.graph.partition import GRADIENT, by_modules
+from hyper_parallel.graph.gradient_sums import GRADIENT
+from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_graph import partition
 from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup

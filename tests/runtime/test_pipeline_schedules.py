@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from harness.pipelines import Captured, Tensors, even_cut
-from hyper_parallel.graph.partition import GRADIENT, by_modules
+from hyper_parallel.graph.gradient_sums import GRADIENT
+from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup

@@ -179,10 +179,10 @@ def test_ranks_agree_on_the_engine(folder: Path) -> None:
 def _later(rank: int, world: int, folder: Path) -> tuple[Ran, Ran]:
     """Rank 1 cannot capture steps with rows of several documents, and each batch is looked at for them."""
 
-    def capture(recipe: Any, shape: BatchShape, *more: Any) -> StepGraph:
+    def capture(recipe: Any, shape: BatchShape, *more: Any, **how: Any) -> StepGraph:
         if rank == 1 and any(shape.documents):
             raise CaptureError("no packed rows here")
-        return capture_step(recipe, shape, *more)
+        return capture_step(recipe, shape, *more, **how)
 
     graph_cache.capture_step = capture
     PackedText.several = None
@@ -199,7 +199,7 @@ def test_ranks_leave_the_graph_together_in_the_middle_of_a_run(folder: Path) -> 
         (folder / str(rank)).mkdir()
     found = run_ranks(_later, 2, folder)
     for rank, (graph, eager) in enumerate(found):
-        assert "the step as a graph" in graph.notes[0]
+        assert any("the step as a graph" in note for note in graph.notes)
         said = [note for note in graph.notes if "eagerly" in note]
         assert len(said) == 1 and said[0].startswith("no packed rows here" if rank else graph_cache.ELSEWHERE)
         assert differences(graph, eager) == {}

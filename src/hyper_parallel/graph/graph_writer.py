@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,8 +27,6 @@ class GraphWriter:
         self._storages = list(whole.storages)
         self._inputs: list[Input] = []
         self.made: dict[fx.Node, fx.Node] = {}
-        self._moved: dict[fx.Node, dict[int, int]] = {}
-        """Node to where its values lie in this graph, of storages that are made elsewhere."""
 
     def inputs(self, used: Collection[fx.Node]) -> None:
         """The whole graph's inputs and constants, those that are used."""
@@ -43,11 +42,15 @@ class GraphWriter:
 
     def given(self, node: fx.Node, name: str, kind: Kind, direction: Phase) -> None:
         """An input in place of a node that gives one tensor."""
+        self.made[node] = self.input_like(node, name, kind, direction)
+
+    def input_like(self, node: fx.Node, name: str, kind: Kind, direction: Phase) -> fx.Node:
+        """An input like the one tensor that a node gives."""
         (value,) = values_of(node)
-        made = self.made[node] = self._graph.placeholder(f"given_{node.name}")
-        storage = self._storage(span(value), value, name)
+        made = self._graph.placeholder(f"given_{node.name}")
         self._inputs.append(Input(name, kind))
-        self._arrives(node, made, value, direction, storage)
+        self._arrives(node, made, value, direction, self._storage(span(value), value, name))
+        return made
 
     def answered(self, node: fx.Node, direction: Phase) -> None:
         """A value that the host is asked for, in the order of its memory, in place of a node."""
@@ -63,28 +66,41 @@ class GraphWriter:
         made.meta.update(
             _meta(direction), value=replace(value, storage=storage), module=node.meta.get("module", "")
         )
-        self._moved[node] = {value.storage: storage}
 
-    def emit(self, node: fx.Node) -> None:
-        """A node of the whole graph."""
-        made = self._graph.node_copy(node, lambda source: self.made[source])
+    def emit(self, node: fx.Node, instead: dict[fx.Node, fx.Node] | None = None) -> fx.Node:
+        """A node of the whole graph. `instead`: nodes of this graph that it uses in place of what its arguments became,
+        or what those that were emitted with it became; it is then not what others find in `made`."""
+        known = self.made if instead is None else ChainMap(instead, self.made)
+        made = self._graph.node_copy(node, lambda source: known[source])
         made.meta = dict(node.meta)
         moved: dict[int, int] = {}
         for source in node.all_input_nodes:
-            moved.update(self._moved.get(source, {}))
+            moved.update(self._moved_to(source, known[source]))
         if moved and "value" in node.meta:
             made.meta["value"] = _placed(node.meta["value"], moved)
-            if made.meta["value"] != node.meta["value"]:
-                self._moved[node] = moved
         if moved and "writes" in node.meta:
             made.meta["writes"] = {moved.get(storage, storage) for storage in node.meta["writes"]}
-        self.made[node] = made
+        if instead is None:
+            self.made[node] = made
+        return made
+
+    @staticmethod
+    def _moved_to(node: fx.Node, made: fx.Node) -> dict[int, int]:
+        """Where the values of a node lie in this graph, of storages that are others here."""
+        pairs = zip(values_of(node), values_of(made), strict=True)
+        return {old.storage: new.storage for old, new in pairs if old.storage != new.storage}
 
     def added(self, target: Any, arguments: tuple[Any, ...], like: fx.Node) -> fx.Node:
         """A node that is not in the whole graph, with a result like another node's in memory of its own."""
         made = self._graph.call_function(target, arguments)
         (value,) = values_of(like)
         made.meta.update(like.meta, value=replace(value, storage=self._storage(span(value), value)))
+        return made
+
+    def added_in_place(self, target: Any, into: fx.Node, node: fx.Node) -> fx.Node:
+        """A node that is not in the whole graph and writes to `into`, beside the one whose region it shares."""
+        made = self._graph.call_function(target, (into, node))
+        made.meta.update(node.meta, value=into.meta["value"])
         return made
 
     def host(

@@ -33,14 +33,14 @@ from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.collective_groups import is_collective
+from hyper_parallel.graph.data_flow import data_sources
+from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.ir import StepGraph, Value, values_of
-from hyper_parallel.graph.memory_effects import draws_random, touched, writes
+from hyper_parallel.graph.memory_effects import draws_random, writes
 from hyper_parallel.graph.regions import region_of
 
 _OF_BATCH = frozenset({"input", "buffer", "constant"})
 _OF_WEIGHTS = frozenset({"parameter", "buffer", "constant"})
-GRADIENT = "gradient."
-"""How the outputs that are gradients begin."""
 _ADD = torch.ops.aten.add.Tensor
 
 StageOf = Callable[[str], int | None]
@@ -133,19 +133,6 @@ def label(step: StepGraph, stage_of: StageOf, stages: int, *, check_writes: bool
     if check_writes:
         _check_writes(step, labels)
     return labels
-
-
-def data_sources(step: StepGraph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """Each computing node to the nodes that have computed what it uses: its arguments, and the last write to each
-    storage that it touches."""
-    wrote: dict[int, fx.Node] = {}
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in step.nodes:
-        before = {source for source in node.all_input_nodes if source.op == "call_function"}
-        before |= {wrote[storage] for storage in touched(node) if storage in wrote}
-        found[node] = frozenset(before - {node})
-        wrote.update(dict.fromkeys(writes(node), node))
-    return found
 
 
 def _is_backward(node: fx.Node) -> bool:

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from torch import fx
 
+from hyper_parallel.graph.data_flow import Needs, data_sources, needed, sources, stops
 from hyper_parallel.graph.graph_writer import GraphWriter
 from hyper_parallel.graph.ir import Kind, StepGraph
 from hyper_parallel.graph.memory_effects import writes
-from hyper_parallel.graph.partition import data_sources
 from hyper_parallel.graph.phase import Phase
-
-Needs = Mapping[fx.Node, Collection[fx.Node]]
-"""Each computing node to the ones whose results it uses (`partition.data_sources`)."""
-
-
-def needed(needs: Needs, wanted: Collection[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """The computing nodes that the wanted ones need, without what only the given ones need."""
-    left = [node for node in wanted if node in needs and node not in given]
-    found: set[fx.Node] = set()
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left.extend(source for source in needs[node] if source not in given)
-    return found
-
-
-def sources(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """The arguments of these nodes."""
-    return {source for node in nodes for source in node.all_input_nodes}
 
 
 def subgraph(
@@ -51,7 +31,8 @@ def subgraph(
     """
     lasting = set(step.outside)
     also = [node for node in step.nodes if writes(node) & lasting] if effects else []
-    nodes = needed(data_sources(step) if needs is None else needs, [*wanted.values(), *also], given)
+    needs = data_sources(step) if needs is None else needs
+    nodes = needed(needs, [*wanted.values(), *also], stops(needs, given))
     used = sources(nodes) | set(wanted.values())
     writer = GraphWriter(step)
     writer.inputs(used)

@@ -127,7 +127,8 @@ def _order(step: StepGraph, buckets: Sequence[Sequence[fx.Node]]) -> list[fx.Nod
         if is_wait(node) and begun(node) in instead:
             wish[node] = (place[instead[begun(node)]] + 0.5, place[node])
             for user in node.users:
-                needs[instead.get(user, user)] |= waits[instead[begun(node)]]
+                if user is not step.output:
+                    needs[instead.get(user, user)] |= waits[instead[begun(node)]]
     return priority_order(left, needs, wish)
 
 

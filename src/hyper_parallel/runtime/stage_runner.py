@@ -16,10 +16,11 @@ from torch import Tensor
 from hyper_parallel.compat.dispatch import below_autograd
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import executable
+from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.graph_writer import span
 from hyper_parallel.graph.ir import values_of
 from hyper_parallel.graph.memory_effects import writes
-from hyper_parallel.graph.partition import GRADIENT, Crossing
+from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.graph.suspension import HOST, HostPoint
 

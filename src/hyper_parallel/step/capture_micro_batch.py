@@ -15,22 +15,22 @@ from hyper_parallel.graph import StepGraph, capture
 from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.module_state import module_state
-from hyper_parallel.graph.partition import GRADIENT
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.micro_batch import MICRO_FIELDS, blank_micro_batch, gradients_to, loss_of, trained
+from hyper_parallel.step.micro_batch import (
+    LOSS,
+    MICRO_FIELDS,
+    WEIGHT,
+    blank_micro_batch,
+    boundary_values,
+    gradients_to,
+    loss_of,
+    trained,
+)
 from hyper_parallel.step.recipe import Recipe
-
-LOSS = "loss"
-WEIGHT = "weight."
-"""How the names of gathered weights begin."""
-ROWS = "rows."
-"""How the names of the counts of tokens by expert begin; an experts module's name follows."""
-UNREDUCED, UNSUMMED = f"{GRADIENT}unreduced:", f"{GRADIENT}unsummed:"
-"""How gradients begin that are not reduced over shards, or not summed over copies."""
 
 
 def capture_micro_batch(
@@ -155,16 +155,7 @@ class _Body:
                 micro_batches=self._micro_batches,
                 last=True,
             )
-        routing, boundaries = self._recipe.handle.routing, self._boundaries
-        counts = routing.counts if routing is not None else {}
-        return {
-            LOSS: loss,
-            **{f"{GRADIENT}{name}": one for name, one in self.gradients.items()},
-            **{f"{ROWS}{name}": one for name, one in counts.items()},
-            **{f"{WEIGHT}{n}": one for n, one in enumerate(boundaries.gathered)},
-            **{f"{UNREDUCED}{n}": one for n, one in enumerate(boundaries.unreduced)},
-            **{f"{UNSUMMED}{n}": one for n, one in enumerate(boundaries.unsummed)},
-        }
+        return boundary_values(self._recipe.handle, self._boundaries, loss, self.gradients)
 
     def _keep(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None:

@@ -37,8 +37,17 @@ from hyper_parallel.shard.gradient_clipping import clip_gradients
 from hyper_parallel.shard.graph_passes import recompute_pass
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.packed_documents import several_documents
+from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.micro_batch import MICRO_FIELDS, blank_micro_batch, gradients_to, loss_of, trained
+from hyper_parallel.step.micro_batch import (
+    MICRO_FIELDS,
+    WEIGHT,
+    blank_micro_batch,
+    boundary_values,
+    gradients_to,
+    loss_of,
+    trained,
+)
 from hyper_parallel.step.optimizer import Optimizer, build_optimizer
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 
@@ -68,16 +77,36 @@ class BatchShape:
         shapes = ((batch.input_ids.size(0), batch.input_ids.size(1)) for batch in micro)
         return cls(tuple(shapes), several)
 
+    @property
+    def count(self) -> int:
+        """The number of micro-batches."""
+        return len(self.micro_batches)
 
-def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str = "cpu") -> StepGraph:
+    @property
+    def each(self) -> BatchShape | None:
+        """The shape of a step of one of the micro-batches; None where there is one, or they differ."""
+        if self.count == 1 or len(set(self.micro_batches)) > 1 or len(set(self.documents)) > 1:
+            return None
+        return BatchShape(self.micro_batches[:1], self.documents[:1])
+
+
+def capture_step(
+    recipe: Recipe, shape: BatchShape, device: torch.device | str = "cpu", *, one_of: int | None = None
+) -> StepGraph:
     """The graph of one rank's step. The model was parallelized in the traceable lowering; it may be on the meta device.
 
     The inputs are named ``parameter.<name>``, ``buffer.<name>``, the names of the optimizer's tensors, and those of
     `batch_inputs`. It is written for any routing of tokens to experts; under a `StepContext.even_load` for one
     that spreads evenly, which is quick for any number of experts, right for costs, and refused by
     `graph.executable`. Raises CaptureError where the step cannot be followed.
+
+    `one_of`: the one micro-batch of the shape stands for so many, and the graph returns what it can be cut at: the
+    outputs of `capture_micro_batch`.
     """
     mode = fake_mode_with_symbols()
+    boundaries = None if one_of is None else GatherBoundaries()
+    if boundaries is not None:
+        recipe = replace(recipe, handle=replace(recipe.handle, gathers=boundaries))
     handle, model = recipe.handle, recipe.model.train()
     with faked(model, mode, device):
         # Built outside of the mode, so that its tensors are inputs and their making is no part of the step.
@@ -87,7 +116,16 @@ def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str =
             step = torch.zeros((), dtype=torch.int64, device=device)
             tokens = torch.ones((), device=device)
             lr_scale = torch.ones((), dtype=torch.float64)
-        body = _Body(replace(recipe, optimizer=optimizer), micro, shape.documents, step, tokens, lr_scale)
+        body = _Body(
+            replace(recipe, optimizer=optimizer),
+            micro,
+            shape.documents,
+            step,
+            tokens,
+            lr_scale,
+            one_of,
+            boundaries,
+        )
         tensors = {
             **state(handle, optimizer),
             **{
@@ -148,8 +186,11 @@ class _Body:
         step: Tensor,
         tokens: Tensor,
         lr_scale: Tensor,
+        one_of: int | None,
+        boundaries: GatherBoundaries | None,
     ) -> None:
         self._recipe, self._micro, self._documents = recipe, micro, documents
+        self._count, self._boundaries = one_of or len(micro), boundaries
         self._step, self._tokens, self._lr_scale = step, tokens, lr_scale
         self._names = trained(recipe)
         self._of: dict[nn.Parameter, Tensor] = {}
@@ -167,7 +208,9 @@ class _Body:
         with gradients_to(recipe, self._add):
             for index in range(len(self._micro)):
                 with micro_batch(index):
-                    total = total + self._accumulate(index)
+                    loss = self._accumulate(index)
+                    total = total + loss
+        shown = {} if self._boundaries is None else self._shown(self._boundaries, loss)
         for parameter, gradient in self._of.items():
             parameter.grad = gradient
         with phase("clip"):
@@ -181,7 +224,19 @@ class _Body:
             recipe.optimizer.step(self._lr_scale)
             if recipe.router_bias_rate:
                 update_biases(recipe.model, loads, recipe.router_bias_rate)
-        return {}
+        return shown
+
+    def _shown(self, boundaries: GatherBoundaries, loss: Tensor) -> dict[str, Tensor]:
+        """What the graph can be cut at."""
+        handle = self._recipe.handle
+        shown = boundary_values(handle, boundaries, loss, self.gradients)
+        if handle.strategy.memory.shard == "parameters":
+            # Gathered in each micro-batch: what is returned would be kept.
+            shown = {name: value for name, value in shown.items() if not name.startswith(WEIGHT)}
+        with torch.no_grad():
+            # What runs once a step changes gradients in place, under other names than those that are shown.
+            self._of = {parameter: gradient.view_as(gradient) for parameter, gradient in self._of.items()}
+        return shown
 
     def _accumulate(self, index: int) -> Tensor:
         recipe, micro = self._recipe, self._micro[index]
@@ -192,7 +247,7 @@ class _Body:
             self._step,
             self._tokens,
             documents=self._documents[index],
-            micro_batches=len(self._micro),
+            micro_batches=self._count,
             last=last,
         )
 

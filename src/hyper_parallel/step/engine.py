@@ -60,7 +60,9 @@ def try_graph(
     budget = None
     if memory.device is not None:
         budget = Budget(config.effective_strategy, device, str(Path(config.out).absolute()), handle.rank)
-    graphs = Graphs(Recipe.of(config, shadow), device, artifacts, budget)
+    graphs = Graphs(
+        Recipe.of(config, shadow), device, artifacts, budget, whole=config.train.profile is not None
+    )
     train = config.train
     batches = Batches(text.train, text.order, train.batch, config.micro_batch, handle, torch.device("cpu"))
     shape = BatchShape.of(batches.load(0, 0).micro)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import fx
 
 from hyper_parallel.errors import BudgetError, CaptureError, CompileError, GraphError, HyperParallelError
 from hyper_parallel.graph import Executable, Pass, StepGraph, executable
@@ -21,6 +22,7 @@ from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.pass_pipeline import passes
+from hyper_parallel.step.accumulation import AccumulatedExecutable, accumulating
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.recipe import Recipe
@@ -38,7 +40,7 @@ class Captured:
 
     step: StepGraph
     """What runs: where layers are compiled, each is a node."""
-    executable: Executable
+    executable: Executable | AccumulatedExecutable
     plain: StepGraph
     """The same before compiling."""
     runtime: Runtime | None = None
@@ -46,6 +48,12 @@ class Captured:
     load: float | None = None
     """How many times their even share of the rows a rank's experts may get within the budget; None where no size
     depends on it."""
+
+    def graph_of(self, node: fx.Node) -> StepGraph:
+        """Of the graphs that run, the one that has a node."""
+        run = self.executable
+        parts = run.graphs.parts if isinstance(run, AccumulatedExecutable) else (self.step,)
+        return next((part for part in parts if part.graph is node.graph), self.step)
 
 
 class Graphs:
@@ -57,14 +65,18 @@ class Graphs:
         device: torch.device | str,
         artifacts: Path | None = None,
         budget: Budget | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run; `artifacts`:
         the folder of what is compiled for it, None to compile nothing; `budget`: the memory that steps may use; with
-        one nothing is compiled. Where collectives are ordered, all ranks must ask for the same shapes in every step."""
+        one nothing is compiled; `whole`: steps are captured with all their micro-batches, as they are under a budget,
+        and not one for all. Where collectives are ordered, all ranks must ask for the same shapes in every step."""
         assert artifacts is None or budget is None, "what is compiled holds what no plan knows of"
         self.shadow, self._device, self._artifacts = shadow, device, artifacts
         self.ordered, self.budget = True, budget
         """Whether collectives may leave the order of the model's code, and the budget."""
+        self._whole = whole or budget is not None
         self._captured: dict[BatchShape, Captured] = {}
         self.refused: str | None = None
         """Why a shape could not be captured; None while every one could."""
@@ -116,7 +128,10 @@ class Graphs:
 
     def _capture(self, shape: BatchShape) -> Captured:
         begun = time.perf_counter()
-        step = capture_step(self.shadow, shape, self._device)
+        each = None if self._whole else shape.each
+        step = capture_step(
+            self.shadow, each or shape, self._device, one_of=None if each is None else shape.count
+        )
         plain = rewritten(step, self._passes())
         log.info(
             "the step as a graph: %d nodes, captured in %.1f s (%s)",
@@ -126,8 +141,15 @@ class Graphs:
         )
         if self.budget is not None:
             return self._planned(plain, self.budget, self.shadow.handle.strategy.memory.expert_load)
-        run = self._compiled(plain)
-        return Captured(run, executable(run), plain)
+        return self._runnable(plain, shape)
+
+    def _runnable(self, plain: StepGraph, shape: BatchShape) -> Captured:
+        """Compiled where that is wanted; of one micro-batch for all where it was captured so."""
+        if self._whole or shape.each is None:
+            run = self._compiled(plain)
+            return Captured(run, executable(run), plain)
+        graphs = accumulating(plain, self.shadow.handle.strategy.memory.shard)
+        return Captured(plain, AccumulatedExecutable.of(graphs, shape.count, self._compiled), plain)
 
     def _passes(self) -> tuple[Pass, ...]:
         """The passes of every step, but for the budget's, which is run again where experts get more rows."""
@@ -212,8 +234,7 @@ class Graphs:
         """Compile nothing, and forget what was compiled."""
         self._artifacts = None
         self._captured = {
-            shape: Captured(graph.plain, executable(graph.plain), graph.plain)
-            for shape, graph in self._captured.items()
+            shape: self._runnable(graph.plain, shape) for shape, graph in self._captured.items()
         }
 
 

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from hyper_parallel.graph import phase
+from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED
+from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.packed_documents import documents_known
+from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.recipe import Recipe
 
 MICRO_FIELDS = ("input_ids", "labels", "position_ids", "rows")
 """The fields of a `MicroBatch` that are inputs of a graph."""
+
+
+LOSS = "loss"
+WEIGHT = "weight."
+"""How the names of gathered weights begin."""
+ROWS = "rows."
+"""How the names of the counts of tokens by expert begin; an experts module's name follows."""
+
+
+def boundary_values(
+    handle: ShardedModel, boundaries: GatherBoundaries, loss: Tensor, gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The outputs of a captured micro-batch, by name: all that others are added to, and all that it can be cut at."""
+    counts = handle.routing.counts if handle.routing is not None else {}
+    return {
+        LOSS: loss,
+        **{f"{GRADIENT}{name}": one for name, one in gradients.items()},
+        **{f"{ROWS}{name}": one for name, one in counts.items()},
+        **{f"{WEIGHT}{n}": one for n, one in enumerate(boundaries.gathered)},
+        **{f"{UNREDUCED}{n}": one for n, one in enumerate(boundaries.unreduced)},
+        **{f"{UNSUMMED}{n}": one for n, one in enumerate(boundaries.unsummed)},
+    }
 
 
 def blank_micro_batch(rows: int, length: int, device: torch.device | str) -> MicroBatch:

@@ -26,7 +26,7 @@ def post_mortem(graph: Captured, error: BaseException, handle: ShardedModel, ste
     node = graph.executable.node_of(error)
     if node is None:
         return OutOfMemoryError(f"step {step + 1}: out of memory outside of the step's graph: {error}")
-    said = describe(graph.step, node, handle.strategy, head_of(handle.model))
+    said = describe(graph.graph_of(node), node, handle.strategy, head_of(handle.model))
     return OutOfMemoryError(f"step {step + 1}: out of memory {said}")
 
 

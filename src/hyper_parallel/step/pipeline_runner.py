@@ -10,15 +10,16 @@ from torch import Tensor
 
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import Executable, StepGraph, executable
+from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.ir import Value
 from hyper_parallel.graph.module_state import module_state
-from hyper_parallel.graph.partition import GRADIENT
 from hyper_parallel.launch import logs
 from hyper_parallel.runtime.interpreter import Interpreter
 from hyper_parallel.runtime.transfers import ProcessTransfers
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.step.batches import MicroBatch, StepBatch
-from hyper_parallel.step.capture_micro_batch import LOSS, ROWS, batch_of, fields_of
+from hyper_parallel.step.capture_micro_batch import batch_of, fields_of
+from hyper_parallel.step.micro_batch import LOSS, ROWS
 from hyper_parallel.step.pipeline_plan import PipelinePlan
 from hyper_parallel.step.pipeline_stages import parameter_of
 

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.partition import GRADIENT, Labels, StageOf, contributions, label
+from hyper_parallel.graph.data_flow import Needs, needed, seen_through, sources, stops
+from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED, gradient_sums
+from hyper_parallel.graph.partition import Labels, StageOf, contributions, label
 from hyper_parallel.graph.stage_graph import Partition, partition
-from hyper_parallel.graph.subgraph import Needs, needed, sources, subgraph
-from hyper_parallel.step.capture_micro_batch import UNREDUCED, UNSUMMED, WEIGHT
+from hyper_parallel.graph.subgraph import subgraph
+from hyper_parallel.step.micro_batch import WEIGHT
 from hyper_parallel.strategy.memory import ShardLevel
 
 _PART = "#"
@@ -41,6 +43,8 @@ class PipelineStages:
     """Parameter to the parts of its gradient that `sums` come to."""
     needs: Needs
     """Data flow of `whole`."""
+    stop: frozenset[fx.Node]
+    """Nodes behind which `reduce` needs nothing."""
     users: Mapping[str, frozenset[int]]
     """Parameter or buffer, as ``parameter.<name>``, to the stages that use it."""
 
@@ -69,7 +73,7 @@ class PipelineStages:
 
     def _needs(self, part: fx.Node) -> frozenset[fx.Node]:
         ends = set(self.sums.values())
-        return frozenset((sources(needed(self.needs, [part], ends)) | {part}) & ends)
+        return frozenset((sources(needed(self.needs, [part], self.stop)) | {part}) & ends)
 
     def _inputs(self, stages: Collection[int]) -> set[str]:
         return {entry.name for number in stages for entry in self.partition.stages[number].step.inputs}
@@ -96,32 +100,27 @@ def pipeline_stages(
     nodes = whole.returned
     parts = contributions(whole, labels)
     weights = {
-        name: node
+        name: seen_through(node)
         for name, node in nodes.items()
         if name.startswith(WEIGHT) and (level != "parameters" or len(_using(node, labels)) > 1)
     }
-    sums = _sums(nodes, parts, labels, level)
-    ends = set(sums.values())
-    reduced = {
-        name.removeprefix(GRADIENT): tuple(found)
-        for name, found in parts.items()
-        if name.startswith(GRADIENT)
-        and not name.startswith((UNREDUCED, UNSUMMED))
-        and all(_only_reduces(needs, part, ends) for part in found)
-    }
-    flat = [part for found in reduced.values() for part in found]
-    used = sources(needed(needs, flat, ends)) | set(flat)
-    sums = {name: node for name, node in sums.items() if node in used}
+    cut_at = gradient_sums(
+        nodes, parts, needs, lambda name: level == "optimizer" or len(_stages(parts[name], labels)) > 1
+    )
     each_time = {
         name: node
         for name, node in nodes.items()
-        if not name.startswith((WEIGHT, UNREDUCED, UNSUMMED)) and name.removeprefix(GRADIENT) not in reduced
+        if not name.startswith((WEIGHT, UNREDUCED, UNSUMMED))
+        and name.removeprefix(GRADIENT) not in cut_at.reduced
     }
     given = {node: name for name, node in weights.items()}
-    wanted = {**each_time, **sums}
+    wanted = {**each_time, **cut_at.sums}
     micro = rewrite(subgraph(whole, wanted, given, "parameter", "forward", effects=True, needs=needs))
+    stop = stops(needs, set(cut_at.sums.values()))
     cut = partition(micro, stage_of, stages)
-    return PipelineStages(whole, cut, weights, sums, reduced, needs, _users(whole, needs, cut, weights))
+    return PipelineStages(
+        whole, cut, weights, cut_at.sums, cut_at.reduced, needs, stop, _users(whole, needs, cut, weights)
+    )
 
 
 def _stages(nodes: Collection[fx.Node], labels: Labels) -> set[int]:
@@ -137,38 +136,6 @@ def _using(node: fx.Node, labels: Labels) -> set[int]:
         seen.update(more)
         left += more
     return _stages(seen, labels)
-
-
-def _sums(
-    nodes: Mapping[str, fx.Node],
-    parts: Mapping[str, list[fx.Node]],
-    labels: Labels,
-    level: ShardLevel,
-) -> dict[str, fx.Node]:
-    """The gradients at which reductions can be cut off, by their names.
-
-    Before the reduction over shards where the level keeps them whole, or where several stages have a part in them; else
-    before the sum over copies.
-    """
-    found = {
-        name: node
-        for name, node in nodes.items()
-        if name.startswith(UNREDUCED) and (level == "optimizer" or len(_stages(parts[name], labels)) > 1)
-    }
-    behind, left = set(found.values()), list(found.values())
-    while left:
-        more = [user for user in left.pop().users if user not in behind]
-        behind.update(more)
-        left += more
-    late = {name: node for name, node in nodes.items() if name.startswith(UNSUMMED) and node not in behind}
-    return found | late
-
-
-def _only_reduces(needs: Needs, part: fx.Node, ends: set[fx.Node]) -> bool:
-    """Whether a part of a gradient is computed from sums alone."""
-    nodes = needed(needs, [part], ends)
-    taken = sources(nodes) | {part}
-    return bool(taken & ends) and taken <= ends | nodes
 
 
 def _users(

@@ -13,6 +13,7 @@ from hyper_parallel.graph.profile import Profiler
 from hyper_parallel.launch import Worker
 from hyper_parallel.report import page, perfetto
 from hyper_parallel.simulator import simulate
+from hyper_parallel.step.accumulation import AccumulatedExecutable
 from hyper_parallel.step.graph_cache import Captured
 from hyper_parallel.trace import Timeline
 from hyper_parallel.units import format_duration
@@ -40,7 +41,7 @@ class Profiling:
         self._graph: Captured | None = None
         self._profiler: Profiler | None = None
 
-    def runner(self, graph: Captured) -> Executable | Profiler:
+    def runner(self, graph: Captured) -> Executable | AccumulatedExecutable | Profiler:
         """What runs the next step: the graph as it is, or with a clock."""
         self._seen += 1
         if self._seen <= SKIPPED or self._config.steps == 0:
