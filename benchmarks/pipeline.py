@@ -1,0 +1,147 @@
+"""Our pipeline runtime beside torch.distributed.pipelining on CPU workers: python benchmarks/pipeline.py
+
+The same Llama with the same weights, cut into the same stages at the same layers, the same loss code, schedule and
+micro-batches, in the same processes over gloo: 2 workers with one thread each. A step is the forward and the backward
+passes of all micro-batches with the gradients added up; neither side has an optimizer.
+
+Blocks of four steps, ours · theirs · theirs · ours or the reverse, drawn at random; a step's time is that of the slowest
+worker after a barrier. The ratio ours / theirs is that of the median steps, its 95% interval a bootstrap over blocks;
+`paired` is the median of the blocks' own ratios. Before that both give a loss and gradients, which are compared, and
+the order in which each rank ran its actions. Peaks of memory are those of other processes, whose allocations are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import random
+import socket
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import allocations
+import torch.multiprocessing as mp
+from measure import paired_ratio, write
+from pipeline_workers import PEERS, Case, worker
+
+CASES = {
+    "hidden 64": Case(64, 4, sequence=32, micro_batches=8),
+    "hidden 128": Case(128, 4, sequence=128, micro_batches=8),
+    "hidden 256, 4 micro-batches": Case(256, 8, sequence=128, micro_batches=4),
+    "hidden 256": Case(256, 8, sequence=128, micro_batches=8),
+    "hidden 512": Case(512, 8, sequence=256, micro_batches=8),
+}
+BLOCKS = {64: 100, 128: 80, 256: 50, 512: 25}
+"""By hidden size."""
+
+
+def ratio_of_medians(blocks: Sequence[tuple[float, float]], seed: int = 0) -> dict[str, float]:
+    """The ratio of the median steps, ours / theirs, with a 95% interval: a bootstrap over blocks."""
+
+    def ratio(drawn: Sequence[tuple[float, float]]) -> float:
+        ours, theirs = zip(*drawn, strict=True)
+        return statistics.median(ours) / statistics.median(theirs)
+
+    draw = random.Random(seed)
+    found = sorted(ratio(draw.choices(blocks, k=len(blocks))) for _ in range(4000))
+    return {
+        "ratio": ratio(blocks),
+        "low": found[int(0.025 * len(found))],
+        "high": found[int(0.975 * len(found))],
+    }
+
+
+def started(case: Case, names: Sequence[str], world: int, blocks: int, library: Path | None) -> Any:
+    """What rank 0 of `world` new processes answers; with `library` they count allocations, and take no times."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    processes = [
+        context.Process(target=worker, args=(rank, world, port, case, names, blocks, bool(library), answers))
+        for rank in range(world)
+    ]
+    usual = dict(os.environ)
+    if library is not None:
+        os.environ.update(allocations.environment(library))
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(usual)
+    while True:
+        try:
+            answer = answers.get(timeout=5)
+            break
+        except queue.Empty:
+            assert all(process.exitcode in (None, 0) for process in processes), "a worker failed"
+    for process in processes:
+        process.join()
+    return answer
+
+
+def run(case: Case, names: Sequence[str], world: int, blocks: int, library: Path | None) -> dict[str, Any]:
+    """A case's result, by the schedule's name."""
+    before = os.getloadavg()[0]
+    result: dict[str, Any] = started(case, names, world, blocks, None)
+    memory = started(case, names, world, 0, library) if library is not None else {}
+    for name, found in result.items():
+        times = found.pop("seconds")
+        ours, theirs = zip(*times, strict=True)
+        found.update(ratio_of_medians(times), paired=paired_ratio(ours, theirs), load_before=before)
+        if name in memory:
+            found["peak_bytes"] = memory[name]["peak_bytes"]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--case", choices=[*CASES], action="append")
+    parser.add_argument("--schedule", choices=[*PEERS], action="append")
+    parser.add_argument("--workers", type=int, default=2, help="more than there are cores are oversubscribed")
+    parser.add_argument("--blocks", type=int, help="of each case; as many as its size needs where left out")
+    parser.add_argument(
+        "--no-memory", action="store_true", help="leave out the peaks, which need a C compiler"
+    )
+    given = parser.parse_args()
+    names = given.schedule or [*PEERS]
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        library = None if given.no_memory else allocations.compiled(folder)
+        for title in given.case or CASES:
+            case = CASES[title]
+            blocks = given.blocks or BLOCKS[case.hidden]
+            found = run(case, names, given.workers, blocks, library)
+            result[title] = {"case": vars(case), "schedules": found}
+            for name, one in found.items():
+                peak = one.get("peak_bytes", {"ours": 0.0, "theirs": 1.0})
+                print(
+                    f"{title}, {name}: ours {one['paired']['ours_s'] * 1e3:.1f} ms, theirs "
+                    f"{one['paired']['theirs_s'] * 1e3:.1f} ms, ratio {one['ratio']:.3f} (95%: {one['low']:.3f} to "
+                    f"{one['high']:.3f}; paired {one['paired']['ratio']:.3f}, {one['paired']['high']:.3f}), memory "
+                    f"{peak['ours'] / peak['theirs']:.2f}, gradients differ by {one['difference']['gradient']:.0e}, "
+                    f"same order {one['same_order']}",
+                    flush=True,
+                )
+    cores = os.cpu_count() or 1
+    print(
+        write(
+            "pipeline",
+            {
+                "workers": given.workers,
+                "threads": 1,
+                "oversubscribed": given.workers > cores,
+                "cases": result,
+            },
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
