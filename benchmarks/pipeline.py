@@ -4,10 +4,12 @@ The same Llama with the same weights, cut into the same stages at the same layer
 micro-batches, in the same processes over gloo: 2 workers with one thread each. A step is the forward and the backward
 passes of all micro-batches with the gradients added up; neither side has an optimizer.
 
-Blocks of four steps, ours · theirs · theirs · ours or the reverse, drawn at random; a step's time is that of the slowest
-worker after a barrier. The ratio ours / theirs is that of the median steps, its 95% interval a bootstrap over blocks;
-`paired` is the median of the blocks' own ratios. Before that both give a loss and gradients, which are compared, and
-the order in which each rank ran its actions. Peaks of memory are those of other processes, whose allocations are counted.
+Blocks of four steps, ours · theirs · theirs · ours or the reverse, drawn at random; a step's time is that of the
+slowest worker after a barrier. The ratio ours / theirs is that of the median steps, its 95% interval a bootstrap over
+blocks; `paired` is the median of the blocks' own ratios. First the losses, the gradients, and the orders in which each
+rank ran its actions are compared. Each block waits until other processes leave the cores idle, for some seconds at
+most, and what they took during it is recorded. Peaks of memory are those of other processes, whose allocations are
+counted.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 import allocations
 import torch.multiprocessing as mp
 from measure import paired_ratio, write
-from pipeline_workers import PEERS, Case, worker
+from pipeline_workers import PEERS, Block, Case, worker
 
 CASES = {
     "hidden 64": Case(64, 4, sequence=32, micro_batches=8),
@@ -55,7 +57,9 @@ def ratio_of_medians(blocks: Sequence[tuple[float, float]], seed: int = 0) -> di
     }
 
 
-def started(case: Case, names: Sequence[str], world: int, blocks: int, library: Path | None) -> Any:
+def started(
+    case: Case, names: Sequence[str], world: int, blocks: int, patience: float, library: Path | None
+) -> Any:
     """What rank 0 of `world` new processes answers; with `library` they count allocations, and take no times."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -63,7 +67,9 @@ def started(case: Case, names: Sequence[str], world: int, blocks: int, library: 
     context = mp.get_context("spawn")
     answers = context.Queue()
     processes = [
-        context.Process(target=worker, args=(rank, world, port, case, names, blocks, bool(library), answers))
+        context.Process(
+            target=worker, args=(rank, world, port, case, names, blocks, patience, bool(library), answers)
+        )
         for rank in range(world)
     ]
     usual = dict(os.environ)
@@ -86,15 +92,23 @@ def started(case: Case, names: Sequence[str], world: int, blocks: int, library: 
     return answer
 
 
-def run(case: Case, names: Sequence[str], world: int, blocks: int, library: Path | None) -> dict[str, Any]:
+def run(
+    case: Case, names: Sequence[str], world: int, blocks: int, patience: float, library: Path | None
+) -> dict[str, Any]:
     """A case's result, by the schedule's name."""
     before = os.getloadavg()[0]
-    result: dict[str, Any] = started(case, names, world, blocks, None)
-    memory = started(case, names, world, 0, library) if library is not None else {}
+    result: dict[str, Any] = started(case, names, world, blocks, patience, None)
+    memory = started(case, names, world, 0, patience, library) if library is not None else {}
     for name, found in result.items():
-        times = found.pop("seconds")
+        measured: list[Block] = found.pop("blocks")
+        times = [(one.ours, one.theirs) for one in measured]
         ours, theirs = zip(*times, strict=True)
-        found.update(ratio_of_medians(times), paired=paired_ratio(ours, theirs), load_before=before)
+        found.update(
+            ratio_of_medians(times),
+            paired=paired_ratio(ours, theirs),
+            other_cores_busy=statistics.median(one.others for one in measured),
+            load_before=before,
+        )
         if name in memory:
             found["peak_bytes"] = memory[name]["peak_bytes"]
     return result
@@ -117,7 +131,7 @@ def main() -> None:
         for title in given.case or CASES:
             case = CASES[title]
             blocks = given.blocks or BLOCKS[case.hidden]
-            found = run(case, names, given.workers, blocks, library)
+            found = run(case, names, given.workers, blocks, given.patience, library)
             result[title] = {"case": vars(case), "schedules": found}
             for name, one in found.items():
                 peak = one.get("peak_bytes", {"ours": 0.0, "theirs": 1.0})
@@ -126,7 +140,7 @@ def main() -> None:
                     f"{one['paired']['theirs_s'] * 1e3:.1f} ms, ratio {one['ratio']:.3f} (95%: {one['low']:.3f} to "
                     f"{one['high']:.3f}; paired {one['paired']['ratio']:.3f}, {one['paired']['high']:.3f}), memory "
                     f"{peak['ours'] / peak['theirs']:.2f}, gradients differ by {one['difference']['gradient']:.0e}, "
-                    f"same order {one['same_order']}",
+                    f"same order {one['same_order']}, other processes {one['other_cores_busy']:.2f} cores",
                     flush=True,
                 )
     cores = os.cpu_count() or 1

@@ -1,12 +1,14 @@
-"""One rank of `pipeline.py`: the same stages by our runtime and by torch.distributed.pipelining, on the same weights."""
+"""One rank of `pipeline.py`: the same stages and weights under our runtime and torch.distributed.pipelining."""
 
 from __future__ import annotations
 
 import gc
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -304,16 +306,53 @@ def differences(ours: System, theirs: System) -> dict[str, float]:
     return {"gradient": float(found[0]), "loss": float(found[1])}
 
 
-def measured(ours: System, theirs: System, world: int, blocks: int, seed: int) -> list[tuple[float, float]]:
-    """Seconds of two steps of each, for each block: both orders of ABBA, drawn at random, equal on all ranks."""
+@dataclass(frozen=True)
+class Block:
+    """What a block came to."""
+
+    ours: float
+    """Seconds of a step: the mean of two."""
+    theirs: float
+    others: float
+    """Cores that other processes kept busy meanwhile."""
+
+
+def busy_seconds() -> float:
+    """What all cores have computed since the machine was started."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for_quiet(patience: float, share: float = 0.1, look: float = 0.2) -> None:
+    """Wait until other processes leave the cores alone, `patience` seconds at most."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        before = busy_seconds()
+        time.sleep(look)
+        if busy_seconds() - before < share * look * (os.cpu_count() or 1):
+            return
+
+
+def measured(
+    ours: System, theirs: System, rank: int, world: int, blocks: int, patience: float, seed: int
+) -> list[Block]:
+    """Blocks of four steps in either order of ABBA, drawn at random, the same on all ranks."""
     draw = random.Random(seed)
-    found: list[tuple[float, float]] = []
+    found: list[Block] = []
     for _ in range(blocks):
         first = draw.random() < 0.5
         spent = {True: 0.0, False: 0.0}
+        if rank == 0:
+            wait_for_quiet(patience)
+        dist.barrier()
+        own, all_cores, begun = time.process_time(), busy_seconds(), time.perf_counter()
         for mine in (first, not first, not first, first):
             spent[mine] += timed((ours if mine else theirs).step, world)
-        found.append((spent[True] / 2, spent[False] / 2))
+        together = torch.tensor(time.process_time() - own)
+        dist.all_reduce(together)
+        others = busy_seconds() - all_cores - float(together)
+        seconds = time.perf_counter() - begun
+        found.append(Block(spent[True] / 2, spent[False] / 2, max(0.0, others) / seconds))
     return found
 
 
@@ -342,6 +381,7 @@ def worker(
     case: Case,
     names: Sequence[str],
     blocks: int,
+    patience: float,
     memory: bool,
     answers: Any,
 ) -> None:
@@ -382,7 +422,7 @@ def worker(
         if memory:
             result[name]["peak_bytes"] = peaks(*both)
         else:
-            result[name]["seconds"] = measured(*both, world, blocks, seed=len(result))
+            result[name]["blocks"] = measured(*both, rank, world, blocks, patience, len(result))
     if rank == 0:
         answers.put(result)
     dist.barrier()

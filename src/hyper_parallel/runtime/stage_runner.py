@@ -1,7 +1,8 @@
 """Runs the tasks of one pipeline stage: a generator of the stage's graph for each micro-batch in flight.
 
 Between two tasks of a micro-batch the generator holds what the forward pass has saved, and frees it as the backward
-pass uses it. Gradients of weights are added up in the order in which micro-batches arrive here.
+pass uses it. Gradients of weights are added up in the order in which micro-batches arrive here, each as soon as it is
+computed, so that those of a whole stage are in memory once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class StageRunner:
     def __init__(self, stage: Stage, state: Mapping[str, Tensor]) -> None:
         """`state`: parameters and buffers by the names of the graph's inputs."""
         self.stage = stage
-        self._run = executable(stage.step)
+        self._run = executable(stage.step, deliver=(GRADIENT, self._add))
         self._state = state
         self._changed = _changed_ports(stage)
         """Ports whose values the stage writes to; from a stage of the same rank they are that stage's own memory."""
@@ -89,12 +90,16 @@ class StageRunner:
         del self._in_flight[micro_batch]
         with torch.no_grad():
             for name, value in returned.items():
-                into = self.gradients if name.startswith(GRADIENT) else self.totals
-                key = name.removeprefix(GRADIENT)
-                if key in into:
-                    into[key].add_(value)
-                else:
-                    into[key] = value
+                self._add(name, value)
+
+    def _add(self, name: str, value: Tensor) -> None:
+        """Add an output of a micro-batch; of the first one it is kept as it is."""
+        into = self.gradients if name.startswith(GRADIENT) else self.totals
+        key = name.removeprefix(GRADIENT)
+        if key in into:
+            into[key].add_(value)
+        else:
+            into[key] = value
 
     def clear(self) -> None:
         """Begin a new step; micro-batches of one that failed are dropped."""
