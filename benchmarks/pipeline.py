@@ -15,6 +15,7 @@ counted.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import random
@@ -22,23 +23,25 @@ import socket
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import allocations
 import torch.multiprocessing as mp
-from measure import paired_ratio, write
-from pipeline_workers import PEERS, Block, Case, worker
+from measure import RESULTS, paired_ratio, write
+from pipeline_workers import PEERS, Block, Case, Effort, worker
 
 CASES = {
     "hidden 64": Case(64, 4, sequence=32, micro_batches=8),
     "hidden 128": Case(128, 4, sequence=128, micro_batches=8),
-    "hidden 256, 4 micro-batches": Case(256, 8, sequence=128, micro_batches=4),
     "hidden 256": Case(256, 8, sequence=128, micro_batches=8),
-    "hidden 512": Case(512, 8, sequence=256, micro_batches=8),
+    "hidden 256, 4 micro-batches": Case(256, 8, sequence=128, micro_batches=4),
+    "hidden 512": Case(512, 4, sequence=128, micro_batches=4),
 }
-BLOCKS = {64: 100, 128: 80, 256: 50, 512: 25}
+BLOCKS = {64: 100, 128: 60, 256: 30, 512: 30}
 """By hidden size."""
+RESULT = RESULTS / "pipeline.json"
 
 
 def ratio_of_medians(blocks: Sequence[tuple[float, float]], seed: int = 0) -> dict[str, float]:
@@ -57,19 +60,15 @@ def ratio_of_medians(blocks: Sequence[tuple[float, float]], seed: int = 0) -> di
     }
 
 
-def started(
-    case: Case, names: Sequence[str], world: int, blocks: int, patience: float, library: Path | None
-) -> Any:
-    """What rank 0 of `world` new processes answers; with `library` they count allocations, and take no times."""
+def started(case: Case, names: Sequence[str], world: int, effort: Effort, library: Path | None) -> Any:
+    """What rank 0 of `world` new processes answers. `library` is that of `allocations`, where they are counted."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
     answers = context.Queue()
     processes = [
-        context.Process(
-            target=worker, args=(rank, world, port, case, names, blocks, patience, bool(library), answers)
-        )
+        context.Process(target=worker, args=(rank, world, port, case, names, effort, answers))
         for rank in range(world)
     ]
     usual = dict(os.environ)
@@ -92,13 +91,11 @@ def started(
     return answer
 
 
-def run(
-    case: Case, names: Sequence[str], world: int, blocks: int, patience: float, library: Path | None
-) -> dict[str, Any]:
+def run(case: Case, names: Sequence[str], world: int, effort: Effort, library: Path | None) -> dict[str, Any]:
     """A case's result, by the schedule's name."""
     before = os.getloadavg()[0]
-    result: dict[str, Any] = started(case, names, world, blocks, patience, None)
-    memory = started(case, names, world, 0, patience, library) if library is not None else {}
+    result: dict[str, Any] = started(case, names, world, effort, None)
+    memory = started(case, names, world, replace(effort, blocks=0), library) if library is not None else {}
     for name, found in result.items():
         measured: list[Block] = found.pop("blocks")
         times = [(one.ours, one.theirs) for one in measured]
@@ -120,41 +117,52 @@ def main() -> None:
     parser.add_argument("--schedule", choices=[*PEERS], action="append")
     parser.add_argument("--workers", type=int, default=2, help="more than there are cores are oversubscribed")
     parser.add_argument("--blocks", type=int, help="of each case; as many as its size needs where left out")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for the blocks of each schedule")
+    parser.add_argument(
+        "--patience", type=float, default=5.0, help="seconds to wait for idle cores before a block"
+    )
     parser.add_argument(
         "--no-memory", action="store_true", help="leave out the peaks, which need a C compiler"
     )
     given = parser.parse_args()
     names = given.schedule or [*PEERS]
-    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         library = None if given.no_memory else allocations.compiled(folder)
         for title in given.case or CASES:
             case = CASES[title]
-            blocks = given.blocks or BLOCKS[case.hidden]
-            found = run(case, names, given.workers, blocks, given.patience, library)
-            result[title] = {"case": vars(case), "schedules": found}
+            effort = Effort(given.blocks or BLOCKS[case.hidden], given.seconds, given.patience)
+            found = run(case, names, given.workers, effort, library)
             for name, one in found.items():
-                peak = one.get("peak_bytes", {"ours": 0.0, "theirs": 1.0})
-                print(
-                    f"{title}, {name}: ours {one['paired']['ours_s'] * 1e3:.1f} ms, theirs "
-                    f"{one['paired']['theirs_s'] * 1e3:.1f} ms, ratio {one['ratio']:.3f} (95%: {one['low']:.3f} to "
-                    f"{one['high']:.3f}; paired {one['paired']['ratio']:.3f}, {one['paired']['high']:.3f}), memory "
-                    f"{peak['ours'] / peak['theirs']:.2f}, gradients differ by {one['difference']['gradient']:.0e}, "
-                    f"same order {one['same_order']}, other processes {one['other_cores_busy']:.2f} cores",
-                    flush=True,
-                )
-    cores = os.cpu_count() or 1
-    print(
-        write(
-            "pipeline",
-            {
-                "workers": given.workers,
-                "threads": 1,
-                "oversubscribed": given.workers > cores,
-                "cases": result,
-            },
-        )
+                print(f"{title}, {given.workers} workers, {name}: {described(one)}", flush=True)
+            keep(f"{title}, {given.workers} workers", case, given.workers, found)
+
+
+def described(found: dict[str, Any]) -> str:
+    """One schedule's result in a line."""
+    paired = found["paired"]
+    memory = ""
+    if "peak_bytes" in found:
+        memory = f"memory {found['peak_bytes']['ours'] / found['peak_bytes']['theirs']:.2f}, "
+    return (
+        f"ours {paired['ours_s'] * 1e3:.1f} ms, theirs {paired['theirs_s'] * 1e3:.1f} ms, ratio {found['ratio']:.3f} "
+        f"(95%: {found['low']:.3f} to {found['high']:.3f}), paired {paired['ratio']:.3f} ({paired['low']:.3f} to "
+        f"{paired['high']:.3f}), {memory}gradients differ by {found['difference']['gradient']:.0e}, same order "
+        f"{found['same_order']}, other processes {found['other_cores_busy']:.2f} cores"
     )
+
+
+def keep(title: str, case: Case, workers: int, found: dict[str, Any]) -> None:
+    """Write a case's result into the file; other cases, and schedules not measured now, stay as they were."""
+    cases: dict[str, Any] = json.loads(RESULT.read_text())["cases"] if RESULT.exists() else {}
+    before = cases.get(title, {}).get("schedules", {})
+    cases[title] = {
+        "case": vars(case),
+        "workers": workers,
+        "threads": 1,
+        "oversubscribed": workers > (os.cpu_count() or 1),
+        "schedules": before | found,
+    }
+    write("pipeline", {"cases": cases})
 
 
 if __name__ == "__main__":

@@ -92,6 +92,10 @@ PEERS = {
 }
 
 
+FEWEST = 8
+"""Blocks, whatever time they take."""
+
+
 class System(Protocol):
     """One of the two runtimes, with its stages of this rank."""
 
@@ -307,6 +311,18 @@ def differences(ours: System, theirs: System) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class Effort:
+    """How long a schedule is measured."""
+
+    blocks: int
+    """At most; 0 counts allocations instead."""
+    seconds: float
+    """After which no block begins, once there are a few."""
+    patience: float
+    """Seconds to wait for idle cores before each block."""
+
+
+@dataclass(frozen=True)
 class Block:
     """What a block came to."""
 
@@ -333,17 +349,20 @@ def wait_for_quiet(patience: float, share: float = 0.1, look: float = 0.2) -> No
             return
 
 
-def measured(
-    ours: System, theirs: System, rank: int, world: int, blocks: int, patience: float, seed: int
-) -> list[Block]:
+def measured(ours: System, theirs: System, rank: int, world: int, effort: Effort, seed: int) -> list[Block]:
     """Blocks of four steps in either order of ABBA, drawn at random, the same on all ranks."""
     draw = random.Random(seed)
     found: list[Block] = []
-    for _ in range(blocks):
+    until = time.monotonic() + effort.seconds
+    for _ in range(effort.blocks):
         first = draw.random() < 0.5
         spent = {True: 0.0, False: 0.0}
+        over = torch.tensor(len(found) >= FEWEST and time.monotonic() > until)
+        dist.broadcast(over, 0)
+        if over:
+            break
         if rank == 0:
-            wait_for_quiet(patience)
+            wait_for_quiet(effort.patience)
         dist.barrier()
         own, all_cores, begun = time.process_time(), busy_seconds(), time.perf_counter()
         for mine in (first, not first, not first, first):
@@ -380,9 +399,7 @@ def worker(
     port: int,
     case: Case,
     names: Sequence[str],
-    blocks: int,
-    patience: float,
-    memory: bool,
+    effort: Effort,
     answers: Any,
 ) -> None:
     """`pipeline.py`'s rank; rank 0 answers, by the schedule's name."""
@@ -419,10 +436,10 @@ def worker(
             "difference": differences(*both),
             "captured_s": seconds,
         }
-        if memory:
+        if not effort.blocks:
             result[name]["peak_bytes"] = peaks(*both)
         else:
-            result[name]["blocks"] = measured(*both, rank, world, blocks, patience, len(result))
+            result[name]["blocks"] = measured(*both, rank, world, effort, len(result))
     if rank == 0:
         answers.put(result)
     dist.barrier()
