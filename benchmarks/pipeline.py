@@ -30,7 +30,8 @@ from typing import Any
 import allocations
 import torch.multiprocessing as mp
 from measure import RESULTS, paired_ratio, write
-from pipeline_workers import PEERS, Block, Case, Effort, worker
+from pipeline_timing import Block, Effort
+from pipeline_workers import PEERS, Case, worker
 
 CASES = {
     "hidden 64": Case(64, 4, sequence=32, micro_batches=8),
