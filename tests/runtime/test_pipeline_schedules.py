@@ -20,6 +20,7 @@ from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup
 from hyper_parallel.runtime.build_program import pipeline_program
 from hyper_parallel.runtime.interpreter import Interpreter
+from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.schedule import Costs, ScheduleName, auto_schedule, named_schedule
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.verify.families import FAMILIES
@@ -86,6 +87,26 @@ def _run(schedule: Schedule) -> tuple[Tensors, Partition]:
         for name, value in [*((GRADIENT + n, v) for n, v in one.gradients.items()), *one.totals.items()]:
             made[name] = made[name] + value if name in made else value
     return made, cut
+
+
+def test_what_goes_back_is_sent_before_the_gradients_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    weight, send = StageRunner.weight, _Memory.send
+
+    def noted_weight(self: StageRunner, micro_batch: int) -> None:
+        if self.stage.number == 1:
+            done.append(f"weights {micro_batch}")
+        weight(self, micro_batch)
+
+    def noted_send(self: _Memory, key: Any, target: int, value: Tensor) -> None:
+        if target == 0:
+            done.append(f"send {key[1]}")
+        send(self, key, target, value)
+
+    monkeypatch.setattr(StageRunner, "weight", noted_weight)
+    monkeypatch.setattr(_Memory, "send", noted_send)
+    _run(named_schedule("1f1b", 2, MICRO))
+    assert done == [f"{what} {at}" for at in range(MICRO) for what in ("send", "weights")]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -11,6 +11,7 @@ its operators go straight to the kernels, under autograd, whose bookkeeping the 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +30,9 @@ from hyper_parallel.graph.tier_ops import OPERATORS
 
 Host = Callable[[HostPoint, Sequence[torch.Tensor]], torch.Tensor | None]
 """(point, values) to the answer, None where the graph wants none."""
+
+Deliver = Callable[[str, torch.Tensor], None]
+"""(name of an output, value), called when the value is computed and the rest of the graph does not use its memory."""
 
 _PLAIN = (int, float, str, bool, type(None))
 
@@ -91,10 +95,16 @@ class Cache(Protocol):
 
 
 def executable(
-    step: StepGraph, stamp: Callable[[], None] | None = None, cache: Cache | None = None
+    step: StepGraph,
+    stamp: Callable[[], None] | None = None,
+    cache: Cache | None = None,
+    *,
+    deliver: tuple[str, Deliver] | None = None,
 ) -> Executable:
     """The Python function of a graph. `stamp` is called before the first node and after each, when what dies with it
-    was let go. `cache` runs the cache operators and updates of a graph that has some.
+    was let go. `cache` runs the cache operators and updates of a graph that has some. `deliver`: a prefix, and what is
+    given the outputs whose names begin with it, each as soon as it is computed; these are not returned, so that they
+    need not all be in memory at the end. Outputs that share memory are returned all the same.
 
     Raises CaptureError for a step that was captured for costs, whose sizes are of rows that spread evenly.
     """
@@ -103,18 +113,29 @@ def executable(
             "this graph takes tokens to spread evenly over the experts, and is right for costs only; capture the step "
             "without a `StepContext.even_load` to run it"
         )
-    writer = _Writer(step, stamp, cache)
+    early = _early(step, deliver[0]) if deliver else {}
+    writer = _Writer(step, stamp, cache, early)
+    if deliver:
+        writer.names["deliver"] = deliver[1]
     source = writer.source()
     namespace = writer.names
     exec(compile(source, f"<step graph of {len(writer.last)} nodes>", "exec"), namespace)
     names = tuple(entry.name for entry in step.inputs)
-    return Executable(names, tuple(step.outputs), source, namespace["step"], writer.lines)
+    returned = tuple(name for name in step.outputs if name not in writer.delivered)
+    return Executable(names, returned, source, namespace["step"], writer.lines)
 
 
 class _Writer:
     """Writes the source; what has no literal form is given to it by name."""
 
-    def __init__(self, step: StepGraph, stamp: Callable[[], None] | None, cache: Cache | None) -> None:
+    def __init__(
+        self,
+        step: StepGraph,
+        stamp: Callable[[], None] | None,
+        cache: Cache | None,
+        early: Mapping[fx.Node, Sequence[tuple[str, fx.Node]]],
+    ) -> None:
+        """`early`: nodes to the outputs that are delivered behind them."""
         self.step, self._cache = step, cache
         self.names: dict[str, Any] = {**step.constants, **({"stamp": stamp} if stamp else {})}
         self.last: dict[fx.Node, list[fx.Node]] = {}
@@ -136,6 +157,12 @@ class _Writer:
                 self.last[before].remove(node)
                 self.last.setdefault(behind, []).append(node)
                 self._emptied.setdefault(behind, []).append(node)
+        self._early = early
+        self.delivered = {name for outputs in early.values() for name, _ in outputs}
+        for behind, outputs in early.items():
+            for _, node in outputs:
+                self.last[step.output].remove(node)
+                self.last.setdefault(behind, []).append(node)
 
     def source(self) -> str:
         """The whole function."""
@@ -153,8 +180,11 @@ class _Writer:
             elif node.op == "get_attr":
                 body.append(f"{self._variable(node)} = {node.target}")
             elif node.op == "output":
-                body.append(f"return {self._rendered(node.args[0])}")
+                values = zip(self.step.outputs, node.args[0], strict=True)
+                kept = tuple(value for name, value in values if name not in self.delivered)
+                body.append(f"return {self._rendered(kept)}")
                 break
+            body += [f"deliver({name!r}, {self._variable(one)})" for name, one in self._early.get(node, [])]
             body += [f"empty({self._variable(source)})" for source in self._emptied.get(node, [])]
             dead = [self._variable(source) for source in self.last.get(node, [])]
             if dead:
@@ -200,6 +230,35 @@ class _Writer:
         name = f"c{len(self.names)}"
         self.names[name] = value
         return name
+
+
+def _early(step: StepGraph, prefix: str) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
+    """The outputs whose names begin with `prefix` and whose memory nothing else has, with their names, by the last
+    node that uses their memory."""
+    returned = Counter(value.storage for node in _returned(step) for value in values_of(node))
+    kept = set(step.outside)
+    died: dict[int, fx.Node] = {}
+    for node in step.nodes:
+        used = touched(node) | {value.storage for value in values_of(node)}
+        if is_wait(node):
+            used |= touched(begun(node))
+        if node.target is HOST:
+            kept |= used
+        died.update(dict.fromkeys(used, node))
+    found: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
+    for name, node in zip(step.outputs, _returned(step), strict=True):
+        value = node.meta.get("value")
+        if not name.startswith(prefix) or node.op != "call_function" or not isinstance(value, Value):
+            continue
+        if returned[value.storage] == 1 and value.storage not in kept:
+            found.setdefault(died[value.storage], []).append((name, node))
+    return found
+
+
+def _returned(step: StepGraph) -> Sequence[fx.Node]:
+    """The nodes that the graph returns, in the order of its outputs."""
+    values: Any = step.output.args[0]
+    return tuple(values)
 
 
 def _empty(x: torch.Tensor) -> None:

@@ -4,6 +4,9 @@
 what each may block on). Values that cross between stages of one group stay in memory. Before the first step every rank
 compares the sizes of what it sends and receives with the others: a larger send into a smaller receive would abort a
 process on gloo, and hang on NCCL.
+
+A backward pass that runs whole computes the gradients of its inputs first. They are sent before the gradients of
+weights are computed, so that the stage before waits for less.
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ class Interpreter:
         self._device = next(iter(state.values())).device
         self._transfers = transfers
         self._values: dict[tuple[str, int | None], Tensor] = {}
+        self._weights_left: tuple[StageRunner, int] | None = None
+        """The stage and micro-batch of a backward pass that has its gradients of weights still to compute."""
 
     def run(
         self, batches: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor] | None = None
@@ -75,13 +80,17 @@ class Interpreter:
                 f"the program is for {self._program.micro_batches} micro-batches, and {len(batches)} are given"
             )
         self._values.clear()
+        self._weights_left = None
         for runner in self._runners.values():
             runner.begin(weights or {})
         for place, one in enumerate(self._instructions):
             try:
+                if not self._may_precede_weights(one):
+                    self._end_backward()
                 self._do(one, batches)
             except HyperParallelError as error:
                 raise type(error)(f"{self._group.name}, instruction {place}, {one}: {error}") from error
+        self._end_backward()
         self._transfers.drain()
         runners = self._runners.values()
         return StepValues(
@@ -126,9 +135,23 @@ class Interpreter:
         else:
             made = runner.input(micro_batch, given)
             if task.kind is TaskKind.BACKWARD:
-                runner.weight(micro_batch)
+                self._weights_left = runner, micro_batch
         for port, value in made.items():
             self._values[port, micro_batch] = value
+
+    def _may_precede_weights(self, one: Instruction) -> bool:
+        """Whether an instruction is part of sending what a backward pass gives. Waiting for what comes is not: there
+        is work to do meanwhile."""
+        if isinstance(one, Wait):
+            return self._program.ports[one.port].group == self._group.name
+        return isinstance(one, Send | Recv)
+
+    def _end_backward(self) -> None:
+        """Compute the gradients of weights that a backward pass has left."""
+        if self._weights_left is not None:
+            runner, micro_batch = self._weights_left
+            self._weights_left = None
+            runner.weight(micro_batch)
 
     def _peer(self, group: str) -> int:
         """The rank of another group with this rank's place in its mesh."""

@@ -1,7 +1,8 @@
 """Runs the tasks of one pipeline stage: a generator of the stage's graph for each micro-batch in flight.
 
 Between two tasks of a micro-batch the generator holds what the forward pass has saved, and frees it as the backward
-pass uses it. Gradients of weights are added up in the order in which micro-batches arrive here.
+pass uses it. Gradients of weights are added up in the order in which micro-batches arrive here, each as soon as it is
+computed, so that those of a whole stage are in memory once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class StageRunner:
     def __init__(self, stage: Stage, state: Mapping[str, Tensor]) -> None:
         """`state`: parameters and buffers by the names of the graph's inputs."""
         self.stage = stage
-        self._run = executable(stage.step)
+        self._run = executable(stage.step, deliver=(GRADIENT, self._add))
         self._state = state
         self._weights: Mapping[str, Tensor] = {}
         self._kept = _kept(stage)
@@ -95,14 +96,16 @@ class StageRunner:
         del self._in_flight[micro_batch]
         with torch.no_grad():
             for name, value in returned.items():
-                into = self.gradients if name.startswith(GRADIENT) else self.totals
-                key = name.removeprefix(GRADIENT)
-                if key in into:
-                    into[key].add_(value)
-                else:
-                    into[key] = (
-                        value if name in self._kept else value.clone(memory_format=torch.contiguous_format)
-                    )
+                self._add(name, value)
+
+    def _add(self, name: str, value: Tensor) -> None:
+        """Add an output of a micro-batch; of the first one it is kept as it is where nothing else has its memory."""
+        into = self.gradients if name.startswith(GRADIENT) else self.totals
+        key = name.removeprefix(GRADIENT)
+        if key in into:
+            into[key].add_(value)
+        else:
+            into[key] = value if name in self._kept else value.clone()
 
     def begin(self, weights: Mapping[str, Tensor]) -> None:
         """Begin a new step, in which the graph is given these weights too; micro-batches of one that failed are
