@@ -110,6 +110,17 @@ def sheets(timeline: Timeline) -> list[Sheet]:
     return [sheet for sheet in made if sheet.rows]
 
 
+def task_sheets(timeline: Timeline) -> list[Sheet]:
+    """The tables of a Timeline whose ops are tasks of pipeline stages: there are no kernels to count."""
+    made = [
+        _balance(timeline),
+        _sums("time by phase", "phase", timeline.by_phase(), timeline.step, ordered=True),
+        *(_kinds(timeline, tier) for tier in timeline.trace.tiers),
+        *(_alive(timeline, tier) for tier in timeline.trace.tiers),
+    ]
+    return [sheet for sheet in made if sheet.rows]
+
+
 def _balance(timeline: Timeline) -> Sheet:
     """The parts of a rank's step, which add up to it."""
     bubbles, step = timeline.bubbles, timeline.step
