@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -58,6 +58,9 @@ class CapturedStages:
     """By the names of the captured model's parameters, what one rank keeps."""
     update: StepGraph
     """A whole step of the captured model, which has clipping and the update."""
+    model: nn.Module
+    """The captured model, parallelized on one rank of a stage's mesh."""
+    plan: Plan
 
     @property
     def stages(self) -> int:
@@ -99,26 +102,9 @@ def capture_stages(
                 f"{len(keep)} of the {len(modules)} layers were captured, in {len(chosen)} of the {stages} stages; "
                 "the others are like one of these"
             )
-            return CapturedStages(
-                counts,
-                given is not None,
-                found.partition,
-                alike,
-                found.storages,
-                found.resident,
-                found.update,
-            )
+            return replace(found, counts=counts, given=given is not None, captured=alike)
         say("what crosses is not between neighbours; capturing all layers")
-    found = capture.cut(None, counts, layers)
-    return CapturedStages(
-        counts,
-        given is not None,
-        found.partition,
-        tuple(range(stages)),
-        found.storages,
-        found.resident,
-        found.update,
-    )
+    return replace(capture.cut(None, counts, layers), given=given is not None)
 
 
 def _given(given: Sequence[int], stages: int, layers: int, name: str) -> tuple[int, ...]:
@@ -173,14 +159,6 @@ def _between_neighbours(found: Partition) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Cut:
-    partition: Partition
-    storages: frozenset[str]
-    resident: Mapping[str, Resident]
-    update: StepGraph
-
-
 class _Capture:
     """Captures a model, or a smaller one with some of its layers, on rank 0 of a stage's mesh."""
 
@@ -195,7 +173,7 @@ class _Capture:
         with fake_ranks(strategy.axes.world, 0), StepContext(even_load=1.0).installed():
             return self._captured(self._recipe(model, strategy), strategy)
 
-    def cut(self, keep: Sequence[int] | None, counts: Sequence[int], layers: str) -> _Cut:
+    def cut(self, keep: Sequence[int] | None, counts: Sequence[int], layers: str) -> CapturedStages:
         """The stages of the layers `keep`, or of all, with `counts` layers each."""
         model, strategy = self._smaller(keep)
         with fake_ranks(strategy.axes.world, 0), StepContext(even_load=1.0).installed():
@@ -203,9 +181,18 @@ class _Capture:
             shape = ((micro_batch(self._config), self._config.data.sequence),)
             whole = capture_step(recipe, BatchShape(shape, (False,)))
             step = self._captured(recipe, strategy)
-            storages = frozenset(one.storage for one in recipe.handle.plan.parameters.values())
-        made = partition(step, layer_stages(layers, counts, step), len(counts))
-        return _Cut(made, storages, resident_of(whole), whole)
+            handle = recipe.handle
+        return CapturedStages(
+            counts=tuple(counts),
+            given=False,
+            partition=partition(step, layer_stages(layers, counts, step), len(counts)),
+            captured=tuple(range(len(counts))),
+            storages=frozenset(one.storage for one in handle.plan.parameters.values()),
+            resident=resident_of(whole),
+            update=whole,
+            model=handle.model,
+            plan=handle.plan,
+        )
 
     def _smaller(self, keep: Sequence[int] | None) -> tuple[nn.Module, Strategy]:
         found = layers_in(self._model, self._plan)
