@@ -23,6 +23,7 @@ from hyper_parallel.runtime.stage_costs import border_bytes, sum_bytes
 from hyper_parallel.schedule import Costs, Schedule
 from hyper_parallel.simulator.simulate import source_of
 from hyper_parallel.step.out_of_memory import head_of
+from hyper_parallel.strategy import Axes
 from hyper_parallel.trace import Timeline
 from hyper_parallel.workload import flops_of_model
 
@@ -114,7 +115,7 @@ def predict_pipeline(
         peak_flops=device.peak(dtype),
         capacity={"device": device.memory.bytes / device.memory.ranks},
     )
-    notes += _notes(found, count)
+    notes += _notes(found, count, strategy.axes)
     return Prediction(
         timeline,
         strategy,
@@ -128,8 +129,15 @@ def predict_pipeline(
     )
 
 
-def _notes(found: CapturedStages, count: int) -> list[str]:
+def _notes(found: CapturedStages, count: int, axes: Axes) -> list[str]:
     told = []
+    inside = [axis for axis in axes.order[axes.outside :] if axes.degree(axis) > 1]
+    outside = [axis for axis in axes.order[: axes.outside] if axes.degree(axis) > 1]
+    if outside and not inside:
+        told.append(
+            "axes.pipeline is the innermost axis, so that each device group's own mesh is spread over the machine; "
+            "name it first in strategy.axes to keep a group's ranks together"
+        )
     if not found.given:
         told.append(
             f"the layers were cut by predicted times; strategy.pipeline.layers={list(found.counts)} keeps this cut"

@@ -9,7 +9,7 @@ from typing import Any
 from hyper_parallel.graph import Kind, Lifetime
 from hyper_parallel.report import table
 from hyper_parallel.report.pipeline import PipelineFigures
-from hyper_parallel.report.sheets import facts, heading, task_sheets
+from hyper_parallel.report.sheets import heading, task_facts, task_sheets
 from hyper_parallel.report.table import render
 from hyper_parallel.step.out_of_memory import remedies
 from hyper_parallel.strategy import Strategy
@@ -133,9 +133,8 @@ class Prediction:
 
 def _pipeline_text(timeline: Timeline, pipeline: PipelineFigures, width: int) -> str:
     """Figures and tables of a Timeline of tasks, which has no operators."""
-    shown = [fact for fact in facts(timeline) if not fact.name.startswith("masked")]
     tables = [*pipeline.sheets(), *task_sheets(timeline)]
-    return render(heading(timeline), shown, tables, timeline.word, width)
+    return render(heading(timeline), task_facts(timeline), tables, timeline.word, width)
 
 
 def _alive(peak: Peak) -> tuple[list[Lifetime], dict[Kind, int]]:

@@ -6,7 +6,7 @@ from data that is embedded as JSON: times in nanoseconds, each the difference fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -22,6 +22,7 @@ from hyper_parallel.report.sheets import (
     heading,
     sheets,
     shown_together,
+    task_facts,
     task_sheets,
 )
 from hyper_parallel.trace import KINDS, Op, Span, Timeline
@@ -44,7 +45,7 @@ def page(
         "title": escape(title),
         "word": escape(shown_together(shown)),
         "headings": "".join(f"<p>{badge(one.word)} {escape(_behind_badge(one))}</p>" for one in shown),
-        "facts": _facts(shown),
+        "facts": _facts(shown, facts if pipeline is None else task_facts),
         "pipeline": "".join(map(gantt, shown)) if pipeline else "",
         "timelines": "".join(_frame(number, one) for number, one in enumerate(shown)),
         "tables": _tables(shown) if pipeline is None else _pipeline_tables(shown[0], pipeline),
@@ -68,10 +69,10 @@ def _told_apart(shown: Sequence[Timeline]) -> list[str]:
     ]
 
 
-def _facts(shown: Sequence[Timeline]) -> str:
+def _facts(shown: Sequence[Timeline], of_timeline: Callable[[Timeline], list[Fact]]) -> str:
     """A card for each figure, with the values of all timelines."""
     tags = [f"<small>{escape(tag)}</small>" for tag in _told_apart(shown)] if len(shown) > 1 else [""]
-    found = [{fact.name: fact for fact in facts(timeline)} for timeline in shown]
+    found = [{fact.name: fact for fact in of_timeline(timeline)} for timeline in shown]
     names = dict.fromkeys(name for one in found for name in one)
     cards = []
     for name in names:
