@@ -191,12 +191,16 @@ def test_recomputation_takes_time_and_saves_memory() -> None:
     assert 1.15 < again.timeline.step / kept.timeline.step < 1.5
 
 
-def test_a_tied_embedding_is_summed_over_the_groups_that_use_it() -> None:
-    # In one dtype on one rank, so that weights are used as they are stored.
-    plain: dict[str, Any] = {"precision": {}, "pipeline": {"layers": [2, 2]}}
-    apart, tied = (_predicted({"pipeline": 2}, model, **plain) for model in ("llama", "gpt2"))
+@pytest.mark.parametrize("axes", [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "shard": 2}])
+def test_a_tied_embedding_is_summed_over_the_groups_that_use_it(axes: dict[str, int]) -> None:
+    apart, tied = (
+        _predicted(axes, model, pipeline={"layers": [2, 2]}, memory={"shard": "gradients"})
+        for model in ("llama", "gpt2")
+    )
     assert "reduce" not in apart.timeline.by_phase()
     assert tied.timeline.by_phase()["reduce"].communication > 0
+    # Hidden states cross in bfloat16, and no weights.
+    assert _stages(tied)[0].sent == pytest.approx(2048 * 4096 * 2, rel=0.01)
 
 
 def test_auto_is_no_longer_than_1f1b() -> None:

@@ -9,7 +9,8 @@ need no rules of their own. Each stage becomes one StepGraph with suspension poi
 Labels, in this order:
 
 1. Forward nodes that depend on the batch and on buffers alone (positions, masks, rotary tables) are repeated in each
-   stage that needs them, with every in-place write to their storages.
+   stage that needs them, with every in-place write to their storages. So are those that depend on parameters alone
+   (casts, gathers) where several stages need them.
 2. The module that a node belongs to gives its stage. Another forward node goes to the last stage of its sources, or to
    the first of its users; another backward node to the first stage of its sources.
 3. Values flow forward in the forward pass and back in the backward pass: a node whose module says otherwise follows its
@@ -126,7 +127,9 @@ def label(step: StepGraph, stage_of: StageOf, stages: int, *, check_writes: bool
         if own is None:
             own = min(behind) if behind else max(saved, default=stages - 1)
         found[node] = min([own, *behind])
-    labels = Labels(found, repeated, sources)
+    several = _weights_of_several(step, found, sources)
+    found = {node: stage for node, stage in found.items() if node not in several}
+    labels = Labels(found, repeated | several, sources)
     if check_writes:
         _check_writes(step, labels)
     return labels
@@ -183,6 +186,34 @@ def _repeatable(step: StepGraph, sources: Mapping[fx.Node, Collection[fx.Node]])
         if not gone:
             return frozenset(found)
         found -= gone
+
+
+def _weights_of_several(
+    step: StepGraph, stage: Mapping[fx.Node, int], sources: Mapping[fx.Node, Collection[fx.Node]]
+) -> frozenset[fx.Node]:
+    """Forward nodes that parameters alone decide (casts, gathers) and that several stages use."""
+    parameters = {storage for storage, entry in step.outside.items() if entry.kind == "parameter"}
+    alone: set[fx.Node] = set()
+    for node in step.nodes:
+        given = [source for source in node.all_input_nodes if source.op != "call_function"]
+        if (
+            not _is_backward(node)
+            and node.all_input_nodes
+            and not draws_random(node)
+            and not writes(node) & set(step.outside)
+            and all(value.storage in parameters for source in given for value in values_of(source))
+            and all(source in alone for source in sources[node])
+        ):
+            alone.add(node)
+    users: dict[fx.Node, set[int]] = {}
+    found: set[fx.Node] = set()
+    for node in reversed(list(step.nodes)):
+        here = users.get(node, set()) if node in alone else {stage[node]} if node in stage else set()
+        if node in alone and len(here) > 1:
+            found.add(node)
+        for source in sources[node]:
+            users.setdefault(source, set()).update(here)
+    return frozenset(found)
 
 
 def _check_writes(step: StepGraph, labels: Labels) -> None:
@@ -287,11 +318,11 @@ def contributions(step: StepGraph, labels: Labels) -> dict[str, list[fx.Node]]:
     """Each output to the nodes that give it: of a gradient that stages have parts in, one node for each part."""
     found: dict[str, list[fx.Node]] = {}
     for name, node in zip(step.outputs, step.output.all_input_nodes, strict=True):
-        found[name] = _parts(node, labels) if name.startswith(GRADIENT) else [node]
+        found[name] = summands(node, labels) if name.startswith(GRADIENT) else [node]
     return found
 
 
-def _parts(node: fx.Node, labels: Labels) -> list[fx.Node]:
+def summands(node: fx.Node, labels: Labels) -> list[fx.Node]:
     """The summands of a gradient, where they come from several stages."""
     if node.target is not _ADD or node.kwargs or len(node.args) != 2:
         return [node]
@@ -299,6 +330,6 @@ def _parts(node: fx.Node, labels: Labels) -> list[fx.Node]:
     for one in node.args:
         if not isinstance(one, fx.Node):
             return [node]
-        parts += _parts(one, labels)
+        parts += summands(one, labels)
     stages = [labels.stage.get(part) for part in parts]
     return parts if len(set(stages)) > 1 else [node]

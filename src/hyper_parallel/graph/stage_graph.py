@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,19 @@ from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.ir import Input, StepGraph, Storage, Value, values_of
 from hyper_parallel.graph.memory_effects import writes
-from hyper_parallel.graph.partition import Crossing, Labels, StageOf, contributions, crossings, label
+from hyper_parallel.graph.partition import (
+    GRADIENT,
+    Crossing,
+    Labels,
+    StageOf,
+    contributions,
+    crossings,
+    label,
+    summands,
+)
 from hyper_parallel.graph.phase import Phase
 from hyper_parallel.graph.regions import Region, region_of
+from hyper_parallel.graph.shared_gradients import sums_last
 from hyper_parallel.graph.suspension import HOST, HostPoint
 
 _ADD = torch.ops.aten.add.Tensor
@@ -60,6 +71,9 @@ def partition(step: StepGraph, stage_of: StageOf, stages: int) -> Partition:
     Raises GraphError where the data flow allows no such stages, or a stage would have nothing to do.
     """
     labels = label(step, stage_of, stages)
+    apart = sums_last(step, GRADIENT, partial(summands, labels=labels))
+    if apart is not step:
+        step, labels = apart, label(apart, stage_of, stages)
     outputs = contributions(step, labels)
     needed = _needed(step, outputs)
     crossing = crossings(step, labels, set(needed))
