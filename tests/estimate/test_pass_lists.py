@@ -34,7 +34,12 @@ from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.recipe import Recipe
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
-EXAMPLES = sorted(QUICKSTART.parent.rglob("*.yaml"))
+EXAMPLES = [
+    path
+    for path in sorted(QUICKSTART.parent.rglob("*.yaml"))
+    # A pipeline is captured micro-batch by micro-batch.
+    if config.load(path).strategy.axes.pipeline == 1
+]
 LAYERS = "model.config.num_hidden_layers=4"
 H100 = "NVIDIA H100 80GB HBM3"
 

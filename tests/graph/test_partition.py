@@ -50,6 +50,24 @@ def test_each_stage_needs_its_own_parameters_and_the_hidden_states_alone() -> No
     assert not {one.name for one in last.step.inputs} & {"micro.input_ids"}
 
 
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
+def test_a_tied_weight_that_is_cast_stays_where_it_is_used(family: str) -> None:
+    found = Captured(FAMILIES[family], {"precision": {"compute": "bfloat16"}})
+    (layers,) = LISTS.get(family, ("model.layers",))
+    cut = partition(found.step, by_modules(even_cut(found.model, 2, layers)), 2)
+    (name,) = cut.shared
+    assert "embed" in name or "wte" in name
+    # Hidden states and their gradient cross, and neither the weight nor its gradient.
+    rows, length = found.batches[0]["micro.input_ids"].shape
+    crossing = [one for stage in cut.stages for one in (*stage.sends, *stage.gradients_out)]
+    large = [tuple(one.value.shape) for one in crossing if one.value.elements > 1]
+    assert large == [(rows, length, 32)] * 2
+    whole, staged = found.whole(), in_stages(cut, found.state, found.batches, together=True)
+    assert all(torch.equal(whole[key], staged[key]) for key in whole if key != name)
+    # Summed in float32, and in bfloat16 in one piece.
+    torch.testing.assert_close(staged[name], whole[name], rtol=2**-6, atol=2**-12)
+
+
 # Modules that no rule about layers would foresee.
 
 

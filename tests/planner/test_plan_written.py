@@ -116,6 +116,18 @@ def test_a_strategy_with_a_pipeline_is_read(tmp_path: Path) -> None:
     assert "micro-batches" in notes[0]
 
 
+def test_a_schedule_that_the_estimate_does_not_know_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "strategy.yaml"
+    file.write_text(
+        "version: 1\naxes: {pipeline: 8, shard: 8}\npipeline: {schedule: v-min, layers: [2, 30]}\n"
+    )
+    notes: list[str] = []
+    found = user_strategy(file, _question(), notes)
+    assert (found["schedule"], found["virtual"]) == (code("schedule", "zb-v"), 2)
+    assert any("schedule v-min is estimated as zb-v" in note for note in notes)
+    assert any("pipeline.layers is left out" in note for note in notes)
+
+
 def test_columns_alone_are_a_strategy(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("tensor: 8\nshard: 8\nzero: 1\nrecompute: full\n")
@@ -146,8 +158,8 @@ def test_another_batch_is_told(tmp_path: Path) -> None:
         ("tensor_z: 8\n", "named 'tensor_z'"),
         ("- 1\n", "must be a run file"),
         ("schedule: 1f2b\nshard: 64\n", "did you mean '1f1b'"),
-        ("axes: {pipeline: 8, shrad: 8}\n", "shrad"),
-        ("axes: {pipeline: 8, shard: 8}\npipeline: {schedule: 1f2b}\n", "did you mean '1f1b'"),
+        ("version: 1\naxes: {pipeline: 8, shrad: 8}\n", "shrad"),
+        ("version: 1\naxes: {pipeline: 8, shard: 8}\npipeline: {schedule: 1f2b}\n", "did you mean '1f1b'"),
         ("version: 1\naxes: 8\n", "axes"),
         ("version: 1\nstrategy: 8\n", "strategy"),
     ],

@@ -108,7 +108,8 @@ def simulate(
         _write("--trace", trace, perfetto_text)
         click.echo(f"written: {trace} (open it at ui.perfetto.dev)", err=True)
     if html is not None:
-        _write("--html", html, page(found.timeline, f"{file.stem} on {found.timeline.cluster}"))
+        title = f"{file.stem} on {found.timeline.cluster}"
+        _write("--html", html, page(found.timeline, title, found.pipeline))
         click.echo(f"written: {html}", err=True)
 
 

@@ -17,6 +17,7 @@ from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CaptureError, ConfigError
 from hyper_parallel.estimate.build_trace import captured_step
+from hyper_parallel.estimate.inspect_pipeline import inspect_stages
 from hyper_parallel.estimate.inspect_report import Inspection, collapsed, collective_rows, parameter_rows
 from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch, model_of
 from hyper_parallel.estimate.step_figures import (
@@ -50,6 +51,8 @@ def inspect_run(
     if not 0 <= rank < world:
         raise ConfigError(f"--rank: {rank} is none of the {world} ranks, 0 to {world - 1}, of the strategy")
     notes: list[str] = []
+    if strategy.axes.pipeline > 1:
+        return inspect_stages(config, rank, model if model is not None else model_of(config, notes), notes)
     plain = model if model is not None else model_of(config, notes)
     plan = make_plan(plain, strategy)
     kinds = layer_kinds(plain, plan, strategy)
@@ -68,7 +71,7 @@ def inspect_run(
         axes={axis: strategy.axes.degree(axis) for axis in (*strategy.axes.order, "expert")},
         rank=rank,
         parameters=sum(p.numel() for p in plain.parameters()),
-        rows=parameter_rows(plain, plan, resident, saved),
+        rows=parameter_rows(plain, plan, resident.items(), saved),
         gathered=figures.gathered if figures else 0,
         transient=figures.transient if figures else 0,
         peak=figures.peak if figures else None,

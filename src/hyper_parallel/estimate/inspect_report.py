@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -178,15 +178,25 @@ def collapsed(name: str, layers: str | None) -> str:
 
 
 def parameter_rows(
-    model: nn.Module, plan: Plan, resident: Mapping[str, Resident], saved: Counter[str]
+    model: nn.Module,
+    plan: Plan,
+    resident: Iterable[tuple[str, Resident]],
+    saved: Counter[str],
+    modules: Collection[str] | None = None,
 ) -> list[ModuleRow]:
-    """One row for each parameter of each module pattern, in the model's order."""
+    """One row for each parameter of each module pattern, in the model's order.
+
+    `resident`: names of parameters with what the rank keeps of them, one that stands for several as often. `modules`:
+    those that the rank computes, for a stage of a pipeline; all when left out.
+    """
     order: dict[str, int] = {}
     for name, _ in model.named_modules():
+        if modules is not None and name not in modules:
+            continue
         pattern = collapsed(name, plan.layers)
         order[pattern] = order.get(pattern, 0) + 1
     found: dict[tuple[str, str, str], list[Resident]] = {}
-    for name, one in resident.items():
+    for name, one in resident:
         module, _, own = name.rpartition(".")
         layout = str(plan.parameters[name].layout)
         found.setdefault((collapsed(module, plan.layers), own, layout), []).append(one)

@@ -16,6 +16,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.build_trace import load_of, trace_of
+from hyper_parallel.estimate.predict_pipeline import predict_pipeline
 from hyper_parallel.estimate.prediction import Prediction
 from hyper_parallel.estimate.run_inputs import micro_batch, model_of
 from hyper_parallel.offloading.pass_pipeline import described_offload, passes
@@ -48,7 +49,7 @@ def predict_run(
     """
     say = progress or (lambda _: None)
     strategy = config.effective_strategy
-    if explain and strategy.memory.device is None:
+    if explain and strategy.memory.device is None and strategy.axes.pipeline == 1:
         raise ConfigError(
             "--explain tells what a memory budget moves, and the file has none; set one, for example "
             "strategy.memory.device=10GiB strategy.memory.host=64GiB"
@@ -60,6 +61,18 @@ def predict_run(
     tokens = config.train.batch * config.data.sequence
     flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
     views = prices_views(cluster)
+    if strategy.axes.pipeline > 1:
+        return predict_pipeline(
+            config,
+            cluster,
+            plain,
+            algorithm=_algorithm(strategy),
+            views=views,
+            ordered=ordered,
+            explain=explain,
+            say=say,
+            notes=notes,
+        )
     offload = described_offload(strategy, cluster)
     trace = trace_of(
         plain,
@@ -101,7 +114,8 @@ def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluste
     axes = config.effective_strategy.axes
     world = axes.world
     if ranks is not None and ranks != world:
-        degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in axes.order if axes.degree(axis) > 1)
+        names = ("pipeline", *axes.order)
+        degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in names if axes.degree(axis) > 1)
         raise ConfigError(
             f"--ranks {ranks}: the strategy's axes multiply to {world} ({degrees or 'one rank'}); "
             + _axes_for(ranks, world, axes.replicate, axes.shard)

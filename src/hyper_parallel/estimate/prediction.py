@@ -8,6 +8,9 @@ from typing import Any
 
 from hyper_parallel.graph import Kind, Lifetime
 from hyper_parallel.report import table
+from hyper_parallel.report.pipeline import PipelineFigures
+from hyper_parallel.report.sheets import heading, task_facts, task_sheets
+from hyper_parallel.report.table import render
 from hyper_parallel.step.out_of_memory import remedies
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Peak, Timeline
@@ -31,6 +34,8 @@ class Prediction:
     """The module that gives the logits."""
     notes: tuple[str, ...] = ()
     """What was assumed, a sentence each."""
+    pipeline: PipelineFigures | None = None
+    """Of a run with `axes.pipeline`, whose Timeline is of its tasks."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,13 +63,16 @@ class Prediction:
         """What the terminal is shown."""
         timeline, trace = self.timeline, self.timeline.trace
         peak = format_bytes(timeline.peak.bytes)
-        lines = [table(timeline, width).rstrip(), ""]
+        shown = _pipeline_text(timeline, self.pipeline, width) if self.pipeline else table(timeline, width)
+        lines = [shown.rstrip(), ""]
         lines.append(
             f"simulated: {format_count(self.parameters)} parameters, {format_count(self.tokens)} tokens a step in "
             f"{trace.micro_batches} micro-batch{'es' * (trace.micro_batches != 1)} of {self.micro_batch} × "
             f"{self.sequence}; predicted {format_duration(timeline.step)} a step, "
             f"{self.tokens_per_second:,.0f} tokens/s on each device"
         )
+        if self.pipeline:
+            lines.append(self.pipeline.line())
         if self.fits:
             lines.append(f"it fits: predicted peak {peak} of {format_bytes(self.capacity or 0)}")
         elif self.fits is False:
@@ -86,7 +94,7 @@ class Prediction:
             "device": timeline.device,
             "source": timeline.source,
             "ranks": timeline.trace.world,
-            "axes": {axis: self.strategy.axes.degree(axis) for axis in (*self.strategy.axes.order, "expert")},
+            "axes": {axis: self.strategy.axes.degree(axis) for axis in self._axes},
             "parameters": self.parameters,
             "tokens": self.tokens,
             "micro_batches": timeline.trace.micro_batches,
@@ -114,8 +122,19 @@ class Prediction:
             "modules": {name: one.total for name, one in timeline.by_module().items()},
             "kinds": {name: one.total for name, one in timeline.by_kind().items()},
             "axes_communicating": {name: one.communication for name, one in timeline.by_axis().items()},
+            **({"pipeline": self.pipeline.to_json()} if self.pipeline else {}),
             "notes": list(self.notes),
         }
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return (*(("pipeline",) if self.pipeline else ()), *self.strategy.axes.order, "expert")
+
+
+def _pipeline_text(timeline: Timeline, pipeline: PipelineFigures, width: int) -> str:
+    """Figures and tables of a Timeline of tasks, which has no operators."""
+    tables = [*pipeline.sheets(), *task_sheets(timeline)]
+    return render(heading(timeline), task_facts(timeline), tables, timeline.word, width)
 
 
 def _alive(peak: Peak) -> tuple[list[Lifetime], dict[Kind, int]]:

@@ -19,7 +19,7 @@ Micro-batches differ in the first and the last; those between are captured once 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ def figures_of(
         _most(lives, lambda life: life.kind == "parameter" and life.born >= 0),
         max(working - saved.total(), 0),
         peak_of(lives).bytes,
-        _calls(step, nodes, strategy, stands_for),
+        calls_of(step, nodes, strategy, stands_for),
     )
 
 
@@ -127,7 +127,10 @@ def _most(lives: list[Lifetime], chosen: Callable[[Lifetime], bool]) -> int:
     return peak_of([life for life in lives if chosen(life)]).bytes
 
 
-def _calls(step: StepGraph, nodes: list[fx.Node], strategy: Strategy, stands_for: tuple[int, ...]) -> Calls:
+def calls_of(
+    step: StepGraph, nodes: Iterable[fx.Node], strategy: Strategy, stands_for: tuple[int, ...]
+) -> Calls:
+    """What these nodes of a step send; `stands_for` as of `figures_of`."""
     found: Calls = Counter()
     cluster = Cluster.of(strategy) if strategy.placement.given else None
     priced = costs(step)

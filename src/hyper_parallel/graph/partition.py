@@ -283,11 +283,11 @@ def contributions(step: StepGraph, labels: Labels) -> dict[str, list[fx.Node]]:
     """Each output to the nodes that give it: of a gradient that stages have parts in, one node for each part."""
     found: dict[str, list[fx.Node]] = {}
     for name, node in step.returned.items():
-        found[name] = _parts(node, labels) if name.startswith(GRADIENT) else [node]
+        found[name] = summands(node, labels) if name.startswith(GRADIENT) else [node]
     return found
 
 
-def _parts(node: fx.Node, labels: Labels) -> list[fx.Node]:
+def summands(node: fx.Node, labels: Labels) -> list[fx.Node]:
     """The summands of a gradient, where they come from several stages."""
     if node.target is not _ADD or node.kwargs or len(node.args) != 2:
         return [node]
@@ -295,6 +295,6 @@ def _parts(node: fx.Node, labels: Labels) -> list[fx.Node]:
     for one in node.args:
         if not isinstance(one, fx.Node):
             return [node]
-        parts += _parts(one, labels)
+        parts += summands(one, labels)
     stages = [labels.stage.get(part) for part in parts]
     return parts if len(set(stages)) > 1 else [node]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
@@ -51,6 +52,7 @@ def layer_stages(layers: str, counts: Sequence[int], step: StepGraph | None = No
     >>> stage_of("model.layers.2.mlp"), stage_of("model.norm")
     (1, None)
     """
+    check_inner(counts)
     stage_of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
     if step is None and not (counts and counts[0] and counts[-1]):
         raise StrategyError(
@@ -79,6 +81,16 @@ def layer_stages(layers: str, counts: Sequence[int], step: StepGraph | None = No
     return stage_of
 
 
+def check_inner(counts: Sequence[int]) -> None:
+    """Raise StrategyError where a stage between the ends has no layers, and so nothing to compute."""
+    empty = [stage for stage, count in enumerate(counts[1:-1], 1) if not count]
+    if empty:
+        raise StrategyError(
+            f"pipeline.layers: {list(counts)} leaves stage {empty[0]} without layers; only the first and the last "
+            "stage compute anything without them (embedding; head and loss)"
+        )
+
+
 def count_layers(step: StepGraph, layers: str) -> int:
     """The number of layers of a list that the step computes. Raises StrategyError where there are none."""
     number = _layer_number(layers)
@@ -98,6 +110,25 @@ def balanced_counts(step: StepGraph, layers: str, stages: int, cost: NodeCost) -
     What comes before and after the layers counts in the first and in the last stage, which alone may have no layers.
     Raises StrategyError for more stages than that allows.
     """
+    found = layer_costs(step, layers, cost)
+    return balanced_cut(
+        found.layers, stages, before=found.before, after=found.after, least=found.least, name=layers
+    )
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of a model's layers, and of what stands before and after them."""
+
+    before: float
+    layers: tuple[float, ...]
+    after: float
+    least: tuple[int, int]
+    """The layers that the first and the last stage need to have anything to compute: 1 where an end has no node."""
+
+
+def layer_costs(step: StepGraph, layers: str, cost: NodeCost) -> LayerCosts:
+    """The costs of the layers of a list, each with what the data flow adds to it. Raises StrategyError without any."""
     total = count_layers(step, layers)
     # One label for each layer, one for what comes before them and one for what comes after.
     apart = layer_stages(layers, (0, *(1,) * total, 0), step)
@@ -107,9 +138,7 @@ def balanced_counts(step: StepGraph, layers: str, stages: int, cost: NodeCost) -
         if node in labels:
             costs[labels[node]].append(cost(node))
     before, *inner, after = map(math.fsum, costs)
-    # An end without nodes needs a layer to compute anything.
-    least = (int(not costs[0]), int(not costs[-1]))
-    return balanced_cut(inner, stages, before=before, after=after, least=least, name=layers)
+    return LayerCosts(before, tuple(inner), after, (int(not costs[0]), int(not costs[-1])))
 
 
 def balanced_cut(

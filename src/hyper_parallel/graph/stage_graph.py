@@ -10,17 +10,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.dependencies import dependencies
+from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.graph_writer import GraphWriter
 from hyper_parallel.graph.ir import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import writes
-from hyper_parallel.graph.partition import Crossing, Labels, StageOf, contributions, crossings, label
+from hyper_parallel.graph.partition import (
+    Crossing,
+    Labels,
+    StageOf,
+    contributions,
+    crossings,
+    label,
+    summands,
+)
 from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.shared_gradients import sums_last
 from hyper_parallel.graph.suspension import HostPoint
 
 _ADD = torch.ops.aten.add.Tensor
@@ -58,6 +69,9 @@ def partition(step: StepGraph, stage_of: StageOf, stages: int) -> Partition:
     Raises GraphError where the data flow allows no such stages, or a stage would have nothing to do.
     """
     labels = label(step, stage_of, stages)
+    apart = sums_last(step, GRADIENT, partial(summands, labels=labels))
+    if apart is not step:
+        step, labels = apart, label(apart, stage_of, stages)
     outputs = contributions(step, labels)
     needed = _needed(step, outputs)
     crossing = crossings(step, labels, set(needed))

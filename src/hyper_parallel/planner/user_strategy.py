@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from hyper_parallel import config
 from hyper_parallel.config import yaml12
 from hyper_parallel.errors import ConfigError
@@ -16,7 +14,23 @@ from hyper_parallel.planner.codes import ORDERS, code
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import LEVELS
 from hyper_parallel.planner.table import SPREAD
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy import ScheduleName, Strategy
+from hyper_parallel.strategy.pipeline import AUTO
+
+_SCHEDULES: Mapping[str, tuple[str, bool]] = {
+    ScheduleName.GPIPE: ("gpipe", True),
+    ScheduleName.ONE_F_ONE_B: ("1f1b", True),
+    ScheduleName.ONE_F_ONE_B_SPLIT: ("1f1b", False),
+    ScheduleName.INTERLEAVED: ("interleaved", True),
+    ScheduleName.ZB_H1: ("zb-h1", True),
+    ScheduleName.ZB_H2: ("zb-h1", False),
+    ScheduleName.ZB_V: ("zb-v", True),
+    ScheduleName.V_HALF: ("zb-v", False),
+    ScheduleName.V_MIN: ("zb-v", False),
+    ScheduleName.DUAL_PIPE_V: ("zb-v", False),
+    AUTO: ("zb-h1", False),
+}
+"""A file's schedule to the planner's that is like it, and whether they are the same."""
 
 DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
 
@@ -24,8 +38,7 @@ DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
 def user_strategy(path: Path, question: Question, notes: list[str]) -> dict[str, float]:
     """The columns of the strategy in a file; what is taken otherwise than the file says is added to `notes`.
 
-    A pipeline, which no run file can have yet, is read as `plan --out` writes it. Raises ConfigError for what is no
-    strategy, and for one of another number of devices.
+    Raises ConfigError for what is no strategy, and for one of another number of devices.
     """
     try:
         data = yaml12.parse(path.read_text(encoding="utf-8"), str(path))
@@ -54,14 +67,13 @@ def _of_columns(data: Mapping[str, Any], question: Question) -> dict[str, float]
 
 def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: list[str]) -> dict[str, float]:
     """Of a run file, or of a Strategy's."""
-    plain, pipeline = _without_pipeline(data, question)
     work = question.workload
     micro: int | None = 1
     if "axes" in data:
-        strategy = config.load_strategy(path) if not pipeline else _strategy(path, plain)
+        strategy = config.load_strategy(path)
         notes.append(f"--compare {path}: says nothing of micro-batches; taken: 1 sequence")
     else:
-        run = config.from_dict(plain, source=str(path)) if pipeline else config.load(path)
+        run = config.load(path)
         strategy, micro = run.strategy, run.train.micro_batch
         if (run.train.batch, run.data.sequence) != (work.batch, work.sequence):
             notes.append(
@@ -73,43 +85,34 @@ def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: lis
             f"--compare {path}: leaves {', '.join(strategy.axes.open)} to the planner, so there is nothing to compare; "
             "write the degrees"
         )
-    columns = _of_strategy(strategy, question) | pipeline
-    columns["order"] = float(_order(_outer_first(data) if pipeline else strategy.axes.order, columns))
+    columns = _of_strategy(strategy, question) | _of_pipeline(path, strategy, notes)
+    columns["order"] = float(_order(_outer_first(strategy), columns))
     share = work.batch / (columns["replicate"] * columns["shard"])
     columns["micro"] = float(micro or max(1, int(share)))
     return columns
 
 
-def _strategy(path: Path, data: Mapping[str, Any]) -> Strategy:
-    """A Strategy's file whose pipeline was taken out."""
-    try:
-        return Strategy.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"--compare {path}: {where}: {first['msg']}") from None
+def _of_pipeline(path: Path, strategy: Strategy, notes: list[str]) -> dict[str, float]:
+    if strategy.axes.pipeline == 1:
+        return {"pipeline": 1.0}
+    given = strategy.pipeline
+    name, same = _SCHEDULES[given.schedule]
+    if not same:
+        notes.append(f"--compare {path}: schedule {given.schedule} is estimated as {name}")
+    if given.layers is not None:
+        notes.append(f"--compare {path}: pipeline.layers is left out; the estimate has even stages")
+    virtual = given.virtual or (2 if name in ("interleaved", "zb-v") else 1)
+    return {
+        "pipeline": float(strategy.axes.pipeline),
+        "schedule": float(code("schedule", name)),
+        "virtual": float(virtual),
+    }
 
 
-def _without_pipeline(data: Mapping[str, Any], question: Question) -> tuple[dict[str, Any], dict[str, float]]:
-    """The file without its pipeline, and the columns that this has."""
-    section = data if "axes" in data else data.get("strategy")
-    axes = section.get("axes") if isinstance(section, Mapping) else None
-    if not isinstance(section, Mapping) or not isinstance(axes, Mapping) or axes.get("pipeline", 1) == 1:
-        # Whatever is wrong with it is told where it is loaded.
-        return dict(data), {}
-    how = section.get("pipeline")
-    columns = _of_columns(
-        {"pipeline": axes["pipeline"], **(how if isinstance(how, Mapping) else {})}, question
-    )
-    rest = {name: value for name, value in section.items() if name != "pipeline"}
-    rest["axes"] = {name: value for name, value in axes.items() if name != "pipeline"}
-    return (rest if "axes" in data else {**data, "strategy": rest}), columns
-
-
-def _outer_first(data: Mapping[str, Any]) -> tuple[str, ...]:
+def _outer_first(strategy: Strategy) -> tuple[str, ...]:
     """The axes in the order of the file, a pipeline among them."""
-    section = data if "axes" in data else data["strategy"]
-    return tuple("tensor_x" if name == "tensor" else name for name in section["axes"] if name != "expert")
+    axes = strategy.axes
+    return (*axes.order[: axes.outside], "pipeline", *axes.order[axes.outside :])
 
 
 def _of_strategy(strategy: Strategy, question: Question) -> dict[str, float]:

@@ -6,19 +6,38 @@ from data that is embedded as JSON: times in nanoseconds, each the difference fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from hyper_parallel.report.gantt import gantt
 from hyper_parallel.report.html import asset, badge, card, embedded, filled, sheet_table
 from hyper_parallel.report.perfetto import described, lanes
-from hyper_parallel.report.sheets import NONE, Fact, describe_ranks, facts, heading, sheets, shown_together
+from hyper_parallel.report.pipeline import PipelineFigures
+from hyper_parallel.report.sheets import (
+    NONE,
+    Fact,
+    describe_ranks,
+    facts,
+    heading,
+    sheets,
+    shown_together,
+    task_facts,
+    task_sheets,
+)
 from hyper_parallel.trace import KINDS, Op, Span, Timeline
 from hyper_parallel.units import format_bytes, format_count
 
 
-def page(timelines: Timeline | Sequence[Timeline], title: str = "A training step") -> str:
-    """The HTML text. Several timelines share one scale of time; their figures stand side by side."""
+def page(
+    timelines: Timeline | Sequence[Timeline],
+    title: str = "A training step",
+    pipeline: PipelineFigures | None = None,
+) -> str:
+    """The HTML text. Several timelines share one scale of time; their figures stand side by side.
+
+    `pipeline`: of a timeline of a pipeline's tasks, which is drawn as a Gantt chart too.
+    """
     shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     assert shown, "a page shows at least one timeline"
     data = [_data(timeline) for timeline in shown]
@@ -26,9 +45,10 @@ def page(timelines: Timeline | Sequence[Timeline], title: str = "A training step
         "title": escape(title),
         "word": escape(shown_together(shown)),
         "headings": "".join(f"<p>{badge(one.word)} {escape(_behind_badge(one))}</p>" for one in shown),
-        "facts": _facts(shown),
+        "facts": _facts(shown, facts if pipeline is None else task_facts),
+        "pipeline": "".join(map(gantt, shown)) if pipeline else "",
         "timelines": "".join(_frame(number, one) for number, one in enumerate(shown)),
-        "tables": _tables(shown),
+        "tables": _tables(shown) if pipeline is None else _pipeline_tables(shown[0], pipeline),
         "style": asset("page.css"),
         "script": asset("page.js"),
         "data": embedded(data),
@@ -49,10 +69,10 @@ def _told_apart(shown: Sequence[Timeline]) -> list[str]:
     ]
 
 
-def _facts(shown: Sequence[Timeline]) -> str:
+def _facts(shown: Sequence[Timeline], of_timeline: Callable[[Timeline], list[Fact]]) -> str:
     """A card for each figure, with the values of all timelines."""
     tags = [f"<small>{escape(tag)}</small>" for tag in _told_apart(shown)] if len(shown) > 1 else [""]
-    found = [{fact.name: fact for fact in facts(timeline)} for timeline in shown]
+    found = [{fact.name: fact for fact in of_timeline(timeline)} for timeline in shown]
     names = dict.fromkeys(name for one in found for name in one)
     cards = []
     for name in names:
@@ -94,6 +114,13 @@ def _tables(shown: Sequence[Timeline]) -> str:
         ]
         blocks.append("".join(tables) if len(shown) == 1 else f'<div class="pair">{"".join(tables)}</div>')
     return "".join(blocks)
+
+
+def _pipeline_tables(timeline: Timeline, pipeline: PipelineFigures) -> str:
+    """Of a timeline of tasks, which has no kernels."""
+    return "".join(
+        sheet_table(sheet, badge(timeline.word)) for sheet in (*pipeline.sheets(), *task_sheets(timeline))
+    )
 
 
 def _data(timeline: Timeline) -> dict[str, Any]:

@@ -110,6 +110,29 @@ def sheets(timeline: Timeline) -> list[Sheet]:
     return [sheet for sheet in made if sheet.rows]
 
 
+def task_facts(timeline: Timeline) -> list[Fact]:
+    """The main figures of a Timeline whose ops are tasks of pipeline stages."""
+    share = _percent(_part(timeline.computing, timeline.step))
+    told = Fact(
+        "in tasks",
+        share,
+        "of the step, a task runs, waits for collectives of its own mesh included; mean of all ranks",
+    )
+    found = [fact for fact in facts(timeline) if not fact.name.startswith("masked")]
+    return [told if fact.name == "computing" else fact for fact in found]
+
+
+def task_sheets(timeline: Timeline) -> list[Sheet]:
+    """The tables of a Timeline whose ops are tasks of pipeline stages: there are no kernels to count."""
+    made = [
+        _balance(timeline),
+        _sums("time by phase", "phase", timeline.by_phase(), timeline.step, ordered=True),
+        *(_kinds(timeline, tier) for tier in timeline.trace.tiers),
+        *(_alive(timeline, tier) for tier in timeline.trace.tiers),
+    ]
+    return [sheet for sheet in made if sheet.rows]
+
+
 def _balance(timeline: Timeline) -> Sheet:
     """The parts of a rank's step, which add up to it."""
     bubbles, step = timeline.bubbles, timeline.step

@@ -13,7 +13,8 @@ those of the weights are computed, which is why `released` may be below zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -26,6 +27,7 @@ from hyper_parallel.graph.stage_cut import NodeCost
 from hyper_parallel.graph.stage_graph import Partition, Stage
 from hyper_parallel.graph.suspension import HOST, HostPoint
 from hyper_parallel.schedule import Costs
+from hyper_parallel.trace.live_bytes import profile
 
 
 def stage_costs(
@@ -36,7 +38,7 @@ def stage_costs(
     `transfer`: bytes that cross a border to the time that takes; nothing when left out.
     """
     times = [_times(stage, cost) for stage in partition.stages]
-    memory = [saved_bytes(stage) for stage in partition.stages]
+    memory = [stage_memory(stage) for stage in partition.stages]
     borders = [border_bytes(partition, border) for border in range(len(partition.stages) - 1)]
     return Costs(
         forward=tuple(forward for forward, _, _ in times),
@@ -44,8 +46,8 @@ def stage_costs(
         input=tuple(before for _, before, _ in times),
         weight=tuple(after for _, _, after in times),
         transfers=tuple(transfer(count) for count in borders) if transfer is not None else (),
-        saved=tuple(float(saved) for saved, _ in memory),
-        released=tuple(float(saved - left) for saved, left in memory),
+        saved=tuple(float(one.saved) for one in memory),
+        released=tuple(float(one.saved - one.left) for one in memory),
     )
 
 
@@ -56,10 +58,25 @@ def parts_of(stage: Stage) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]
     return nodes[: forward + 1], nodes[forward + 1 : before + 1], nodes[before + 1 :]
 
 
-def saved_bytes(stage: Stage, sizes: Mapping[Any, int] | None = None) -> tuple[int, int]:
-    """Bytes of one micro-batch that wait for the backward pass, and those that wait for its WEIGHT half.
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one micro-batch in a stage, without parameters and what else lasts."""
 
-    `sizes`: of what the data decide; those of even loads when left out.
+    saved: int
+    """Alive at the end of the forward pass, for the backward pass."""
+    left: int
+    """Of it and of what came since, alive at the end of the INPUT half, for the WEIGHT half."""
+    peaks: tuple[int, int, int]
+    """Alive at most in the forward pass, in the INPUT half and in the WEIGHT half."""
+
+
+def stage_memory(
+    stage: Stage, sizes: Mapping[Any, int] | None = None, lasting: Collection[int] = ()
+) -> StageMemory:
+    """What a micro-batch holds in a stage.
+
+    `sizes`: of what the data decide; those of even loads when left out. `lasting`: storages that are made once a step
+    and stay, which are not the micro-batch's.
     """
     step = stage.step
     sizes = balanced_sizes(step) if sizes is None else sizes
@@ -67,16 +84,20 @@ def saved_bytes(stage: Stage, sizes: Mapping[Any, int] | None = None) -> tuple[i
     received = {one.name for one in stage.receives}
     ports = {storage for storage, entry in step.outside.items() if entry.name in received}
     used = {storage: at for at, node in enumerate(nodes) for storage in touched(node)}
+    # From the node that makes it to the last one that uses it; what is received is there from the start.
     lives = [
-        (life.bytes, life.born, used.get(life.storage, -1) if life.storage in ports else life.died)
+        (0, used.get(life.storage, -1) + 1, life.bytes)
+        if life.storage in ports
+        else (life.born, min(life.died + 1, len(nodes)), life.bytes)
         for life in lifetimes(step, sizes)
-        if life.born >= 0 or life.storage in ports
+        if life.storage not in lasting and (life.born >= 0 or life.storage in ports)
     ]
-    forward, before = (
-        sum(size for size, born, died in lives if born <= at < died)
-        for at in (_point(nodes, HostPoint.FORWARD), _point(nodes, HostPoint.INPUT))
-    )
-    return forward, before
+    alive = profile(lives, len(nodes))
+    forward, before = _point(nodes, HostPoint.FORWARD), _point(nodes, HostPoint.INPUT)
+    saved, left = (sum(size for born, end, size in lives if born <= at < end - 1) for at in (forward, before))
+    parts = alive[: forward + 1], alive[forward + 1 : before + 1], alive[before + 1 :]
+    peaks = tuple(max(part, default=0) for part in parts)
+    return StageMemory(saved, left, (peaks[0], peaks[1], peaks[2]))
 
 
 def border_bytes(partition: Partition, border: int) -> int:

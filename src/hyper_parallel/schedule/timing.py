@@ -65,33 +65,36 @@ class Timing:
         return max(e[-1] - s[0] for s, e in zip(self.starts, self.ends, strict=True) if s)
 
 
-def time_schedule(schedule: Schedule, costs: Costs) -> Timing:
+def time_schedule(schedule: Schedule, costs: Costs, begins: Sequence[float] | None = None) -> Timing:
     """Start and end of each action, bubbles and peaks of a complete schedule (`check_schedule`).
 
-    Raises StrategyError when the costs are of another number of stages, and DeadlockError when the orders wait in a
-    circle.
+    `begins`: by rank, when it may run its first action; the time before that is no bubble. Raises StrategyError when
+    the costs are of another number of stages, and DeadlockError when the orders wait in a circle.
     """
     if costs.stages != schedule.stages:
         raise StrategyError(
             f"schedule {schedule.name} has {schedule.stages} stages, and costs are given for {costs.stages}"
         )
     orders = encode(schedule)
-    starts, ends = run_orders(orders, schedule.placement, schedule.micro_batches, costs)
+    starts, ends = run_orders(orders, schedule.placement, schedule.micro_batches, costs, begins)
     makespan = max((e[-1] for e in ends if e), default=0.0)
     return Timing(
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
         makespan=makespan,
-        bubbles=tuple(_bubble(s, e, makespan) for s, e in zip(starts, ends, strict=True)),
+        bubbles=tuple(
+            _bubble(s, e, makespan, begin)
+            for s, e, begin in zip(starts, ends, begins or (0.0,) * schedule.ranks, strict=True)
+        ),
         peaks=tuple(peak(order, costs) for order in orders),
     )
 
 
-def _bubble(starts: Sequence[float], ends: Sequence[float], makespan: float) -> Bubble:
+def _bubble(starts: Sequence[float], ends: Sequence[float], makespan: float, begin: float) -> Bubble:
     if not starts:
-        return Bubble(makespan, 0.0, 0.0)
+        return Bubble(makespan - begin, 0.0, 0.0)
     waiting = math.fsum(starts[i + 1] - ends[i] for i in range(len(starts) - 1))
-    return Bubble(starts[0], waiting, makespan - ends[-1])
+    return Bubble(starts[0] - begin, waiting, makespan - ends[-1])
 
 
 def encode(schedule: Schedule) -> list[list[tuple[int, int]]]:
@@ -135,9 +138,13 @@ def durations(costs: Costs, placement: Sequence[int]) -> tuple[list[float], list
 
 
 def run_orders(
-    orders: Sequence[Sequence[tuple[int, int]]], placement: Sequence[int], micro_batches: int, costs: Costs
+    orders: Sequence[Sequence[tuple[int, int]]],
+    placement: Sequence[int],
+    micro_batches: int,
+    costs: Costs,
+    begins: Sequence[float] | None = None,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Starts and ends of encoded orders, by rank. Raises DeadlockError."""
+    """Starts and ends of encoded orders, by rank; `begins` as of `time_schedule`. Raises DeadlockError."""
     stages = len(placement)
     seconds, delays = durations(costs, placement)
     block = stages * micro_batches
@@ -154,7 +161,7 @@ def run_orders(
     halves = range(2 * stages, 3 * stages)
     link = [0.0] * (4 * stages)
     blocked: dict[int, int] = {}
-    position, free = [0] * len(orders), [0.0] * len(orders)
+    position, free = [0] * len(orders), list(begins) if begins else [0.0] * len(orders)
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
     work = list(range(len(orders)))

@@ -29,7 +29,7 @@ def simulate(
         predicted=True,
         device=costs.device.name,
         cluster=cluster.name,
-        source=_source(cluster),
+        source=source_of(cluster),
         peak_flops=costs.device.peak(dtype) if dtype else None,
         alone=Alone(_step(trace, costs, "compute"), _step(trace, costs, "comm")) if masking else None,
         capacity={tier.name: tier.bytes / tier.ranks for tier in tiers},
@@ -46,7 +46,7 @@ def alone(trace: Trace, cluster: Cluster, only: Only, *, algorithm: str | None =
     return _step(trace, Costs(cluster, algorithm, trace.world), only)
 
 
-def _source(cluster: Cluster) -> str:
+def source_of(cluster: Cluster) -> str:
     """The source of the constants, and the number of estimated ones."""
     if not cluster.estimates:
         return cluster.source

@@ -13,9 +13,11 @@ from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.graph import StepGraph, capture
 from hyper_parallel.graph.gradient_layout import owned
+from hyper_parallel.graph.gradient_sums import UNREDUCED, UNSUMMED
 from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.step_context import current_step
+from hyper_parallel.graph.subgraph import subgraph
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
@@ -74,6 +76,16 @@ def capture_micro_batch(
         finally:
             body.forget()
     return found
+
+
+def without_boundaries(step: StepGraph) -> StepGraph:
+    """A captured micro-batch that returns the loss, the gradients and the counts, and nothing to be cut at."""
+    wanted = {
+        name: node
+        for name, node in step.returned.items()
+        if not name.startswith((WEIGHT, UNREDUCED, UNSUMMED))
+    }
+    return subgraph(step, wanted, {}, "parameter", "backward", effects=True)
 
 
 def capture_evaluation(

@@ -16,15 +16,9 @@ from hyper_parallel.graph import StepGraph, rewritten
 from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost, layer_stages
 from hyper_parallel.program import Program
 from hyper_parallel.runtime.build_program import pipeline_program
+from hyper_parallel.runtime.choose_schedule import choose_schedule, stages_per_rank
 from hyper_parallel.runtime.stage_costs import stage_costs
-from hyper_parallel.schedule import (
-    Costs,
-    Schedule,
-    auto_schedule,
-    forward_only,
-    named_schedule,
-    stages_per_rank,
-)
+from hyper_parallel.schedule import Schedule, forward_only
 from hyper_parallel.shard.graph_passes import recompute_pass, regather_pass
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.pipeline_place import PipelinePlace
@@ -32,7 +26,6 @@ from hyper_parallel.step.capture_micro_batch import capture_evaluation, capture_
 from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.strategy.pipeline import AUTO, Pipeline
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,8 @@ class PipelinePlanner:
         counts = self._counts(whole)
         stages = self._cut(whole, counts, self._rewrite)
         costs = stage_costs(stages.partition, flops_cost(whole))
-        schedule = self._schedule(costs, shape.count)
+        pipeline, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
+        schedule = choose_schedule(pipeline, ranks, shape.count, costs)
         return self._plan(stages, counts, schedule)
 
     def evaluation(
@@ -123,7 +117,7 @@ class PipelinePlanner:
 
     def _counts(self, whole: StepGraph) -> tuple[int, ...]:
         asked, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
-        number = ranks * (asked.virtual or _stages_per_rank(asked))
+        number = ranks * stages_per_rank(asked)
         if asked.layers is None:
             return balanced_counts(whole, self._layers, number, flops_cost(whole))
         if len(asked.layers) != number:
@@ -153,21 +147,6 @@ class PipelinePlanner:
         ]
         return rewritten(step, [one for one in found if one is not None])
 
-    def _schedule(self, costs: Costs, micro_batches: int) -> Schedule:
-        asked, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
-        recomputes = self._strategy.memory.recompute == "layer"
-        if asked.schedule != AUTO:
-            return named_schedule(asked.schedule, ranks, micro_batches, asked.virtual, recomputes=recomputes)
-        if micro_batches < ranks:
-            raise StrategyError(
-                f"pipeline: {micro_batches} micro-batches keep at most {micro_batches} of {ranks} ranks busy; make "
-                "train.micro_batch smaller, train.batch larger, or axes.pipeline smaller"
-            )
-        # No rank holds more than 1F1B does on its fullest one.
-        saved = costs.merged(asked.virtual or 1).saved
-        cap = max(one * (ranks - rank) for rank, one in enumerate(saved))
-        return auto_schedule(costs, ranks, micro_batches, [cap] * ranks).schedule
-
     def _plan(self, stages: PipelineStages, counts: tuple[int, ...], schedule: Schedule) -> PipelinePlan:
         program = pipeline_program(stages.partition, schedule, self.place.groups)
         owners = {
@@ -175,7 +154,3 @@ class PipelinePlanner:
             for name, users in stages.users.items()
         }
         return PipelinePlan(stages, counts, schedule, program, owners)
-
-
-def _stages_per_rank(asked: Pipeline) -> int:
-    return 1 if asked.schedule == AUTO else stages_per_rank(asked.schedule)

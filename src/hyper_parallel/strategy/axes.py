@@ -1,9 +1,9 @@
 """The axes of the device mesh and their degrees.
 
 World = pipeline · replicate · shard · context · tensor_y · tensor_x. The order in which a file names them is outer to
-inner: the last one lies on neighbouring ranks. Axes that are not named have degree 1. `expert` adds no ranks: it folds
-over shard, context and tensor, whose product it divides. `pipeline` is no axis of a mesh: each of its ranks is a device
-group with a mesh of the other axes.
+inner: the last one lies on neighbouring ranks, but for `pipeline`, which written last is the outermost. Axes that are
+not named have degree 1. `expert` adds no ranks: it folds over shard, context and tensor, whose product it divides.
+`pipeline` is no axis of a mesh: each of its ranks is a device group with a mesh of the other axes.
 
 A degree may be `auto`: the planner chooses it for the available workers. Until then it counts as 1, and `open` contains
 the axis.
@@ -77,8 +77,9 @@ class Axes(Section):
             unnamed = [axis for axis in AXIS_NAMES if axis not in named]
             given = {**given, "order": (*unnamed, *named)}
             if "pipeline" in written and "outside" not in given:
-                before = written[: written.index("pipeline")]
-                given["outside"] = len(unnamed) + sum(axis in named for axis in before)
+                before = [axis for axis in written[: written.index("pipeline")] if axis in named]
+                # Written last, as an override on the command line is, it says nothing: stages are neighbours rarely.
+                given["outside"] = 0 if len(before) == len(named) else len(unnamed) + len(before)
         if AUTO in given.values():
             left = [axis for axis, degree in given.items() if degree == AUTO]
             given = {axis: degree for axis, degree in given.items() if degree != AUTO}

@@ -9,9 +9,10 @@ ends it, at each op to the predecessor (in its queue or among its dependencies) 
     the host, and in a measurement gaps that nothing explains
 
 Waiting for peers has two causes. In a group it is `imbalance`: with equal work all ranks would arrive at once. Between
-two ranks, as along a pipeline, and at the end of the step, it is imbalance up to the time that the busiest rank
-computes longer than this one, and `fill_drain` beyond that. So for 1F1B on P equal stages, fill and drain are (P − 1)(F
-+ B), the bubble of PipeDream-Flush (Narayanan et al., arXiv 2006.09503, section 3.2; arXiv 2104.04473, section 2.2.1).
+two ranks, as along a pipeline, over all groups of a pipeline, and at the end of the step, it is imbalance up to the
+time that the busiest rank computes longer than this one, and `fill_drain` beyond that. So for 1F1B on P equal stages,
+fill and drain are (P − 1)(F + B), the bubble of PipeDream-Flush (Narayanan et al., arXiv 2006.09503, section 3.2; arXiv
+2104.04473, section 2.2.1).
 
     busy + imbalance + fill_drain + communication + copies + runtime = step         on every rank
 """
@@ -24,6 +25,8 @@ from dataclasses import dataclass, fields
 from hyper_parallel.trace.op import copy_tiers, is_comm, is_compute
 from hyper_parallel.trace.span import Span
 
+PIPELINE = "pipeline"
+"""The axis of collectives over the device groups of a pipeline, which end one after another."""
 _TINY = 1e-12
 """Tolerance for equal times, as a share of the step."""
 
@@ -152,7 +155,9 @@ class _Waits:
     @staticmethod
     def _waiting(span: Span) -> str:
         call = span.op.collective
-        return "runtime" if call is None else "pair" if call.paired else "group"
+        if call is None:
+            return "runtime"
+        return "pair" if call.paired or call.axis == PIPELINE else "group"
 
     @staticmethod
     def _add(found: _Idle, kind: str, start: float, end: float) -> None:

@@ -1,0 +1,234 @@
+"""Stages of a run's pipeline as graphs: one micro-batch, captured on one rank of a stage's mesh and cut.
+
+Stages between the first and the last one that have layers of the same kinds in the same order are alike, so that one
+is captured for all of them: the model is made smaller to the layers of stages that differ. Where what crosses is not
+between neighbours, or the layers are not known by kind, all layers are captured.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import ConfigError, StrategyError
+from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch
+from hyper_parallel.estimate.step_figures import Resident, resident_of
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.pass_manager import rewritten
+from hyper_parallel.graph.stage_cut import NodeCost, balanced_cut, check_inner, layer_costs, layer_stages
+from hyper_parallel.graph.stage_graph import Partition, partition
+from hyper_parallel.graph.step_context import StepContext
+from hyper_parallel.offloading.pass_pipeline import passes
+from hyper_parallel.runtime.choose_schedule import stages_per_rank
+from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard.layer_kinds import layer_kinds, layers_in, with_layers
+from hyper_parallel.shard.model_structure import layers_or_refuse
+from hyper_parallel.shard.plan import Plan, make_plan
+from hyper_parallel.step.capture_micro_batch import capture_micro_batch, without_boundaries
+from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.engine import check_length
+from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.strategy import Strategy
+
+Say = Callable[[str], None]
+CostOf = Callable[[StepGraph], NodeCost]
+"""A graph to what its nodes cost."""
+
+
+@dataclass(frozen=True)
+class CapturedStages:
+    """The stages of a pipeline, those that are alike once."""
+
+    counts: tuple[int, ...]
+    """Layers of each stage."""
+    given: bool
+    """Whether the run file has these counts; otherwise they were balanced by cost."""
+    partition: Partition
+    """The stages that differ."""
+    captured: tuple[int, ...]
+    """Of each stage, its place in `partition`."""
+    storages: frozenset[str]
+    """The axes over which parameters are stored in shards."""
+    resident: Mapping[str, Resident]
+    """By the names of the captured model's parameters, what one rank keeps."""
+    update: StepGraph
+    """A whole step of the captured model, which has clipping and the update."""
+    model: nn.Module
+    """The captured model, parallelized on one rank of a stage's mesh."""
+    plan: Plan
+
+    @property
+    def stages(self) -> int:
+        """Stages of all ranks together."""
+        return len(self.counts)
+
+
+def capture_stages(
+    model: nn.Module, config: RunConfig, cost_of: CostOf, say: Say, notes: list[str]
+) -> CapturedStages:
+    """The stages of a run's pipeline. `model` is on the meta device, and is not changed.
+
+    `cost_of` prices the nodes by which the model is cut, where the file does not say how. To `notes` is added what was
+    assumed. Raises StrategyError for a pipeline that cannot be cut, CaptureError for a step that cannot be captured.
+    """
+    strategy = config.effective_strategy
+    of_stage = strategy.of_stage
+    plan = make_plan(model, of_stage)
+    layers, modules = layers_or_refuse(model, "axes.pipeline")
+    kinds = layer_kinds(model, plan, of_stage)
+    stages = strategy.axes.pipeline * stages_per_rank(strategy.pipeline)
+    kind_of = {layer: kind for kind, alike in enumerate(kinds) for layer in alike}
+    capture = _Capture(model, plan, config.model_copy(update={"strategy": of_stage}), say)
+    given = strategy.pipeline.layers
+    counts = (
+        _given(given, stages, len(modules), layers)
+        if given is not None
+        else _balanced(capture, kinds, kind_of, stages, layers, cost_of)
+    )
+    alike = _alike(counts, kind_of)
+    first_of = {place: at for at, place in reversed(list(enumerate(alike)))}
+    chosen = [first_of[place] for place in sorted(first_of)]
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    keep = [layer for stage in chosen for layer in range(starts[stage], starts[stage] + counts[stage])]
+    if plan.layers is not None and len(chosen) < stages:
+        found = capture.cut(keep, [counts[stage] for stage in chosen], layers)
+        if _between_neighbours(found.partition):
+            notes.append(
+                f"{len(keep)} of the {len(modules)} layers were captured, in {len(chosen)} of the {stages} stages; "
+                "the others are like one of these"
+            )
+            return replace(found, counts=counts, given=given is not None, captured=alike)
+        say("what crosses is not between neighbours; capturing all layers")
+    return replace(capture.cut(None, counts, layers), given=given is not None)
+
+
+def _given(given: Sequence[int], stages: int, layers: int, name: str) -> tuple[int, ...]:
+    if len(given) != stages:
+        raise StrategyError(
+            f"pipeline.layers: {list(given)} has {len(given)} stages, and axes.pipeline · pipeline.virtual = {stages}; "
+            f"give {stages} counts, or leave pipeline.layers out"
+        )
+    check_inner(given)
+    if sum(given) != layers:
+        raise StrategyError(
+            f"pipeline.layers: {list(given)} places {sum(given)} layers, and the model has {layers} ({name}); change "
+            f"the counts to sum to {layers}, or leave pipeline.layers out"
+        )
+    return tuple(given)
+
+
+def _balanced(
+    capture: _Capture,
+    kinds: Sequence[Sequence[int]],
+    kind_of: Mapping[int, int],
+    stages: int,
+    layers: str,
+    cost_of: CostOf,
+) -> tuple[int, ...]:
+    """Counts by cost, from one captured layer of each kind."""
+    keep = [alike[0] for alike in kinds] or None
+    step = capture.micro_batch(keep)
+    found = layer_costs(step, layers, cost_of(step))
+    costs = [found.layers[kind_of[layer]] for layer in sorted(kind_of)] if keep else found.layers
+    return balanced_cut(costs, stages, before=found.before, after=found.after, least=found.least, name=layers)
+
+
+def _alike(counts: Sequence[int], kind_of: Mapping[int, int]) -> tuple[int, ...]:
+    """Of each stage, the number of the first stage that is like it, of those that differ."""
+    seen: dict[object, int] = {}
+    found = []
+    start = 0
+    for stage, count in enumerate(counts):
+        kinds = tuple(kind_of.get(layer, -1 - layer) for layer in range(start, start + count))
+        end = "first" if stage == 0 else "last" if stage == len(counts) - 1 else ""
+        found.append(seen.setdefault((end, kinds), len(seen)))
+        start += count
+    return tuple(found)
+
+
+def _between_neighbours(found: Partition) -> bool:
+    return all(
+        abs(one.source - one.target) == 1
+        for stage in found.stages
+        for one in (*stage.sends, *stage.gradients_out)
+    )
+
+
+class _Capture:
+    """Captures a model, or a smaller one with some of its layers, on rank 0 of a stage's mesh."""
+
+    def __init__(self, model: nn.Module, plan: Plan, config: RunConfig, say: Say) -> None:
+        """`config`: of a run of one stage's mesh."""
+        self._model, self._plan, self._config, self._say = model, plan, config, say
+        self._strategy: Strategy = config.strategy
+
+    def micro_batch(self, keep: Sequence[int] | None) -> StepGraph:
+        """One micro-batch of the layers `keep`, or of all."""
+        model, strategy = self._smaller(keep)
+        with fake_ranks(strategy.axes.world, 0), StepContext(even_load=1.0).installed():
+            return self._captured(self._recipe(model, strategy), strategy)
+
+    def cut(self, keep: Sequence[int] | None, counts: Sequence[int], layers: str) -> CapturedStages:
+        """The stages of the layers `keep`, or of all, with `counts` layers each."""
+        model, strategy = self._smaller(keep)
+        with fake_ranks(strategy.axes.world, 0), StepContext(even_load=1.0).installed():
+            recipe = self._recipe(model, strategy)
+            shape = ((micro_batch(self._config), self._config.data.sequence),)
+            whole = capture_step(recipe, BatchShape(shape, (False,)))
+            step = self._captured(recipe, strategy)
+            handle = recipe.handle
+        return CapturedStages(
+            counts=tuple(counts),
+            given=False,
+            partition=partition(step, layer_stages(layers, counts, step), len(counts)),
+            captured=tuple(range(len(counts))),
+            storages=frozenset(one.storage for one in handle.plan.parameters.values()),
+            resident=resident_of(whole),
+            update=whole,
+            model=handle.model,
+            plan=handle.plan,
+        )
+
+    def _smaller(self, keep: Sequence[int] | None) -> tuple[nn.Module, Strategy]:
+        found = layers_in(self._model, self._plan)
+        total = len(found) if found is not None else 0
+        shown = f"{len(keep)} of {total}" if keep is not None and len(keep) < total else "all"
+        self._say(f"capturing {shown} layers as rank 0 of {self._strategy.axes.world}")
+        if keep is None:
+            return copy.deepcopy(self._model), self._strategy
+        return with_layers(self._model, self._plan, self._strategy, keep)
+
+    def _recipe(self, model: nn.Module, strategy: Strategy) -> Recipe:
+        parallelize(model, strategy, lowering="traceable")
+        check_length(sharded(model), self._config)
+        return Recipe.of(self._config, model)
+
+    def _captured(self, recipe: Recipe, strategy: Strategy) -> StepGraph:
+        step = capture_micro_batch(
+            recipe, micro_batch(self._config), self._config.data.sequence, count_micro_batches(self._config)
+        )
+        again: list[str] = []
+        if strategy.memory.recompute == "layer":
+            name, modules = layers_or_refuse(recipe.model, "memory.recompute: layer")
+            again = [f"{name}.{index}" for index in range(len(modules))]
+        step = without_boundaries(step)
+        self._say(f"{sum(1 for _ in step.nodes):,} nodes captured")
+        return rewritten(step, passes(strategy, ordered=False, recompute=again))
+
+
+def refuse_unsupported(config: RunConfig, *, ordered: bool, explain: bool) -> None:
+    """Raise ConfigError for what a simulated pipeline does not have yet."""
+    if ordered:
+        raise ConfigError(
+            "--ordered: the collectives of a pipeline's stages are not ordered yet; leave --ordered out"
+        )
+    if explain or config.effective_strategy.memory.device is not None:
+        raise ConfigError(
+            "strategy.memory.device: the budget of a pipeline's stages is not planned yet; leave the budget "
+            "(and --explain) out"
+        )

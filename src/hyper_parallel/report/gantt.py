@@ -1,0 +1,134 @@
+"""Gantt chart of a pipeline: a row for each device group, its tasks with their micro-batches, its bubbles by cause.
+
+An idle stretch of a group is coloured by its cause: `fill` before the first task, `transfer` while the value that the
+next task waits for is on its way, `waiting` while the neighbour still computes it, `drain` after the last task.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+from hyper_parallel.report.html import badge
+from hyper_parallel.trace import Span, Timeline, is_compute
+from hyper_parallel.units import format_duration
+
+_TASK = re.compile(r"([FBIW])(\d+)\.(\d+)$")
+_WORDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+_CAUSES = ("fill", "waiting", "transfer", "drain")
+
+_ROW, _LEFT, _TOP = 30, 74, 20
+_LEAST, _MOST = 900.0, 9000.0
+"""Width of the drawing, in pixels."""
+_BLOCK = 20.0
+"""Width of a task of mean length, in pixels, so that its number can be read."""
+
+
+@dataclass(frozen=True)
+class IdleStretch:
+    """Seconds in which a group computes nothing, for one cause."""
+
+    cause: str
+    start: float
+    end: float
+
+
+def idle_stretches(timeline: Timeline, name: str) -> list[IdleStretch]:
+    """The idle stretches of a rank class of a pipeline, in order."""
+    spans = timeline.of(name)
+    by_index = {span.op.index: span for span in spans}
+    tasks = [span for span in spans if _TASK.match(span.op.name) and is_compute(span.op.queue)]
+    begin = max((span.end for span in spans if span.op.phase == "gather"), default=0.0)
+    last = max((span.start for span in spans if span.op.name == "update"), default=timeline.step)
+    found: list[IdleStretch] = []
+    cursor = begin
+    for span in tasks:
+        received = [by_index[index] for index in span.op.after if by_index[index].op.collective is not None]
+        moved = min((one.start for one in received if one.end > cursor), default=span.start)
+        parts = [("fill" if cursor == begin else "waiting", cursor, min(moved, span.start))]
+        parts.append(("transfer", max(cursor, moved), span.start))
+        found += [IdleStretch(cause, start, end) for cause, start, end in parts if end > start]
+        cursor = span.end
+    if last > cursor:
+        found.append(IdleStretch("drain", cursor, last))
+    return found
+
+
+def gantt(timeline: Timeline) -> str:
+    """The chart as HTML, with an SVG drawing that needs no script."""
+    names = list(timeline.trace.ops)
+    tasks = [span for span in timeline.spans if _TASK.match(span.op.name) and span.end > span.start]
+    mean = sum(span.end - span.start for span in tasks) / len(tasks) if tasks else timeline.step
+    width = min(_MOST, max(_LEAST, _BLOCK * timeline.step / mean)) if mean else _LEAST
+    scale = (width - _LEFT - 10) / timeline.step if timeline.step else 0.0
+    height = _TOP + _ROW * len(names) + 8
+    rows = "".join("".join(_row(timeline, name, at, scale)) for at, name in enumerate(names))
+    legend = "".join(
+        f'<span><i class="{kind}"></i>{word}</span>'
+        for kind, word in (
+            *((_class_of(letter), word) for letter, word in _WORDS.items() if _has(tasks, letter)),
+            ("other", "gathers, reductions, update"),
+            *((f"idle-{cause}", f"bubble: {cause}") for cause in _CAUSES),
+        )
+    )
+    return (
+        f'<section class="gantt"><h3>{badge(timeline.word)} pipeline: tasks of each device group</h3>'
+        f'<div class="legend">{legend}</div><div class="scroll"><svg role="img" width="{width:.0f}" height="{height}" '
+        f'viewBox="0 0 {width:.0f} {height}" aria-label="{timeline.word} schedule of {len(names)} device groups">'
+        f"{''.join(_axis(timeline.step, scale, height))}{rows}</svg></div></section>"
+    )
+
+
+def _row(timeline: Timeline, name: str, at: int, scale: float) -> Iterator[str]:
+    top = _TOP + _ROW * at
+    yield f'<text class="name" x="0" y="{top + 19}">group {at}</text>'
+    for idle in idle_stretches(timeline, name):
+        told = f"bubble: {idle.cause}, {format_duration(idle.end - idle.start)}"
+        yield _rect(f"idle-{idle.cause}", idle.start, idle.end, top, scale, told)
+    for span in timeline.of(name):
+        if span.end <= span.start:
+            continue
+        found = _TASK.match(span.op.name)
+        if found:
+            yield from _task(span, found, top, scale)
+        elif is_compute(span.op.queue) or span.op.phase in ("gather", "reduce", "clip"):
+            told = f"{span.op.name}, {format_duration(span.end - span.start)}"
+            yield _rect("other", span.start, span.end, top, scale, told)
+
+
+def _task(span: Span, found: re.Match[str], top: int, scale: float) -> Iterator[str]:
+    letter, stage, micro_batch = found.groups()
+    told = (
+        f"{_WORDS[letter]} of micro-batch {micro_batch} in stage {stage}: {format_duration(span.start)} to "
+        f"{format_duration(span.end)}, {format_duration(span.end - span.start)}"
+    )
+    yield _rect(_class_of(letter), span.start, span.end, top, scale, told)
+    if (span.end - span.start) * scale >= 5 + 6 * len(micro_batch):
+        middle = _LEFT + (span.start + span.end) / 2 * scale
+        yield f'<text x="{middle:.1f}" y="{top + 18}">{micro_batch}</text>'
+
+
+def _rect(kind: str, start: float, end: float, top: int, scale: float, told: str) -> str:
+    return (
+        f'<rect class="{kind}" x="{_LEFT + start * scale:.2f}" y="{top + 2}" width="{(end - start) * scale:.2f}" '
+        f'height="{_ROW - 6}"><title>{escape(told)}</title></rect>'
+    )
+
+
+def _axis(step: float, scale: float, height: int) -> Iterator[str]:
+    for part in range(5):
+        at = step * part / 4
+        x = _LEFT + at * scale
+        yield f'<line x1="{x:.1f}" y1="{_TOP - 4}" x2="{x:.1f}" y2="{height}"/>'
+        anchor = "end" if part == 4 else "middle" if part else "start"
+        yield f'<text class="tick" x="{x:.1f}" y="12" style="text-anchor:{anchor}">{format_duration(at)}</text>'
+
+
+def _class_of(letter: str) -> str:
+    return f"task-{letter.lower()}"
+
+
+def _has(tasks: list[Span], letter: str) -> bool:
+    return any(span.op.name.startswith(letter) for span in tasks)

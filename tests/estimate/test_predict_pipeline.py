@@ -1,0 +1,297 @@
+"""Pipelines predicted from a run file: stages add up to the micro-batch, and memory is that of their tasks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hyper_parallel import config
+from hyper_parallel.cli.main import command
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import HyperParallelError, StrategyError
+from hyper_parallel.estimate import Prediction, cluster_of, predict_run
+from hyper_parallel.estimate.run_inputs import model_of
+from hyper_parallel.estimate.stage_capture import capture_stages
+from hyper_parallel.estimate.stage_price import StagePrice, node_seconds, price_stage
+from hyper_parallel.verify.families import FAMILIES
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+SIZE = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZE},
+    "mixtral": {**FAMILIES["mixtral"], **SIZE},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 32000,
+        "n_embd": 4096,
+        "n_layer": 4,
+        "n_head": 32,
+        "n_positions": 2048,
+    },
+}
+
+
+def _config(axes: dict[str, int], model: str = "llama", *, batch: int = 16, **strategy: Any) -> RunConfig:
+    return config.from_dict(
+        {
+            "version": 1,
+            "out": "unused",
+            "model": {"config": MODELS[model]},
+            "data": {"train": ["unused"], "sequence": 2048},
+            "train": {"batch": batch, "micro_batch": 1},
+            "strategy": {
+                "version": 1,
+                "axes": axes,
+                "check": False,
+                "precision": {"param": "float32", "compute": "bfloat16", "reduce": "float32"},
+                **strategy,
+            },
+        }
+    )
+
+
+def _predicted(axes: dict[str, int], model: str = "llama", **strategy: Any) -> Prediction:
+    return _of(json.dumps([axes, model, strategy]))
+
+
+@functools.cache
+def _of(given: str) -> Prediction:
+    axes, model, strategy = json.loads(given)
+    run = _config(axes, model, **strategy)
+    return predict_run(run, cluster_of("h100", run))
+
+
+def _prices(run: RunConfig) -> list[StagePrice]:
+    cluster = Cluster.named("h100")
+    ranks = range(run.strategy.axes.world // run.strategy.axes.pipeline)
+    found = capture_stages(
+        model_of(run, []), run, lambda step: node_seconds(step, cluster, ranks, None), lambda _: None, []
+    )
+    prices = [
+        price_stage(found, stage, cluster, ranks, run.strategy.memory.shard)
+        for stage in found.partition.stages
+    ]
+    return [prices[place] for place in found.captured]
+
+
+@functools.cache
+def _whole(tensor: int) -> StagePrice:
+    """One stage with all layers."""
+    run = _config({"pipeline": 2, "tensor": tensor}, pipeline={"layers": [4, 0]})
+    first, last = _prices(run)
+    whole = {
+        name: getattr(first, name) + getattr(last, name) for name in ("forward", "input", "weight", "update")
+    }
+    return StagePrice(
+        **whole, exposed=0, gather=0, reduce=0, memory=first.memory, resident=first.resident, gathered=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "counts"), [({"pipeline": 2, "tensor": 2}, [2, 2]), ({"pipeline": 4, "tensor": 2}, None)]
+)
+def test_the_stages_times_add_up_to_those_of_the_whole_micro_batch(
+    axes: dict[str, int], counts: list[int] | None
+) -> None:
+    prices = _prices(_config(axes, pipeline={} if counts is None else {"layers": counts}))
+    whole = _whole(2)
+    assert sum(one.micro_batch for one in prices) == pytest.approx(whole.micro_batch, rel=0.01)
+    # What the batch alone decides is computed in each stage.
+    assert whole.forward < sum(one.forward for one in prices) < 1.02 * whole.forward
+    # Each stage clips by the norm of all.
+    assert whole.update <= sum(one.update for one in prices) < 1.05 * whole.update
+
+
+def test_a_micro_batch_of_all_stages_takes_what_the_step_without_a_pipeline_takes() -> None:
+    plain = _predicted({"tensor": 2})
+    found = _predicted({"pipeline": 2, "tensor": 2})
+    assert found.pipeline is not None
+    micro_batch = sum(one.seconds for one in found.pipeline.stages)
+    phases = {name: one.compute + one.communication for name, one in plain.timeline.by_phase().items()}
+    assert 16 * micro_batch == pytest.approx(
+        sum(phases[name] for name in ("forward", "loss", "recompute", "backward")), rel=0.01
+    )
+    assert plain.timeline.step / 2 < found.timeline.step < plain.timeline.step
+
+
+def test_stages_that_are_alike_are_captured_once_with_the_same_numbers() -> None:
+    axes = {"pipeline": 4, "shard": 2}
+    found = _predicted(axes, pipeline={"layers": [1, 1, 1, 1], "schedule": "1f1b"})
+    assert any("3 of the 4 layers were captured, in 3 of the 4 stages" in note for note in found.notes)
+    stages = _stages(found)
+    assert stages[1].seconds == stages[2].seconds
+    # Cut so that all stages differ, the sum is the same.
+    other = _stages(_predicted(axes, pipeline={"layers": [0, 1, 2, 1], "schedule": "1f1b"}))
+    assert sum(one.seconds for one in other) == pytest.approx(sum(one.seconds for one in stages), rel=0.01)
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_tensor_with_pipeline_holds_less_than_tensor_with_copies_on_as_many_devices(model: str) -> None:
+    alone = _predicted({"replicate": 2, "tensor": 8}, model)
+    both = _predicted({"pipeline": 2, "tensor": 8}, model)
+    assert both.timeline.peak.bytes <= 0.8 * alone.timeline.peak.bytes
+
+
+def test_peaks_are_state_and_what_is_in_flight() -> None:
+    found = _predicted({"pipeline": 4, "tensor": 2}, pipeline={"schedule": "1f1b"})
+    assert found.pipeline is not None
+    for group, stage in zip(found.pipeline.groups, found.pipeline.stages, strict=True):
+        assert group.in_flight == 4 - group.group
+        least = group.resident + group.in_flight * stage.saved
+        assert least <= group.peak < 1.5 * least
+    gpipe = _predicted({"pipeline": 4, "tensor": 2}, pipeline={"schedule": "gpipe"})
+    assert gpipe.pipeline is not None
+    assert [one.in_flight for one in gpipe.pipeline.groups] == [16] * 4
+    assert gpipe.timeline.peak.bytes > 2 * found.timeline.peak.bytes
+
+
+def test_gathers_and_reductions_once_a_step_are_in_no_task() -> None:
+    by_level = {
+        level: _predicted({"pipeline": 2, "shard": 4}, memory={"shard": level})
+        for level in ("parameters", "gradients", "optimizer")
+    }
+    exposed = {level: sum(one.exposed for one in _stages(found)) for level, found in by_level.items()}
+    phases = {level: found.timeline.by_phase() for level, found in by_level.items()}
+    assert exposed["parameters"] > exposed["gradients"] > exposed["optimizer"] == pytest.approx(0.0)
+    assert "gather" not in phases["parameters"]
+    assert phases["gradients"]["gather"].communication > 0
+    assert "reduce" not in phases["gradients"]
+    assert phases["optimizer"]["reduce"].communication > 0
+    state = {level: found.pipeline.groups[0].resident for level, found in by_level.items() if found.pipeline}
+    assert state["parameters"] < state["gradients"] < state["optimizer"]
+
+
+def _stages(found: Prediction) -> Any:
+    assert found.pipeline is not None
+    return found.pipeline.stages
+
+
+def test_recomputation_takes_time_and_saves_memory() -> None:
+    axes, pipeline = {"pipeline": 2, "tensor": 2}, {"schedule": "1f1b", "layers": [2, 2]}
+    kept = _predicted(axes, pipeline=pipeline)
+    again = _predicted(axes, pipeline=pipeline, memory={"recompute": "layer"})
+    assert _stages(again)[0].saved < 0.3 * _stages(kept)[0].saved
+    assert again.timeline.peak.bytes < kept.timeline.peak.bytes
+    assert 1.15 < again.timeline.step / kept.timeline.step < 1.5
+
+
+@pytest.mark.parametrize("axes", [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "shard": 2}])
+def test_a_tied_embedding_is_summed_over_the_groups_that_use_it(axes: dict[str, int]) -> None:
+    apart, tied = (
+        _predicted(axes, model, pipeline={"layers": [2, 2]}, memory={"shard": "gradients"})
+        for model in ("llama", "gpt2")
+    )
+    assert "reduce" not in apart.timeline.by_phase()
+    assert tied.timeline.by_phase()["reduce"].communication > 0
+    # Hidden states cross in bfloat16, and no weights.
+    assert _stages(tied)[0].sent == pytest.approx(2048 * 4096 * 2, rel=0.01)
+
+
+def test_auto_is_no_longer_than_1f1b() -> None:
+    axes = {"pipeline": 4, "tensor": 2}
+    auto = _predicted(axes)
+    named = _predicted(axes, pipeline={"schedule": "1f1b"})
+    assert auto.timeline.step <= named.timeline.step * (1 + 1e-9)
+
+
+SMALL = (
+    "model.config.hidden_size=64",
+    "model.config.num_hidden_layers=4",
+    "data.sequence=64",
+    "train.micro_batch=1",
+)
+CUT = ("strategy.axes={pipeline: 2, shard: 2}", "strategy.sequence=false", "launch.workers=4")
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(command, ["simulate", str(QUICKSTART), *SMALL, *CUT, *arguments])
+    return found.exit_code, found.output if found.exception is None else str(found.exception)
+
+
+def test_the_command_tells_stages_and_bubbles_and_draws_them(tmp_path: Path) -> None:
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    code, said = _run("--cluster", "h100x4", "--trace", str(trace), "--html", str(page))
+    assert code == 0, said
+    assert said.startswith("predicted step of 4 ranks in 2 classes on h100x4")
+    assert "predicted: device groups of the pipeline" in said
+    assert "simulated bubble" in said
+    assert "slowest is group" in said
+    assert json.loads(trace.read_text())["traceEvents"]
+    text = page.read_text()
+    drawing = text[text.index("<svg role") : text.index("</svg>") + 6]
+    assert ElementTree.fromstring(drawing).findall(".//rect")
+    assert "device groups of the pipeline" in text
+
+
+def test_json_has_the_pipeline() -> None:
+    code, said = _run("--cluster", "h100", "--json")
+    assert code == 0, said
+    found = json.loads(said)
+    assert found["axes"]["pipeline"] == 2
+    pipeline = found["pipeline"]
+    assert sum(pipeline["layers"]) == 4
+    assert pipeline["bubble"]["bubble"] == pytest.approx(
+        sum(pipeline["bubble"][cause] for cause in ("fill", "waiting", "drain"))
+    )
+    assert max(one["peak"] for one in pipeline["groups"]) == found["memory"]["peak"]
+    assert found["step"] == pytest.approx(
+        found["computing"] + found["exposed"] + sum(found["waiting"].values())
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("strategy.pipeline.virtual=4",),
+            "= 8 stages, and the model has 4 layers .* at most 6 stages; make axes",
+        ),
+        (
+            ("strategy.pipeline.schedule=zb-h1", "train.micro_batch=null"),
+            "1 micro-batches on 2 ranks are too few.*smaller train.micro_batch",
+        ),
+        (("strategy.pipeline.layers=[2,1]",), "places 3 layers, and the model has 4"),
+        (
+            ("strategy.pipeline.layers=[4]",),
+            "has 1 stages, and axes.pipeline · pipeline.virtual = 2; give 2 counts",
+        ),
+        (
+            ("strategy.pipeline.virtual=2", "strategy.pipeline.layers=[2,0,0,2]"),
+            "leaves stage 1 without layers; only the first and the last stage",
+        ),
+        (("--ordered",), "leave --ordered out"),
+        (
+            ("strategy.memory.device=1GiB", "strategy.memory.host=1GiB", "train.engine=graph"),
+            "leave the budget",
+        ),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_line(arguments: tuple[str, ...], told: str) -> None:
+    ordered = "--ordered" in arguments
+    run = config.load(QUICKSTART, (*SMALL, *CUT, *(one for one in arguments if not one.startswith("--"))))
+    with pytest.raises(HyperParallelError, match=told):
+        predict_run(run, Cluster.named("h100"), ordered=ordered)
+
+
+def test_an_unknown_schedule_is_told_with_the_nearest() -> None:
+    code, said = _run("--cluster", "h100", "strategy.pipeline.schedule=1f2b")
+    assert code != 0
+    assert "did you mean '1f1b'" in said
+    with pytest.raises(StrategyError, match="places 5 layers, and the model has 4"):
+        _predicted({"pipeline": 2, "tensor": 2}, pipeline={"layers": [2, 3]})
