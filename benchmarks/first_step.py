@@ -1,9 +1,9 @@
 """CPU seconds and memory before the first step, by the number of micro-batches: python benchmarks/first_step.py
 
 Capture, passes and executables of a step of the shape of Llama 3 70B (80 layers, `--layers`), on 8 devices that share
-the weights, 1 × 1024 tokens a micro-batch. Each number of micro-batches is measured in a process of its own, on one rank
-of a simulated process group and on the meta device: what every rank of `train` does before its first step, but for the
-values. Seconds are of the process's processors; memory is what its resident set has grown by at most. `--whole`
+the weights, 1 × 1024 tokens a micro-batch. Each number of micro-batches is measured in a process of its own, on one
+rank of a simulated process group and on the meta device: what every rank of `train` does before its first step, but for
+the values. Seconds are of the process's processors; memory is what its resident set has grown by at most. `--whole`
 captures all micro-batches, as steps under a budget or a profile still are.
 """
 

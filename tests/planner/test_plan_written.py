@@ -71,12 +71,12 @@ def test_experts_keep_their_axis() -> None:
     assert config.from_dict(data).strategy.axes.expert == 8
 
 
-def test_a_pipeline_is_written_and_train_says_that_it_cannot(tmp_path: Path) -> None:
+def test_a_pipeline_is_written_as_train_runs_it(tmp_path: Path) -> None:
     question = _question()
     spread = {"shard": 8, "pipeline": 8, "zero": 1, "virtual": 2, "schedule": code("schedule", "interleaved")}
     made = planned_run_file(_figures(question, **spread), question)
-    assert not made.runs
-    assert any("pipeline" in note for note in made.notes)
+    assert made.runs
+    assert not any("pipeline" in note for note in made.notes)
     file = tmp_path / "run.yaml"
     file.write_text(made.text)
     assert config.load(file).strategy.axes.pipeline == 8

@@ -42,7 +42,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--fix", multiple=True, metavar="NAME=VALUE", help="Fix a part of the strategy: tensor_x=8; repeatable."
 )
 @click.option(
-    "--runnable", is_flag=True, help="Search only what train can run: no pipeline, nothing on the host."
+    "--runnable", is_flag=True, help="Search only what train can run: no DualPipe, nothing on the host."
 )
 @click.option("--objective", default="time", show_default=True, help="time, memory or cost.")
 @click.option("--price", type=float, default=0.0, help="Price of a device hour.")

@@ -78,6 +78,18 @@ def _behind(nodes: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def _only_reduces(needs: Needs, part: fx.Node, ends: set[fx.Node], stop: Collection[fx.Node]) -> bool:
-    nodes = needed(needs, [part], stop)
-    taken = sources(nodes) | {part}
-    return bool(taken & ends) and taken <= nodes.union(ends)
+    """Whether a part of a gradient is computed from the ends alone."""
+    if part in ends:
+        return True
+    left, seen, met = [part], {part}, False
+    while left:
+        node = left.pop()
+        for source in node.all_input_nodes:
+            met = met or source in ends
+            # Nearly all parts that are no reductions come to a weight or the batch soon.
+            if source not in ends and source not in stop and source not in needs:
+                return False
+        more = [source for source in needs[node] if source not in stop and source not in seen]
+        seen.update(more)
+        left += more
+    return met

@@ -1,7 +1,7 @@
 """Writes a planned strategy as a run file for `train`.
 
-What `train` cannot run yet is written all the same, each with a note at the head of the file: a pipeline (`train` then
-refuses the file, saying so), precisions below 16 bits, and recomputation of some layers only.
+What `train` cannot run yet is written all the same, each with a note at the head of the file: a pipeline with a budget
+(`train` then refuses the file, saying so), DualPipe, precisions below 16 bits, and recomputation of some layers only.
 """
 
 from __future__ import annotations
@@ -17,11 +17,22 @@ from hyper_parallel.planner import format
 from hyper_parallel.planner.codes import ORDERS
 from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.query import Question
+from hyper_parallel.strategy import ScheduleName
+from hyper_parallel.strategy.pipeline import AUTO
 from hyper_parallel.workload.to_config import to_config
 
 GIB = 1 << 30
 LEVELS: Mapping[int, str] = {1: "optimizer", 2: "gradients", 3: "parameters"}
 """What `memory.shard` calls the ZeRO levels."""
+
+PIPELINES: Mapping[str, str] = {
+    "1f1b": ScheduleName.ONE_F_ONE_B.value,
+    "gpipe": ScheduleName.GPIPE.value,
+    "interleaved": ScheduleName.INTERLEAVED.value,
+    "zb-h1": ScheduleName.ZB_H1.value,
+    "zb-v": ScheduleName.ZB_V.value,
+}
+"""The planner's pipeline schedules that `train` has, by its names."""
 
 _DTYPES = {
     "fp32": {"param": "float32", "compute": "float32", "reduce": "float32"},
@@ -84,7 +95,11 @@ def planned_run_file(
         "strategy": strategy,
     }
     notes.append("data.train is a placeholder: name your text")
-    runs = found.strategy["pipeline"] == 1
+    budget = found.strategy["pipeline"] != 1 and "device" in strategy["memory"]
+    if budget:
+        notes.append(
+            "train keeps no pipeline within a budget yet and refuses this file; `plan --runnable` keeps to what it can"
+        )
     head = [
         f"Written by hyper-parallel plan for {shape.name or 'a model'} on {question.devices:,} devices of "
         f"{question.cluster.name or question.cluster.source}.",
@@ -92,7 +107,7 @@ def planned_run_file(
         *notes,
     ]
     text = "".join(f"# {line}\n" for line in head) + yaml12.write(data)
-    return PlannedRunFile(data, text, tuple(notes), runs)
+    return PlannedRunFile(data, text, tuple(notes), runs=not budget)
 
 
 def strategy_of(found: Figures, cluster: Cluster, notes: list[str]) -> dict[str, Any]:
@@ -103,10 +118,15 @@ def strategy_of(found: Figures, cluster: Cluster, notes: list[str]) -> dict[str,
     if given["expert"] != 1:
         axes["expert"] = given["expert"]
     if given["pipeline"] != 1:
-        made["pipeline"] = {"schedule": given["schedule"], "virtual": given["virtual"]}
-        notes.append(
-            "train cannot run a pipeline yet and refuses this file; `plan --runnable` keeps to what it can"
-        )
+        schedule = PIPELINES.get(str(given["schedule"]))
+        if schedule is None:
+            notes.append(
+                f"train has no schedule {given['schedule']} and takes one of its own (auto); `plan --runnable` keeps "
+                "to what it has"
+            )
+        made["pipeline"] = {"schedule": schedule or AUTO}
+        if given["schedule"] == "interleaved":
+            made["pipeline"]["virtual"] = given["virtual"]
     if given["sequence_parallel"] and given["tensor_x"] != 1:
         made["sequence"] = True
     if given["context"] != 1:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hyper_parallel.planner.format import ON_HOST
 from hyper_parallel.planner.metrics import Figures
+from hyper_parallel.planner.run_file import PIPELINES
 
 
 def note(shown: Iterable[tuple[str, Figures]]) -> list[str]:
@@ -14,7 +16,9 @@ def note(shown: Iterable[tuple[str, Figures]]) -> list[str]:
     refused, other = [], []
     for name, found in shown:
         given = found.strategy
-        if given["pipeline"] != 1:
+        if given["pipeline"] != 1 and (
+            given["schedule"] not in PIPELINES or any(given.get(column) for column in ON_HOST)
+        ):
             refused.append(name)
         elif given["recompute"] == "selective" or (
             given["recompute"] == "full" and float(given["recomputed"]) < 1
@@ -22,7 +26,7 @@ def note(shown: Iterable[tuple[str, Figures]]) -> list[str]:
             other.append(name)
     said = []
     if refused:
-        said.append(f"train refuses {_listed(refused)}: it cannot run a pipeline yet")
+        said.append(f"train refuses {_listed(refused)}: it has no DualPipe, and no budget with a pipeline")
     if other:
         said.append(f"train runs {_listed(other)} with other recomputation: it recomputes all layers or none")
     return [f"{'; '.join(said)}; --runnable keeps to what train runs"] if said else []

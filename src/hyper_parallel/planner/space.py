@@ -369,7 +369,7 @@ def divisors(number: int) -> list[int]:
 
 
 RUNS: dict[str, Callable[[float], bool]] = {
-    "pipeline": lambda value: value == 1,
+    "schedule": lambda value: value != _DUAL,
     "recompute": lambda value: value != SELECTIVE,
 }
 """What `train` can run, by column; the rest is for plans alone."""

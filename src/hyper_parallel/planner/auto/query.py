@@ -70,6 +70,8 @@ def _fixed(config: RunConfig) -> dict[str, Any]:
     fixed: dict[str, Any] = {
         axis: axes.degree(axis) for axis in (*AXIS_NAMES, "expert") if axis not in axes.open
     }
+    # Pipelines are written, not chosen.
+    fixed["pipeline"] = axes.pipeline
     if config.train.micro_batch is not None:
         fixed["micro"] = config.train.micro_batch
     if "memory.shard" not in chosen:
