@@ -21,9 +21,10 @@ from hyper_parallel.schedule import (
     Costs,
     Schedule,
     auto_schedule,
+    check_pipeline,
     forward_only,
     named_schedule,
-    stages_per_rank,
+    stages_of,
 )
 from hyper_parallel.shard.graph_passes import recompute_pass, regather_pass
 from hyper_parallel.shard.model_structure import layers_or_refuse
@@ -32,7 +33,7 @@ from hyper_parallel.step.capture_micro_batch import capture_evaluation, capture_
 from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.strategy.pipeline import AUTO, Pipeline
+from hyper_parallel.strategy.pipeline import AUTO
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class PipelinePlanner:
 
     def training(self, shape: MicroBatchShape) -> PipelinePlan:
         """The plan of training steps. Raises StrategyError."""
+        check_pipeline(self._strategy, shape.count)
         whole = self._captured(
             lambda: capture_micro_batch(
                 self._shadow,
@@ -123,14 +125,8 @@ class PipelinePlanner:
 
     def _counts(self, whole: StepGraph) -> tuple[int, ...]:
         asked, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
-        number = ranks * (asked.virtual or _stages_per_rank(asked))
         if asked.layers is None:
-            return balanced_counts(whole, self._layers, number, flops_cost(whole))
-        if len(asked.layers) != number:
-            raise StrategyError(
-                f"pipeline.layers has {len(asked.layers)} numbers, and there are {number} stages: axes.pipeline "
-                f"{ranks} · {number // ranks} on each rank"
-            )
+            return balanced_counts(whole, self._layers, stages_of(asked, ranks), flops_cost(whole))
         return tuple(asked.layers)
 
     def _cut(
@@ -158,11 +154,6 @@ class PipelinePlanner:
         recomputes = self._strategy.memory.recompute == "layer"
         if asked.schedule != AUTO:
             return named_schedule(asked.schedule, ranks, micro_batches, asked.virtual, recomputes=recomputes)
-        if micro_batches < ranks:
-            raise StrategyError(
-                f"pipeline: {micro_batches} micro-batches keep at most {micro_batches} of {ranks} ranks busy; make "
-                "train.micro_batch smaller, train.batch larger, or axes.pipeline smaller"
-            )
         # No rank holds more than 1F1B does on its fullest one.
         saved = costs.merged(asked.virtual or 1).saved
         cap = max(one * (ranks - rank) for rank, one in enumerate(saved))
@@ -175,7 +166,3 @@ class PipelinePlanner:
             for name, users in stages.users.items()
         }
         return PipelinePlan(stages, counts, schedule, program, owners)
-
-
-def _stages_per_rank(asked: Pipeline) -> int:
-    return 1 if asked.schedule == AUTO else stages_per_rank(asked.schedule)
