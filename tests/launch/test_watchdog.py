@@ -177,5 +177,5 @@ def test_the_board_knows_better_than_the_last_heartbeat() -> None:
     for rank in range(2):
         watchdog.hear(rank, replace(RUNNING, operation="saving", instruction="stage 5, Run(forward 5)"))
     assert watchdog.position(0) == "in step 9, stage 0, Run(forward 0)" and watchdog.scheduled(0)
-    assert watchdog.position(1) == "in step 7, saving" and not watchdog.scheduled(1)
+    assert watchdog.position(1) == "in step 9, saving" and not watchdog.scheduled(1)
     assert watchdog.others_in_schedule(1) == "worker 0 is in step 9, stage 0, Run(forward 0)"

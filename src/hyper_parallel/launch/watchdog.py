@@ -108,7 +108,7 @@ class Watchdog:
         if self._board is None:
             return beat.step, beat.instruction
         step, instruction = self._board(rank)
-        return (step, instruction) if instruction else (beat.step, "")
+        return (step, instruction) if instruction else (max(step, beat.step), "")
 
     def scheduled(self, rank: int) -> bool:
         """Whether a rank is in a schedule of instructions, or died in one."""

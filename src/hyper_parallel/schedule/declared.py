@@ -1,4 +1,4 @@
-"""What a run file declares of a pipeline, checked before any model is built."""
+"""Checks of a declared pipeline: its schedule, micro-batches, stages and layers, before any model is built."""
 
 from __future__ import annotations
 
