@@ -66,8 +66,9 @@ trackers: []
 class Command:
     """A process that starts runs one after another as ``hyper-parallel train`` does, and is the command of each."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, text: str = RUN) -> None:
+        """`text`: of run files, with ``OUT`` for the folder of the run."""
+        self.folder, self._text = folder, text
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve"],
             cwd=folder,
@@ -76,14 +77,14 @@ class Command:
             start_new_session=True,
         )
 
-    def start(self, out: str, **launched: Any) -> None:
-        """Begin a run; `ended` tells how it ends."""
-        (self.folder / f"{out}.yaml").write_text(RUN.replace("OUT", out))
+    def start(self, out: str, *overrides: str, **launched: Any) -> None:
+        """Begin a run; `ended` tells how it ends. `launched`: keys of `launch`."""
+        (self.folder / f"{out}.yaml").write_text(self._text.replace("OUT", out))
         (self.folder / f"{out}.err").write_text("")
         (self.folder / f"{out}.txt").write_text("")
         assert self.process.stdin is not None
-        overrides = [f"launch.{key}={value}" for key, value in launched.items()]
-        self.process.stdin.write(json.dumps([out, *overrides]).encode() + b"\n")
+        more = [f"launch.{key}={value}" for key, value in launched.items()]
+        self.process.stdin.write(json.dumps([out, *overrides, *more]).encode() + b"\n")
         self.process.stdin.flush()
         self.begun = time.monotonic()
 
@@ -96,9 +97,9 @@ class Command:
             return None
         return int(self.process.stdout.readline())
 
-    def finish(self, out: str, **launched: Any) -> int:
+    def finish(self, out: str, *overrides: str, **launched: Any) -> int:
         """Run to the end; the exit code."""
-        self.start(out, **launched)
+        self.start(out, *overrides, **launched)
         code = self.ended(600)
         assert code is not None, f"{out} did not end"
         return code

@@ -138,3 +138,44 @@ def test_a_rank_that_has_ended_is_not_missed() -> None:
     assert ranks.go_on(10) is None
     ranks.watchdog.forget(1)
     assert ranks.go_on(200, silent=(1,)) is None
+
+
+def _in(instruction: str, *, waits: bool, **beat: int) -> Beat:
+    return replace(RUNNING, instruction=instruction, waits=waits, **beat)
+
+
+def test_in_a_schedule_the_rank_that_does_not_wait_is_named_though_it_has_begun_more_collectives() -> None:
+    ranks = _Ranks(timeout=10, world=3)
+    assert ranks.go_on(5) is None
+    ranks.beats = {
+        0: _in("stage 0, Wait(x)", waits=True, collectives=1),
+        1: _in("stage 1, Run(forward 1)", waits=False, collectives=9),
+        2: replace(RUNNING, waits=True, collectives=4),  # it has ended its schedule
+    }
+    found = ranks.go_on(20, moves=_stands)
+    assert found is not None and found.rank == 1
+    assert "while the others wait for it; it is in step 7, stage 1, Run(forward 1)" in found.how
+    assert found.how.endswith("; worker 0 is in step 7, stage 0, Wait(x)")
+
+
+def test_where_all_wait_the_rank_that_stopped_first_is_named_and_what_each_waits_for() -> None:
+    ranks = _Ranks(timeout=10, world=6)
+    waiting = {rank: _in(f"stage {rank}, Wait(x)", waits=True) for rank in ranks.beats}
+    ranks.beats = waiting
+    assert ranks.go_on(3) is None
+    assert ranks.go_on(3, moves=lambda rank, beat: beat if rank == 4 else replace(beat, progress=1)) is None
+    found = ranks.go_on(20, moves=_stands)
+    assert found is not None and found.rank == 4
+    assert found.how.startswith("stopped first, and every other one here stands still too, for ")
+    assert "it is in step 7, stage 4, Wait(x); worker 0 is in step 7, stage 0, Wait(x); " in found.how
+    assert found.how.endswith("; worker 2 is in step 7, stage 2, Wait(x); 2 more are in the schedule too")
+
+
+def test_the_board_knows_better_than_the_last_heartbeat() -> None:
+    board = {0: (9, "stage 0, Run(forward 0)"), 1: (9, "")}
+    watchdog = Watchdog(range(2), None, board=board.__getitem__)
+    for rank in range(2):
+        watchdog.hear(rank, replace(RUNNING, operation="saving", instruction="stage 5, Run(forward 5)"))
+    assert watchdog.position(0) == "in step 9, stage 0, Run(forward 0)" and watchdog.scheduled(0)
+    assert watchdog.position(1) == "in step 9, saving" and not watchdog.scheduled(1)
+    assert watchdog.others_in_schedule(1) == "worker 0 is in step 9, stage 0, Run(forward 0)"

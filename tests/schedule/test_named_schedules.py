@@ -88,15 +88,6 @@ def test_refused(name: str, ranks: int, micro_batches: int, parts: int | None, s
         named_schedule(name, ranks, micro_batches, parts)
 
 
-def test_split_backward_passes_are_refused_under_recomputation() -> None:
-    for name in ScheduleName:
-        if name in SPLITS_BACKWARD:
-            with pytest.raises(StrategyError, match="choose 1f1b"):
-                named_schedule(name, 4, 8, recomputes=True)
-        else:
-            named_schedule(name, 4, 8, recomputes=True)
-
-
 def test_weight_gradients_run_in_the_order_of_micro_batches() -> None:
     """So that they are summed in the order in which one device sums them."""
     for name in ScheduleName:

@@ -13,7 +13,10 @@ from hyper_parallel.config.model import read_config
 from hyper_parallel.data.sources import find
 from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.schedule import check_pipeline
 
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Names that Transformers configs use for a model's number of layers."""
 _POSITIONS = ("max_position_embeddings", "n_positions")
 """Names that Transformers configs use for a model's number of positions."""
 
@@ -28,6 +31,7 @@ def check(config: RunConfig, *, writes: bool = True) -> None:
     _model(config)
     _tokenizer(config)
     _nodes(config)
+    _pipeline(config)
     if writes:
         _trackers(config)
         _out(Path(config.out).expanduser())
@@ -50,17 +54,28 @@ def _text(config: RunConfig) -> None:
 
 def _model(config: RunConfig) -> None:
     model = config.model
-    fields: dict[str, Any] = model.config or {}
-    named = "model.config"
+    fields, named = _fields(config), "model.config"
     if model.path is not None:
         named = str(Path(model.path).expanduser() / "config.json")
-        fields = read_config(model.path)
     positions = next((fields[key] for key in _POSITIONS if isinstance(fields.get(key), int)), None)
     if positions is not None and config.data.sequence > positions:
         raise ConfigError(
             f"data.sequence: {config.data.sequence} tokens are more than the {positions} positions of the model "
             f"({named}); shorten the sequence or give the model more positions"
         )
+
+
+def _fields(config: RunConfig) -> dict[str, Any]:
+    """Those of the model's Transformers config that are written."""
+    return read_config(config.model.path) if config.model.path is not None else config.model.config or {}
+
+
+def _pipeline(config: RunConfig) -> None:
+    if config.open or config.effective_strategy.axes.pipeline == 1:
+        return
+    fields = _fields(config)
+    layers = next((fields[key] for key in _LAYERS if isinstance(fields.get(key), int)), None)
+    check_pipeline(config.effective_strategy, config.micro_batches, layers)
 
 
 def _tokenizer(config: RunConfig) -> None:

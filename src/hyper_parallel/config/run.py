@@ -10,7 +10,7 @@ from hyper_parallel.config.checkpoint import CheckpointConfig
 from hyper_parallel.config.data import DataConfig
 from hyper_parallel.config.launch import LaunchConfig
 from hyper_parallel.config.model import ModelConfig
-from hyper_parallel.config.train import TrainConfig
+from hyper_parallel.config.train import SampleConfig, TrainConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Axes, Strategy
 from hyper_parallel.strategy.section import PathText, Section
@@ -48,11 +48,8 @@ class RunConfig(Section):
             return self._open_workers_fit()
         axes, workers = self.strategy.axes, self.launch.workers
         if workers is not None and workers not in (1, axes.world):
-            degrees = " · ".join(
-                f"{axis} {axes.degree(axis)}" for axis in axes.order if axes.degree(axis) > 1
-            )
             raise ValueError(
-                f"the strategy's axes multiply to {axes.world} ({degrees}), but 'launch.workers' is {workers}; "
+                f"the strategy's axes multiply to {axes.world} ({axes.product}), but 'launch.workers' is {workers}; "
                 "make them equal, leave 'launch.workers' out, or set it to 1 for the one-device run"
             )
         if self.train.batch % self.effective_strategy.axes.data:
@@ -108,7 +105,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _pipeline_needs_the_graph(self) -> RunConfig:
-        strategy, train = self.strategy, self.train
+        strategy, train = self.strategy if self.open else self.effective_strategy, self.train
         if strategy.axes.pipeline == 1:
             return self
         if train.engine != "graph":
@@ -130,12 +127,18 @@ class RunConfig(Section):
                 "'strategy.memory.device' does not keep the stages of a pipeline within a budget yet; leave it or the "
                 "pipeline out"
             )
-        share = train.batch // strategy.axes.data
-        if not self.open and share // self.micro_batch < strategy.axes.pipeline:
+        # The default is no wish, and the run then says at its end that there is none.
+        if train.sample and train.sample.tokens and train.sample != SampleConfig():
             raise ValueError(
-                f"'train.batch' ({train.batch}) is {share // self.micro_batch} micro-batches of {self.micro_batch} "
-                f"rows for each data rank, and a pipeline of {strategy.axes.pipeline} needs as many; make "
-                "'train.batch' larger, 'train.micro_batch' smaller, or axes.pipeline smaller"
+                "'train.sample': the stages of a pipeline cannot generate text yet; set it to false, or leave the "
+                "pipeline out"
+            )
+        if not self.open and self.micro_batches < strategy.axes.pipeline:
+            raise ValueError(
+                f"'train.batch' ({train.batch}) is {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} "
+                f"of {self.micro_batch} rows for each data rank, and a pipeline of {strategy.axes.pipeline} needs at "
+                f"least {strategy.axes.pipeline}; "
+                "make 'train.batch' larger, 'train.micro_batch' smaller, or axes.pipeline smaller"
             )
         return self
 
@@ -150,6 +153,11 @@ class RunConfig(Section):
             return share
         least = min(share, 4 * ranks)
         return max(rows for rows in range(1, share + 1) if share % rows == 0 and share // rows >= least)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step on each data rank."""
+        return self.train.batch // self.effective_strategy.axes.data // self.micro_batch
 
     def _open_workers_fit(self) -> RunConfig:
         fixed, workers = self.strategy.axes.world, self.launch.workers

@@ -19,9 +19,9 @@ from hyper_parallel.graph.once_a_step import once_a_step
 from hyper_parallel.graph.stage_cut import flops_cost
 from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.layout import DeviceGroup
-from hyper_parallel.runtime.choose_schedule import choose_schedule, stages_per_rank
+from hyper_parallel.runtime.choose_schedule import choose_schedule
 from hyper_parallel.runtime.stage_costs import sum_bytes
-from hyper_parallel.schedule import Costs
+from hyper_parallel.schedule import Costs, stages_of
 from hyper_parallel.units import format_bytes
 
 
@@ -36,7 +36,7 @@ def inspect_stages(config: RunConfig, rank: int, model: nn.Module, notes: list[s
     if not 0 <= rank < world:
         raise ConfigError(f"--rank: {rank} is none of the {world} ranks, 0 to {world - 1}, of the strategy")
     place = next(at for at, group in enumerate(groups) if rank in group.ranks)
-    stages = strategy.axes.pipeline * stages_per_rank(strategy.pipeline)
+    stages = stages_of(strategy.pipeline, strategy.axes.pipeline)
     placement = choose_schedule(strategy.pipeline, len(groups), count, Costs.even(stages)).placement
     found = capture_stages(model, config, flops_cost, lambda _: None, notes)
     mine = [stage for stage, at in enumerate(placement) if at == place]

@@ -19,9 +19,9 @@ from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program import TaskKind
 from hyper_parallel.report.pipeline import GroupFigures, PipelineFigures, StageFigures
 from hyper_parallel.report.sheets import describe_ranks
-from hyper_parallel.runtime.choose_schedule import choose_schedule, stages_per_rank
+from hyper_parallel.runtime.choose_schedule import choose_schedule
 from hyper_parallel.runtime.stage_costs import border_bytes, sum_bytes
-from hyper_parallel.schedule import Costs, Schedule
+from hyper_parallel.schedule import Costs, Schedule, stages_of
 from hyper_parallel.simulator.simulate import source_of
 from hyper_parallel.step.out_of_memory import head_of
 from hyper_parallel.strategy import Axes
@@ -55,7 +55,7 @@ def predict_pipeline(
     groups = DeviceGroup.of_pipeline(strategy)
     count = count_micro_batches(config)
     # Before the capture, which takes longer: whatever the stages cost, the schedule has these sizes.
-    stages = strategy.axes.pipeline * stages_per_rank(strategy.pipeline)
+    stages = stages_of(strategy.pipeline, strategy.axes.pipeline)
     choose_schedule(strategy.pipeline, len(groups), count, Costs.even(stages))
     found = capture_stages(
         plain,

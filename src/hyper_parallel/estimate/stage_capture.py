@@ -24,7 +24,7 @@ from hyper_parallel.graph.stage_cut import NodeCost, balanced_cut, check_inner, 
 from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.offloading.pass_pipeline import passes
-from hyper_parallel.runtime.choose_schedule import stages_per_rank
+from hyper_parallel.schedule import stages_of
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.layer_kinds import layer_kinds, layers_in, with_layers
 from hyper_parallel.shard.model_structure import layers_or_refuse
@@ -81,7 +81,7 @@ def capture_stages(
     plan = make_plan(model, of_stage)
     layers, modules = layers_or_refuse(model, "axes.pipeline")
     kinds = layer_kinds(model, plan, of_stage)
-    stages = strategy.axes.pipeline * stages_per_rank(strategy.pipeline)
+    stages = stages_of(strategy.pipeline, strategy.axes.pipeline)
     kind_of = {layer: kind for kind, alike in enumerate(kinds) for layer in alike}
     capture = _Capture(model, plan, config.model_copy(update={"strategy": of_stage}), say)
     given = strategy.pipeline.layers

@@ -34,13 +34,9 @@ def run_joined(config: RunConfig, target: str, place: WorkerPlace) -> int:
         if not speaks(os.environ):
             let_speak()
         elif place.rank == 0:
-            axes = config.effective_strategy.axes
-            degrees = " · ".join(
-                f"{axis} {axes.degree(axis)}" for axis in axes.order if axes.degree(axis) > 1
-            )
             _say(
                 f"{PREFIX}{place.launcher} started {place.world} workers, but the strategy's axes multiply to "
-                f"{world} ({degrees}); start {world}, or change the axes"
+                f"{world} ({config.effective_strategy.axes.product}); start {world}, or change the axes"
             )
         return 2
 

@@ -6,7 +6,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +41,8 @@ class Failure:
             kind: Kind = "fault" if isinstance(error, FaultError) else "error"
             return cls(rank, kind, one_line(str(error)), time.monotonic())
         if isinstance(error, FollowsError) or is_lost_peer(error):
-            return cls(rank, "lost", one_line(f"{type(error).__name__}: {error}"), time.monotonic())
+            words = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+            return cls(rank, "lost", one_line(words), time.monotonic())
         text = "".join(traceback.format_exception(error)).rstrip()
         return cls(rank, "crash", text, time.monotonic())
 
@@ -55,6 +56,10 @@ class Failure:
         else:
             how = f"exited with code {status} without saying why"
         return cls(rank, "died", how, time.monotonic())
+
+    def within(self, position: str, others: str) -> Failure:
+        """The same end, with the position in a schedule at which it came, and those of the other ranks."""
+        return replace(self, text="; ".join(filter(None, (f"{self.text} {position}", others))))
 
     @property
     def exit_code(self) -> int:

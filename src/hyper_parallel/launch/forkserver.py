@@ -82,10 +82,12 @@ class ForkServer:
         target: str,
         preload: Sequence[str],
         listener: socket | None,
+        board: int,
     ) -> list[Connection]:
         """Fork a worker for each place; the pipe to each one's control thread.
 
-        `listener` is handed to rank 0. Raises LaunchError when the server has ended.
+        `listener` is handed to rank 0, the descriptor of the `PositionBoard` to all. Raises LaunchError when the
+        server has ended.
         """
         message = {
             "do": "start",
@@ -107,6 +109,7 @@ class ForkServer:
                 send_handle(self._channel, descriptor, self._process.pid)
             for _, theirs in pipes:
                 send_handle(self._channel, theirs.fileno(), self._process.pid)
+            send_handle(self._channel, board, self._process.pid)
             if listener is not None:
                 send_handle(self._channel, listener.fileno(), self._process.pid)
         except OSError as error:

@@ -12,10 +12,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
+
+from hyper_parallel.launch.position_board import Slot, encoded
 
 BEAT_S = 0.5
 """Seconds between heartbeats."""
@@ -35,7 +38,7 @@ class Beat:
     patient: bool = True
     """Whether the operation has no normal duration: a compilation, a save, an evaluation."""
     progress: int = 0
-    """Grows with each step, operation and collective that the rank begins."""
+    """Grows with each step, operation, collective and instruction that the rank begins."""
     collectives: int = 0
     """The number of collectives begun: the rank that others wait for has begun fewer."""
     cpu: float = 0.0
@@ -45,7 +48,21 @@ class Beat:
     where: str = ""
     """The main thread's source line; empty while it makes progress."""
     waits: bool = False
-    """Whether that line is in a collective."""
+    """Whether that line is in a collective, or the instruction waits for another rank."""
+    instruction: str = ""
+    """The instruction of a schedule that the rank is in, with its stage and micro-batch; empty outside of one."""
+
+
+class Position(Protocol):
+    """A place in a schedule of instructions (`runtime.positions`)."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a rank that stands still there waits for another one."""
 
 
 class Pulse:
@@ -63,6 +80,17 @@ class Pulse:
         self._beside = 0.0
         self._last = -1
         self._count: Callable[[], int] = lambda: 0
+        self._instructions = 0
+        self._place = 0
+        self._schedule: Sequence[Position] = ()
+        self._slot: Slot | None = None
+        self._texts: list[bytes] = []
+        self._known: dict[int, tuple[Sequence[Position], list[bytes]]] = {}
+        """Encoded positions of the run's schedules, by the identity of these."""
+
+    def write_to(self, slot: Slot) -> None:
+        """From now on the instructions of schedules are also written to this slot of the command's board."""
+        self._slot = slot
 
     def count_collectives(self, count: Callable[[], int]) -> None:
         """From now on `count` returns the number of collectives begun; it is called on the control thread."""
@@ -93,12 +121,53 @@ class Pulse:
             yield
         self._times.append(time.monotonic() - begun - self._beside)
 
+    @contextlib.contextmanager
+    def schedule(self, positions: Sequence[Position]) -> Iterator[None]:
+        """Inside this context the rank runs a schedule of instructions; `instruction` says which."""
+        self._place, self._schedule = 0, positions
+        if self._slot is not None:
+            self._texts = self._encoded(positions)
+            self._slot.begin(self._step)
+        yield
+        # Where the rank fails, the board and the heartbeats keep its position.
+        self._schedule = ()
+        if self._slot is not None:
+            self._slot.clear()
+
+    def _encoded(self, positions: Sequence[Position]) -> list[bytes]:
+        known = self._known.get(id(positions))
+        if known is None:
+            name, _ = self._operations[-1]
+            before = "" if name == "step" else f"{name}, "
+            known = positions, [encoded(before + one.text) for one in positions]
+            self._known[id(positions)] = known
+        return known[1]
+
+    def instruction(self, place: int) -> None:
+        """The rank begins this instruction of its schedule."""
+        self._place = place
+        self._instructions += 1
+        if self._slot is not None:
+            self._slot.text[:] = self._texts[place]
+
+    def position(self) -> str:
+        """The instruction of the schedule that the rank is in, or failed in; empty outside of one."""
+        schedule = self._schedule
+        return schedule[min(self._place, len(schedule) - 1)].text if schedule else ""
+
     def beat(self) -> Beat:
         """The heartbeat now. Called on the control thread."""
         name, patient = self._operations[-1]
         collectives = self._count()
-        progress = self._marks + collectives
-        where, waits = _line_of_main() if progress == self._last else ("", False)
+        progress = self._marks + collectives + self._instructions
+        schedule = self._schedule
+        at = schedule[min(self._place, len(schedule) - 1)] if schedule else None
+        if progress != self._last:
+            where, waits = "", False
+        elif at is not None and at.waits:
+            where, waits = "", True
+        else:
+            where, waits = _line_of_main()
         self._last = progress
         times = list(self._times)
         return Beat(
@@ -111,6 +180,7 @@ class Pulse:
             statistics.median(times) if times else None,
             where,
             waits,
+            at.text if at is not None else "",
         )
 
 

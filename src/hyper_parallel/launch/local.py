@@ -22,6 +22,7 @@ from hyper_parallel.launch.forkserver import ForkServer, fork_server
 from hyper_parallel.launch.heartbeat import Beat
 from hyper_parallel.launch.launcher_env import WorkerPlace, split_address
 from hyper_parallel.launch.lost_steps import watch_steps
+from hyper_parallel.launch.position_board import PositionBoard
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.stop import SAVE, STOPS, handling
 from hyper_parallel.launch.watchdog import Activities, Watchdog
@@ -108,12 +109,20 @@ class _Watch:
         with handling(handlers):
             # Beside a budget's copies a team of threads has not all cores to itself.
             server = fork_server(spins=self.config.strategy.memory.device is None)
+            board = PositionBoard.create(len(places))
             try:
-                reports = server.start(places, self.config, target, _preload(self.config, target), listener)
+                preload = _preload(self.config, target)
+                reports = server.start(places, self.config, target, preload, listener, board.descriptor)
                 self.alive = {place.rank: end for place, end in zip(places, reports, strict=True)}
                 if places[0].world > 1:
                     others = len(places) < places[0].world
-                    self.watchdog = Watchdog(self.alive, self.config.launch.timeout, others=others)
+                    first = places[0].rank
+                    self.watchdog = Watchdog(
+                        self.alive,
+                        self.config.launch.timeout,
+                        others=others,
+                        board=lambda rank: board.read(rank - first),
+                    )
                 while self.alive:
                     for event in server.events(timeout=0.1):
                         if event["event"] == "started":
@@ -138,6 +147,7 @@ class _Watch:
                 _say(f"{PREFIX}{error}; {RESUME}")
                 return 1
             finally:
+                board.close()
                 if self.alive:
                     server.close()  # and every worker with it
                 if self.asked is not None or self.failures:
@@ -183,6 +193,7 @@ class _Watch:
     def _ended(self, rank: int, status: int) -> None:
         self._hear(rank)
         self.alive.pop(rank).close()
+        position, others = self._in_schedule(rank)
         if self.watchdog is not None:
             self.watchdog.forget(rank)
         if status == INTERRUPTED and self.told not in ("end", "kill"):
@@ -191,7 +202,14 @@ class _Watch:
             return
         explained = any(failure.rank == rank for failure in self.failures)
         if status != 0 and not explained and self.told not in ("end", "kill"):
-            self.failures.append(Failure.of_exit(rank, status))
+            failure = Failure.of_exit(rank, status)
+            self.failures.append(failure.within(position, others) if position else failure)
+
+    def _in_schedule(self, rank: int) -> tuple[str, str]:
+        """The position of a rank that died in a schedule, and those of the others; empty where it was in none."""
+        if self.watchdog is None or not self.watchdog.scheduled(rank):
+            return "", ""
+        return self.watchdog.position(rank), self.watchdog.others_in_schedule(rank)
 
     def _act(self, server: ForkServer) -> None:
         now = time.monotonic()

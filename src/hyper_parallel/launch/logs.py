@@ -13,21 +13,26 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TextIO
 
 _log = logging.getLogger(__name__)
-_position: ContextVar[str] = ContextVar("position", default="")
+_position: ContextVar[Callable[[], str]] = ContextVar("position", default=str)
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(position)s%(name)s: %(message)s"
 
 
 @contextlib.contextmanager
-def at(step: int, micro: int | None = None) -> Iterator[None]:
-    """Log records inside this context carry the step, and the micro-batch if given."""
-    token = _position.set(f"step {step} " if micro is None else f"step {step} micro {micro} ")
+def at(step: int, micro: int | None = None, where: Callable[[], str] | None = None) -> Iterator[None]:
+    """Log records inside this context carry the step, and the micro-batch if given, or what `where` returns then."""
+
+    def words() -> str:
+        more = where() if where is not None else "" if micro is None else f"micro {micro}"
+        return f"step {step} {more} " if more else f"step {step} "
+
+    token = _position.set(words)
     try:
         yield
     finally:
@@ -89,7 +94,7 @@ class _Terminal(logging.Handler):
 
 
 def _add_position(record: logging.LogRecord) -> bool:
-    record.position = _position.get()
+    record.position = _position.get()()
     return True
 
 

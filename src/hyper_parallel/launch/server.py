@@ -49,12 +49,14 @@ class _Job:
     message: dict[str, Any]
     terminal: tuple[int, int]
     reports: list[int]
+    board: int
     listener: int | None
 
     def close(self) -> None:
         for descriptor in (
             *self.terminal,
             *self.reports,
+            self.board,
             *([] if self.listener is None else [self.listener]),
         ):
             with contextlib.suppress(OSError):
@@ -116,6 +118,7 @@ def _start(message: dict[str, Any], workers: dict[int, int], channel: Connection
         message,
         (recv_handle(channel), recv_handle(channel)),
         [recv_handle(channel) for _ in places],
+        recv_handle(channel),
         recv_handle(channel) if message["listens"] else None,
     )
     for name in message["preload"]:
@@ -162,7 +165,9 @@ def _work(job: _Job, index: int) -> int:
     from hyper_parallel.launch import logs
     from hyper_parallel.launch.control import CommandLink, ControlThread
     from hyper_parallel.launch.failure import Failure
+    from hyper_parallel.launch.heartbeat import pulse
     from hyper_parallel.launch.launcher_env import WorkerPlace
+    from hyper_parallel.launch.position_board import PositionBoard
     from hyper_parallel.launch.worker import work
 
     place = WorkerPlace(**job.message["places"][index])
@@ -171,6 +176,7 @@ def _work(job: _Job, index: int) -> int:
     listener = (
         socket.socket(fileno=os.dup(job.listener)) if job.listener is not None and place.rank == 0 else None
     )
+    board = PositionBoard(job.board)
     job.close()
 
     def report(failure: Failure, store: object) -> None:
@@ -178,6 +184,7 @@ def _work(job: _Job, index: int) -> int:
 
     config = RunConfig.model_validate_json(job.message["config"])
     with ControlThread(link), logs.recording(logs.path_of(config.out, place.rank), terminal):
+        pulse.write_to(board.slot(index))
         code = work(place, config, job.message["target"], report, listener)
         atexit._run_exitfuncs()  # trackers flush what they hold
         return code

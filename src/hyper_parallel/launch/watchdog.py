@@ -28,6 +28,8 @@ LATE = 3
 """Minimum number of heartbeats that may be missing."""
 _TICK_S = 1.0
 """The most that one check counts: a longer gap means that the watchdog itself was suspended."""
+_SHOWN = 3
+"""Number of other ranks whose positions a message has."""
 _BUSY = 0.25
 """The ratio of processor time to time above which a process counts as computing."""
 
@@ -46,7 +48,8 @@ class Watchdog:
     """Watches `ranks`, whose heartbeats come every `interval` seconds, with `launch.timeout` for `timeout`.
 
     `others`: there are ranks that this watchdog does not hear. `hangs`: it also reports ranks that are heard but make
-    no progress.
+    no progress. `board`: the step and the instruction of a schedule that a rank is in now (`PositionBoard.read`);
+    without it the last heartbeat says.
     """
 
     def __init__(
@@ -57,19 +60,22 @@ class Watchdog:
         others: bool = False,
         hangs: bool = True,
         interval: float = BEAT_S,
+        board: Callable[[int], tuple[int, str]] | None = None,
     ) -> None:
         self._timeout, self._others, self._hangs, self._interval = timeout, others, hangs, interval
+        self._board = board
         self._beats: dict[int, Beat] = {rank: Beat() for rank in ranks}
         self._age = dict.fromkeys(self._beats, 0.0)  # since the last heartbeat, in time that was watched
         self._busy = dict.fromkeys(
             self._beats, 0.0
         )  # the part of it in which the process was seen to compute
+        self._stood = dict.fromkeys(self._beats, 0.0)  # since its progress was last seen to change
         self._still = 0.0  # since any rank got on
         self._last: float | None = None
 
     def forget(self, rank: int) -> None:
         """A rank has ended."""
-        for known in (self._beats, self._age, self._busy):
+        for known in (self._beats, self._age, self._busy, self._stood):
             known.pop(rank, None)
         self._still = 0.0
 
@@ -82,16 +88,39 @@ class Watchdog:
         unlimited = beat.patient or beat.step == 0
         computes = unlimited and beat.cpu - before.cpu > _BUSY * max(self._age[rank], _TICK_S)
         if beat.progress != before.progress or computes:
-            self._still = 0.0
+            self._still = self._stood[rank] = 0.0
         self._beats[rank] = beat
         self._age[rank] = self._busy[rank] = 0.0
 
     def position(self, rank: int) -> str:
-        """A rank's position at its last heartbeat."""
+        """A rank's position at its last heartbeat; in a schedule the present one, where there is a board."""
         beat = self._beats[rank]
-        step = f"in step {beat.step}" if beat.step else "before the first step"
-        operation = "" if beat.operation == "step" else f", {beat.operation}"
-        return f"{step}{operation}{f', in {beat.where}' if beat.where else ''}"
+        step, instruction = self._instruction(rank)
+        operation = (
+            "" if beat.operation == "step" or (instruction and self._board is not None) else beat.operation
+        )
+        words = [f"in step {step}" if step else "before the first step", operation, instruction]
+        return ", ".join(filter(None, [*words, f"in {beat.where}" if beat.where else ""]))
+
+    def _instruction(self, rank: int) -> tuple[int, str]:
+        """The step, and what a rank is at in a schedule, on the board with its operation; empty outside of one."""
+        beat = self._beats[rank]
+        if self._board is None:
+            return beat.step, beat.instruction
+        step, instruction = self._board(rank)
+        return (step, instruction) if instruction else (max(step, beat.step), "")
+
+    def scheduled(self, rank: int) -> bool:
+        """Whether a rank is in a schedule of instructions, or died in one."""
+        return bool(self._instruction(rank)[1])
+
+    def others_in_schedule(self, rank: int) -> str:
+        """What the other ranks do that are in a schedule, for an error about `rank`; empty where none is."""
+        found = [other for other in self._beats if other != rank and self.scheduled(other)]
+        words = [f"worker {other} is {self.position(other)}" for other in found[:_SHOWN]]
+        if len(found) > _SHOWN:
+            words.append(f"{len(found) - _SHOWN} more are in the schedule too")
+        return "; ".join(words)
 
     def look(self, now: float, activity: Callable[[int], Activity] = lambda rank: "idle") -> Suspect | None:
         """The rank that stopped first, once it exceeds its limit. `activity` returns what a silent rank's process does.
@@ -101,6 +130,7 @@ class Watchdog:
         self._last = now
         for rank in self._age:
             self._age[rank] += passed
+            self._stood[rank] += passed
         heard = max(min(HEARD_S, self._limit() / 2), LATE * self._interval)
         silent = [rank for rank, age in self._age.items() if age > heard]
         if not silent:
@@ -121,12 +151,15 @@ class Watchdog:
                     if activity(first) == "stopped"
                     else "it is frozen"
                 )
-                return Suspect(
+                return self._suspect(
                     first,
                     f"has given no sign of life for {format_seconds(self._age[first])}: {how}; it was last heard "
                     f"{self.position(first)}",
                 )
         return None
+
+    def _suspect(self, rank: int, how: str) -> Suspect:
+        return Suspect(rank, "; ".join(filter(None, (how, self.others_in_schedule(rank)))))
 
     def _hanging(self) -> Suspect | None:
         patient = any(beat.patient for beat in self._beats.values())
@@ -136,20 +169,30 @@ class Watchdog:
         first = min(self._beats, key=lambda rank: (self._behind(rank), rank))
         alike = len({self._behind(rank) for rank in self._beats}) == 1
         waited = format_seconds(self._still)
+        if all(self._beats[rank].waits for rank in self._beats) and self.scheduled(first):
+            return self._suspect(
+                first,
+                f"stopped first, and every other one here stands still too, for {waited}: each waits for another one, "
+                f"so that a message was lost or a link is stuck; it is {self.position(first)}",
+            )
         if alike and (len(self._beats) > 1 or self._others):
             return Suspect(
                 first,
                 f"and every other one here have stood still for {waited}: a device, a link or a worker on another "
                 f"machine is stuck; they are {self.position(first)}",
             )
-        return Suspect(
+        return self._suspect(
             first,
             f"has stood still for {waited} while the others wait for it; it is {self.position(first)}",
         )
 
-    def _behind(self, rank: int) -> tuple[int, int, bool]:
+    def _behind(self, rank: int) -> tuple[float, ...]:
         """Sorts the rank that the others wait for first."""
         beat = self._beats[rank]
+        if any(one.instruction for one in self._beats.values()):
+            # Stages begin other collectives, and as many as they have layers: who does not wait is waited for; of
+            # those that all wait, a rank that has ended its schedule waits for one that has not.
+            return beat.step, beat.waits, not beat.instruction, -self._stood[rank]
         return beat.step, beat.collectives, beat.waits
 
     def _limit(self) -> float:

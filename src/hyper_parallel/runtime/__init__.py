@@ -1,1 +1,1 @@
-"""Runs Programs: the generators of their tasks, transfers between groups, buffers and deadlines."""
+"""Runs Programs: the generators of their tasks, transfers between groups and buffers."""

@@ -6,18 +6,10 @@ activations on each rank as the fullest rank of 1F1B does, since the device's me
 
 from __future__ import annotations
 
-from hyper_parallel import schedule
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.schedule import Costs, Schedule, auto_schedule, named_schedule
 from hyper_parallel.strategy import Pipeline
 from hyper_parallel.strategy.pipeline import AUTO
-
-
-def stages_per_rank(pipeline: Pipeline) -> int:
-    """Stages that each rank of a pipeline has: `virtual`, or what the schedule has without it."""
-    if pipeline.virtual is not None:
-        return pipeline.virtual
-    return 1 if pipeline.schedule == AUTO else schedule.stages_per_rank(pipeline.schedule)
 
 
 def choose_schedule(pipeline: Pipeline, ranks: int, micro_batches: int, costs: Costs) -> Schedule:

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.graph_writer import span
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.program import Instruction, Program, Recv, Reduce, Run, Send, TaskKind, Wait
+from hyper_parallel.runtime.positions import positions
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.runtime.transfers import Transfers
 
@@ -48,12 +50,16 @@ class Interpreter:
         state: Mapping[str, Tensor],
         rank: int,
         transfers: Transfers,
+        begins: Callable[[int], None] = lambda place: None,
     ) -> None:
         """`state`: parameters and buffers by the names of the graphs' inputs; `rank`: of the run. Ports of the program
-        have the names of the partition's crossings."""
+        have the names of the partition's crossings. `begins` is called before each instruction, with its place in
+        `positions`."""
         self._program, self._rank = program, rank
         (self._group,) = (one for one in program.groups.values() if rank in one.ranks)
         self._instructions = program.instructions[self._group.name]
+        self.positions = positions(program, self._group.name)
+        self._begins = begins
         stages = {task.stage for task in program.tasks.values() if task.group == self._group.name}
         self._runners = {
             stage.number: StageRunner(stage, state) for stage in partition.stages if stage.number in stages
@@ -68,12 +74,16 @@ class Interpreter:
         """The stage and micro-batch of a backward pass that has its gradients of weights still to compute."""
 
     def run(
-        self, batches: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor] | None = None
+        self,
+        batches: Sequence[Mapping[str, Tensor]],
+        weights: Mapping[str, Tensor] | None = None,
+        name: str = "",
     ) -> StepValues:
         """Run a step: `batches` are the inputs of each micro-batch that are neither state nor ports; `weights` those
-        that are the same in all micro-batches of this step.
+        that are the same in all micro-batches of this step; `name`: of the step, in errors.
 
-        Raises TransferError, with the stage, micro-batch and instruction, where a transfer does not end in time.
+        Raises TransferError where a transfer does not end in time. Every error has the stage, the micro-batch and the
+        instruction: those of this project in their message, others in a note.
         """
         if len(batches) != self._program.micro_batches:
             raise HyperParallelError(
@@ -83,15 +93,23 @@ class Interpreter:
         self._weights_left = None
         for runner in self._runners.values():
             runner.begin(weights or {})
-        for place, one in enumerate(self._instructions):
-            try:
+        place, begins = 0, self._begins
+        try:
+            for place, one in enumerate(self._instructions):
                 if not self._may_precede_weights(one):
                     self._end_backward()
+                begins(place)
                 self._do(one, batches)
-            except HyperParallelError as error:
-                raise type(error)(f"{self._group.name}, instruction {place}, {one}: {error}") from error
-        self._end_backward()
-        self._transfers.drain()
+            self._end_backward()
+            place = len(self._instructions)
+            begins(place)
+            self._transfers.drain()
+        except HyperParallelError as error:
+            error.args = (f"{self._place(name, place)}: {error}",)
+            raise
+        except Exception as error:
+            error.add_note(f"in {self._place(name, place)}")
+            raise
         runners = self._runners.values()
         return StepValues(
             _summed(runner.gradients for runner in runners), _summed(runner.totals for runner in runners)
@@ -152,6 +170,19 @@ class Interpreter:
             runner, micro_batch = self._weights_left
             self._weights_left = None
             runner.weight(micro_batch)
+
+    def _place(self, name: str, place: int) -> str:
+        return ", ".join(filter(None, (name, self.positions[place].text)))
+
+    def failed_node(self, error: BaseException) -> tuple[StepGraph, fx.Node] | None:
+        """The graph, and the node of it, in which an error of `run` arose; None where it came from elsewhere."""
+        found = ((one.stage.step, one.node_of(error)) for one in self._runners.values())
+        return next(((step, node) for step, node in found if node is not None), None)
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches, over this rank's stages, whose forward pass has run and whose backward pass has not ended."""
+        return sum(one.in_flight for one in self._runners.values())
 
     def _peer(self, group: str) -> int:
         """The rank of another group with this rank's place in its mesh."""

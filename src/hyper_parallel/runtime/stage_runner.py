@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from hyper_parallel.compat.dispatch import below_autograd
 from hyper_parallel.errors import HyperParallelError
@@ -113,6 +113,10 @@ class StageRunner:
         self._in_flight.clear()
         self._weights = weights
         self.gradients, self.totals = {}, {}
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """The node of the stage in which an error arose; None where it came from elsewhere."""
+        return self._run.node_of(error)
 
     def _own(self, received: Mapping[str, Tensor], name: str) -> Tensor:
         return received[name].clone() if name in self._changed else received[name]

@@ -1,4 +1,4 @@
-"""Point-to-point transfers of one rank: receives posted ahead, sends that hold their buffer, deadlines on every wait.
+"""Point-to-point transfers of one rank: receives posted ahead, sends that hold their buffer.
 
 The k-th send from a rank to another meets that rank's k-th receive, on every backend; tags are not used, since NCCL and
 HCCL have none. A channel can be given a communicator of its own, so that what goes forward and what comes back do not
@@ -17,17 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.errors import HyperParallelError
-
-DEADLINE_S = 600.0
-"""How long a wait may take where nothing else is said."""
+from hyper_parallel.errors import FollowsError, HyperParallelError
 
 Channel = tuple[int, int]
 """Sending and receiving rank of the run."""
 
 
-class TransferError(HyperParallelError):
-    """A transfer did not end within its deadline, or the other rank is gone."""
+class TransferError(FollowsError):
+    """A transfer did not end within its deadline, or the other rank is gone: what that rank says explains it."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,13 @@ class ProcessTransfers:
         self,
         rank: int,
         communicators: Mapping[Channel, dist.ProcessGroup] | None = None,
-        deadline: float = DEADLINE_S,
+        deadline: float | None = None,
     ) -> None:
         """`communicators`: of each channel that does not use the default process group; `deadline`: seconds for each
-        wait."""
-        self._rank, self._communicators, self._deadline = rank, communicators or {}, deadline
+        wait, by default those of its process group. Under `launch` that is practically no limit, as for collectives:
+        the watchdog finds what hangs, since it alone knows whether the run is suspended, and who stopped first."""
+        self._rank, self._communicators = rank, communicators or {}
+        self._deadline = None if deadline is None else timedelta(seconds=deadline)
         self._pending: dict[Hashable, _Pending] = {}
 
     def post(self, key: Hashable, source: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -85,7 +84,7 @@ class ProcessTransfers:
     @staticmethod
     def _begun(key: Hashable, work: dist.Work | None, buffer: Tensor) -> _Pending:
         if work is None:
-            raise TransferError(f"{key}: this rank is not in the transfer's process group")
+            raise HyperParallelError(f"{key}: this rank is not in the transfer's process group")
         return _Pending(work, buffer)
 
     def wait(self, key: Hashable) -> Tensor:
@@ -93,10 +92,10 @@ class ProcessTransfers:
         pending = self._pending.pop(key)
         begun = time.monotonic()
         try:
-            pending.work.wait(timedelta(seconds=self._deadline))
+            pending.work.wait() if self._deadline is None else pending.work.wait(self._deadline)
         except RuntimeError as error:
             took = time.monotonic() - begun
-            raise TransferError(f"{key}: not over after {took:.1f} s: {error}") from error
+            raise TransferError(f"not over after {took:.1f} s: {error}") from error
         return pending.buffer
 
     def drain(self) -> None:

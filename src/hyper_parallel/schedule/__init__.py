@@ -7,6 +7,7 @@ memory (`auto_schedule`) with a bound that says how far they can be from the bes
 from hyper_parallel.schedule.auto import AutoSchedule, auto_schedule
 from hyper_parallel.schedule.check import check_schedule
 from hyper_parallel.schedule.costs import Costs
+from hyper_parallel.schedule.declared import check_pipeline, stages_of
 from hyper_parallel.schedule.forward_only import forward_only
 from hyper_parallel.schedule.lower_bound import makespan_bound
 from hyper_parallel.schedule.names import named_schedule, stages_per_rank
@@ -24,10 +25,12 @@ __all__ = [
     "ScheduleName",
     "Timing",
     "auto_schedule",
+    "check_pipeline",
     "check_schedule",
     "forward_only",
     "makespan_bound",
     "named_schedule",
+    "stages_of",
     "stages_per_rank",
     "time_schedule",
 ]

@@ -30,7 +30,7 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Sch
         more = micro_batches + ranks - micro_batches % ranks
         raise StrategyError(
             f"schedule {name}: {micro_batches} micro-batches are not a multiple of the {ranks} ranks; "
-            f"take {more} micro-batches, or another schedule"
+            f"take {more} micro-batches (by train.batch and train.micro_batch), or another schedule"
         )
     total = micro_batches * stages_per_rank
     group = ranks * stages_per_rank

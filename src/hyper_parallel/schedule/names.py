@@ -32,7 +32,7 @@ SPLITS_BACKWARD = frozenset(ScheduleName) - {
     ScheduleName.ONE_F_ONE_B,
     ScheduleName.INTERLEAVED,
 }
-"""Schedules that compute input and weight gradients apart: these cost more under layer recomputation."""
+"""Schedules that compute input and weight gradients apart: under layer recomputation these hold more in between."""
 
 
 def stages_per_rank(name: str) -> int:
@@ -40,22 +40,13 @@ def stages_per_rank(name: str) -> int:
     return 1 if ScheduleName.parse(name) in _ONE_STAGE else 2
 
 
-def named_schedule(
-    name: str, ranks: int, micro_batches: int, virtual: int | None = None, *, recomputes: bool = False
-) -> Schedule:
+def named_schedule(name: str, ranks: int, micro_batches: int, virtual: int | None = None) -> Schedule:
     """The schedule of that name.
 
-    `virtual`: stages on each rank; what the schedule has when left out. `recomputes`:
-    the stages recompute layers in the backward pass. Raises StrategyError for sizes that the schedule cannot have, and
-    for one that splits backward passes where layers are recomputed: each half would run the forward pass again.
+    `virtual`: stages on each rank; what the schedule has when left out. Raises StrategyError for sizes that the schedule
+    cannot have.
     """
     known = ScheduleName.parse(name)
-    if recomputes and known in SPLITS_BACKWARD:
-        raise StrategyError(
-            f"schedule {known} splits backward passes, and with layer recomputation each half runs the forward pass "
-            "again, which costs more than the bubbles it fills; choose 1f1b or interleaved-1f1b, turn recomputation "
-            "off, or leave the choice to auto, which prices it"
-        )
     if known is ScheduleName.INTERLEAVED:
         return interleaved(ranks, micro_batches, virtual or 2)
     fixed, build = (1, _ONE_STAGE[known]) if known in _ONE_STAGE else (2, _TWO_STAGES[known])

@@ -12,5 +12,6 @@ def at_least(name: str, ranks: int, micro_batches: int, least_micro_batches: int
     if micro_batches < least_micro_batches:
         raise StrategyError(
             f"schedule {name}: {micro_batches} micro-batches on {ranks} ranks are too few; it needs at least "
-            f"{least_micro_batches}. Raise the number of micro-batches, or choose 1f1b, which takes any number"
+            f"{least_micro_batches}. Raise their number (train.batch larger, or train.micro_batch smaller), or choose "
+            "1f1b, which takes any number"
         )

@@ -16,9 +16,9 @@ from hyper_parallel.graph import StepGraph, rewritten
 from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost, layer_stages
 from hyper_parallel.program import Program
 from hyper_parallel.runtime.build_program import pipeline_program
-from hyper_parallel.runtime.choose_schedule import choose_schedule, stages_per_rank
+from hyper_parallel.runtime.choose_schedule import choose_schedule
 from hyper_parallel.runtime.stage_costs import stage_costs
-from hyper_parallel.schedule import Schedule, forward_only
+from hyper_parallel.schedule import Schedule, check_pipeline, forward_only, stages_of
 from hyper_parallel.shard.graph_passes import recompute_pass, regather_pass
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.pipeline_place import PipelinePlace
@@ -72,6 +72,7 @@ class PipelinePlanner:
 
     def training(self, shape: MicroBatchShape) -> PipelinePlan:
         """The plan of training steps. Raises StrategyError."""
+        check_pipeline(self._strategy, shape.count)
         whole = self._captured(
             lambda: capture_micro_batch(
                 self._shadow,
@@ -117,14 +118,8 @@ class PipelinePlanner:
 
     def _counts(self, whole: StepGraph) -> tuple[int, ...]:
         asked, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
-        number = ranks * stages_per_rank(asked)
         if asked.layers is None:
-            return balanced_counts(whole, self._layers, number, flops_cost(whole))
-        if len(asked.layers) != number:
-            raise StrategyError(
-                f"pipeline.layers has {len(asked.layers)} numbers, and there are {number} stages: axes.pipeline "
-                f"{ranks} · {number // ranks} on each rank"
-            )
+            return balanced_counts(whole, self._layers, stages_of(asked, ranks), flops_cost(whole))
         return tuple(asked.layers)
 
     def _cut(

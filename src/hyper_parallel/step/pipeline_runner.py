@@ -8,18 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.compat import is_out_of_memory
+from hyper_parallel.errors import HyperParallelError, OutOfMemoryError
 from hyper_parallel.graph import Executable, StepGraph, executable
 from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.ir import Value
 from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.launch import logs
-from hyper_parallel.runtime.interpreter import Interpreter
+from hyper_parallel.launch.heartbeat import pulse
+from hyper_parallel.runtime.interpreter import Interpreter, StepValues
 from hyper_parallel.runtime.transfers import ProcessTransfers
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_micro_batch import batch_of, fields_of
 from hyper_parallel.step.micro_batch import LOSS, ROWS
+from hyper_parallel.step.out_of_memory import describe, head_of
 from hyper_parallel.step.pipeline_plan import PipelinePlan
 from hyper_parallel.step.pipeline_stages import parameter_of
 
@@ -39,7 +42,12 @@ class PipelineRunner:
             if place.index in plan.owners.get(name.partition(".")[2], ())
         }
         self._interpreter = Interpreter(
-            plan.program, plan.stages.partition, self._state, handle.rank, ProcessTransfers(handle.rank)
+            plan.program,
+            plan.stages.partition,
+            self._state,
+            handle.rank,
+            ProcessTransfers(handle.rank),
+            pulse.instruction,
         )
         self._interpreter.compare()
         self._gather = _ready(plan.stages.gather(mine))
@@ -56,9 +64,10 @@ class PipelineRunner:
         `tokens`: valid ones of the step over all ranks, fp32 []. The loss is fp32 [], 0 but in the last stage.
         """
         step = torch.tensor(batch.step, device=tokens.device)
-        with logs.at(batch.step + 1):
-            found = self._interpreter.run(
-                [batch_of(micro, step, tokens) for micro in batch.micro], self._weights()
+        with logs.at(batch.step + 1, where=pulse.position):
+            found = self._run(
+                f"step {batch.step + 1}",
+                [batch_of(micro, step, tokens) for micro in batch.micro],
             )
         gradients = self._reduced(found.gradients)
         for one in self._handle.owned():
@@ -72,8 +81,33 @@ class PipelineRunner:
 
     def evaluate(self, micro: Sequence[MicroBatch]) -> Tensor:
         """The sum of this rank's tokens' losses, fp32 []: 0 but in the last stage."""
-        found = self._interpreter.run([fields_of(one) for one in micro], self._weights())
+        found = self._run("evaluation", [fields_of(one) for one in micro])
         return found.totals.get(LOSS, torch.zeros((), device=self._handle.device))
+
+    def _run(self, when: str, batches: Sequence[Mapping[str, Tensor]]) -> StepValues:
+        """Run the schedule. Errors name `when`, the stage, the micro-batch and the instruction."""
+        weights = self._weights()
+        try:
+            with pulse.schedule(self._interpreter.positions):
+                return self._interpreter.run(batches, weights, when)
+        except HyperParallelError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory(when, error) from error
+            raise
+
+    def _out_of_memory(self, when: str, error: Exception) -> OutOfMemoryError:
+        """The error with what filled the memory."""
+        at = f"{when}, {pulse.position()}"
+        found = self._interpreter.failed_node(error)
+        if found is None:
+            return OutOfMemoryError(f"{at}: out of memory outside of the stage's graph: {error}")
+        described = describe(*found, self._handle.strategy, head_of(self._handle.model))
+        return OutOfMemoryError(
+            f"{at}: out of memory {described}; these are of one micro-batch, and {self._interpreter.in_flight} were in "
+            "flight on this rank, of each of which a part is kept"
+        )
 
     def _weights(self) -> Mapping[str, Tensor]:
         return {} if self._gather is None else self._gather.run(self._state)

@@ -118,6 +118,13 @@ class Axes(Section):
         return self.pipeline * math.prod(self.degree(axis) for axis in AXIS_NAMES)
 
     @property
+    def product(self) -> str:
+        """The degrees above 1, outer to inner: ``pipeline 2 · shard 4``."""
+        names = list(self.order)
+        names.insert(self.outside, "pipeline")
+        return " · ".join(f"{axis} {self.degree(axis)}" for axis in names if self.degree(axis) > 1)
+
+    @property
     def data(self) -> int:
         """The number of ranks that see different rows: replicate · shard."""
         return self.replicate * self.shard

@@ -62,11 +62,12 @@ class Evaluation:
 
         `pipeline`: of a model that is cut into stages.
 
-        None where `ends` returned true, which is asked before each micro-batch and must be the same on every rank.
+        None where `ends` returned true, which is asked before each micro-batch (of a pipeline: before the first) and
+        must be the same on every rank.
         """
         handle = sharded(model)
         if pipeline is not None:
-            return self._over_stages(handle, pipeline)
+            return None if ends() else self._over_stages(handle, pipeline)
         loss, tokens = torch.zeros(2, device=self._micro[0].labels.device)
         with inference(model):
             for micro in self._micro:

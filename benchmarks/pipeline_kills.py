@@ -1,0 +1,274 @@
+"""Kill or stop a worker of a pipeline in the middle of its schedule; go on with other stages; compare the losses.
+
+    python benchmarks/pipeline_kills.py [--cases 40] [--seed 0] [--folder FOLDER]
+
+A real run of a small Llama on two or four workers gets SIGKILL or SIGSTOP on one of them at a moment drawn over its
+steps. Of each case is checked:
+
+- the run ends with code 1 and leaves no worker; its error is told `KILLED_S` seconds after a SIGKILL, or as much more
+  than `launch.timeout` after a SIGSTOP (the kernel may keep a killed process longer, for its writes to the disk);
+- its one line names the worker, the step, a stage that is the worker's, the micro-batch and the instruction;
+- the run that goes on from the last checkpoint, with the same strategy, with another number of stages or on one
+  device, ends with the losses of a run that nothing disturbed: the same bits with the same strategy, else to 1e-5.
+
+A moment between two schedules (the optimizer's update, a save) is counted and drawn anew. With a `--folder` each result
+is kept there as it is found, and a later start does what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import measure
+from kill_saves import records
+from signals import Command
+
+from hyper_parallel.errors import PREFIX
+
+STEPS = 14
+TIMEOUT_S = 6.0
+KILLED_S = 15.0
+"""Seconds in which the error is told once a worker has died."""
+TOLERANCE = 1e-5
+"""Largest relative difference of a loss between strategies."""
+RUN = f"""\
+version: 1
+out: OUT
+model:
+  config: {{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4,
+           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}}
+data: {{train: text.txt, eval: eval.txt, sequence: 64, tokenizer: {{vocab_size: 300}}, cache: cache}}
+train: {{steps: {STEPS}, batch: 8, micro_batch: 1, eval: {{batches: 1}}, sample: false}}
+launch: {{device: cpu, threads: 1, timeout: {TIMEOUT_S:g}}}
+checkpoint: {{every: 3}}
+trackers: []
+"""
+STRATEGIES = {
+    "2 stages, 1f1b": "strategy={axes: {pipeline: 2}, pipeline: {schedule: 1f1b}}",
+    "4 stages, 1f1b": "strategy={axes: {pipeline: 4}, pipeline: {schedule: 1f1b}}",
+    "2 ranks with 2 stages each, zb-v": "strategy={axes: {pipeline: 2}, pipeline: {schedule: zb-v}}",
+    "2 stages of tensor 2, 1f1b": "strategy={axes: {pipeline: 2, tensor: 2}, pipeline: {schedule: 1f1b}}",
+}
+ALONE = "one device"
+WORLDS = dict(zip(STRATEGIES, (2, 4, 2, 4), strict=True))
+
+
+def stages_of(strategy: str, rank: int) -> set[int]:
+    """The stages of a worker."""
+    if "zb-v" in strategy:
+        return {rank, 3 - rank}
+    return {rank // 2 if "tensor" in strategy else rank}
+
+
+def losses(folder: Path, out: str) -> dict[int, float]:
+    """By step."""
+    return {step: row["loss"] for step, row in records(folder, out).items()}
+
+
+def disturb(command: Command, out: str, case: dict[str, Any], moment: float) -> dict[str, Any]:
+    """Start a run, send the signal `moment` seconds after its first step, and tell how it ended; empty where the run
+    was over by then."""
+    folder, world = command.folder, WORLDS[case["strategy"]]
+    shutil.rmtree(folder / out, ignore_errors=True)
+    command.start(out, STRATEGIES[case["strategy"]])
+    while not records(folder, out):
+        code = command.ended(0.02)
+        assert code is None, (folder / f"{out}.err").read_text()
+        assert time.monotonic() - command.begun < 300, "no step within five minutes"
+    if command.ended(moment) is not None:
+        return {}
+    workers = command.workers()
+    if len(workers) < world:
+        command.ended(60)
+        return {}
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(workers[case["rank"]], signal.Signals[case["signal"]])
+    sent, told, code = time.monotonic(), 0.0, None
+    while code is None and time.monotonic() - sent < TIMEOUT_S + 120:
+        code = command.ended(0.05)
+        if not told and PREFIX in (folder / f"{out}.err").read_text():
+            told = time.monotonic() - sent
+    took = time.monotonic() - sent
+    return {
+        "told_s": round(told, 2),
+        "ended_s": round(took, 2),
+        "code": code,
+        "said": (folder / f"{out}.err").read_text(),
+        "left": len(command.workers()),
+    }
+
+
+def own_part(said: str) -> str:
+    """What an error says of the worker that it names first."""
+    return said.partition("; worker ")[0]
+
+
+def judge(case: dict[str, Any], row: dict[str, Any]) -> None:
+    """Add what the end of a disturbed run has to be like."""
+    lines = [line for line in row["said"].splitlines() if not line.startswith(f"{PREFIX[:-7]}lost: ")]
+    limit = KILLED_S + (TIMEOUT_S if case["signal"] == "SIGSTOP" else 0)
+    row["in_time"] = row["code"] == 1 and row["told_s"] <= limit and row["left"] == 0
+    at = r"in step (\d+), stage (\d+), micro-batch (\d+), (\w+\([^()]*\))"
+    found = re.match(rf"{PREFIX}worker {case['rank']} .*?{at}", own_part(row["said"]))
+    row["at"] = list(found.groups()) if found else None
+    row["named"] = (
+        len(lines) == 1 and found is not None and int(found[2]) in stages_of(case["strategy"], case["rank"])
+    )
+    row["others"] = len(re.findall(rf"; worker \d is {at}", lines[0])) if lines else 0
+
+
+def goes_on(command: Command, out: str, case: dict[str, Any], whole: dict[str, dict[int, float]]) -> bool:
+    """Whether the run ends, with what the case says, with the losses of one that nothing disturbed."""
+    override = STRATEGIES.get(case["then"], "launch.workers=1")
+    before = [] if case["then"] in STRATEGIES else [STRATEGIES[case["strategy"]]]
+    if command.finish(out, *before, override) != 0:
+        return False
+    found, wanted = losses(command.folder, out), whole[case["strategy"]]
+    if case["then"] == case["strategy"]:
+        return found == wanted
+    return found.keys() == wanted.keys() and all(
+        abs(found[step] / wanted[step] - 1) <= TOLERANCE for step in wanted
+    )
+
+
+def cases(count: int, seed: int) -> list[dict[str, Any]]:
+    """All of them, strategies and signals in turns."""
+    draw = random.Random(seed)
+    names = list(STRATEGIES)
+    made = []
+    for number in range(count):
+        strategy = names[number % len(names)]
+        others = [name for name in names if name != strategy]
+        then = (strategy, ALONE, draw.choice(others))[number // len(names) % 3]
+        made.append(
+            {
+                "case": number,
+                "strategy": strategy,
+                "signal": ("SIGKILL", "SIGSTOP")[number // len(names) % 2],
+                "rank": draw.randrange(WORLDS[strategy]),
+                "then": then,
+                "seed": draw.randrange(1 << 30),
+            }
+        )
+    return made
+
+
+def run_case(
+    command: Command, case: dict[str, Any], whole: dict[str, dict[int, float]], span: dict[str, float]
+) -> dict[str, Any]:
+    """A case until its moment was in a schedule."""
+    draw, outside, slowest, out = random.Random(case["seed"]), 0, 0.0, f"case-{case['case']}"
+    while True:
+        row = disturb(command, out, case, draw.random() * 0.8 * span[case["strategy"]])
+        if row:
+            judge(case, row)
+            if ", stage " in own_part(row["said"]) or not row["in_time"]:
+                break
+            slowest = max(slowest, row["ended_s"])
+        outside += 1
+        assert outside < 20, "no moment was in a schedule"
+    row |= {"between_schedules": outside, "slowest_end_between_schedules_s": slowest}
+    row["resumed"] = goes_on(command, out, case, whole)
+    row["ok"] = row["in_time"] and row["named"] and row["resumed"]
+    if row["ok"]:
+        shutil.rmtree(command.folder / out)
+    return {**case, **row}
+
+
+def report(rows: list[dict[str, Any]], seed: int) -> bool:
+    """Write the figures; whether all was right."""
+    table: dict[str, Any] = {}
+    print(f"{'strategy':<34} {'signal':<8} {'cases':>6} {'right':>6} {'slowest end':>12}")
+    for strategy, name in sorted({(row["strategy"], row["signal"]) for row in rows}):
+        those = [row for row in rows if (row["strategy"], row["signal"]) == (strategy, name)]
+        right, slowest = sum(row["ok"] for row in those), max(row["ended_s"] for row in those)
+        table[f"{name}, {strategy}"] = {"cases": len(those), "right": right, "slowest_end_s": slowest}
+        print(f"{strategy:<34} {name:<8} {len(those):>6} {right:>6} {slowest:>10.1f} s")
+    instructions: dict[str, int] = {}
+    for row in rows:
+        kind = row["at"][3].partition("(")[0] if row["at"] else "none"
+        instructions[kind] = instructions.get(kind, 0) + 1
+    then = {"same": 0, "other stages": 0, ALONE: 0}
+    for row in rows:
+        then[
+            "same" if row["then"] == row["strategy"] else ALONE if row["then"] == ALONE else "other stages"
+        ] += 1
+    wrong = [row for row in rows if not row["ok"]]
+    result = {
+        "seed": seed,
+        "steps": STEPS,
+        "timeout_s": TIMEOUT_S,
+        "tolerance": TOLERANCE,
+        "cases": len(rows),
+        "right": len(rows) - len(wrong),
+        "stopped_in": instructions,
+        "resumed_on": then,
+        "others_named": sum(row["others"] > 0 for row in rows),
+        "slowest_told_s": max(row["told_s"] for row in rows),
+        "moments_between_schedules": sum(row["between_schedules"] for row in rows),
+        "slowest_end_between_schedules_s": max(row["slowest_end_between_schedules_s"] for row in rows),
+        "table": table,
+        "an_example": rows[0]["said"].splitlines()[0] if rows else "",
+        "wrong": wrong,
+    }
+    path = measure.write("pipeline_kills", result)
+    print(f"{len(rows)} cases, {len(wrong)} wrong -> {path.name}")
+    return not wrong and bool(rows)
+
+
+def main() -> None:
+    """Run the cases that are left."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where results are kept from start to start")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "cases.jsonl"
+        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        done = {row["case"] for row in rows}
+        for name, count in (("text", 3000), ("eval", 300)):
+            text = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(count))
+            (folder / f"{name}.txt").write_text(text)
+        command = Command(folder, RUN)
+        stack.callback(command.close)
+        whole: dict[str, dict[int, float]] = {}
+        span: dict[str, float] = {}
+        for number, (strategy, override) in enumerate(STRATEGIES.items()):
+            out = f"whole-{number}"
+            if max(records(folder, out), default=0) < STEPS:
+                assert command.finish(out, override) == 0, (folder / f"{out}.err").read_text()
+            whole[strategy] = losses(folder, out)
+            span[strategy] = sum(row["seconds"] for row in records(folder, out).values())
+        for case in cases(arguments.cases, arguments.seed):
+            if case["case"] in done:
+                continue
+            row = run_case(command, case, whole, span)
+            rows.append(row)
+            with log.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(
+                f"{row['case']:>3} {row['signal']} {row['strategy']}: {row['at']}, then {row['then']}"
+                f"{'' if row['ok'] else '  WRONG'}",
+                flush=True,
+            )
+        right = report(sorted(rows, key=lambda row: int(row["case"])), arguments.seed)
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Each instruction of a Program has the stage that it belongs to on its rank."""
+
+from __future__ import annotations
+
+from hyper_parallel.layout import Layout, Mesh
+from hyper_parallel.program import DeviceGroup, Port, Program, Recv, Run, Send, Task, TaskKind, Wait
+from hyper_parallel.runtime.positions import positions
+
+MESH = Mesh(("shard", 1))
+
+
+def test_transfers_have_the_stage_that_computes_or_takes_the_value() -> None:
+    groups = {name: DeviceGroup(MESH, (rank,), name) for rank, name in enumerate(("first", "second"))}
+    tasks = [
+        Task("forward 2", TaskKind.FORWARD, "first", (), ("x",), stage=2),
+        Task("forward 3", TaskKind.FORWARD, "second", ("x",), (), stage=3),
+    ]
+    port = Port("x", Layout.replicated(MESH, (2,)), "float32", "first")
+    sends = (Run("forward 2", 0), Send("x", 0, "second"))
+    takes = (Recv("x", 0, "first"), Wait("x", 0, "first"), Run("forward 3", 0))
+    lists = {"first": sends, "second": takes}
+    program = Program(groups, {one.name: one for one in tasks}, {"x": port}, lists, 1)
+    assert [(one.text, one.waits) for one in positions(program, "first")[:-1]] == [
+        ("stage 2, micro-batch 0, Run(forward 2)", False),
+        ("stage 2, micro-batch 0, Send(x) to second", True),
+    ]
+    *found, end = positions(program, "second")
+    assert [(one.text, one.waits) for one in found] == [
+        ("stage 3, micro-batch 0, Recv(x) from first", False),
+        ("stage 3, micro-batch 0, Wait(x) for first", True),
+        ("stage 3, micro-batch 0, Run(forward 3)", False),
+    ]
+    assert end.waits
