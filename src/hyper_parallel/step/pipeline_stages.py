@@ -10,13 +10,14 @@ stages always: its gradient is one part for each stage, and they are summed at t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.partition import GRADIENT, Labels, StageOf, contributions, label
+from hyper_parallel.graph.split_sums import split_sums
 from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.graph.subgraph import Needs, needed, sources, subgraph
 from hyper_parallel.step.capture_micro_batch import UNREDUCED, UNSUMMED, WEIGHT
@@ -42,7 +43,7 @@ class PipelineStages:
     needs: Needs
     """Data flow of `whole`."""
     users: Mapping[str, frozenset[int]]
-    """Parameter or buffer, as ``parameter.<name>``, to the stages that use it."""
+    """Parameter or buffer, as ``parameter.<name>``, to the stages that use it, or have a part in its gradient."""
 
     def gather(self, stages: Collection[int]) -> StepGraph | None:
         """What is gathered for these stages: outputs ``weight.<n>``; None where nothing is."""
@@ -92,6 +93,9 @@ def pipeline_stages(
     Raises GraphError where the data flow allows no such stages.
     """
     labels = label(whole, stage_of, stages)
+    split = split_sums(whole, labels)
+    if split is not whole:
+        whole, labels = split, label(split, stage_of, stages)
     needs = labels.sources
     nodes = whole.returned
     parts = contributions(whole, labels)
@@ -121,7 +125,11 @@ def pipeline_stages(
     wanted = {**each_time, **sums}
     micro = rewrite(subgraph(whole, wanted, given, "parameter", "forward", effects=True, needs=needs))
     cut = partition(micro, stage_of, stages)
-    return PipelineStages(whole, cut, weights, sums, reduced, needs, _users(whole, needs, cut, weights))
+    users = _users(whole, needs, cut, weights)
+    for name, number in _gradients(cut, sums, reduced, needs):
+        users.setdefault(f"parameter.{name}", set()).add(number)
+    held = {name: frozenset(stages) for name, stages in users.items()}
+    return PipelineStages(whole, cut, weights, sums, reduced, needs, held)
 
 
 def _stages(nodes: Collection[fx.Node], labels: Labels) -> set[int]:
@@ -173,7 +181,7 @@ def _only_reduces(needs: Needs, part: fx.Node, ends: set[fx.Node]) -> bool:
 
 def _users(
     whole: StepGraph, needs: Needs, cut: Partition, weights: Mapping[str, fx.Node]
-) -> dict[str, frozenset[int]]:
+) -> dict[str, set[int]]:
     """Each parameter and buffer to the stages whose graphs, or whose gathers, take it."""
     known = {node: entry for entry, node in zip(whole.inputs, whole.placeholders, strict=True)}
     gathered = {
@@ -187,4 +195,25 @@ def _users(
         for entry in stage.step.inputs:
             for name in gathered.get(entry.name, {entry.name}) & found.keys():
                 found[name].add(stage.number)
-    return {name: frozenset(stages) for name, stages in found.items()}
+    return found
+
+
+def _gradients(
+    cut: Partition,
+    sums: Mapping[str, fx.Node],
+    reduced: Mapping[str, tuple[fx.Node, ...]],
+    needs: Needs,
+) -> Iterator[tuple[str, int]]:
+    """Parameters and the stages that have a part in their gradients, which need not compute with them: the gradient of
+    a product's factor is made of the other one."""
+    ends = set(sums.values())
+    made_of = {
+        name: {one for part in parts for one in (sources(needed(needs, [part], ends)) | {part}) & ends}
+        for name, parts in reduced.items()
+    }
+    for stage in cut.stages:
+        given = {sums[name] for name in stage.step.outputs if name in sums}
+        yield from ((name, stage.number) for name, nodes in made_of.items() if nodes & given)
+        for output in stage.step.outputs:
+            if output.startswith(GRADIENT) and output not in sums:
+                yield output.removeprefix(GRADIENT), stage.number
