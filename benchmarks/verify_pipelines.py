@@ -103,7 +103,9 @@ def cells() -> dict[str, tuple[str, Case]]:
         for title, (name, strategy) in products.items():
             for ranks in (2, 4):
                 axes = {"pipeline": ranks, **strategy["axes"]}
-                case = Case(family(name, ranks), {**strategy, "axes": axes})
+                data = axes.get("shard", 1) * axes.get("replicate", 1)
+                train = {"micro_batch": 1, "batch": max(8, data * ranks)}
+                case = Case(family(name, ranks), {**strategy, "axes": axes}, train)
                 world = case.config.strategy.axes.world
                 if (world <= 8) == (part == "products") and world <= 32:
                     found[f"{name}, pipeline {ranks} · {title}"] = part, case

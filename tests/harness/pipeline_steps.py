@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,15 +14,19 @@ from harness.ranks import run_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard.experts.load_balancing import take_loads, update_biases
+from hyper_parallel.shard.loss import causal_lm_loss
+from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.step.pipeline_build import build_pipeline
 from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import ROWS, build_model, draw_batch, family_config
-from hyper_parallel.verify.pipeline_step import merged, run_pipeline_step
+from hyper_parallel.verify.matrix import build_model, draw_batch, family_config
+from hyper_parallel.verify.pipeline_step import merged, pipeline_batch, run_pipeline_step
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.run import alone
 from hyper_parallel.verify.step import StepOutcome, Tensors, run_step
 
 Settings = Mapping[str, Any]
+FIELDS = ("input_ids", "labels", "position_ids")
 
 
 def settings_of(family: str, layers: int | None = None, **changes: Any) -> dict[str, Any]:
@@ -46,6 +50,8 @@ class Case:
     """Makes the model from the family's: a function at the top of a module."""
     documents: bool = True
     """Rows hold several documents."""
+    evaluates: bool = False
+    """The held-out loss of the same rows is compared too, after the update."""
 
     @property
     def config(self) -> RunConfig:
@@ -67,13 +73,14 @@ class Case:
 
     def batch(self) -> Tensors:
         """The whole batch."""
+        rows = self.config.train.batch
         if "vision_config" in self.family:
             special = min(self.family[key] for key in self.family if key.endswith("token_id"))
-            found = draw_batch({"vocab_size": special})
+            found = draw_batch({"vocab_size": special}, rows)
         else:
-            found = draw_batch(self.family)
+            found = draw_batch(self.family, rows)
         if not self.documents:
-            found["position_ids"] = torch.arange(found["input_ids"].size(1)).repeat(ROWS, 1)
+            found["position_ids"] = torch.arange(found["input_ids"].size(1)).repeat(rows, 1)
         return found
 
 
@@ -84,8 +91,21 @@ def one_device(case: Case) -> tuple[StepOutcome, Tensors]:
     config = family_config(case.family, {"precision": strategy.precision.model_dump()}, case.train)
     model = case.model()
     parallelize(model, strategy, lowering="traceable", alone=True)
-    outcome = run_step(model, config, case.batch(), data=case.config.strategy.axes.data)
+    batch = case.batch()
+    outcome = run_step(model, config, batch, data=case.config.strategy.axes.data)
+    _correct_routers(model, config)
+    if case.evaluates:
+        with torch.no_grad():
+            sums = causal_lm_loss(model.eval(), *(batch[key] for key in FIELDS), 1.0)
+        outcome = replace(outcome, loss=outcome.loss + float(sums))
     return outcome, _buffers(model)
+
+
+def _correct_routers(model: nn.Module, config: RunConfig) -> None:
+    """As behind a step: the biases of routers, by the loads of the whole batch."""
+    rate, handle = config.train.router_bias_rate, sharded(model)
+    if rate:
+        update_biases(model, handle.over_all_ranks(take_loads(handle)), rate)
 
 
 def _buffers(model: nn.Module) -> Tensors:
@@ -112,7 +132,14 @@ def _run(case: Case, same: Tensors) -> Ran:
     try:
         model = case.model()
         built = build_pipeline(case.config, model, case.documents, "cpu")
-        outcome = run_pipeline_step(model, built, case.config, case.batch(), same)
+        batch = case.batch()
+        outcome = run_pipeline_step(model, built, case.config, batch, same)
+        _correct_routers(model, case.config)
+        if case.evaluates:
+            micro = pipeline_batch(model, case.config, batch).micro
+            handle = sharded(model)
+            sums = built.evaluate(micro) * handle.axes.speaks(LOSS_AXES, handle.rank)
+            outcome = replace(outcome, loss=outcome.loss + float(handle.over_all_ranks(sums)))
         held = {
             name: one
             for name, one in _buffers(model).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ def _on(axes: dict[str, int], family: Any, train: Any = None, change: Any = None
     return Case(settings, {"axes": axes, **strategy}, train or {"micro_batch": 1}, change)
 
 
+def _evaluated(case: Case) -> Case:
+    """The held-out loss is compared too."""
+    return replace(case, evaluates=True)
+
+
 LLAMA = settings_of("llama", 4)
 TIED = settings_of("llama-tied", 4)
 RECOMPUTED = {"recompute": "layer"}
@@ -39,15 +45,19 @@ RECOMPUTED = {"recompute": "layer"}
 CASES: dict[int, dict[str, Case]] = {
     2: {
         **{f"schedule {name}": _two(LLAMA, pipeline={"schedule": name}) for name in SCHEDULES},
-        "tied": _two(TIED, pipeline={"schedule": "interleaved-1f1b"}),
+        "tied": _evaluated(_two(TIED, pipeline={"schedule": "interleaved-1f1b"})),
         "two micro-batches": _two("llama-tied", {"micro_batch": 4}),
         "gemma2, chunks": _two("gemma2", CHUNKS),
         "gemma3": _two("gemma3", documents=False),
-        "gpt2, dropout": _two(settings_of("gpt2", 4, **DROPPED), pipeline={"schedule": "zb-v"}),
+        "gpt2, dropout": _evaluated(_two(settings_of("gpt2", 4, **DROPPED), pipeline={"schedule": "zb-v"})),
         "gpt2, dropout, recompute": _two(settings_of("gpt2", **DROPPED), memory=RECOMPUTED),
         "mixtral, auxiliary loss": _two(settings_of("mixtral", **BALANCED)),
         "mixtral, recompute": _two(settings_of("mixtral", **BALANCED), memory=RECOMPUTED),
-        "deepseek-v3": _two(settings_of("deepseek-v3", 3), pipeline={"schedule": "zb-h1"}),
+        "deepseek-v3, corrected routers": _two(
+            settings_of("deepseek-v3", 3),
+            {"micro_batch": 1, "router_bias_rate": 0.1},
+            pipeline={"schedule": "zb-h1"},
+        ),
         "qwen2.5-vl, text": _two("qwen2.5-vl"),
         "layers by hand": _two(TIED, pipeline={"layers": [3, 1]}),
         "no layers at the ends": _two(TIED, pipeline={"layers": [0, 2, 2, 0], "schedule": "v-half"}),
@@ -86,11 +96,16 @@ CASES: dict[int, dict[str, Case]] = {
             memory={"shard": "optimizer"},
         ),
         "replicate outside": _on({"replicate": 2, "pipeline": 2}, "llama-tied"),
-        "tensor outside": _on({"tensor": 2, "pipeline": 2}, "qwen3", sequence=True),
+        "tensor outside": _evaluated(_on({"tensor": 2, "pipeline": 2}, "qwen3", sequence=True)),
         "ring": _on({"pipeline": 2, "context": 2}, "llama", context={"method": "ring"}),
         "ulysses": _on({"pipeline": 2, "context": 2}, "llama-tied", context={"method": "ulysses"}),
-        "experts over shards": _on(
-            {"pipeline": 2, "shard": 2, "expert": 2}, settings_of("mixtral", **BALANCED)
+        "experts over shards": _evaluated(
+            _on({"pipeline": 2, "shard": 2, "expert": 2}, settings_of("mixtral", **BALANCED))
+        ),
+        "corrected routers over shards": _on(
+            {"pipeline": 2, "shard": 2, "expert": 2},
+            "deepseek-v3",
+            {"micro_batch": 1, "router_bias_rate": 0.1},
         ),
         "experts over features": _on(
             {"pipeline": 2, "tensor": 2, "expert": 2}, settings_of("mixtral", **BALANCED)
