@@ -295,6 +295,27 @@ def test_a_buffer_that_two_stages_use_and_one_changes_is_refused() -> None:
         partition(step, by_modules(even_cut(model, 2, "blocks")), 2)
 
 
+class Normed(nn.Module):
+    """One batch norm behind each block, whose statistics change in each call without its schema saying so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.norm(block(x))
+        return x
+
+
+def test_statistics_of_a_batch_norm_in_two_stages_are_refused() -> None:
+    model = Normed()
+    step = captured_module(model, (3, 6))
+    with pytest.raises(GraphError, match=r"native_batch_norm.* writes to memory that .* uses"):
+        partition(step, by_modules(even_cut(model, 2, "blocks")), 2)
+
+
 def test_what_a_stage_changes_in_place_is_its_own_copy() -> None:
     whole, staged, cut = _both(InPlace(), 2)
     assert all(torch.equal(whole[name], staged[name]) for name in whole)

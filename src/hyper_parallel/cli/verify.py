@@ -21,7 +21,7 @@ from hyper_parallel.cli.arguments import as_json
     default="auto",
     show_default=True,
     help="local: all ranks in this one process. gloo: real worker processes, as training starts them. "
-    "auto: gloo for a model that one process cannot follow, else local.",
+    "auto: gloo for a pipeline and for a model that one process cannot follow, else local.",
 )
 @click.option(
     "--matrix",

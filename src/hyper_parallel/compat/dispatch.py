@@ -70,6 +70,35 @@ def mutated_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
     for at, name in _arguments_written(operator):
         value = args[at] if at < len(args) else kwargs.get(name)
         yield from (leaf for leaf in leaves_of(value) if leaf is not None)
+    names = _arguments_with_statistics(operator)
+    if names:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("training", True):
+            yield from (given[name] for name in _STATISTICS if given.get(name) is not None)
+
+
+_STATISTICS = ("running_mean", "running_var")
+_CHANGES_STATISTICS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "batch_norm_update_stats",
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+    )
+)
+"""Operators that change the statistics that they are given in training, of which their schemas say nothing."""
+
+
+@functools.cache
+def _arguments_with_statistics(operator: Any) -> tuple[str, ...]:
+    """The names of all arguments of an operator of `_CHANGES_STATISTICS`; none of another one."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None or schema.name not in _CHANGES_STATISTICS:
+        return ()
+    return tuple(argument.name for argument in schema.arguments)
 
 
 @functools.cache

@@ -11,8 +11,9 @@ Labels, in this order:
 1. Forward nodes that depend on the batch and on buffers alone (positions, masks, rotary tables), or on parameters and
    buffers alone (casts, gathered weights), are repeated in each stage that needs them, with every in-place write to
    their storages.
-2. The module that a node belongs to gives its stage. Another forward node goes to the last stage of its sources, or to
-   the first of its users; another backward node to the first stage of its sources.
+2. The module that a node belongs to gives its stage; of a module that several stages run, what was saved gives that of
+   a backward node. Another forward node goes to the last stage of its sources, or to the first of its users; another
+   backward node to the first stage of its sources.
 3. Values flow forward in the forward pass and back in the backward pass: a node whose module says otherwise follows its
    sources.
 4. A value is sent as it is where its use stands. A stage may change its own copy of what it is given; a cut is refused
@@ -120,6 +121,10 @@ def label(step: StepGraph, stage_of: StageOf, stages: int, *, check_writes: bool
         if node not in found:
             after = [found[user] for user in users.get(node, ()) if user in found and not _is_backward(user)]
             found[node] = min(after, default=0)
+    run_in: dict[str, set[int]] = {}
+    """Modules to the stages that have forward nodes of theirs."""
+    for node in forward:
+        run_in.setdefault(node.meta["module"], set()).add(found[node])
     for node in nodes:
         if not _is_backward(node):
             continue
@@ -128,6 +133,13 @@ def label(step: StepGraph, stage_of: StageOf, stages: int, *, check_writes: bool
         own = stage_of(node.meta["module"])
         if own is None:
             own = min(behind) if behind else max(saved, default=stages - 1)
+        elif len(ran := run_in.get(node.meta["module"], {own})) > 1:
+            # A module that several stages run has a backward pass in each.
+            own = (
+                max(saved)
+                if saved
+                else max((one for one in ran if not behind or one <= min(behind)), default=own)
+            )
         found[node] = min([own, *behind])
     labels = Labels(found, repeated, sources)
     if check_writes:
@@ -288,7 +300,7 @@ def contributions(step: StepGraph, labels: Labels) -> dict[str, list[fx.Node]]:
 
 
 def summands(node: fx.Node, labels: Labels) -> list[fx.Node]:
-    """The summands of a gradient, where they come from several stages."""
+    """The summands of a gradient where they come from several stages; otherwise the gradient itself."""
     if node.target is not _ADD or node.kwargs or len(node.args) != 2:
         return [node]
     parts: list[fx.Node] = []

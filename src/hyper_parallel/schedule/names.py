@@ -43,8 +43,8 @@ def stages_per_rank(name: str) -> int:
 def named_schedule(name: str, ranks: int, micro_batches: int, virtual: int | None = None) -> Schedule:
     """The schedule of that name.
 
-    `virtual`: stages on each rank; what the schedule has when left out. Raises StrategyError for sizes that the schedule
-    cannot have.
+    `virtual`: stages on each rank; what the schedule has when left out. Raises StrategyError for sizes that the
+    schedule cannot have.
     """
     known = ScheduleName.parse(name)
     if known is ScheduleName.INTERLEAVED:

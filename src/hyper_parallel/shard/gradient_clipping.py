@@ -55,7 +55,9 @@ def clip_gradients(
     can move together with that parameter's update.
     """
     if not in_graph:
-        scale_(list(gradients), _factor(norm, max_norm))
+        # A stage of a pipeline may have nothing that is trained.
+        if found := list(gradients):
+            scale_(found, _factor(norm, max_norm))
         return
     factor = torch.where(norm > max_norm, _factor(norm, max_norm), torch.ones_like(norm))
     for gradient in gradients:

@@ -146,7 +146,8 @@ class ShardedModel:
         """The 2-norm of the whole gradient, the same on every rank; each element is counted once."""
         place = self.pipeline
         counted = [one for one in self.owned() if place is None or place.counts(one.name)]
-        return gradient_norm(counted, self.over_all_ranks)
+        # Where this rank has no gradient, nothing else says where the sum is computed.
+        return gradient_norm(counted, lambda total: self.over_all_ranks(total.to(self.device)))
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale every gradient so that their norm, given as `norm`, is at most `max_norm`."""

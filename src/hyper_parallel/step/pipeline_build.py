@@ -19,7 +19,7 @@ from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.engine import check_length
 from hyper_parallel.step.pipeline_plan import MicroBatchShape, PipelinePlan, PipelinePlanner
-from hyper_parallel.step.pipeline_runner import PipelineRunner
+from hyper_parallel.step.pipeline_runner import PipelineRunner, peers_of
 from hyper_parallel.step.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -38,14 +38,15 @@ class BuiltPipeline:
         self._evaluation: tuple[int, PipelineRunner] | None = None
 
     def runs(self, handle: ShardedModel) -> None:
-        """The model that is run, which has its values before the first step."""
+        """The model that is run, which has its values before the first step. A collective."""
         self._handle = handle
+        self._peers = peers_of(self.plan, handle)
 
     def train(self, batch: StepBatch, tokens: Tensor) -> Tensor:
         """As `PipelineRunner.train`."""
         if self._training is None:
             assert self._handle is not None, "the model was built"
-            self._training = PipelineRunner(self.plan, self._handle)
+            self._training = PipelineRunner(self.plan, self._handle, self._peers)
         return self._training.train(batch, tokens)
 
     def evaluate(self, micro: Sequence[MicroBatch]) -> Tensor:
@@ -54,7 +55,7 @@ class BuiltPipeline:
             assert self._handle is not None, "the model was built"
             shape = replace(self._shape, count=len(micro))
             plan = self._planner.evaluation(self.plan, shape, self._loss)
-            self._evaluation = len(micro), PipelineRunner(plan, self._handle)
+            self._evaluation = len(micro), PipelineRunner(plan, self._handle, {})
         return self._evaluation[1].evaluate(micro)
 
 

@@ -30,8 +30,11 @@ from hyper_parallel.step.pipeline_stages import parameter_of
 class PipelineRunner:
     """This rank's part of a pipeline, step after step. Every rank makes one, and calls the same methods."""
 
-    def __init__(self, plan: PipelinePlan, handle: ShardedModel) -> None:
-        """The model has its values; those of other stages are on the meta device. A collective."""
+    def __init__(
+        self, plan: PipelinePlan, handle: ShardedModel, peers: Mapping[tuple[int, ...], dist.ProcessGroup]
+    ) -> None:
+        """The model has its values; those of other stages are on the meta device. `peers`: as of `peers_of`. A
+        collective."""
         place = handle.pipeline
         assert place is not None, "the model was parallelized for a pipeline"
         self._plan, self._handle = plan, handle
@@ -54,9 +57,7 @@ class PipelineRunner:
         reduce = plan.stages.reduce(mine)
         self._reduce = _ready(reduce)
         self._sums = {} if reduce is None else _given(reduce)
-        self._shared = _shared(plan)
-        peers = {holders: _peers(handle, holders) for holders in sorted(set(self._shared.values()))}
-        self._peers = {holders: group for holders, group in peers.items() if group is not None}
+        self._shared, self._peers = _shared(plan), peers
 
     def train(self, batch: StepBatch, tokens: Tensor) -> Tensor:
         """Give each of this rank's parameters its gradient of the whole batch; this rank's part of the loss.
@@ -120,9 +121,7 @@ class PipelineRunner:
                 name: sums[key]
                 if (key := name.removeprefix(GRADIENT)) in sums
                 # A part of the gradient that other stages have.
-                else torch.empty_strided(
-                    value.shape, value.stride, dtype=value.dtype, device=value.device
-                ).zero_()
+                else _zeros(value)
                 for name, value in self._sums.items()
             }
             for output, value in self._reduce.run(given).items():
@@ -131,12 +130,20 @@ class PipelineRunner:
         for name, holders in self._shared.items():
             group = self._peers.get(holders)
             if group is not None:
+                if name not in found:
+                    # Another holder's stages compute the whole gradient.
+                    value = self._plan.stages.whole.returned[GRADIENT + name].meta["value"]
+                    found[name] = _zeros(value)
                 dist.all_reduce(found[name], group=group)
         return found
 
 
 def _ready(step: StepGraph | None) -> Executable | None:
     return None if step is None else executable(step)
+
+
+def _zeros(like: Value) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device).zero_()
 
 
 def _given(step: StepGraph) -> dict[str, Value]:
@@ -154,15 +161,25 @@ def _shared(plan: PipelinePlan) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _peers(handle: ShardedModel, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The process group of the ranks at this rank's place of the groups that hold a parameter; None in other groups."""
+def peers_of(plan: PipelinePlan, handle: ShardedModel) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The process groups of this rank in which gradients of shared parameters are summed, by the indices of the device
+    groups that hold them: of the ranks at this rank's place. A collective, right behind the making of the stages' own
+    process groups.
+
+    Torch names a process group by its ranks and by how many groups the process has. So every rank makes as many, one
+    with itself alone in place of each group that it is not in: with another number, groups would have other names on
+    other ranks, which then wait for each other for ever.
+    """
     place = handle.pipeline
     assert place is not None
-    if place.index not in holders:
-        return None
     here = place.devices.place(handle.rank)
-    ranks = sorted(place.groups[index].ranks[here] for index in holders)
-    group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
-    if group is None:
-        raise HyperParallelError(f"rank {handle.rank} is not one of the ranks {ranks} that share weights")
-    return group
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for holders in sorted(set(_shared(plan).values())):
+        holds = place.index in holders
+        ranks = sorted(place.groups[index].ranks[here] for index in holders) if holds else [handle.rank]
+        group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
+        if group is None:
+            raise HyperParallelError(f"rank {handle.rank} is not one of the ranks {ranks} that share weights")
+        if holds:
+            found[holders] = group
+    return found

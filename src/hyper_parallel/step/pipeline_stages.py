@@ -10,14 +10,14 @@ stages always: its gradient is one part for each stage, and they are summed at t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.data_flow import Needs, needed, seen_through, sources, stops
-from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED, gradient_sums
+from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED, GradientSums, gradient_sums
 from hyper_parallel.graph.partition import Labels, StageOf, contributions, label
 from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.graph.subgraph import subgraph
@@ -46,7 +46,7 @@ class PipelineStages:
     stop: frozenset[fx.Node]
     """Nodes behind which `reduce` needs nothing."""
     users: Mapping[str, frozenset[int]]
-    """Parameter or buffer, as ``parameter.<name>``, to the stages that use it."""
+    """Parameter or buffer, as ``parameter.<name>``, to the stages that use it, or have a part in its gradient."""
 
     def gather(self, stages: Collection[int]) -> StepGraph | None:
         """What is gathered for these stages: outputs ``weight.<n>``; None where nothing is."""
@@ -118,9 +118,11 @@ def pipeline_stages(
     micro = rewrite(subgraph(whole, wanted, given, "parameter", "forward", effects=True, needs=needs))
     stop = stops(needs, set(cut_at.sums.values()))
     cut = partition(micro, stage_of, stages)
-    return PipelineStages(
-        whole, cut, weights, cut_at.sums, cut_at.reduced, needs, stop, _users(whole, needs, cut, weights)
-    )
+    users = _users(whole, needs, cut, weights)
+    for name, number in _gradients(cut, cut_at, needs, stop):
+        users.setdefault(f"parameter.{name}", set()).add(number)
+    held = {name: frozenset(stages) for name, stages in users.items()}
+    return PipelineStages(whole, cut, weights, cut_at.sums, cut_at.reduced, needs, stop, held)
 
 
 def _stages(nodes: Collection[fx.Node], labels: Labels) -> set[int]:
@@ -140,7 +142,7 @@ def _using(node: fx.Node, labels: Labels) -> set[int]:
 
 def _users(
     whole: StepGraph, needs: Needs, cut: Partition, weights: Mapping[str, fx.Node]
-) -> dict[str, frozenset[int]]:
+) -> dict[str, set[int]]:
     """Each parameter and buffer to the stages whose graphs, or whose gathers, take it."""
     known = {node: entry for entry, node in zip(whole.inputs, whole.placeholders, strict=True)}
     gathered = {
@@ -154,4 +156,23 @@ def _users(
         for entry in stage.step.inputs:
             for name in gathered.get(entry.name, {entry.name}) & found.keys():
                 found[name].add(stage.number)
-    return {name: frozenset(stages) for name, stages in found.items()}
+    return found
+
+
+def _gradients(
+    cut: Partition, cut_at: GradientSums, needs: Needs, stop: Collection[fx.Node]
+) -> Iterator[tuple[str, int]]:
+    """Parameters and the stages that have a part in their gradients, which need not compute with them: the gradient of
+    a product's factor is made of the other one."""
+    ends = set(cut_at.sums.values())
+    made_of = {
+        name: {one for part in parts for one in (sources(needed(needs, [part], stop)) | {part}) & ends}
+        for name, parts in cut_at.reduced.items()
+    }
+    for stage in cut.stages:
+        outputs = set(stage.step.outputs)
+        given = {node for name, node in cut_at.sums.items() if name in outputs}
+        yield from ((name, stage.number) for name, nodes in made_of.items() if nodes & given)
+        for output in stage.step.outputs:
+            if output.startswith(GRADIENT) and output not in cut_at.sums:
+                yield output.removeprefix(GRADIENT), stage.number

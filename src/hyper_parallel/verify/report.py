@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -208,10 +209,41 @@ def compare(one: StepOutcome, many: StepOutcome, strategy: str, driver: str, dty
                 math.inf if ours is None else _error(value, ours, float(value.abs().max())),
             )
         )
-    differences.sort(key=lambda d: _badness(d.gradient) + _badness(d.value), reverse=True)
     return Report(
-        strategy, driver, dtype, (one.loss, many.loss), (one.grad_norm, many.grad_norm), differences
+        strategy,
+        driver,
+        dtype,
+        (one.loss, many.loss),
+        (one.grad_norm, many.grad_norm),
+        _worst_first(differences),
     )
+
+
+def joined(reports: Sequence[Report], one: StepOutcome) -> Report:
+    """One report of those of several ranks, each of which holds some of the parameters of `one`: the worst of each
+    number. A parameter that no rank holds is missing."""
+    by_name = {name: Difference(name, "missing", math.inf, math.inf) for name in one.values}
+    seen: set[str] = set()
+    for found in (found for report in reports for found in report.parameters):
+        known = by_name[found.name] if found.name in seen else found
+        by_name[found.name] = replace(
+            found, gradient=_worse(known.gradient, found.gradient), value=_worse(known.value, found.value)
+        )
+        seen.add(found.name)
+    return replace(
+        reports[0],
+        loss=max((report.loss for report in reports), key=lambda pair: _badness(_relative(*pair))),
+        grad_norm=max((report.grad_norm for report in reports), key=lambda pair: _badness(_relative(*pair))),
+        parameters=_worst_first(by_name.values()),
+    )
+
+
+def _worse(one: float, other: float) -> float:
+    return max(one, other, key=_badness)
+
+
+def _worst_first(differences: Iterable[Difference]) -> list[Difference]:
+    return sorted(differences, key=lambda d: _badness(d.gradient) + _badness(d.value), reverse=True)
 
 
 def _gradient_error(one: torch.Tensor | None, many: torch.Tensor | None, norm: float) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from hyper_parallel import launch
 from hyper_parallel.compat.float64 import float64, widen
@@ -19,11 +20,14 @@ from hyper_parallel.errors import SimulationError, StrategyError, WorkersFailedE
 from hyper_parallel.launch import Worker
 from hyper_parallel.launch.stop import interruptible
 from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard.model_structure import text_config
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.step.build import fill_model, transformers_config, unsharded
+from hyper_parallel.step.pipeline_build import build_pipeline
 from hyper_parallel.strategy import Precision, Strategy
 from hyper_parallel.verify.families import EXPERT_COUNTS
-from hyper_parallel.verify.report import Report, compare, decided_in_float64
+from hyper_parallel.verify.pipeline_step import run_pipeline_step
+from hyper_parallel.verify.report import Report, compare, decided_in_float64, joined
 from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
 
 Driver = Literal["auto", "local", "gloo"]
@@ -36,8 +40,9 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
     """Compare one step of the declared run on one device and under its strategy.
 
     `driver`: "local" runs all ranks in this process, with FSDP lowered to traceable gathers; "gloo" starts the
-    workers, which run what `train` runs; "auto" starts them only for a model that simulated ranks cannot run. Raises
-    what a run with this file would raise, and StrategyError when the strategy is that of one device.
+    workers, which run what `train` runs; "auto" starts them only for a pipeline, whose stages are captured apart, and
+    for a model that simulated ranks cannot run. Raises what a run with this file would raise, and StrategyError when
+    the strategy is that of one device.
     """
     _ = config.effective_strategy  # refuses axes that are open
     if config.strategy.axes.world == 1:
@@ -48,7 +53,14 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
     wide = _in_full_precision(config)
     said = "" if wide is config else ", in float32: rounded otherwise, tokens would choose other experts"
     config = wide
-    if driver != "gloo":
+    if config.strategy.axes.pipeline > 1:
+        if driver == "local":
+            raise StrategyError(
+                "axes.pipeline: the stages of a pipeline are captured and run apart, which the ranks of one process "
+                "cannot be; run `hyper-parallel verify --driver gloo`, or leave the driver out"
+            )
+        said = ", real ones for a pipeline's stages" * (driver == "auto") + said
+    elif driver != "gloo":
         one, batch, model = _one_device(config)
         try:
             return against_simulated(config, model, batch, one, f"all ranks in one process{said}")
@@ -67,7 +79,8 @@ def worker_main(config: RunConfig, worker: Worker) -> None:
     """The target of each worker of the "gloo" driver; rank 0 writes the report."""
     with interruptible():
         one, batch, model = _one_device(config)
-        report = against_workers(
+        compared = against_pipeline if config.strategy.axes.pipeline > 1 else against_workers
+        report = compared(
             config,
             model,
             batch,
@@ -114,6 +127,34 @@ def against_workers(
     return report
 
 
+def against_pipeline(
+    config: RunConfig,
+    model: torch.nn.Module,
+    batch: Tensors,
+    one: StepOutcome,
+    driver: str,
+    device: torch.device | str = "cpu",
+) -> Report:
+    """The same for a pipeline: each rank compares what its stages hold, and all have the report of all."""
+    # The report shows errors parameter by parameter instead of a refusal.
+    unchecked = config.strategy.model_copy(update={"check": False})
+    config = config.model_copy(update={"strategy": unchecked})
+    without_values = any(parameter.is_meta for parameter in model.parameters())
+    built = build_pipeline(config, model, True, device)
+    if without_values:
+        fill_model(model, config, device)
+    many = run_pipeline_step(model, built, config, batch, one.gradients)
+    mine = replace(
+        one,
+        gradients={name: x for name, x in one.gradients.items() if name in many.values},
+        values={name: x for name, x in one.values.items() if name in many.values},
+    )
+    reports: list[Report | None] = [None] * config.strategy.axes.world
+    dist.all_gather_object(reports, _compared(config, mine, many, driver))
+    found = joined([report for report in reports if report is not None], one)
+    return found if found.ok else replace(found, undecided="the stages of a pipeline are not run in float64")
+
+
 def _decided(
     report: Report,
     config: RunConfig,
@@ -124,9 +165,10 @@ def _decided(
     device: torch.device | str = "cpu",
 ) -> Report:
     """A report whose differences are judged by the same steps in float64."""
-    whole, strategy, again = _at_once(config), config.strategy, copy.deepcopy(model)
+    strategy, again = config.strategy, copy.deepcopy(model)
+    whole, data = _at_once(config, model)
     try:
-        first = wide_step_of(again, whole, alone(strategy), batch, "traceable", one.gradients)
+        first = wide_step_of(again, whole, alone(strategy), batch, "traceable", one.gradients, data=data)
         with _ranks(config) if lowering == "traceable" else contextlib.nullcontext():
             second = wide_step_of(model, config, strategy, batch, lowering, one.gradients, device)
     except (RuntimeError, TypeError, ValueError) as error:  # an operation that has no float64
@@ -140,11 +182,14 @@ def _ranks(config: RunConfig) -> contextlib.AbstractContextManager[None]:
 
 
 def _reduced(config: RunConfig) -> RunConfig:
-    """The run with the smallest equivalent batch: two micro-batches of one row if it accumulates gradients, else one;
-    and with the strategy's workers, whatever `launch.workers` says.
+    """The run with the smallest equivalent batch: two micro-batches of one row if it accumulates gradients, else one,
+    and in a pipeline two for each of its ranks if it has as many; and with the strategy's workers, whatever
+    `launch.workers` says.
     """
-    share = config.train.batch // config.strategy.axes.data
+    share, ranks = config.train.batch // config.strategy.axes.data, config.strategy.axes.pipeline
     micro = 1 if config.train.micro_batch in (None, share) else 2
+    if ranks > 1:
+        micro = min(share // config.micro_batch, 2 * ranks)
     train = config.train.model_copy(update={"batch": micro * config.strategy.axes.data, "micro_batch": 1})
     launched = config.launch.model_copy(update={"workers": None})
     return config.model_copy(update={"launch": launched, "train": train})
@@ -171,7 +216,7 @@ def _compared(config: RunConfig, one: StepOutcome, many: StepOutcome, driver: st
 
 def describe(strategy: Strategy) -> str:
     """A strategy in a few words: ``shard 2 · tensor_x 2 · sequence``."""
-    names = (*strategy.axes.order, "expert")
+    names = ("pipeline", *strategy.axes.order, "expert")
     parts = [f"{axis} {size}" for axis in names if (size := strategy.axes.degree(axis)) > 1]
     if strategy.sequence:
         parts.append("sequence")
@@ -194,13 +239,20 @@ def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors, torch.nn.Modul
         model.set_experts_implementation("eager")  # type: ignore[operator]
     batch = rows_to_verify(config, text)
     # The traceable lowering of nothing is the plain model, with or without a process group.
-    one = step_of(model, _at_once(config), alone(config.strategy), batch, "traceable", None)
+    whole, data = _at_once(config, model)
+    one = step_of(model, whole, alone(config.strategy), batch, "traceable", None, data=data)
     return one, batch, untouched
 
 
-def _at_once(config: RunConfig) -> RunConfig:
-    changed = {"micro_batch": None, "loss": config.train.loss.model_copy(update={"chunk": "none"})}
-    return config.model_copy(update={"train": config.train.model_copy(update=changed)})
+def _at_once(config: RunConfig, model: torch.nn.Module) -> tuple[RunConfig, int]:
+    """The run of one device, which computes the whole batch at once, and the data ranks whose rows it takes together.
+
+    An auxiliary loss is that of a micro-batch of all data ranks, and another one for all rows at once.
+    """
+    balanced = bool(getattr(text_config(model), "output_router_logits", False))
+    micro, data = (config.micro_batch, config.strategy.axes.data) if balanced else (None, 1)
+    changed = {"micro_batch": micro, "loss": config.train.loss.model_copy(update={"chunk": "none"})}
+    return config.model_copy(update={"train": config.train.model_copy(update=changed)}), data
 
 
 def step_of(
@@ -211,15 +263,18 @@ def step_of(
     lowering: Lowering,
     update_from: Tensors | None,
     device: torch.device | str = "cpu",
+    *,
+    data: int = 1,
 ) -> StepOutcome:
-    """One step of a model under a strategy; on the meta device it gets the values of the run's seed or folder."""
+    """One step of a model under a strategy; on the meta device it gets the values of the run's seed or folder. `data`:
+    as of `run_step`."""
     without_values = any(parameter.is_meta for parameter in model.parameters())
     # The report shows errors parameter by parameter instead of a refusal.
     unchecked = strategy.model_copy(update={"check": False})
     parallelize(model, unchecked, lowering=lowering, alone=strategy.axes.world == 1)
     if without_values:
         fill_model(model, config, device)
-    return run_step(model.train(), config, batch, update_from)
+    return run_step(model.train(), config, batch, update_from, data=data)
 
 
 def wide_step_of(
@@ -230,6 +285,8 @@ def wide_step_of(
     lowering: Lowering,
     update_from: Tensors,
     device: torch.device | str = "cpu",
+    *,
+    data: int = 1,
 ) -> StepOutcome:
     """The same step from the same values, with float64 arithmetic throughout."""
     strategy = strategy.model_copy(update={"precision": Precision()})
@@ -240,4 +297,4 @@ def wide_step_of(
     with one_device():
         batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     with float64():
-        return run_step(model.train(), config, batch, update_from)
+        return run_step(model.train(), config, batch, update_from, data=data)

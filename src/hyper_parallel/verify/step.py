@@ -40,13 +40,18 @@ def rows_to_verify(config: RunConfig, text: TextData) -> Tensors:
 
 
 def run_step(
-    model: nn.Module, config: RunConfig, whole: Tensors, update_from: Tensors | None = None
+    model: nn.Module,
+    config: RunConfig,
+    whole: Tensors,
+    update_from: Tensors | None = None,
+    *,
+    data: int = 1,
 ) -> StepOutcome:
     """One step of a parallelized model with values on the rows `whole`.
 
     `update_from`: whole gradients for the update, in place of the model's own. Where a gradient is tiny, the first step
     of Adam is its sign, which depends on rounding; with the same gradients on both sides any difference of updates is a
-    defect.
+    defect. `data`: of a strategy with so many data ranks, this rank computes the micro-batches of all of them together.
     """
     handle = sharded(model)
     with one_device():
@@ -55,10 +60,11 @@ def run_step(
     rows = whole["input_ids"].size(0)
     with one_device():
         tokens = float(valid_tokens(whole["labels"]))
-    count = config.train.micro_batch or rows // handle.strategy.axes.data
+    share = rows // (handle.strategy.axes.data * data)
+    count = config.train.micro_batch or share
     loss = torch.zeros((), device=device)
-    for micro in range(rows // handle.strategy.axes.data // count):
-        loss = loss + _micro_batch(model, handle, config, whole, tokens, micro, count)
+    for micro in range(share // count):
+        loss = loss + _micro_batch(model, handle, config, whole, tokens, micro, count, data)
     loss = handle.all_reduce(loss, LOSS_AXES)
     norm = handle.grad_norm()
     parameters = handle.parameters()
@@ -83,12 +89,14 @@ def _micro_batch(
     tokens: float,
     micro: int,
     count: int,
+    data: int,
 ) -> torch.Tensor:
-    share = whole["input_ids"].size(0) // handle.strategy.axes.data
+    share = whole["input_ids"].size(0) // (handle.strategy.axes.data * data)
 
     def rows(rank: int) -> torch.Tensor:
-        start = handle.data_index_of(rank) * share + micro * count
-        return torch.arange(start, start + count)
+        first = handle.data_index_of(rank) * data
+        starts = [index * share + micro * count for index in range(first, first + data)]
+        return torch.cat([torch.arange(start, start + count) for start in starts])
 
     def of_rank(x: torch.Tensor) -> torch.Tensor:
         return per_rank(lambda rank: x[rows(rank)])

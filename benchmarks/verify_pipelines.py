@@ -1,0 +1,174 @@
+"""Do pipelines compute what one device computes? python benchmarks/verify_pipelines.py [--parts a,b] [--only TEXT]
+
+A cell is one training step on real gloo workers: loss, gradient norm, every gradient and every updated value against
+one device.
+
+- **schedules**: every schedule on 2 and 4 ranks, with 1 and 2 stages on each, for 8 families
+- **products**: pipeline × shard × replicate × tensor (1D and 2D) × context × expert, up to 8 workers
+- **large**: the same on 16 and 32 workers
+
+A cell is right (within 1e-5), refused (with the reason), or wrong. Cells run several to a start of workers; where a
+start fails, each of its cells runs alone. Writes benchmarks/results/verify_pipelines.json after each start; cells that
+it has are left out unless `--again` is given. Ends with 1 when a cell is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS, write
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from harness.pipeline_steps import Case, Compared, against_one_device, settings_of
+from harness.ranks import RanksError
+
+TOLERANCE = 1e-5
+PER_START = 12
+NAME = "verify_pipelines"
+
+FAMILIES = ("llama-tied", "qwen3", "gemma2", "gemma3", "gpt2", "phi3", "mixtral", "deepseek-v3")
+ONE_STAGE = ("gpipe", "1f1b", "1f1b-split", "zb-h1", "zb-h2", "auto")
+TWO_STAGES = ("interleaved-1f1b", "zb-v", "v-half", "v-min", "dualpipev", "auto")
+
+PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shard 2": ("llama-tied", {"axes": {"shard": 2}}),
+    "shard 4, optimizer": ("llama-tied", {"axes": {"shard": 4}, "memory": {"shard": "optimizer"}}),
+    "replicate 2 · shard 2, gradients": (
+        "qwen3",
+        {"axes": {"replicate": 2, "shard": 2}, "memory": {"shard": "gradients"}},
+    ),
+    "tensor 2, sequence": ("gemma3", {"axes": {"tensor": 2}, "sequence": True}),
+    "tensor 4": ("llama-tied", {"axes": {"tensor": 4}}),
+    "tensor 2 × 2": ("llama-tied", {"axes": {"tensor_x": 2, "tensor_y": 2}}),
+    "context 2, ring": ("gemma3", {"axes": {"context": 2}, "context": {"method": "ring"}}),
+    "context 4, ring": ("llama", {"axes": {"context": 4}, "context": {"method": "ring"}}),
+    "context 2, ulysses": ("llama-tied", {"axes": {"context": 2}, "context": {"method": "ulysses"}}),
+    "shard 2 · tensor 2, sequence": ("llama-tied", {"axes": {"shard": 2, "tensor": 2}, "sequence": True}),
+    "shard 2 · context 2": ("qwen3", {"axes": {"shard": 2, "context": 2}}),
+    "context 2 · tensor 2": ("gemma2", {"axes": {"context": 2, "tensor": 2}}),
+    "shard 2 · expert 2": ("mixtral", {"axes": {"shard": 2, "expert": 2}}),
+    "shard 4 · expert 4": ("deepseek-v3", {"axes": {"shard": 4, "expert": 4}}),
+    "tensor 2 · expert 2": ("mixtral", {"axes": {"tensor": 2, "expert": 2}}),
+    "shard 2 · tensor 2 · expert 4": ("mixtral", {"axes": {"shard": 2, "tensor": 2, "expert": 4}}),
+    "context 2 · tensor 2 · expert 2": ("qwen3-moe", {"axes": {"context": 2, "tensor": 2, "expert": 2}}),
+}
+LARGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "shard 2 · context 2 · tensor 2": (
+        "llama-tied",
+        {"axes": {"shard": 2, "context": 2, "tensor": 2}, "sequence": True},
+    ),
+    "shard 2 · tensor 2 × 2": ("llama-tied", {"axes": {"shard": 2, "tensor_x": 2, "tensor_y": 2}}),
+    "shard 2 · context 2 · tensor 2 · expert 4": (
+        "mixtral",
+        {"axes": {"shard": 2, "context": 2, "tensor": 2, "expert": 4}},
+    ),
+    "shard 2 · context 2 · tensor 2 × 2 · expert 4": (
+        "mixtral",
+        {"axes": {"shard": 2, "context": 2, "tensor_x": 2, "tensor_y": 2, "expert": 4}},
+    ),
+}
+
+
+def family(name: str, layers: int) -> dict[str, Any]:
+    """Its config with so many layers; with experts also with the auxiliary loss, and gpt2 with dropout."""
+    changes: dict[str, dict[str, Any]] = {
+        "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+        "qwen3-moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    }
+    return settings_of(name, layers, **changes.get(name, {}))
+
+
+def cells() -> dict[str, tuple[str, Case]]:
+    """Name to part and case."""
+    found: dict[str, tuple[str, Case]] = {}
+    for name in FAMILIES:
+        for ranks in (2, 4):
+            for virtual, schedules in ((1, ONE_STAGE), (2, TWO_STAGES)):
+                for schedule in schedules:
+                    strategy = {
+                        "axes": {"pipeline": ranks},
+                        "pipeline": {"schedule": schedule, "virtual": virtual},
+                    }
+                    title = f"{name}, {schedule}, {ranks} ranks × {virtual}"
+                    found[title] = "schedules", Case(family(name, ranks * virtual), strategy)
+    for part, products in (("products", PRODUCTS), ("large", LARGE)):
+        for title, (name, strategy) in products.items():
+            for ranks in (2, 4):
+                axes = {"pipeline": ranks, **strategy["axes"]}
+                data = axes.get("shard", 1) * axes.get("replicate", 1)
+                train = {"micro_batch": 1, "batch": max(8, data * ranks)}
+                case = Case(family(name, ranks), {**strategy, "axes": axes}, train)
+                world = case.config.strategy.axes.world
+                if (world <= 8) == (part == "products") and world <= 32:
+                    found[f"{name}, pipeline {ranks} · {title}"] = part, case
+    return found
+
+
+def judge(case: Case, found: Compared) -> dict[str, Any]:
+    """A cell of the result file."""
+    said = {"workers": case.config.strategy.axes.world, "plan": found.plan}
+    if found.report is None:
+        return {**said, "status": "refused", "reason": found.refused}
+    right = found.report.ok and found.error <= TOLERANCE and found.buffers == 0.0
+    cell = {**said, "status": "right" if right else "wrong", "error": found.error}
+    return cell if right else {**cell, "reason": "; ".join(found.report.failures[:3]) or "buffers differ"}
+
+
+def run(world: int, part: dict[str, Case], *, alone: bool = False) -> dict[str, Any]:
+    """The cells of one start of workers, each alone where the start fails."""
+    try:
+        found = against_one_device(world, list(part.values()), timeout=180.0 + 30.0 * len(part) * world / 4)
+    except RanksError as error:
+        if alone:
+            return {name: {"workers": world, "status": "wrong", "reason": str(error)[-600:]} for name in part}
+        return {
+            name: cell
+            for name, case in part.items()
+            for name, cell in run(world, {name: case}, alone=True).items()
+        }
+    return {name: judge(case, one) for (name, case), one in zip(part.items(), found, strict=True)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parts", default="schedules,products,large")
+    parser.add_argument("--only", default="", help="cells whose names contain this")
+    parser.add_argument("--again", action="store_true")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    file = RESULTS / f"{NAME}.json"
+    known: dict[str, Any] = json.loads(file.read_text())["cells"] if file.exists() else {}
+    left: dict[int, dict[str, Case]] = {}
+    for name, (part, case) in cells().items():
+        if part in asked.parts.split(",") and asked.only in name and (asked.again or name not in known):
+            left.setdefault(case.config.strategy.axes.world, {})[name] = case
+    for world, cases in sorted(left.items()):
+        names = list(cases)
+        each = PER_START if world <= 4 else 2
+        for at in range(0, len(names), each):
+            began = time.monotonic()
+            known |= run(world, {name: cases[name] for name in names[at : at + each]})
+            counts = Counter(cell["status"] for cell in known.values())
+            write(
+                NAME, {"tolerance": TOLERANCE, "counts": dict(counts), "cells": dict(sorted(known.items()))}
+            )
+            print(
+                f"{world} workers: {at + each} of {len(names)}, {time.monotonic() - began:.0f} s, {dict(counts)}",
+                flush=True,
+            )
+    for name, cell in known.items():
+        if cell["status"] != "right":
+            print(f"{cell['status']}: {name}: {cell['reason']}")
+    return int(any(cell["status"] == "wrong" for cell in known.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
