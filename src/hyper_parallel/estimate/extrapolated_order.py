@@ -62,6 +62,10 @@ def predicted_step(
     say = progress or (lambda _: None)
     strategy = config.effective_strategy
     plain = model_of(config, [])
+    if strategy.axes.pipeline > 1:
+        stages = predict_run(config, cluster, model=plain, progress=progress)
+        how = "its stages' collectives in the order of the model's code"
+        return PredictedStep(stages.timeline.step, stages.timeline.peak.bytes, stages.fits, how)
     budgeted = strategy.memory.device is not None
     schedule = None if budgeted else order_pass(strategy, cluster, "cpu")
     small = _small(plain, config) if isinstance(schedule, Overlap) else None
