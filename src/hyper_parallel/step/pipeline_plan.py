@@ -1,7 +1,7 @@
 """Plans a run's pipeline: captures a micro-batch, cuts it into stages, orders their tasks, and builds the Program.
 
-Everything is a function of the run file, equal on every rank but for the shapes of its shards; where these count, in the
-costs of stages, the ranks agree on those of the first one.
+Everything is a function of the run file, equal on every rank but for the shapes of its shards; where these count, in
+the costs of stages, the ranks agree on those of the first one.
 """
 
 from __future__ import annotations
