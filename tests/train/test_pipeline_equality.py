@@ -126,6 +126,10 @@ CASES: dict[int, dict[str, Case]] = {
     },
     8: {
         "two dims": _on({"pipeline": 2, "tensor_x": 2, "tensor_y": 2}, "llama-tied"),
+        # Ranks of a ring have unequal work, and have to come to one schedule all the same.
+        "costs by rank": _on(
+            {"pipeline": 4, "context": 2}, settings_of("gemma3", 4), context={"method": "ring"}
+        ),
         "three axes": _on(
             {"replicate": 2, "pipeline": 2, "shard": 2}, "llama-tied", memory={"shard": "optimizer"}
         ),

@@ -207,8 +207,15 @@ class Interpreter:
                 )
                 before = mine.get(channel, "")
                 mine[channel] = hashlib.blake2b(f"{before}{carried}".encode(), digest_size=16).hexdigest()
+        order = hashlib.blake2b(repr(self._instructions).encode(), digest_size=16).hexdigest()
         everyone: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(everyone, json.dumps(mine))
+        dist.all_gather_object(everyone, json.dumps({**mine, "order": order}))
+        for other in self._group.ranks:
+            if json.loads(everyone[other])["order"] != order:
+                raise HyperParallelError(
+                    f"ranks {self._rank} and {other} of {self._group.name} have different orders of instructions, and "
+                    "would not meet in the collectives of their stages; both must have planned the same schedule"
+                )
         for channel, digest in mine.items():
             sender, _, receiver = channel.partition(" to ")
             other = int(receiver if int(sender) == self._rank else sender)

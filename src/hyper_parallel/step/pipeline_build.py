@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,7 @@ def build_pipeline(
     parallelize(shadow, strategy, lowering="traceable", pipeline=place)
     handle = sharded(shadow)
     check_length(handle, config)
-    planner = PipelinePlanner(Recipe.of(config, shadow), strategy, device)
+    planner = PipelinePlanner(Recipe.of(config, shadow), strategy, device, _of_first_rank)
     share = config.train.batch // strategy.axes.data
     shape = MicroBatchShape(config.micro_batch, config.data.sequence, share // config.micro_batch, documents)
     plan = planner.training(shape)
@@ -93,3 +94,10 @@ def build_pipeline(
     built = BuiltPipeline(planner, plan, shape, LossConfig(chunk=config.train.loss.chunk))
     built.runs(sharded(model))
     return built
+
+
+def _of_first_rank(found: Any) -> Any:
+    """What rank 0 has found. A collective."""
+    told = [found]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]

@@ -1,12 +1,14 @@
 """Plans a run's pipeline: captures a micro-batch, cuts it into stages, orders their tasks, and builds the Program.
 
-Everything is a function of the run file, equal on every rank but for the shapes of its shards.
+Everything is a function of the run file, equal on every rank but for the shapes of its shards; where these count, in
+the costs of stages, the ranks agree on those of the first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,11 +63,18 @@ class PipelinePlan:
 class PipelinePlanner:
     """Plans on the shadow of a run's model, which has no values."""
 
-    def __init__(self, shadow: Recipe, strategy: Strategy, device: torch.device | str) -> None:
-        """`strategy`: with its pipeline."""
+    def __init__(
+        self,
+        shadow: Recipe,
+        strategy: Strategy,
+        device: torch.device | str,
+        agree: Callable[[Any], Any] = lambda found: found,
+    ) -> None:
+        """`strategy`: with its pipeline. `agree`: of what each rank has found, gives all of them the same: costs depend
+        on a rank's own shards, and ranks that cut or order stages differently would not meet in their collectives."""
         place = shadow.handle.pipeline
         assert place is not None, "the shadow was parallelized for a pipeline"
-        self._shadow, self._strategy, self._device = shadow, strategy, device
+        self._shadow, self._strategy, self._device, self._agree = shadow, strategy, device, agree
         self.place: PipelinePlace = place
         self._layers, modules = layers_or_refuse(shadow.model, "axes.pipeline")
         self._again = [f"{self._layers}.{index}" for index in range(len(modules))]
@@ -83,9 +92,9 @@ class PipelinePlanner:
                 device=self._device,
             )
         )
-        counts = self._counts(whole)
+        counts = self._agree(self._counts(whole))
         stages = self._cut(whole, counts, self._rewrite)
-        costs = stage_costs(stages.partition, flops_cost(whole))
+        costs = self._agree(stage_costs(stages.partition, flops_cost(whole)))
         pipeline, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
         schedule = choose_schedule(pipeline, ranks, shape.count, costs)
         return self._plan(stages, counts, schedule)
