@@ -72,10 +72,6 @@ def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
          "interleaved-1f1b for more"),
         (["strategy.pipeline={schedule: zb-v, virtual: 3}"], "pipeline: schedule zb-v has 2 stages on each rank, and 3 "
          "were given; cut the model into 4 stages"),
-        (["strategy.pipeline={schedule: zb-h1}", "strategy.memory.recompute=layer"], "pipeline: schedule zb-h1 splits "
-         "backward passes, and with layer recomputation each half runs the forward pass again, which costs more than "
-         "the bubbles it fills; choose 1f1b or interleaved-1f1b, turn recomputation off, or leave the choice to auto, "
-         "which prices it"),
         (["train.engine=eager"], "run.yaml: 'axes.pipeline': stages are cut from the captured step; set train.engine "
          "to graph, or leave the pipeline out"),
         (["strategy.memory={device: 1GiB, host: 1GiB}"], "run.yaml: 'strategy.memory.device' does not keep "
@@ -83,8 +79,6 @@ def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         (["train.profile={}"], "run.yaml: 'train.profile' does not measure the stages of a pipeline yet; leave it or "
          "the pipeline out"),
         (["train.compile=true"], "run.yaml: 'train.compile: true' does not compile the stages of a pipeline yet; set "
-         "it to false, or leave the pipeline out"),
-        (["train.sample.tokens=9"], "run.yaml: 'train.sample': the stages of a pipeline cannot generate text yet; set "
          "it to false, or leave the pipeline out"),
         (["strategy.axes={pipeline: 2, tensor: 2}", "launch.workers=2"], "run.yaml: the strategy's axes multiply to 4 "
          "(pipeline 2 · tensor_x 2), but 'launch.workers' is 2; make them equal, leave 'launch.workers' out, or set it "
@@ -117,7 +111,7 @@ def test_the_layers_of_a_models_folder_count_too(run_file: Path, capsys: pytest.
     )
 
 
-@pytest.mark.parametrize("overrides", [[], ["train.engine=eager"], ["train.sample.tokens=9"]])
+@pytest.mark.parametrize("overrides", [[], ["train.engine=eager"]])
 def test_the_one_device_run_has_no_pipeline_to_refuse(run_file: Path, overrides: list[str]) -> None:
     config = load(run_file, ["launch.workers=1", "train.micro_batch=null", *overrides])
     assert config.effective_strategy.axes.pipeline == 1 and config.micro_batches == 1

@@ -180,7 +180,16 @@ def against_one_device(world: int, cases: Sequence[Case], timeout: float = 240.0
 
     def reference(case: Case) -> tuple[StepOutcome, Tensors]:
         axes = case.config.strategy.axes
-        at = repr((case.family, case.train, case.change, case.documents, alone(case.config.strategy)))
+        at = repr(
+            (
+                case.family,
+                case.train,
+                case.change,
+                case.documents,
+                case.evaluates,
+                alone(case.config.strategy),
+            )
+        )
         at += repr(case.config.micro_batch * axes.data)
         if at not in known:
             known[at] = one_device(case)

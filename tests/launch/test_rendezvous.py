@@ -11,6 +11,7 @@ from harness.commands import make_config, noted, running, wait_until
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch.forkserver import ForkServer
 from hyper_parallel.launch.launcher_env import WorkerPlace
+from hyper_parallel.launch.position_board import PositionBoard
 from hyper_parallel.launch.rendezvous import interface, is_loopback, listen
 
 
@@ -61,7 +62,8 @@ def test_a_server_whose_command_is_gone_ends_with_its_workers(tmp_path: Path) ->
     server = ForkServer()
     place = WorkerPlace("local", 0, 1, 0, 1, "127.0.0.1", 0)
     try:
-        server.start([place], make_config(tmp_path, {}), "harness.targets:ignores_stop", [], None)
+        board = PositionBoard.create(1).descriptor
+        server.start([place], make_config(tmp_path, {}), "harness.targets:ignores_stop", [], None, board)
         wait_until((tmp_path / "run/rank-0.json").exists, "the worker is at work")
         worker = noted(tmp_path, 0)["pid"]
         assert running(worker)

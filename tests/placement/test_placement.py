@@ -128,7 +128,7 @@ def test_a_launcher_s_word_goes_before_the_degrees_and_the_file_s_before_both() 
         ({"shard": 2}, {"rack": ["shard"]}, "unknown key"),
         ({"shard": 2, "expert": 2}, {"node": ["shard", "expert"]}, "expert is not placed"),
         ({"shard": 2}, {"devices": {"node": 8, "supernode": 12}}, "not made of whole nodes of 8"),
-        ({"shard": 2}, {"node": ["pipeline"]}, "no axis is named 'pipeline'"),
+        ({"shard": 2}, {"node": ["pipeline"]}, "pipeline is not placed: its stages lie outside"),
     ],
 )
 def test_what_is_wrong_is_said(axes: dict, placement: dict, said: str) -> None:  # type: ignore[type-arg]

@@ -10,7 +10,7 @@ from hyper_parallel.config.checkpoint import CheckpointConfig
 from hyper_parallel.config.data import DataConfig
 from hyper_parallel.config.launch import LaunchConfig
 from hyper_parallel.config.model import ModelConfig
-from hyper_parallel.config.train import SampleConfig, TrainConfig
+from hyper_parallel.config.train import TrainConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Axes, Strategy
 from hyper_parallel.strategy.section import PathText, Section
@@ -125,12 +125,6 @@ class RunConfig(Section):
         if strategy.memory.device is not None:
             raise ValueError(
                 "'strategy.memory.device' does not keep the stages of a pipeline within a budget yet; leave it or the "
-                "pipeline out"
-            )
-        # The default is no wish, and the run then says at its end that there is none.
-        if train.sample and train.sample.tokens and train.sample != SampleConfig():
-            raise ValueError(
-                "'train.sample': the stages of a pipeline cannot generate text yet; set it to false, or leave the "
                 "pipeline out"
             )
         if not self.open and self.micro_batches < strategy.axes.pipeline:

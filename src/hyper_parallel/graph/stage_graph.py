@@ -149,8 +149,9 @@ class _Builder:
 
     def _with_repeated(self, mine: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Forward and backward nodes in order, with the repeated ones that they need."""
-        wanted: set[fx.Node] = set(mine)
-        left = list(mine)
+        given = [node for nodes in self._outputs.values() for node in nodes if node in self._labels.repeated]
+        left = [*mine, *given]
+        wanted: set[fx.Node] = set(left)
         writers: dict[int, list[fx.Node]] = {}
         for node in self._labels.repeated:
             for storage in writes(node):
