@@ -50,9 +50,10 @@ def accumulation(
     """The graphs of a captured step. `weights`: what is gathered once a step; `sums`: what is added up over its
     micro-batches; by name."""
     cut = _Cut(step, weights, sums)
+    middle = cut.graph(gathers=False, ends=False)
     return Accumulation(
-        cut.graph(gathers=True, ends=False),
-        cut.graph(gathers=False, ends=False),
+        cut.graph(gathers=True, ends=False) if weights else middle,
+        middle,
         cut.graph(gathers=False, ends=True),
         {name: node.meta["value"] for node, name in cut.sums.items()},
     )

@@ -56,7 +56,9 @@ class AccumulatedExecutable:
         prepared: Callable[[StepGraph], StepGraph] = lambda step: step,
     ) -> AccumulatedExecutable:
         """`prepared`: what is done to each graph before it runs."""
-        first, middle, last = (executable(prepared(part)) for part in graphs.parts)
+        first, last = (executable(prepared(part)) for part in (graphs.first, graphs.last))
+        same = graphs.middle is graphs.first
+        middle = first if same else executable(prepared(graphs.middle))
         return cls(graphs, first, middle, last, micro_batches)
 
     def run(self, tensors: Mapping[str, Tensor], host: Host | None = None) -> dict[str, Tensor]:
