@@ -180,7 +180,7 @@ class _Writer:
             elif node.op == "get_attr":
                 body.append(f"{self._variable(node)} = {node.target}")
             elif node.op == "output":
-                values = zip(self.step.outputs, node.args[0], strict=True)
+                values = self.step.returned.items()
                 kept = tuple(value for name, value in values if name not in self.delivered)
                 body.append(f"return {self._rendered(kept)}")
                 break
@@ -235,7 +235,7 @@ class _Writer:
 def _early(step: StepGraph, prefix: str) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
     """The outputs whose names begin with `prefix` and whose memory nothing else has, with their names, by the last
     node that uses their memory."""
-    returned = Counter(value.storage for node in _returned(step) for value in values_of(node))
+    returned = Counter(value.storage for node in step.returned.values() for value in values_of(node))
     kept = set(step.outside)
     died: dict[int, fx.Node] = {}
     for node in step.nodes:
@@ -246,19 +246,13 @@ def _early(step: StepGraph, prefix: str) -> dict[fx.Node, list[tuple[str, fx.Nod
             kept |= used
         died.update(dict.fromkeys(used, node))
     found: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
-    for name, node in zip(step.outputs, _returned(step), strict=True):
+    for name, node in step.returned.items():
         value = node.meta.get("value")
         if not name.startswith(prefix) or node.op != "call_function" or not isinstance(value, Value):
             continue
         if returned[value.storage] == 1 and value.storage not in kept:
             found.setdefault(died[value.storage], []).append((name, node))
     return found
-
-
-def _returned(step: StepGraph) -> Sequence[fx.Node]:
-    """The nodes that the graph returns, in the order of its outputs."""
-    values: Any = step.output.args[0]
-    return tuple(values)
 
 
 def _empty(x: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from hyper_parallel.planner.codes import ORDERS
 from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.strategy import ScheduleName
-from hyper_parallel.strategy.pipeline import AUTO
+from hyper_parallel.strategy.axes import AUTO
 from hyper_parallel.workload.to_config import to_config
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import LEVELS
 from hyper_parallel.planner.table import SPREAD
 from hyper_parallel.strategy import ScheduleName, Strategy
-from hyper_parallel.strategy.pipeline import AUTO
+from hyper_parallel.strategy.axes import AUTO
 
 _SCHEDULES: Mapping[str, tuple[str, bool]] = {
     ScheduleName.GPIPE: ("gpipe", True),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.schedule import Costs, Schedule, auto_schedule, named_schedule
 from hyper_parallel.strategy import Pipeline
-from hyper_parallel.strategy.pipeline import AUTO
+from hyper_parallel.strategy.axes import AUTO
 
 
 def choose_schedule(pipeline: Pipeline, ranks: int, micro_batches: int, costs: Costs) -> Schedule:

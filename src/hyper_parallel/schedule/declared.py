@@ -5,7 +5,8 @@ from __future__ import annotations
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.schedule.names import named_schedule, stages_per_rank
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.strategy.pipeline import AUTO, Pipeline
+from hyper_parallel.strategy.axes import AUTO
+from hyper_parallel.strategy.pipeline import Pipeline
 
 
 def stages_of(pipeline: Pipeline, ranks: int) -> int:

@@ -116,9 +116,9 @@ def _empty(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def _fill(handle: ShardedModel, name: str, source: Source) -> None:
     """Write one tensor's pieces from `source`, of which slices are taken: a tensor, or a safetensors slice."""
-    if name in _elsewhere(handle):
-        return
     found = _parameters(handle).get(name)
+    if found is not None and handle.pipeline is not None and not handle.pipeline.owns(name):
+        return
     if found is None:
         buffer = handle.model.get_buffer(name)
         for local in each_rank(buffer).values():

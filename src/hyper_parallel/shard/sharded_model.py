@@ -90,7 +90,8 @@ class ShardedModel:
     @property
     def device(self) -> torch.device:
         """Where this rank's pieces are."""
-        return next(one.parameter for one in self.owned()).device
+        named, place = self.model.named_parameters(), self.pipeline
+        return next(one for name, one in named if place is None or place.owns(name)).device
 
     @property
     def data_index(self) -> int:

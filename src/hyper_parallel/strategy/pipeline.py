@@ -7,10 +7,9 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.strategy.axes import AUTO
 from hyper_parallel.strategy.schedule_name import ScheduleName
 from hyper_parallel.strategy.section import Section
-
-AUTO = "auto"
 
 
 class Pipeline(Section):

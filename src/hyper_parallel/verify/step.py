@@ -131,6 +131,7 @@ def inputs_of(rows: Tensors) -> Tensors:
 
 
 def replace_gradient(handle: ShardedModel, parameter: ShardedParameter, whole: Tensors) -> None:
+    """Write this rank's piece of a whole gradient over the parameter's own; nothing where either is missing."""
     gradient = parameter.grad
     if gradient is not None and parameter.name in whole:
         gradient.copy_(handle.cut(whole[parameter.name], parameter.layout))
