@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.data_flow import Needs, data_sources, needed, sources, stops
 from hyper_parallel.graph.graph_writer import GraphWriter
 from hyper_parallel.graph.ir import StepGraph, Value
@@ -45,11 +46,16 @@ class Accumulation:
 
 
 def accumulation(
-    step: StepGraph, weights: Mapping[str, fx.Node], sums: Mapping[str, fx.Node]
+    step: StepGraph, weights: Mapping[str, fx.Node], sums: Mapping[str, fx.Node], batch: Collection[str]
 ) -> Accumulation:
     """The graphs of a captured step. `weights`: what is gathered once a step; `sums`: what is added up over its
-    micro-batches; by name."""
+    micro-batches; by name. `batch`: the names of the inputs that differ from micro-batch to micro-batch.
+
+    Raises GraphError where what runs once a step uses values of a micro-batch that are no sums: it would see those of
+    the last one alone.
+    """
     cut = _Cut(step, weights, sums)
+    cut.check(batch)
     middle = cut.graph(gathers=False, ends=False)
     return Accumulation(
         cut.graph(gathers=True, ends=False) if weights else middle,
@@ -77,6 +83,21 @@ class _Cut:
         given = set(weights.values())
         self._micro = needed(needs, [*each, *self.sums], stops(needs, given))
         self._gathers = needed(needs, list(given))
+
+    def check(self, batch: Collection[str]) -> None:
+        """Raise GraphError where what runs once depends on these inputs but through sums."""
+        inputs = zip(self._step.inputs, self._step.placeholders, strict=True)
+        varies = {node for entry, node in inputs if entry.name in batch}
+        for node in self._step.nodes:
+            if node in self._once and any(
+                one in varies and one not in self.sums for one in node.all_input_nodes
+            ):
+                varies.add(node)
+                if region_of(node).phase in ("clip", "optimizer"):
+                    raise GraphError(
+                        f"a step of several micro-batches cannot be cut: {node.target}, which runs once a step, "
+                        "uses values of one micro-batch that are no gradient, loss or count"
+                    )
 
     def graph(self, *, gathers: bool, ends: bool) -> StepGraph:
         """`gathers`: with what gathers the weights; `ends`: with what runs once a step."""

@@ -35,7 +35,8 @@ def accumulating(step: StepGraph, level: ShardLevel) -> Accumulation:
     }
     weights = {name: seen_through(node) for name, node in returned.items() if name.startswith(WEIGHT)}
     sums = {name: seen_through(node) for name, node in each_time.items()}
-    return accumulation(step, weights, {**cut_at.sums, **sums})
+    batch = {f"micro.0.{key}" for key in MICRO_FIELDS}
+    return accumulation(step, weights, {**cut_at.sums, **sums}, batch)
 
 
 @dataclass(frozen=True)

@@ -55,18 +55,20 @@ class PipelineStages:
         return subgraph(self.whole, wanted, {}, "parameter", "forward", needs=self.needs) if wanted else None
 
     def reduce(self, stages: Collection[int]) -> StepGraph | None:
-        """What makes gradients of these stages' sums, which are its inputs; `parameter_of` knows its outputs.
+        """What makes gradients of sums, which are its inputs; `parameter_of` knows its outputs.
 
         None where nothing is reduced once a step.
         """
         known = {name for number in stages for name in self.partition.stages[number].step.outputs}
-        given = {node: name for name, node in self.sums.items() if name in known}
+        mine = {node for name, node in self.sums.items() if name in known}
         wanted = {
             f"{name}{_PART}{place}": part
             for name, parts in self.reduced.items()
             for place, part in enumerate(parts)
-            if self._needs(part) & given.keys()
+            if self._needs(part) & mine
         }
+        # Also the sums of other stages that these parts need: they are zero here.
+        given = {node: name for name, node in self.sums.items()}
         return (
             subgraph(self.whole, wanted, given, "gradient", "backward", needs=self.needs) if wanted else None
         )
