@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import json
 import logging
@@ -48,6 +49,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ring 2": {"axes": {"context": 2}, "context": {"method": "ring"}},
     "ulysses 2": {"axes": {"context": 2}, "context": {"method": "ulysses"}},
     "expert 2": {"axes": {"shard": 2, "expert": 2}},
+    "pipeline 2": {"axes": {"pipeline": 2}},
     "16 ranks": {"axes": {"shard": 2, "context": 2, "tensor": 4}, "sequence": True},
 }
 """The last one is a product: two data ranks, two of positions, four of features with the sequence split too, over which
@@ -83,7 +85,7 @@ def run(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
 
     from hyper_parallel.errors import StrategyError
     from hyper_parallel.verify import matrix
-    from hyper_parallel.verify.run import has_experts
+    from hyper_parallel.verify.families import has_experts
     from hyper_parallel.verify.shrink import shrunken
 
     warnings.simplefilter("ignore")
@@ -127,12 +129,15 @@ def _cell(fields: Mapping[str, Any], strategy: Mapping[str, Any], batch: Any, on
     from hyper_parallel.errors import SimulationError
     from hyper_parallel.verify import matrix
 
-    config = matrix.family_config(fields, strategy, {"batch": ROWS}, LENGTH)
-    try:
-        return matrix.run_cell(config, matrix.build_model(fields, device), batch, one)
-    except SimulationError:
-        signal.alarm(LIMIT_S + 30 * config.strategy.axes.world)
-        return _by_processes(config, fields, device, batch, one)
+    pipeline = "pipeline" in strategy["axes"]
+    config = matrix.family_config(
+        fields, strategy, {"batch": ROWS, **({"micro_batch": 1} if pipeline else {})}, LENGTH
+    )
+    if not pipeline:
+        with contextlib.suppress(SimulationError):
+            return matrix.run_cell(config, matrix.build_model(fields, device), batch, one)
+    signal.alarm(LIMIT_S + 30 * config.strategy.axes.world)
+    return _by_processes(config, fields, device, batch, one)
 
 
 def _by_processes(config: Any, fields: Mapping[str, Any], device: str, batch: Any, one: Any) -> Any:
@@ -166,7 +171,7 @@ def _rank(
     import transformers
 
     from hyper_parallel.verify import matrix
-    from hyper_parallel.verify.run import against_workers
+    from hyper_parallel.verify.run import against_pipeline, against_workers
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -177,9 +182,13 @@ def _rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     found: Any
     try:
-        found = against_workers(
-            config, matrix.build_model(fields, device), batch, one, f"{world} processes over gloo"
-        )
+        model: Any = matrix.build_model(fields, device)
+        compared = against_workers
+        if config.strategy.axes.pipeline > 1:
+            compared = against_pipeline
+            with contextlib.suppress(ValueError):  # as in `train`: one by one, experts cannot be captured
+                model.set_experts_implementation("grouped_mm")
+        found = compared(config, model, batch, one, f"{world} processes over gloo")
     except Exception as error:
         found = error
     if rank == 0:

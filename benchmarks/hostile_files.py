@@ -27,7 +27,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -110,8 +110,6 @@ def attempt(
         verdict = "wrote elsewhere"
     elif code in ("waited", "traceback"):
         verdict = code
-    elif spent > CPU_S:
-        verdict = "took long"
     elif code == 2 and 1 <= len(errors) <= lines and "Traceback" not in text and "hunter2" not in text:
         verdict = "refused"
     elif not code:
@@ -263,6 +261,7 @@ def main() -> None:
         for kind, (cases, count) in KINDS.items():
             if options.kind in (None, kind):
                 found += cases(options.seed, count, Path(root))
+    found = [replace(one, verdict="took long") if one.cpu_s > CPU_S else one for one in found]
     bad = [outcome for outcome in found if outcome.verdict not in GOOD]
     counts = {
         kind: dict(Counter(o.verdict for o in found if o.kind == kind))

@@ -43,6 +43,11 @@ CASES = {
 BLOCKS = {64: 100, 128: 60, 256: 30, 512: 30}
 """By hidden size."""
 RESULT = RESULTS / "pipeline.json"
+PAGE = Path(__file__).parents[1] / "docs/pipeline-benchmark.md"
+TABLE = """\
+| Model (layers, tokens, micro-batches) | Workers | Schedule | Ours / theirs, by blocks | 95% | Of median steps | 95% \
+| Peak memory, ours / theirs | Blocks | Other processes, cores |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def ratio_of_medians(blocks: Sequence[tuple[float, float]], seed: int = 0) -> dict[str, float]:
@@ -125,7 +130,11 @@ def main() -> None:
     parser.add_argument(
         "--no-memory", action="store_true", help="leave out the peaks, which need a C compiler"
     )
+    parser.add_argument("--table", action="store_true", help="only write the kept results into the page")
     given = parser.parse_args()
+    if given.table:
+        write_table()
+        return
     names = given.schedule or [*PEERS]
     with tempfile.TemporaryDirectory() as folder:
         library = None if given.no_memory else allocations.compiled(folder)
@@ -136,6 +145,7 @@ def main() -> None:
             for name, one in found.items():
                 print(f"{title}, {given.workers} workers, {name}: {described(one)}", flush=True)
             keep(f"{title}, {given.workers} workers", case, given.workers, found)
+    write_table()
 
 
 def described(found: dict[str, Any]) -> str:
@@ -164,6 +174,33 @@ def keep(title: str, case: Case, workers: int, found: dict[str, Any]) -> None:
         "schedules": before | found,
     }
     write("pipeline", {"cases": cases})
+
+
+def write_table() -> None:
+    """Write all kept results into the page's table."""
+    rows = []
+    for kept in sorted(json.loads(RESULT.read_text())["cases"].values(), key=in_order):
+        case = Case(**kept["case"])
+        title = f"hidden {case.hidden} ({case.layers}, {case.sequence}, {case.micro_batches})"
+        for name in (name for name in PEERS if name in kept["schedules"]):
+            found = kept["schedules"][name]
+            blocks, peaks = found["paired"], found.get("peak_bytes")
+            memory = f"{peaks['ours'] / peaks['theirs']:.2f}" if peaks else ""
+            rows.append(
+                f"| {title} | {kept['workers']} | `{name}` | {blocks['ratio']:.2f} | {blocks['low']:.2f} to "
+                f"{blocks['high']:.2f} | {found['ratio']:.2f} | {found['low']:.2f} to {found['high']:.2f} | {memory} | "
+                f"{blocks['pairs']:.0f} | {found['other_cores_busy']:.1f} |"
+            )
+    text = PAGE.read_text()
+    before, rest = text.split(TABLE, 1)
+    after = rest.split("\n\n", 1)[1]
+    PAGE.write_text(f"{before}{TABLE}\n" + "\n".join(rows) + f"\n\n{after}")
+
+
+def in_order(kept: dict[str, Any]) -> tuple[int, ...]:
+    """Where a case stands in the table."""
+    case = kept["case"]
+    return kept["workers"], case["hidden"], case["layers"], case["sequence"], case["micro_batches"]
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig, load
     from hyper_parallel.offloading.autograd import Swap, offload, release
     from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
+    from hyper_parallel.step.pipeline import Pipeline, pipeline
     from hyper_parallel.strategy import Strategy
     from hyper_parallel.train import Trainer
     from hyper_parallel.verify import verify_file
 
 _HOMES = {
+    "Pipeline": "step.pipeline",
     "RunConfig": "config",
     "Strategy": "strategy",
     "Swap": "offloading.autograd",
@@ -28,12 +30,14 @@ _HOMES = {
     "load_weights": "shard",
     "offload": "offloading.autograd",
     "parallelize": "shard",
+    "pipeline": "step.pipeline",
     "release": "offloading.autograd",
     "sharded": "shard",
     "verify_file": "verify",
 }
 
 __all__ = [
+    "Pipeline",
     "RunConfig",
     "Strategy",
     "Swap",
@@ -44,6 +48,7 @@ __all__ = [
     "load_weights",
     "offload",
     "parallelize",
+    "pipeline",
     "release",
     "sharded",
     "verify_file",

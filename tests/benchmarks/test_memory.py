@@ -22,12 +22,29 @@ from hyper_parallel.strategy import Strategy
 
 @pytest.mark.parametrize(
     ("model", "strategy"),
-    [("llama", {}), ("llama", {"memory": {"recompute": "layer"}}), ("qwen3-moe", {})],
+    [
+        ("llama", {}),
+        ("llama", {"memory": {"recompute": "layer"}}),
+        ("llama", {"memory": {"recompute": "selective"}}),
+        ("qwen3-moe", {}),
+    ],
 )
 def test_the_predicted_peak_is_exact(model: str, strategy: dict[str, Any]) -> None:
     fields = {**memory.MODELS[model], "num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 128}
     found = memory.observed(fields, Strategy(**strategy), rows=2, positions=32)
     assert found["predicted"] == found["live"]
+
+
+def test_live_bytes_fall_with_each_layer_that_is_recomputed() -> None:
+    fields = {**memory.MODELS["llama"], "num_hidden_layers": 3, "vocab_size": 512, "hidden_size": 128}
+    live = []
+    for count in (0, 1, 2, 3):
+        chosen = {"recompute": "layer", "recompute_layers": count} if count else {"recompute": "none"}
+        found = memory.observed(fields, Strategy(memory=chosen), rows=8, positions=128)
+        assert found["predicted"] == found["live"]
+        live.append(found["live"])
+    # The last layer comes back right after its forward pass: to recompute it too takes as much as to keep it.
+    assert live[0] > live[1] > live[2] >= live[3]
 
 
 def test_the_observer_counts_a_storage_once_and_until_it_is_gone() -> None:

@@ -65,17 +65,26 @@ def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         (["strategy.pipeline={schedule: zb-v, layers: [2,0,1,1]}"], "pipeline.layers: [2, 0, 1, 1] leaves stage 1 "
          "without layers, and nothing else is there to compute; give each stage but the first and the last at least "
          "one"),
+        (["strategy.memory={recompute: layer, recompute_layers: [1,1,1]}"], "memory.recompute_layers has 3 numbers, "
+         "and there are 2 stages; give one number for each stage, or a single number for all of them"),
+        (["strategy.memory={recompute: layer, recompute_layers: 4}", "strategy.pipeline.layers=[1,3]"],
+         "memory.recompute_layers: 4 is too large: the largest stage has 3 layers; give at most 3, or leave "
+         "recompute_layers out to recompute every layer"),
+        (["strategy={axes: {shard: 2}, memory: {recompute: layer, recompute_layers: 5}}"],
+         "memory.recompute_layers: 5 is too large: the model has 4 layers; give at most 4, or leave recompute_layers "
+         "out to recompute every layer"),
         (["strategy.pipeline.schedule=1f2b"], "override strategy.pipeline.schedule=1f2b: strategy.pipeline.schedule: "
          "schedule '1f2b' is not known; did you mean '1f1b'?; there are gpipe, 1f1b, 1f1b-split, interleaved-1f1b, "
          "zb-h1, zb-h2, zb-v, v-half, v-min, dualpipev, auto"),
         (["strategy.pipeline.virtual=2"], "pipeline: schedule 1f1b has 1 stage on each rank, and 2 were given; choose "
          "interleaved-1f1b for more"),
+        (["strategy.pipeline={schedule: gpipe, overlap_forward_backward: true}"], "pipeline.overlap_forward_backward: "
+         "gpipe has no forward pass beside a backward pass of another micro-batch on every rank; set pipeline.schedule "
+         "to 1f1b, interleaved-1f1b, dualpipev or auto, or leave overlap_forward_backward out"),
         (["strategy.pipeline={schedule: zb-v, virtual: 3}"], "pipeline: schedule zb-v has 2 stages on each rank, and 3 "
          "were given; cut the model into 4 stages"),
         (["train.engine=eager"], "run.yaml: 'axes.pipeline': stages are cut from the captured step; set train.engine "
          "to graph, or leave the pipeline out"),
-        (["strategy.memory={device: 1GiB, host: 1GiB}"], "run.yaml: 'strategy.memory.device' does not keep "
-         "the stages of a pipeline within a budget yet; leave it or the pipeline out"),
         (["train.profile={}"], "run.yaml: 'train.profile' does not measure the stages of a pipeline yet; leave it or "
          "the pipeline out"),
         (["train.compile=true"], "run.yaml: 'train.compile: true' does not compile the stages of a pipeline yet; set "

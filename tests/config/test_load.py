@@ -197,8 +197,6 @@ class TestMistakes:
             ("train=", "train: must be a section with keys (got null, an empty section; give it keys or remove it)"),
             ("data.train=3", "data.train: must be text or a list (got 3)"),
             ("data.train=[a, 3]", "data.train.1: must be text (got 3; put it in quotes)"),
-            ("strategy.axes.pipeline=auto", "strategy.axes: the planner does not choose 'pipeline' yet: write its "
-             "degree, or leave it out"),
             ("strategy.axes={tensor: 2, tensor_x: 2}", "strategy.axes: tensor and tensor_x are the same axis; write "
              "one of them"),
             ("strategy.axes.expert=3", "strategy.axes: expert is 3, which does not divide shard · context · tensor "

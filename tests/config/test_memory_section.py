@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from hyper_parallel.config.load import from_dict
-from hyper_parallel.errors import ConfigError
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.errors import ConfigError, StrategyError
+from hyper_parallel.strategy import Strategy, recomputed_layers
 from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.units import exact_bytes, parse_bytes
 
@@ -43,6 +43,35 @@ def test_a_budget_needs_a_place_to_go_and_a_place_a_budget() -> None:
         Memory(flash="./spill")
     with pytest.raises(ValidationError, match="greater than 0"):
         Memory(device=0, host="1GiB")
+
+
+def test_layers_that_are_recomputed() -> None:
+    chosen = Memory(recompute="layer", recompute_layers=2)
+    assert recomputed_layers(chosen, [8]) == [0, 1]
+    assert recomputed_layers(chosen, [3, 1, 4]) == [0, 1, 3, 4, 5]
+    assert recomputed_layers(Memory(recompute="selective"), [2, 1]) == [0, 1, 2]
+    assert recomputed_layers(Memory(recompute="layer", recompute_layers=[2, 0, 1]), [2, 2, 2]) == [0, 1, 4]
+    assert recomputed_layers(Memory(recompute="none"), [2]) == recomputed_layers(Memory(), [2]) == []
+
+
+def test_layers_that_cannot_be_recomputed_are_told_in_a_line() -> None:
+    with pytest.raises(
+        ValidationError, match="set recompute to layer or selective, or leave recompute_layers out"
+    ):
+        Memory(recompute_layers=2)
+    with pytest.raises(ValidationError, match="'recompute: none' recomputes none by number"):
+        Memory(recompute="none", recompute_layers=[1, 1])
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        Memory(recompute="layer", recompute_layers=0)
+    chosen = Memory(recompute="layer", recompute_layers=5)
+    with pytest.raises(
+        StrategyError, match="5 is too large: the model has 4 layers; give at most 4, or leave"
+    ):
+        recomputed_layers(chosen, [4])
+    with pytest.raises(StrategyError, match="5 is too large: the largest stage has 3 layers; give at most 3"):
+        recomputed_layers(chosen, [3, 1])
+    with pytest.raises(StrategyError, match="1 stage \\(no pipeline\\); give one number for each stage"):
+        recomputed_layers(Memory(recompute="layer", recompute_layers=[1, 1]), [4])
 
 
 def _run(train: dict[str, object]) -> dict[str, object]:

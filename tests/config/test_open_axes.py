@@ -10,8 +10,9 @@ from hyper_parallel.config import RunConfig, dump, from_dict, yaml12
 from hyper_parallel.config.json_schema import json_schema
 from hyper_parallel.errors import ConfigError
 
-ALL = {"replicate", "shard", "context", "tensor_y", "tensor_x", "expert"}
+ALL = {"pipeline", "replicate", "shard", "context", "tensor_y", "tensor_x", "expert"}
 BESIDES = {"sequence", "context.method", "memory.shard", "memory.recompute"}
+OF_PIPELINES = {"pipeline.schedule", "pipeline.virtual"}
 
 
 def run(strategy: Any, *overrides: str, **sections: Any) -> RunConfig:
@@ -34,12 +35,22 @@ def test_what_is_open(
     strategy: Any, overrides: tuple[str, ...], axes: set[str], besides: set[str], world: int
 ) -> None:
     found = run(strategy, *overrides)
+    if "pipeline" in axes:
+        besides = besides | OF_PIPELINES
     assert (set(found.strategy.axes.open), set(found.strategy.chosen)) == (axes, besides)
     assert found.strategy.axes.world == world and found.open
     assert from_dict(yaml12.parse(dump(found), "dumped")) == found
     assert RunConfig.model_validate_json(found.model_dump_json()) == found
     with pytest.raises(ConfigError, match="to the planner"):
         _ = found.effective_strategy
+
+
+def test_a_pipeline_is_left_open_with_what_the_file_writes_of_it() -> None:
+    found = run({"axes": {"pipeline": "auto", "shard": "auto"}, "pipeline": {"schedule": "1f1b"}})
+    assert "pipeline.virtual" in found.strategy.chosen and "pipeline.schedule" not in found.strategy.chosen
+    assert from_dict(yaml12.parse(dump(found), "dumped")) == found
+    with pytest.raises(ConfigError, match=r"axes.pipeline is 1; set axes.pipeline"):
+        run({"axes": {"shard": "auto"}, "pipeline": {"schedule": "1f1b"}})
 
 
 def test_a_run_on_one_device_has_nothing_open() -> None:

@@ -23,11 +23,12 @@ SHARDED = {"axes": {"shard": 4, "tensor": 2}, "sequence": True}
     [
         (LLAMA, SHARDED, [5]),
         (LLAMA, {**SHARDED, "memory": {"recompute": "layer"}}, [5]),
+        (LLAMA, {**SHARDED, "memory": {"recompute": "layer", "recompute_layers": 2}}, [2, 3]),
         (GEMMA3, SHARDED, [5, 2]),
         (DEEPSEEK, {"axes": {"shard": 4, "tensor": 2, "expert": 4}}, [2, 3]),
         (MIXTRAL, {"axes": {"shard": 4, "expert": 4}, "memory": {"recompute": "layer"}}, [3]),
     ],
-    ids=["llama", "recomputed", "sliding and full", "dense and experts", "experts"],
+    ids=["llama", "recomputed", "two recomputed", "sliding and full", "dense and experts", "experts"],
 )
 def test_few_layers_stand_for_all(model: dict[str, Any], strategy: dict[str, Any], kinds: list[int]) -> None:
     run = run_of(model, strategy, micro_batch=1)

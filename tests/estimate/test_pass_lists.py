@@ -120,7 +120,7 @@ def test_refinement_and_automatic_choice_take_them_too(seen: Any) -> None:
     run = _small(QUICKSTART)
     cluster = cluster_of("h100", run)
     trained = seen(lambda: _trained(run))
-    file = PlannedRunFile(run.model_dump(mode="json", exclude_unset=True), "", (), True)
+    file = PlannedRunFile(run.model_dump(mode="json", exclude_unset=True), "", ())
     assert seen(lambda: refine([file], cluster, lambda _: None)) == trained
     assert seen(lambda: simulate_candidates._one((run.model_dump_json(), cluster))) == trained
 

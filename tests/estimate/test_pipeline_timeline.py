@@ -11,9 +11,16 @@ from hyper_parallel.layout import DeviceGroup, Mesh
 from hyper_parallel.report.gantt import gantt, idle_stretches
 from hyper_parallel.runtime.choose_schedule import caps_of_1f1b
 from hyper_parallel.runtime.stage_costs import StageMemory
-from hyper_parallel.schedule import Costs, Schedule, ScheduleName, auto_schedule, named_schedule
+from hyper_parallel.schedule import (
+    Costs,
+    Schedule,
+    ScheduleName,
+    auto_schedule,
+    named_schedule,
+    with_steady_pairs,
+)
 from hyper_parallel.schedule.closed_forms import SPAN_BUBBLE, closed_form_bubble, closed_form_peak
-from hyper_parallel.trace import Timeline
+from hyper_parallel.trace import Timeline, is_compute
 
 SAVED, LEFT = 100, 40
 
@@ -29,6 +36,7 @@ def _step(
     transfer: float = 0.0,
     ends: list[Ends] | None = None,
     norm: float = 0.0,
+    hidden: float = 0.0,
 ) -> tuple[PipelineStep, Timeline]:
     prices = prices or [_price()] * schedule.stages
     costs = Costs(
@@ -37,6 +45,7 @@ def _step(
         input=tuple(one.input for one in prices),
         weight=tuple(one.weight for one in prices),
         transfers=(transfer,) * (schedule.stages - 1),
+        hidden=((hidden,) * schedule.stages,) * schedule.stages,
     )
     groups = [DeviceGroup(Mesh(("shard", 1)), (at,), f"rank {at}") for at in range(schedule.ranks)]
     made = pipeline_step(
@@ -70,6 +79,27 @@ def test_equal_tasks_have_the_published_bubble(name: ScheduleName, ranks: int, m
 
 def _uneven(stages: int) -> list[StagePrice]:
     return [_price(1.0 + 0.3 * (at % 3), 1.2, 0.7 + 0.1 * at, LEFT) for at in range(stages)]
+
+
+def test_a_pair_is_one_task_that_is_drawn_as_two_and_holds_what_both_hold() -> None:
+    schedule = with_steady_pairs(named_schedule("1f1b", 2, 8, paired=True))
+    made, timeline = _step(schedule, transfer=0.25, hidden=0.5)
+    made.trace.check()
+    names = [op.name for op in made.trace.ops["rank 0"]]
+    assert "F0.3 with B0.0" in names and "F0.3" not in names and "B0.0" not in names
+    assert {"receive for B0.0", "send for F1.3"} <= {*names, *(op.name for op in made.trace.ops["rank 1"])}
+    pair = next(span for span in timeline.of("rank 0") if span.op.name == "F0.3 with B0.0")
+    assert pair.end - pair.start == 2.5
+    for rank in range(2):
+        computing = sum(
+            span.end - span.start for span in timeline.of(f"rank {rank}") if is_compute(span.op.queue)
+        )
+        assert computing == 24 - 0.5 * len(schedule.pairs_of(rank))
+    drawn = gantt(timeline)
+    assert "forward of micro-batch 3 in stage 0" in drawn and "together with B0.0" in drawn
+    assert "backward of micro-batch 0 in stage 0" in drawn and "together with F0.3" in drawn
+    # Both together need what each needs alone: 4 micro-batches of rank 0, which F0.3 makes.
+    assert timeline.peak_of("rank 0").bytes == 4 * SAVED
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h2", "zb-v"])

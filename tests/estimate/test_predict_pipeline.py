@@ -20,6 +20,8 @@ from hyper_parallel.estimate import Prediction, cluster_of, predict_run
 from hyper_parallel.estimate.run_inputs import model_of
 from hyper_parallel.estimate.stage_capture import capture_stages
 from hyper_parallel.estimate.stage_price import StagePrice, node_seconds, price_stage
+from hyper_parallel.graph.stage_cut import flops_cost
+from hyper_parallel.step.pipeline_pairs import merged_pairs
 from hyper_parallel.verify.families import FAMILIES
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -83,10 +85,7 @@ def _prices(run: RunConfig) -> list[StagePrice]:
     found = capture_stages(
         model_of(run, []), run, lambda step: node_seconds(step, cluster, ranks, None), lambda _: None, []
     )
-    prices = [
-        price_stage(found, stage, cluster, ranks, run.strategy.memory.shard)
-        for stage in found.partition.stages
-    ]
+    prices = [price_stage(found, stage, cluster, ranks) for stage in found.partition.stages]
     return [prices[place] for place in found.captured]
 
 
@@ -191,6 +190,33 @@ def test_recomputation_takes_time_and_saves_memory() -> None:
     assert 1.15 < again.timeline.step / kept.timeline.step < 1.5
 
 
+@pytest.mark.parametrize("layers", [[2, 2], [1, 3]])
+def test_each_layer_of_a_stage_that_is_recomputed_saves_memory(layers: list[int]) -> None:
+    axes, pipeline = {"pipeline": 2, "tensor": 2}, {"schedule": "1f1b", "layers": layers}
+    found = [_predicted(axes, pipeline=pipeline)]
+    for count in range(1, max(layers) + 1):
+        memory = {"recompute": "layer", "recompute_layers": count}
+        found.append(_predicted(axes, pipeline=pipeline, memory=memory))
+    last = [_stages(one)[-1].saved for one in found]
+    assert last == sorted(last, reverse=True) and len(set(last)) == len(last)
+    peaks = [one.timeline.peak.bytes for one in found]
+    assert peaks == sorted(peaks, reverse=True)
+    steps = [one.timeline.step for one in found]
+    assert steps == sorted(steps)
+    every = _predicted(axes, pipeline=pipeline, memory={"recompute": "layer"})
+    assert (every.timeline.step, every.timeline.peak.bytes) == (steps[-1], peaks[-1])
+    # A stage with fewer layers recomputes all of them.
+    first = [_stages(one)[0].saved for one in found]
+    assert len(set(first)) == layers[0] + 1
+
+
+def test_stages_whose_recomputed_layers_differ_are_captured_apart() -> None:
+    pipeline = {"layers": [1, 1, 1, 1], "schedule": "1f1b"}
+    memory = {"recompute": "layer", "recompute_layers": [0, 1, 0, 0]}
+    saved = [one.saved for one in _stages(_predicted({"pipeline": 4}, pipeline=pipeline, memory=memory))]
+    assert saved[1] < 0.2 * saved[2]
+
+
 @pytest.mark.parametrize("axes", [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "shard": 2}])
 def test_a_tied_embedding_is_summed_over_the_groups_that_use_it(axes: dict[str, int]) -> None:
     apart, tied = (
@@ -275,6 +301,10 @@ def test_json_has_the_pipeline() -> None:
             ("strategy.pipeline.virtual=2", "strategy.pipeline.layers=[2,0,0,2]"),
             "leaves stage 1 without layers; only the first and the last stage",
         ),
+        (
+            ("strategy.memory={recompute: layer, recompute_layers: 4}",),
+            "recompute_layers: 4 is too large: the largest stage has . layers",
+        ),
         (("--ordered",), "leave --ordered out"),
     ],
 )
@@ -291,3 +321,41 @@ def test_an_unknown_schedule_is_told_with_the_nearest() -> None:
     assert "did you mean '1f1b'" in said
     with pytest.raises(StrategyError, match="places 5 layers, and the model has 4"):
         _predicted({"pipeline": 2, "tensor": 2}, pipeline={"layers": [2, 3]})
+
+
+def test_forward_passes_beside_backward_passes_hide_collectives_of_the_stages() -> None:
+    axes = {"pipeline": 2, "tensor": 4}
+    apart = _predicted(axes, sequence=True, pipeline={"schedule": "1f1b"})
+    together = _predicted(
+        axes, sequence=True, pipeline={"schedule": "1f1b", "overlap_forward_backward": True}
+    )
+    assert apart.pipeline is not None and together.pipeline is not None
+    assert together.pipeline.pairs == 13 + 15 and apart.pipeline.pairs == 0
+    assert "28 forward passes beside backward passes" in together.pipeline.line()
+    exposed = max(one.exposed for one in apart.pipeline.stages)
+    saved = apart.timeline.step - together.timeline.step
+    # At most all that is exposed, of each micro-batch.
+    assert 0.2 * 16 * exposed < saved < 16 * exposed
+    # Twice as many micro-batches in flight on the first rank.
+    assert [one.in_flight for one in together.pipeline.groups] == [4, 2]
+
+
+def test_a_task_is_merged_at_the_price_at_which_it_is_simulated() -> None:
+    run = _config({"pipeline": 2, "tensor": 4}, sequence=True)
+    cluster = cluster_of("h100", run)
+    found = capture_stages(model_of(run, []), run, flops_cost, lambda said: None, [])
+    stages = found.partition.stages
+    ranks = tuple(range(4))
+    costs = [node_seconds(stage.step, cluster, ranks, None) for stage in stages]
+    merged = merged_pairs(stages, costs, [(0, 1), (1, 1)])
+    prices = [price_stage(found, stage, cluster, ranks) for stage in stages]
+    for (ahead, back), one in merged.items():
+        assert one.apart == pytest.approx(prices[ahead].forward + prices[back].input, rel=0.02)
+
+
+def test_pairs_that_hide_nothing_are_not_made_and_that_is_said() -> None:
+    found = _predicted(
+        {"pipeline": 2, "replicate": 2}, pipeline={"schedule": "1f1b", "overlap_forward_backward": True}
+    )
+    assert found.pipeline is not None and found.pipeline.pairs == 0
+    assert any(note.startswith("pipeline.overlap_forward_backward has no effect") for note in found.notes)

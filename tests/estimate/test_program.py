@@ -90,6 +90,8 @@ def _check(repeated: Trace, whole: Trace) -> None:
     [
         ("llama", ("strategy.axes={shard: 2, tensor: 2}", "strategy.sequence=true")),
         ("llama", ("strategy.axes={shard: 4}", "strategy.memory={recompute: layer}", BF16)),
+        ("llama", ("strategy.axes={shard: 4}", "strategy.memory={recompute: layer, recompute_layers: 1}")),
+        ("llama", ("strategy.axes={tensor: 2}", "strategy.memory={recompute: selective}")),
         ("gemma2", ("strategy.axes={replicate: 2}",)),
     ],
 )  # fmt: skip
@@ -105,7 +107,7 @@ def test_micro_batches_and_layers() -> None:
         "train.batch=16", "train.micro_batch=1",
     )  # fmt: skip
     _check(repeated, whole)
-    assert [note.split()[0] for note in notes] == ["5", "5"]
+    assert [note.split()[0] for note in notes] == ["5", "one"]
 
 
 def test_experts_behind_a_dense_layer() -> None:

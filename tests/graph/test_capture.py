@@ -184,3 +184,23 @@ def test_numbers_read_from_tensors_are_sizes_of_the_run() -> None:
     for count in (2, 5):
         outputs = run.run({"x": x, "n": torch.tensor(count)})
         assert torch.equal(outputs["y"], torch.cat([x[:count], x[:count] + 1]))
+
+
+def test_a_number_that_no_input_decides_is_known() -> None:
+    """As of the mask of ones that a model makes where it was given none."""
+    mode = fake_mode_with_symbols()
+    with mode:
+        x = _fake(3, 4)
+
+        def step(offset: float, given: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            mask = torch.ones(3, 4, device=x.device) if given is None else given
+            mask[:, 1:] += offset
+            return {"y": x + 1 if (mask == 1).all() else x * 2}
+
+        plain = capture(lambda: step(0.0), {"x": ("input", x)})
+        shifted = capture(lambda: step(1.0), {"x": ("input", x)})
+        with pytest.raises(CaptureError, match="asks for a tensor's value"):
+            capture(lambda: step(0.0, x.clone()), {"x": ("input", x)})
+    real = torch.randn(3, 4)
+    assert torch.equal(executable(plain).run({"x": real})["y"], real + 1)
+    assert torch.equal(executable(shifted).run({"x": real})["y"], real * 2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
@@ -26,6 +29,7 @@ from hyper_parallel.graph import (
     workspaces,
 )
 from hyper_parallel.graph.ir import Value
+from hyper_parallel.graph.matmuls import is_expensive, operator_name
 from hyper_parallel.graph.memory_effects import begun
 from hyper_parallel.graph.recompute import moved_meta
 from hyper_parallel.overlap.buckets import Buckets
@@ -37,8 +41,8 @@ from hyper_parallel.verify.matrix import draw_batch
 LAYERS = ("model.layers.0", "model.layers.1")
 
 
-def _captured(**strategy: object) -> StepGraph:
-    family = FAMILIES["llama"]
+def _captured(settings: Mapping[str, Any] | None = None, **strategy: object) -> StepGraph:
+    family = FAMILIES["llama"] if settings is None else settings
     config = family_config(family, strategy, None)
     world = config.strategy.axes.world
     with fake_ranks(world, 0):
@@ -47,9 +51,9 @@ def _captured(**strategy: object) -> StepGraph:
         return capture_step(recipe, shape_of(micro, True))
 
 
-def _updated(step: StepGraph) -> dict[str, torch.Tensor]:
+def _updated(step: StepGraph, settings: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
     """The state after one step on one device, from the same values each time."""
-    family = FAMILIES["llama"]
+    family = FAMILIES["llama"] if settings is None else settings
     config = family_config(family, {}, None)
     recipe = recipe_of(family, config)
     tensors = inputs_of(recipe, micro_batches(recipe.handle, config, draw_batch(family)), 100.0)
@@ -82,6 +86,56 @@ def test_a_strategy_that_recomputes_layers_has_them_in_its_graph() -> None:
     assert {node.meta["region"].phase for node in again} == {"backward"}
     expected, got = _updated(step), _updated(asked)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+DEEP = {**FAMILIES["llama"], "num_hidden_layers": 4}
+
+
+def test_each_layer_more_that_is_recomputed_lowers_the_peak_and_changes_no_bit() -> None:
+    steps = [_captured(DEEP)]
+    steps += [_captured(DEEP, memory={"recompute": "layer", "recompute_layers": k}) for k in (1, 2, 3, 4)]
+    peaks = [peak(step).bytes for step in steps]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
+    assert peaks[-1] == peak(_captured(DEEP, memory={"recompute": "layer"})).bytes
+    expected = _updated(steps[0], DEEP)
+    for count, step in enumerate(steps):
+        of = {str(node.meta["module"]).split(".")[2] for node in step.nodes if node.meta["recomputed"]}
+        assert of == {str(layer) for layer in range(count)}
+        got = _updated(step, DEEP)
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_the_first_layers_have_a_lower_peak_than_the_last_ones() -> None:
+    step = _captured(DEEP)
+    first, last = (layers(step, [f"model.layers.{at}" for at in some]) for some in ((0, 1), (2, 3)))
+    assert peak(first).bytes < peak(last).bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("axes", [{}, {"shard": 2, "tensor": 2}])
+def test_selective_recompute_repeats_no_product_and_no_collective(name: str, axes: dict[str, int]) -> None:
+    family = FAMILIES[name]
+    step = _captured(family, axes=axes)
+    some = _captured(family, axes=axes, memory={"recompute": "selective", "recompute_layers": 1})
+    every = _captured(family, axes=axes, memory={"recompute": "selective"})
+    assert peak(every).bytes < peak(some).bytes < peak(step).bytes
+    again = [node for node in every.nodes if node.meta["recomputed"] and node.op == "call_function"]
+    assert again
+    for node in again:
+        shapes = [next(values_of(one)).shape for one in node.all_input_nodes]
+        assert not is_collective(node) and not is_expensive(operator_name(node), shapes)
+    if not axes:
+        expected, got = _updated(step, family), _updated(every, family)
+        assert all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+def test_scores_of_attention_are_cheap_for_their_size() -> None:
+    assert is_expensive("mm", [(512, 64), (64, 256)])
+    assert is_expensive("bmm", [(8, 512, 512), (8, 512, 64)])  # sums over the values
+    assert not is_expensive("bmm", [(8, 512, 64), (8, 64, 512)])  # scores
+    assert not is_expensive("baddbmm", [(8, 512, 512), (8, 512, 64), (8, 64, 512)])
+    assert is_expensive("_scaled_dot_product_flash_attention_for_cpu", [])
+    assert not is_expensive("silu", [(512, 64)])
 
 
 def test_in_bfloat16_layers_are_computed_again_from_what_they_are_given() -> None:

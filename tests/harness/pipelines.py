@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,13 +16,21 @@ from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.module_state import module_state
-from hyper_parallel.graph.stage_graph import Partition
+from hyper_parallel.graph.partition import by_modules
+from hyper_parallel.graph.stage_graph import Partition, partition
+from hyper_parallel.layout import Mesh
+from hyper_parallel.program import DeviceGroup, Program
+from hyper_parallel.runtime.build_program import pipeline_program
+from hyper_parallel.runtime.interpreter import Interpreter
 from hyper_parallel.runtime.stage_runner import StageRunner
+from hyper_parallel.runtime.transfers import MemoryTransfers, memory_channels
+from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
 from hyper_parallel.step.micro_batch import MICRO_FIELDS
 from hyper_parallel.verify.matrix import family_config
 
 Tensors = dict[str, Tensor]
+WAIT_S = 60.0
 
 
 class Captured:
@@ -126,3 +135,33 @@ def even_cut(model: nn.Module, stages: int, *lists: str) -> dict[str, int]:
     """Layers of these module lists, one list after the other, to stages of as many layers."""
     names = [f"{name}.{at}" for name in lists for at in range(len(model.get_submodule(name)))]  # type: ignore[arg-type]
     return {name: at * stages // len(names) for at, name in enumerate(names)}
+
+
+Runs = Callable[[Program, Partition, Captured, int, MemoryTransfers], Tensors]
+"""(program, its stages, what was captured, rank, transfers) to the outputs of a rank's stages."""
+
+
+def interpreted(
+    program: Program, cut: Partition, found: Captured, rank: int, transfers: MemoryTransfers
+) -> Tensors:
+    """The outputs of a rank's stages, by the interpreter."""
+    one = Interpreter(program, cut, found.state, rank, transfers).run(found.batches)
+    return {**{GRADIENT + name: value for name, value in one.gradients.items()}, **one.totals}
+
+
+def run_in_threads(
+    found: Captured, schedule: Schedule, runs: Runs = interpreted
+) -> tuple[Tensors, Partition]:
+    """The outputs of a step by all ranks of a schedule, a thread each."""
+    cut = partition(
+        found.step, by_modules(even_cut(found.model, schedule.stages, "model.layers")), schedule.stages
+    )
+    groups = [DeviceGroup(Mesh(("shard", 1)), (at,), f"rank {at}") for at in range(schedule.ranks)]
+    program = pipeline_program(cut, schedule, groups)
+    channels = memory_channels(schedule.ranks)
+    with ThreadPoolExecutor(schedule.ranks) as pool:
+        running = [
+            pool.submit(runs, program, cut, found, at, MemoryTransfers(at, channels, WAIT_S))
+            for at in range(schedule.ranks)
+        ]
+        return summed(one.result() for one in running), cut

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.program import Program, Recv, Reduce, Run, Send, Wait
+from hyper_parallel.program import Program, Recv, Reduce, Run, RunPair, Send, Wait
 
 TRANSFER, REDUCE = 0, 1
 
@@ -68,7 +68,7 @@ def _interpret(
         return torch.tensor([ports[port], -1 if micro_batch is None else micro_batch])
 
     for one in program.instructions[me]:
-        if isinstance(one, Run):
+        if isinstance(one, Run | RunPair):
             continue
         if isinstance(one, Send):
             tensor = value(one.port, one.micro_batch)

@@ -14,7 +14,8 @@ from trainer_cases import Case, as_torchrun, trainer_of
 
 from harness import run_ranks
 from hyper_parallel.errors import BudgetError, IntegrationError
-from hyper_parallel.integration.memory_budget import MOST, check_budget, length_of
+from hyper_parallel.integration.few_lengths import MOST, length_of
+from hyper_parallel.integration.memory_budget import check_budget
 from hyper_parallel.offloading.autograd import Swap
 from hyper_parallel.strategy import Memory
 
@@ -46,7 +47,7 @@ def _run(rank: int, world: int, runs: dict[str, tuple[Case, dict[str, Any]]]) ->
         found[name] = Told(
             [one["loss"] for one in trainer.state.log_history if "loss" in one],
             [] if budget is None else list(trainer.model.forward.notes),
-            [] if budget is None else list(budget._lengths),
+            [] if budget is None else list(trainer._lengths.known),
         )
     return found
 

@@ -17,13 +17,14 @@ from hyper_parallel.integration.llamafactory import HyperParallelArguments
 from hyper_parallel.integration.llamafactory.error_lines import one_line_errors
 from hyper_parallel.integration.llamafactory.options import (
     check_options,
+    check_stages,
     keep_document_numbers,
     without_checkpointing,
 )
 from hyper_parallel.integration.llamafactory.strategy import check_device, strategy_from_arguments
 from hyper_parallel.strategy import Strategy
 
-AXES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "expert")
+AXES = ("pipeline", "replicate", "shard", "context", "tensor_x", "tensor_y", "expert")
 
 
 def strategy(world: int = 8, checkpoints: bool = False, **fields: Any) -> Strategy:
@@ -48,6 +49,8 @@ def refused(world: int = 8, **fields: Any) -> str:
         ({"fsdp_size": 2}, {"replicate": 4, "shard": 2}),
         ({"fsdp_size": 1, "tp_size": 8}, {"tensor_x": 8}),
         ({"ep_size": 4}, {"shard": 8, "expert": 4}),
+        ({"pp_size": 4}, {"pipeline": 4, "shard": 2}),
+        ({"pp_size": 2, "fsdp_size": 1, "tp_size": 2}, {"pipeline": 2, "replicate": 2, "tensor_x": 2}),
         (
             {"fsdp_size": 2, "cp_size": 2, "ep_size": 2, "efsdp_size": 2},
             {"replicate": 2, "shard": 2, "context": 2, "expert": 2},
@@ -57,6 +60,7 @@ def refused(world: int = 8, **fields: Any) -> str:
 def test_sizes(fields: dict[str, int], axes: dict[str, int]) -> None:
     found = strategy(**fields).axes
     assert {name: found.degree(name) for name in AXES} == {**dict.fromkeys(AXES, 1), **axes}
+    assert found.product.startswith("pipeline") == (found.pipeline > 1)
     assert [axis for axis in found.order if axis != "tensor_y"] == [
         "replicate",
         "shard",
@@ -72,6 +76,9 @@ def test_sizes_that_do_not_fit_the_workers() -> None:
     )
     assert "fsdp_size 2 · cp_size 2 · tp_size 4 = 16 does not divide" in refused(
         fsdp_size=2, cp_size=2, tp_size=4
+    )
+    assert "pp_size 3 · cp_size 2 = 6 does not divide the number of workers, 8" in refused(
+        pp_size=3, cp_size=2
     )
     assert "ep_size 3 does not divide fsdp_size · cp_size · tp_size = 8 · 1 · 1 = 8" in refused(ep_size=3)
     assert "8 · 1 · 1 ÷ 2 = 4 workers share an expert" in refused(ep_size=2, efsdp_size=8)
@@ -115,6 +122,10 @@ def test_a_strategy_of_our_own(tmp_path: Path) -> None:
         ({"pipeline": 2}, "unknown field 'pipeline'; the fields are tp_size, cp_size"),
         ({"tp_size": "two"}, "tp_size must be a whole number of at least 1; got 'two'"),
         ({"cp_size": 0}, "cp_size must be a whole number of at least 1; got 0"),
+        ({"pp_size": 0}, "pp_size must be a whole number of at least 1; got 0"),
+        ({"pp_size": 2, "activation_mode": "swap"}, "use activation_mode 'recompute', or set pp_size to 1"),
+        ({"pp_size": 2, "memory": {"device": "1GiB", "host": "1GiB"}}, "pp_size 2 cannot be used with memory or"),
+        ({"strategy": "a.yaml", "pp_size": 2}, "pp_size cannot stand beside strategy"),
         ({"ep_size": True}, "ep_size must be a whole number of at least 1; got True"),
         ({"fsdp_size": 1.5}, "fsdp_size must be a whole number of at least 1; got 1.5"),
         ({"token_dispatcher": "deepep"}, "token_dispatcher must be 'all_to_all', the only one"),
@@ -135,6 +146,21 @@ def test_a_strategy_of_our_own(tmp_path: Path) -> None:
 def test_what_is_refused(fields: dict[str, Any], told: str) -> None:
     text = refused(**fields)
     assert text.startswith("hyper_parallel_args: ") and told in text
+
+
+@pytest.mark.parametrize("option", ["use_dft_loss", "use_eaft_loss", "use_asft_loss", "compute_accuracy"])
+def test_options_that_need_whole_logits_are_refused_with_stages(option: str) -> None:
+    given = SimpleNamespace(**{option: True})
+    check_stages(SimpleNamespace(), given, 1)
+    with pytest.raises(IntegrationError, match=f"^{option}: the .* leave it out, or set pp_size to 1$"):
+        check_stages(SimpleNamespace(), given, 2)
+
+
+def test_text_is_not_generated_with_stages() -> None:
+    args = SimpleNamespace(predict_with_generate=True)
+    check_stages(args, SimpleNamespace(), 1)
+    with pytest.raises(IntegrationError, match="evaluate by the loss, or set pp_size to 1"):
+        check_stages(args, SimpleNamespace(), 2)
 
 
 def test_where_the_fields_come_from(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from harness import run_ranks
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration import llamafactory
 from hyper_parallel.integration.llamafactory import (
@@ -215,6 +216,20 @@ def test_what_cannot_be_honoured_is_refused_and_the_model_is_untouched(
         prepared(**given, model=model)
     assert not isinstance(model, HSDPModule)
     assert model(**batch(6)).loss.requires_grad
+
+
+def _stages(rank: int, world: int) -> str:
+    model = tiny()
+    with pytest.raises(IntegrationError) as error:
+        prepared({"pp_size": 2}, model)
+    assert not isinstance(model, HSDPModule)
+    return str(error.value)
+
+
+def test_stages_are_refused_since_the_loop_runs_the_passes() -> None:
+    first, second = run_ranks(_stages, 2)
+    assert first == second and "\n" not in first
+    assert "set pp_size to 1, or use LlamaFactory 0.9.5, whose trainer is HyperParallel's" in first
 
 
 def test_models_that_cannot_be_split_are_refused() -> None:

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from harness import run_ranks
 from hyper_parallel.errors import ConfigError, IntegrationError
 from hyper_parallel.integration import auto_strategy
+from hyper_parallel.integration.auto_strategy import AutoRequest
 from hyper_parallel.integration.parallel_run import read, strategy_of
 from hyper_parallel.integration.trainer_arguments import adjusted, check_model
 from hyper_parallel.strategy import Strategy
@@ -95,6 +96,9 @@ def test_what_the_arguments_and_the_model_say_where_the_strategy_is_silent(tmp_p
     said = settled(Strategy.model_validate({"precision": {"compute": "float32"}}), bf16=True).precision
     assert said.compute == "float32"
     assert settled(Strategy(), gradient_checkpointing=True).memory.recompute == "layer"
+    for memory in ({"recompute": "selective"}, {"recompute": "layer", "recompute_layers": 2}):
+        chosen = settled(Strategy.model_validate({"memory": memory}), gradient_checkpointing=True).memory
+        assert {key: getattr(chosen, key) for key in memory} == memory
     with pytest.raises(IntegrationError, match="say one of them"):
         settled(Strategy.model_validate({"memory": {"recompute": "none"}}), gradient_checkpointing=True)
     with pytest.raises(IntegrationError, match="load the model in float32 or bfloat16"):
@@ -143,3 +147,10 @@ def _chosen(rank: int, world: int) -> tuple[int, int, int, int]:
 
 def test_open_axes_are_planned_and_the_global_batch_stays() -> None:
     assert run_ranks(_chosen, 2) == [(2, 1, 2 * ACCUMULATION, BATCH * ACCUMULATION)] * 2
+
+
+def test_auto_inside_a_trainer_leaves_no_pipeline_open() -> None:
+    asked = AutoRequest(Strategy.model_validate("auto"), torch.nn.Linear(2, 2), batch=8, rows=1, length=32)
+    found = auto_strategy._run(asked, str(Path(__file__).parent)).strategy
+    assert "pipeline" not in found.axes.open and found.axes.pipeline == 1 and "shard" in found.axes.open
+    assert "memory.shard" in found.chosen and not any(key.startswith("pipeline") for key in found.chosen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import socket
@@ -41,10 +42,12 @@ class Case:
     @property
     def data(self) -> int:
         """How many workers see different rows."""
-        return self.workers // (self.fields.get("tp_size", 1) * self.fields.get("cp_size", 1))
+        sizes = (self.fields.get(name, 1) for name in ("tp_size", "cp_size", "pp_size"))
+        return self.workers // math.prod(sizes)
 
 
 LORA = {"finetuning_type": "lora", "lora_rank": 8, "lora_target": "all"}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
 CASES = [
     Case("fsdp 2", 2, {}),
     Case("tp 2", 2, {"tp_size": 2}),
@@ -55,12 +58,18 @@ CASES = [
     Case("packing, cp 2", 2, {"cp_size": 2}, options={"packing": True}),
     Case("neat_packing, cp 2", 2, {"cp_size": 2}, options={"packing": True, "neat_packing": True}),
     Case("ASFT's loss, fsdp 2", 2, {}, options={"use_asft_loss": True}),
+    Case("pp 2", 2, {"pp_size": 2}),
+    Case("LoRA, pp 2", 2, {"pp_size": 2}, options=LORA),
+    Case("neat_packing, pp 2", 2, {"pp_size": 2}, options={"packing": True, "neat_packing": True}),
+    Case("accumulation, pp 2", 2, {"pp_size": 2}, options=ACCUMULATED),
     Case("swap, fsdp 2", 2, {"activation_mode": "swap"}),
     Case("memory 2 MiB, fsdp 2", 2, {"memory": {"device": "2MiB", "host": "1GiB"}}),
     Case("fsdp 4", 4, {}),
     Case("fsdp 2 × tp 2", 4, {"fsdp_size": 2, "tp_size": 2}),
     Case("fsdp 2 × cp 2", 4, {"fsdp_size": 2, "cp_size": 2}),
     Case("replicate 2 × tp 2", 4, {"fsdp_size": 1, "tp_size": 2}),
+    Case("pp 2 × fsdp 2", 4, {"pp_size": 2}),
+    Case("pp 2 × tp 2", 4, {"pp_size": 2, "tp_size": 2}),
     Case("fsdp 4, ep 2", 4, {"ep_size": 2}, "qwen3_moe"),
     Case("LoRA, fsdp 2 × tp 2", 4, {"fsdp_size": 2, "tp_size": 2}, options=LORA),
 ]

@@ -96,8 +96,19 @@ def test_torchrun_of_the_command(place: Path, tmp_path: Path) -> None:
             "attn_pdrop is 0.1, and attention that is spread over ranks drops no weights",
         ),
         ({"ep_size": 2}, "llama", "axes.expert is 2, but LlamaForCausalLM has no experts"),
+        (
+            {"pp_size": 2, "activation_mode": "swap"},
+            "llama",
+            "hp.json: pp_size 2 cannot be used with memory or activation_mode 'swap'",
+        ),
     ],
-    ids=["a bad field", "a world that does not fit", "dropout in attention", "no experts"],
+    ids=[
+        "a bad field",
+        "a world that does not fit",
+        "dropout in attention",
+        "no experts",
+        "stages that swap",
+    ],
 )
 def test_what_is_wrong_is_one_line(
     fields: dict[str, Any], model: str, line: str, place: Path, tmp_path: Path

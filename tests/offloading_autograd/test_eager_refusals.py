@@ -114,7 +114,7 @@ def test_gradients_come_back_where_the_plan_expects_them() -> None:
         run(_offloaded())
     moved = run(_offloaded(through=("loss", "middle")))
     assert all(torch.equal(a, b) for a, b in zip(moved, run(Small()), strict=True))
-    with pytest.raises(CaptureError, match="has a gradient is: loss, middle"):
+    with pytest.raises(CaptureError, match="have a gradient are: loss, middle"):
         run(_offloaded(through=("logits",)))
 
 

@@ -92,9 +92,24 @@ def test_all_strategies_are_listed_best_first() -> None:
         workload=WORK, cluster=seen, profile=profile("hyper-parallel"), devices=4, runnable=True
     )
     found, best = list(ranked(question, constants)), answer(question, constants)
-    assert len(found) == best.counted > 300
+    # All fit: of the layers none or all are recomputed, or no scores kept.
+    of_whole_layers = answer(replace(question, fix={"recomputed": 1.0}), constants).counted
+    assert best.counted > len(found) == of_whole_layers > 300
     seconds = [one.seconds for one in found]
     assert seconds == sorted(seconds) and math.isclose(seconds[0], best.best[0].seconds)
+    # Where room is short, the fewest layers that fit are recomputed.
+    peaks = [one.peak for one in found if one.strategy["recompute"] == "none"]
+    room = sorted(peaks)[len(peaks) // 2] * constants.slack + constants.outside
+    short = replace(
+        question,
+        cluster=replace(
+            seen,
+            device=replace(seen.device, memory=Tier("device", room, 1e10, 1e10)),
+        ),
+    )
+    some = list(ranked(short, constants))
+    assert some[0].seconds == pytest.approx(answer(short, constants).best[0].seconds)
+    assert {one.strategy["recomputed"] for one in some if one.strategy["recompute"] == "full"} == {0.5, 1.0}
     none = replace(
         question, cluster=replace(seen, device=replace(seen.device, memory=Tier("device", 1e6, 1e10, 1e10)))
     )

@@ -18,6 +18,7 @@ from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import planned_run_file
 from hyper_parallel.planner.table import SPREAD, Table
 from hyper_parallel.planner.user_strategy import user_strategy
+from hyper_parallel.strategy import recomputed_layers
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 
@@ -44,7 +45,6 @@ RUNS: dict[str, dict[str, float]] = {
 def test_it_loads_and_reads_back(name: str, tmp_path: Path) -> None:
     question = _question()
     made = planned_run_file(_figures(question, **RUNS[name]), question)
-    assert made.runs
     file = tmp_path / "run.yaml"
     file.write_text(made.text)
     run = config.load(file)
@@ -75,7 +75,6 @@ def test_a_pipeline_is_written_as_train_runs_it(tmp_path: Path) -> None:
     question = _question()
     spread = {"shard": 8, "pipeline": 8, "zero": 1, "virtual": 2, "schedule": code("schedule", "interleaved")}
     made = planned_run_file(_figures(question, **spread), question)
-    assert made.runs
     assert not any("pipeline" in note for note in made.notes)
     file = tmp_path / "run.yaml"
     file.write_text(made.text)
@@ -96,9 +95,45 @@ def test_what_lies_on_the_host_is_a_budget() -> None:
 def test_what_train_cannot_say_is_noted() -> None:
     question = _question(precision="fp8")
     found = _figures(question, shard=64, zero=3, recompute=2, recomputed=0.5)
-    notes = " ".join(planned_run_file(found, question).notes)
-    assert "fp8" in notes
-    assert "50%" in notes
+    made = planned_run_file(found, question)
+    assert "fp8" in " ".join(made.notes)
+    assert made.data["strategy"]["memory"]["recompute_layers"] == 16
+
+
+STAGES = {"pipeline": 8, "shard": 8, "zero": 1, "schedule": code("schedule", "interleaved")}
+
+
+@pytest.mark.parametrize(
+    ("spread", "written"),
+    [
+        ({"shard": 64, "zero": 3, "recomputed": 3 / 32}, 3),
+        ({"pipeline": 8, "shard": 8, "zero": 1, "recomputed": 3 / 4}, 3),
+        # Three of a rank's four layers, which are two stages: the first eight stages have one more.
+        ({**STAGES, "virtual": 2, "recomputed": 3 / 4}, [2] * 8 + [1] * 8),
+    ],
+)
+def test_layers_that_are_recomputed_are_written_and_read_back(
+    spread: dict[str, float], written: int | list[int], tmp_path: Path
+) -> None:
+    question = _question()
+    made = planned_run_file(_figures(question, recompute=2, **spread), question)
+    assert made.data["strategy"]["memory"]["recompute_layers"] == written
+    file = tmp_path / "run.yaml"
+    file.write_text(made.text)
+    run = config.load(file)
+    stages = len(written) if isinstance(written, list) else run.strategy.axes.pipeline
+    layers = recomputed_layers(run.strategy.memory, [32 // stages] * stages)
+    assert len(layers) == spread["recomputed"] * 32
+    assert user_strategy(file, question, [])["recomputed"] == pytest.approx(spread["recomputed"])
+
+
+def test_selective_recompute_is_written_and_read_back(tmp_path: Path) -> None:
+    question = _question()
+    made = planned_run_file(_figures(question, shard=64, zero=3, recompute=1), question)
+    file = tmp_path / "run.yaml"
+    file.write_text(made.text)
+    assert config.load(file).strategy.memory.recompute == "selective"
+    assert user_strategy(file, question, [])["recompute"] == 1
 
 
 def test_a_known_model_is_written_as_it_was_given() -> None:

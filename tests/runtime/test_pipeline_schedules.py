@@ -3,61 +3,23 @@
 from __future__ import annotations
 
 import functools
-import queue
-from collections.abc import Hashable
-from concurrent.futures import ThreadPoolExecutor
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness.pipelines import Captured, Tensors, even_cut
-from hyper_parallel.graph.gradient_sums import GRADIENT
-from hyper_parallel.graph.partition import by_modules
-from hyper_parallel.graph.stage_graph import Partition, partition
-from hyper_parallel.layout import Mesh
-from hyper_parallel.program import DeviceGroup
-from hyper_parallel.runtime.build_program import pipeline_program
-from hyper_parallel.runtime.interpreter import Interpreter
+from harness.pipelines import Captured, Tensors, run_in_threads
+from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.runtime.stage_runner import StageRunner
-from hyper_parallel.schedule import Costs, ScheduleName, auto_schedule, named_schedule
+from hyper_parallel.runtime.transfers import MemoryTransfers
+from hyper_parallel.runtime.turns import Turns, together
+from hyper_parallel.schedule import Costs, ScheduleName, auto_schedule, named_schedule, with_steady_pairs
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.verify.families import FAMILIES
 
 MICRO = 8
-WAIT_S = 60.0
-
-
-class _Memory:
-    """Transfers between threads: a queue for each channel, first in, first out."""
-
-    def __init__(self, rank: int, channels: dict[tuple[int, int], queue.Queue[Tensor]]) -> None:
-        self._rank, self._channels = rank, channels
-        self._posted: dict[int, list[Hashable]] = {}
-        self._arrived: dict[Hashable, Tensor] = {}
-        self._sent: dict[Hashable, Tensor] = {}
-
-    def post(self, key: Hashable, source: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._posted.setdefault(source, []).append(key)
-
-    def send(self, key: Hashable, target: int, value: Tensor) -> None:
-        self._sent[key] = value
-        self._channels[self._rank, target].put(value.clone())
-
-    def wait(self, key: Hashable) -> Tensor:
-        if key in self._sent:
-            return self._sent.pop(key)
-        (source,) = [source for source, keys in self._posted.items() if key in keys] or [None]
-        while key not in self._arrived:
-            assert source is not None, f"{key} was not posted"
-            # The first that was posted is the first that comes.
-            first = self._posted[source].pop(0)
-            self._arrived[first] = self._channels[source, self._rank].get(timeout=WAIT_S)
-        return self._arrived.pop(key)
-
-    def drain(self) -> None:
-        self._sent.clear()
 
 
 @functools.cache
@@ -72,39 +34,25 @@ def _whole() -> Tensors:
 
 
 def _run(schedule: Schedule) -> tuple[Tensors, Partition]:
-    found = _deep()
-    cut = partition(
-        found.step, by_modules(even_cut(found.model, schedule.stages, "model.layers")), schedule.stages
-    )
-    groups = [DeviceGroup(Mesh(("shard", 1)), (at,), f"rank {at}") for at in range(schedule.ranks)]
-    program = pipeline_program(cut, schedule, groups)
-    channels: Any = {(a, b): queue.Queue() for a in range(schedule.ranks) for b in range(schedule.ranks)}
-    runs = [Interpreter(program, cut, found.state, at, _Memory(at, channels)) for at in range(schedule.ranks)]
-    with ThreadPoolExecutor(schedule.ranks) as pool:
-        values = [future.result() for future in [pool.submit(one.run, found.batches) for one in runs]]
-    made: Tensors = {}
-    for one in values:
-        for name, value in [*((GRADIENT + n, v) for n, v in one.gradients.items()), *one.totals.items()]:
-            made[name] = made[name] + value if name in made else value
-    return made, cut
+    return run_in_threads(_deep(), schedule)
 
 
 def test_what_goes_back_is_sent_before_the_gradients_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    weight, send = StageRunner.weight, _Memory.send
+    weight, send = StageRunner.weight, MemoryTransfers.send
 
     def noted_weight(self: StageRunner, micro_batch: int) -> None:
         if self.stage.number == 1:
             done.append(f"weights {micro_batch}")
         weight(self, micro_batch)
 
-    def noted_send(self: _Memory, key: Any, target: int, value: Tensor) -> None:
+    def noted_send(self: MemoryTransfers, key: Any, target: int, value: Tensor) -> None:
         if target == 0:
             done.append(f"send {key[1]}")
         send(self, key, target, value)
 
     monkeypatch.setattr(StageRunner, "weight", noted_weight)
-    monkeypatch.setattr(_Memory, "send", noted_send)
+    monkeypatch.setattr(MemoryTransfers, "send", noted_send)
     _run(named_schedule("1f1b", 2, MICRO))
     assert done == [f"{what} {at}" for at in range(MICRO) for what in ("send", "weights")]
 
@@ -118,6 +66,32 @@ def test_every_schedule_has_the_same_bits(name: ScheduleName, ranks: int) -> Non
     assert all(torch.equal(made[key], whole[key]) for key in whole if key not in cut.shared)
     for key in cut.shared:
         torch.testing.assert_close(made[key], whole[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h2", "dualpipev"])
+def test_schedules_with_pairs_have_the_same_bits(name: str) -> None:
+    schedule = with_steady_pairs(named_schedule(name, 2, MICRO, paired=True))
+    assert all(schedule.pairs)
+    made, cut = _run(schedule)
+    assert all(torch.equal(made[key], _whole()[key]) for key in _whole() if key not in cut.shared)
+
+
+def test_a_pairs_tasks_take_turns_and_what_is_left_ends_one_after_the_other() -> None:
+    ran: list[str] = []
+
+    def task(name: str, stops: int) -> Turns[Tensor]:
+        for at in range(stops):
+            ran.append(f"{name}{at}")
+            yield
+        ran.append(f"{name} ends")
+        return {name: torch.zeros(1)}
+
+    made = together([task("a", 2), task("b", 3)], (0, 1, 1, 0, 1))
+    assert ran == ["a0", "b0", "b1", "a1", "b2", "a ends", "b ends"]
+    assert [list(one) for one in made] == [["a"], ["b"]]
+    ran.clear()
+    together([task("a", 0), task("b", 1)], itertools.cycle((0, 1)))
+    assert ran == ["a ends", "b0", "b ends"]
 
 
 def test_a_schedule_made_for_uneven_stages_has_them_too() -> None:

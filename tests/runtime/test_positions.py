@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from hyper_parallel.layout import Layout, Mesh
-from hyper_parallel.program import DeviceGroup, Port, Program, Recv, Run, Send, Task, TaskKind, Wait
+from hyper_parallel.program import (
+    DeviceGroup,
+    Port,
+    Program,
+    Recv,
+    Run,
+    RunPair,
+    Send,
+    Task,
+    TaskKind,
+    Wait,
+)
 from hyper_parallel.runtime.positions import positions
 
 MESH = Mesh(("shard", 1))
@@ -31,3 +42,18 @@ def test_transfers_have_the_stage_that_computes_or_takes_the_value() -> None:
         ("stage 3, micro-batch 0, Run(forward 3)", False),
     ]
     assert end.waits
+
+
+def test_a_pair_has_the_stages_and_micro_batches_of_both_tasks() -> None:
+    groups = {"only": DeviceGroup(MESH, (0,), "only")}
+    tasks = [
+        Task("forward 1", TaskKind.FORWARD, "only", stage=1),
+        Task("backward 3", TaskKind.BACKWARD, "only", stage=3),
+    ]
+    pair = RunPair(Run("forward 1", 5), Run("backward 3", 2))
+    program = Program(groups, {one.name: one for one in tasks}, {}, {"only": (pair,)}, 6)
+    found = positions(program, "only")[0]
+    assert found.text == (
+        "stage 1, micro-batch 5, Run(forward 1) beside stage 3, micro-batch 2, Run(backward 3)"
+    )
+    assert not found.waits

@@ -37,7 +37,7 @@ class Block(nn.Module):
         (
             {},
             {"axes": {"tensor": 2}, "rules": {"model.layers.*.self_attn": "replicate"}},
-            "no module that has weights",
+            "no module that holds weights",
         ),
         ({}, {"axes": {"tensor": 2}, "rules": {"*.mlp.down_proj": "replicate"}}, "use colwise_gather"),
         (

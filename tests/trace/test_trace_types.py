@@ -110,7 +110,7 @@ def _both_send(one: Ops, two: Ops) -> None:
         (_freed_twice, "frees storage 1, which was already freed"),
         (_never, "frees storage 9, which was never allocated"),
         (_outside, r"calls ranks \[4\]; the trace has 2 ranks, 0 to 1"),
-        (_not_mine, "none of which is of its class"),
+        (_not_mine, "none of them is of its class"),
         (_one_sided, "call 1 tagged 't' .* is made by op 1 .* and not by 'class 1'"),
         (_kinds, "of different kinds: 'all_gather', 'all_reduce'"),
         (_both_send, "is a send on every side"),

@@ -17,7 +17,7 @@ from hyper_parallel.compat import paged_out_parameters
 from hyper_parallel.data import PackedText
 from hyper_parallel.errors import BudgetError, CaptureError, NonFiniteError
 from hyper_parallel.step import graph_cache
-from hyper_parallel.step.capture_train_step import capture_step
+from hyper_parallel.step.capture_train_step import capture_one
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MOE = {**LLAMA, "num_experts_per_tok": 2}
@@ -134,7 +134,7 @@ def test_what_cannot_be_captured_is_refused_and_not_run_over_the_budget(
     def refuses(*args: object, **kwargs: object) -> None:
         raise CaptureError("line 7 asks for a value")
 
-    monkeypatch.setattr("hyper_parallel.step.graph_cache.capture_step", refuses)
+    monkeypatch.setattr("hyper_parallel.step.graph_cache.capture_one", refuses)
     with pytest.raises(BudgetError, match="line 7 asks for a value"):
         run_engine(0, folder, "refuses", "graph", _with_budget(folder, {}, "1GiB", "host"))
 
@@ -149,9 +149,9 @@ def test_a_later_batch_without_a_graph_ends_the_run_and_not_the_budget(
         if captured:
             raise CaptureError("line 9 asks for a value")
         captured.append(True)
-        return capture_step(*args, **kwargs)
+        return capture_one(*args, **kwargs)
 
-    monkeypatch.setattr("hyper_parallel.step.graph_cache.capture_step", once)
+    monkeypatch.setattr("hyper_parallel.step.graph_cache.capture_one", once)
     sections = _with_budget(folder, {"data": packed_text(folder)}, 600_000, "host")
     with pytest.raises(BudgetError, match="line 9 asks for a value"):
         run_engine(0, folder, "later", "graph", sections)

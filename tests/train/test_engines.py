@@ -18,7 +18,7 @@ from hyper_parallel.data import PackedText
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.step import graph_cache
-from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one
 from hyper_parallel.step.optimizer import AdamW
 from hyper_parallel.train import register_optimizer
 
@@ -38,6 +38,12 @@ ALONE: dict[str, dict[str, Any]] = {
     "tied": {"model": {"config": {**LLAMA, "tie_word_embeddings": True}}},
     "bf16": {"strategy": {"precision": {"compute": "bfloat16"}}},
     "recompute": {"strategy": {"memory": {"recompute": "layer"}}},
+    "recompute-one": {"strategy": {"memory": {"recompute": "layer", "recompute_layers": 1}}},
+    "selective": {"strategy": {"memory": {"recompute": "selective"}}},
+    "selective-scores": {
+        "strategy": {"memory": {"recompute": "selective"}},
+        "model": {"attention": "eager"},
+    },
     "not-clipped": {"train": {"clip": None}},
     "muon": {"train": {"optimizer": MUON}},
     "mixtral": {"model": {"config": MIXTRAL}},
@@ -99,6 +105,17 @@ TWO: dict[str, dict[str, Any]] = {
     },
     "replicate": {"strategy": {"axes": {"replicate": 2}}, "train": {"optimizer": MUON}},
     "tensor": {"strategy": {"axes": {"tensor": 2}, "sequence": True}},
+    "selective": {
+        "strategy": {
+            "axes": {"tensor": 2},
+            "sequence": True,
+            "memory": {"recompute": "selective", "recompute_layers": 1},
+        }
+    },
+    "selective-shard": {
+        "strategy": {"axes": {"shard": 2}, "memory": {"recompute": "selective"}},
+        "model": {"config": MIXTRAL},
+    },
 }
 
 
@@ -179,12 +196,12 @@ def test_ranks_agree_on_the_engine(folder: Path) -> None:
 def _later(rank: int, world: int, folder: Path) -> tuple[Ran, Ran]:
     """Rank 1 cannot capture steps with rows of several documents, and each batch is looked at for them."""
 
-    def capture(recipe: Any, shape: BatchShape, *more: Any, **how: Any) -> StepGraph:
-        if rank == 1 and any(shape.documents):
+    def capture(recipe: Any, shape: MicroBatchShape, *more: Any, **how: Any) -> StepGraph:
+        if rank == 1 and shape.documents:
             raise CaptureError("no packed rows here")
-        return capture_step(recipe, shape, *more, **how)
+        return capture_one(recipe, shape, *more, **how)
 
-    graph_cache.capture_step = capture
+    graph_cache.capture_one = capture
     PackedText.several = None
     sections = {
         "strategy": {"axes": {"shard": 2}},

@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
+from hyper_parallel.graph.accumulate import when_of
 from hyper_parallel.shard import parallelize, sharded
-from hyper_parallel.step.accumulation import AccumulatedExecutable
+from hyper_parallel.step.accumulation import whole_step
 from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.lr_schedule import schedule
@@ -43,14 +44,17 @@ def _collectives(declared: dict[str, Any]) -> tuple[Counter[str], int]:
         graphs.ordered = False  # each parameter by its own collectives
         shape = BatchShape(((1, 16),) * MICRO, (False,) * MICRO)
         assert graphs.ready(shape), graphs.refused
-        run = graphs[shape].executable
-        assert isinstance(run, AccumulatedExecutable)
-        first, middle, last = run.graphs.parts
-        steps = [first, *[middle] * (MICRO - 2), last]
-        phases = ("forward", "loss", "backward")
-        nodes = [n for step in steps for n in step.nodes if n.meta["region"].phase in phases]
+        loop = graphs[shape].loop
+        assert loop is not None
+        found: Counter[str] = Counter()
+        for node in loop.body.nodes:
+            if "c10d" in str(node.target) and node.meta["region"].phase in ("forward", "loss", "backward"):
+                found[str(node.target).split(".")[1]] += MICRO if when_of(node) == "each" else 1
+        whole = whole_step([loop] * MICRO)
+        nodes = [n for n in whole.nodes if n.meta["region"].phase in ("forward", "loss", "backward")]
         names = (str(node.target).split(".")[1] for node in nodes if "c10d" in str(node.target))
-        return Counter(names), len(list(model.parameters()))
+        assert Counter(names) == found
+        return found, len(list(model.parameters()))
 
 
 @pytest.mark.parametrize(

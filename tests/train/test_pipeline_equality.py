@@ -42,6 +42,18 @@ LLAMA = settings_of("llama", 4)
 TIED = settings_of("llama-tied", 4)
 RECOMPUTED = {"recompute": "layer"}
 
+PAIRED = {
+    "tied": ("1f1b", _on({"pipeline": 2, "tensor": 2}, TIED)),
+    "experts": (
+        "1f1b-split",
+        _on({"pipeline": 2, "shard": 2, "expert": 2}, settings_of("mixtral", **BALANCED)),
+    ),
+    "gemma2": ("dualpipev", _on({"pipeline": 2, "tensor": 2}, settings_of("gemma2", 4), sequence=True)),
+    "dropout": ("interleaved-1f1b", _on({"pipeline": 2, "tensor": 2}, settings_of("gpt2", 4, **DROPPED))),
+    "recompute": ("zb-v", _on({"pipeline": 2, "context": 2}, TIED, memory=RECOMPUTED)),
+}
+"""A schedule, and a case that runs with and without forward passes beside backward passes."""
+
 CASES: dict[int, dict[str, Case]] = {
     2: {
         **{f"schedule {name}": _two(LLAMA, pipeline={"schedule": name}) for name in SCHEDULES},
@@ -51,6 +63,15 @@ CASES: dict[int, dict[str, Case]] = {
         "gemma3": _two("gemma3", documents=False),
         "gpt2, dropout": _evaluated(_two(settings_of("gpt2", 4, **DROPPED), pipeline={"schedule": "zb-v"})),
         "gpt2, dropout, recompute": _two(settings_of("gpt2", **DROPPED), memory=RECOMPUTED),
+        "one layer of uneven stages recomputed": _two(
+            TIED, pipeline={"layers": [3, 1]}, memory={**RECOMPUTED, "recompute_layers": 2}
+        ),
+        "selective, a number for each stage": _two(
+            LLAMA,
+            pipeline={"schedule": "interleaved-1f1b"},
+            memory={"recompute": "selective", "recompute_layers": [1, 0, 1, 1]},
+        ),
+        "gpt2, dropout, selective": _two(settings_of("gpt2", **DROPPED), memory={"recompute": "selective"}),
         "mixtral, auxiliary loss": _two(settings_of("mixtral", **BALANCED)),
         "mixtral, recompute": _two(settings_of("mixtral", **BALANCED), memory=RECOMPUTED),
         "deepseek-v3, corrected routers": _two(
@@ -117,6 +138,14 @@ CASES: dict[int, dict[str, Case]] = {
             change=odd_models.with_adapters,
             memory={"shard": "optimizer"},
         ),
+        **{
+            f"{name}, {word}": replace(case, strategy={**case.strategy, "pipeline": asked})
+            for name, (schedule, case) in PAIRED.items()
+            for word, asked in (
+                ("pairs", {"schedule": schedule, "overlap_forward_backward": True}),
+                ("no pairs", {"schedule": schedule}),
+            )
+        },
         "gathered again": _on(
             {"pipeline": 2, "tensor": 2},
             "llama-tied",
@@ -187,6 +216,18 @@ def test_schedules_give_the_same_bits(two: dict[str, Compared]) -> None:
     for name in SCHEDULES:
         other = two[f"schedule {name}"].gradients
         assert all(torch.equal(first[key], other[key]) for key in first), name
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_forward_passes_beside_backward_passes_give_the_same_bits(
+    four: dict[str, Compared], name: str
+) -> None:
+    together, apart = four[f"{name}, pairs"], four[f"{name}, no pairs"]
+    assert "forward passes beside backward passes" in together.plan
+    assert "forward passes beside backward passes" not in apart.plan
+    assert len(apart.gradients) > 15
+    for key in apart.gradients:
+        assert torch.equal(together.gradients[key], apart.gradients[key]), key
 
 
 def test_layers_that_were_given_are_cut_so(two: dict[str, Compared]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,11 @@ from engines import differences, of_graph, run_engine
 from tiny_run import LLAMA
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
+from watched import watched
 
 from harness import run_ranks
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.graph import Executable
-from hyper_parallel.offloading.tiers.memory_tier import MemoryTier
 from hyper_parallel.verify.families import FAMILIES
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from observer import Observer
 
 MOE = {
     **LLAMA,
@@ -53,43 +47,6 @@ def _model(router: float) -> nn.Module:
         if name.endswith("mlp.gate.weight"):
             parameter.data.mul_(router / 0.02)
     return model
-
-
-class _OfDevice(Observer):
-    """Does not see what lies in these tiers' own memory, on which the host computes updates."""
-
-    def __init__(self, there: Sequence[torch.Tensor], tiers: set[MemoryTier]) -> None:
-        self._tiers = tiers
-        super().__init__(there)
-
-    @property
-    def alive(self) -> int:
-        theirs = {tier._memory.untyped_storage().data_ptr() for tier in self._tiers}
-        there = [reference() for reference in list(self._known.values())]
-        return sum(one.nbytes() for one in there if one is not None and one.data_ptr() not in theirs)
-
-
-@contextmanager
-def _watched(peaks: list[int], budget: int) -> Iterator[None]:
-    """Adds to `peaks` the most that an observer sees alive, who knows nothing of a plan, in each run of a step."""
-    run, reserve = Executable.run, MemoryTier.reserve
-    tiers: set[MemoryTier] = set()
-
-    def reserved(self: MemoryTier, *args: Any) -> None:
-        tiers.add(self)
-        reserve(self, *args)
-
-    def watched(self: Executable, tensors: dict[str, torch.Tensor], host: Any) -> Any:
-        with _OfDevice(list(tensors.values()), tiers) as observer:
-            try:
-                return run(self, tensors, host)
-            finally:
-                peaks.append(observer.peak)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executable, "run", watched)
-        patch.setattr(MemoryTier, "reserve", reserved)
-        yield
 
 
 def _within(
@@ -131,7 +88,7 @@ def _case(
     rank: int, folder: Path, name: str, router: float, budget: int, load: float | None, tiers: dict[str, Any]
 ) -> _Case:
     found = _Case(budget)
-    with _watched(found.peaks, found.budget):
+    with watched(found.peaks):
         try:
             moved = run_engine(
                 rank, folder, name, "graph", _within(budget, load, tiers), lambda: _model(router)
@@ -207,7 +164,7 @@ def _four(rank: int, world: int, folder: Path, name: str) -> _Case:
     sections = {**FOUR[name], "train": {"micro_batch": 1}}
     tiers = {"host": "100KiB", "flash": str(folder / "spill")}
     found = _Case(int(1.01 * _floor(rank, folder, 4.0, tiers, sections)))
-    with _watched(found.peaks, found.budget):
+    with watched(found.peaks):
         within = _within(found.budget, 4.0, tiers, sections)
         moved = run_engine(rank, folder, "within", "graph", within)
     eager = run_engine(rank, folder, "free", "eager", sections)

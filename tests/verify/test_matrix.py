@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.fuzz import draw_case
+from hyper_parallel.verify.fuzz import Case, draw_case
 from hyper_parallel.verify.matrix import (
     Cell,
     build_model,
@@ -60,6 +61,34 @@ def test_more_ranks_than_a_vocabulary_has_chunks() -> None:
     """131 rows in chunks of 9: the last of 16 ranks has none."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 64}
     assert cell({**FAMILIES["llama-tied"], **heads}, {"axes": {"tensor": 16}}).status == "right"
+
+
+GEMMA = {
+    "model_type": "gemma3_text", "vocab_size": 98, "hidden_size": 16, "intermediate_size": 42, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "pad_token_id": None, "sliding_window": 3, "layer_types": ["full_attention"] * 4,
+}  # fmt: skip
+ROUNDED = Case(
+    172,
+    GEMMA,
+    {"axes": {"tensor_y": 2, "pipeline": 2}, "sequence": True},
+    {"batch": 4, "clip": None, "micro_batch": 1},
+    24,
+)
+"""A pipeline whose gradients are off by more than 1e-5, as they are without a pipeline: by rounding."""
+
+
+def test_a_pipelines_rounding_is_told_from_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ROUNDED.run()
+    assert found.status == "right" and found.error > 1e-5, found.detail
+    add = StageRunner._add
+
+    def doubled(self: StageRunner, name: str, value: torch.Tensor) -> None:
+        add(self, name, value * (1.0001 if name.endswith("layers.3.mlp.up_proj.weight") else 1.0))
+
+    monkeypatch.setattr(StageRunner, "_add", doubled)
+    broken = ROUNDED.run()
+    assert broken.status == "wrong" and "layers.3.mlp.up_proj.weight" in broken.detail
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -1,4 +1,4 @@
-"""`verify` runs a pipeline on workers that it starts itself, and says wrong where a part of it is broken."""
+"""`verify` runs a pipeline in one process and on workers, and says wrong where a part of it is broken."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from harness import run_ranks
 from hyper_parallel.cli.main import main
 from hyper_parallel.compat import backend
 from hyper_parallel.config.load import from_dict
-from hyper_parallel.errors import StrategyError
+from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.launch import Worker
+from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.step.pipeline_runner import PipelineRunner
 from hyper_parallel.verify import Report, verify_file
 from hyper_parallel.verify.run import RESULT, worker_main
@@ -43,17 +44,20 @@ def run_file(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("driver", ["auto", "gloo"])
 def test_from_the_command_line(
-    run_file: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_file: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], driver: str
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(run_file))
     with pytest.raises(SystemExit) as ended:
-        main(["verify", str(file), "--json"])
+        main(["verify", str(file), "--json", "--driver", driver])
     report = json.loads(capsys.readouterr().out)
     assert ended.value.code == 0, report["failures"]
     assert report["strategy"] == "pipeline 2 · shard 2"
-    assert report["driver"] == "4 workers over gloo, real ones for a pipeline's stages"
+    assert report["driver"] == {"auto": "all ranks in one process", "gloo": "4 workers over gloo"}[driver]
+    # Only real workers write.
+    assert (tmp_path / "out").exists() == (driver == "gloo")
     names = [one["name"] for one in report["parameters"]]
     assert len(names) == len(set(names)) == 20
     assert max(one["gradient"] for one in report["parameters"]) < 1e-5
@@ -79,6 +83,31 @@ def test_a_broken_stage_is_found(run_file: dict[str, Any], tmp_path: Path) -> No
     assert all(one.gradient < 1e-5 for one in report.parameters if "layers.1" not in one.name)
 
 
-def test_one_process_cannot_run_a_pipeline(run_file: dict[str, Any]) -> None:
-    with pytest.raises(StrategyError, match="verify --driver gloo"):
+def test_a_broken_stage_is_found_in_one_process_too(
+    run_file: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduced = PipelineRunner._reduced
+
+    def halved(self: PipelineRunner, sums: Any) -> dict[str, torch.Tensor]:
+        found = reduced(self, sums)
+        return {name: one * (0.5 if "layers.1" in name else 1.0) for name, one in found.items()}
+
+    monkeypatch.setattr(PipelineRunner, "_reduced", halved)
+    report = verify_file(from_dict(run_file), "local")
+    assert not report.ok and any(one.startswith("gradient norm") for one in report.failures)
+    assert all("layers.1" in one for one in report.failures if one.startswith("gradient of"))
+
+
+def test_a_rank_that_fails_in_one_process_ends_the_others_and_its_error_is_told(
+    run_file: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = StageRunner.weight
+
+    def fails(self: StageRunner, micro_batch: int) -> None:
+        if self.stage.number == 1 and micro_batch == 2:
+            raise HyperParallelError("broken here")
+        weight(self, micro_batch)
+
+    monkeypatch.setattr(StageRunner, "weight", fails)
+    with pytest.raises(HyperParallelError, match=r"step 1, stage 1, .*broken here"):
         verify_file(from_dict(run_file), "local")

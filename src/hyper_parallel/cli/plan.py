@@ -211,8 +211,7 @@ def _one(question: Question, section: dict[str, Any] | None, options: dict[str, 
         _write("--out", options["out"], file.text)
         for note in file.notes:
             click.echo(f"note: {note}", err=True)
-        if file.runs:
-            click.echo(f"next:    hyper-parallel train {options['out']}", err=True)
+        click.echo(f"next:    hyper-parallel train {options['out']}", err=True)
     if options["html"] is not None:
         from hyper_parallel.planner.constants import fitted
         from hyper_parallel.planner.page import page

@@ -14,6 +14,7 @@ from hyper_parallel.data.sources import find
 from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.schedule import check_pipeline
+from hyper_parallel.strategy import recomputed_layers
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """Names that Transformers configs use for a model's number of layers."""
@@ -31,7 +32,7 @@ def check(config: RunConfig, *, writes: bool = True) -> None:
     _model(config)
     _tokenizer(config)
     _nodes(config)
-    _pipeline(config)
+    _layers(config)
     if writes:
         _trackers(config)
         _out(Path(config.out).expanduser())
@@ -70,12 +71,15 @@ def _fields(config: RunConfig) -> dict[str, Any]:
     return read_config(config.model.path) if config.model.path is not None else config.model.config or {}
 
 
-def _pipeline(config: RunConfig) -> None:
-    if config.open or config.effective_strategy.axes.pipeline == 1:
+def _layers(config: RunConfig) -> None:
+    if config.open:
         return
-    fields = _fields(config)
+    fields, strategy = _fields(config), config.effective_strategy
     layers = next((fields[key] for key in _LAYERS if isinstance(fields.get(key), int)), None)
-    check_pipeline(config.effective_strategy, config.micro_batches, layers)
+    if strategy.axes.pipeline > 1:
+        check_pipeline(strategy, config.micro_batches, layers)
+    elif layers is not None:
+        recomputed_layers(strategy.memory, [layers])
 
 
 def _tokenizer(config: RunConfig) -> None:

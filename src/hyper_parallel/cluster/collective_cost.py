@@ -107,9 +107,9 @@ def form(kind: str) -> Callable[[float, float, float, float], float]:
 
 
 def bytes_received(kind: str, n: int, size: int) -> int:
-    """Bytes that a rank receives from the n − 1 others, each of which gives `size`.
+    """Bytes that a rank receives in a collective of n ranks that each give `size` bytes.
 
-    On a link of no latency and a byte a second a collective takes a second for each. Raises ConfigError as `form` does.
+    The closed form with no latency and a bandwidth of 1 B/s. Raises ConfigError for an unknown kind.
     """
     return int(form(kind)(n, Fraction(size), 0, 1))  # type: ignore[arg-type]
 

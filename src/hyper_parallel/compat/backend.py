@@ -141,7 +141,7 @@ class Backend(ABC):
         return lambda: None
 
     def host_pages(self, count: int) -> HostMemory:
-        """So many bytes of the host, page by page there, locked where the device wants it. Raises OSError."""
+        """Allocate `count` bytes of host memory with every page present, pinned for an accelerator. Raises OSError."""
         return HostPages(count, self.pin)
 
     def spare_cores(self) -> int:

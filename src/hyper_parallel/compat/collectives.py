@@ -40,7 +40,7 @@ def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    """[size · d0, ...] to [d0, ...]: the sum over the group, of which each rank gets its chunk of dim 0."""
+    """[size · d0, ...] to [d0, ...]: each rank gets its chunk of dim 0 of the sum over the group."""
     return waited(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 

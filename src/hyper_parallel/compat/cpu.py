@@ -18,9 +18,9 @@ from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream, HereStream, s
 from hyper_parallel.compat.events import HostClock
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3), in glibc's malloc.h."""
+"""Parameters of mallopt(3), from glibc's malloc.h."""
 _LARGE = 1 << 18
-"""Bytes from which a block is a mapping of its own."""
+"""Bytes from which malloc gives a block its own mapping, which `free` returns to the system."""
 
 
 class CpuBackend(Backend):
@@ -75,8 +75,8 @@ class CpuBackend(Backend):
         return max(0, super().spare_cores() - torch.get_num_threads())
 
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # Not `copy_`, which gives each thread that calls it threads of its own, with 8 MiB of stack each; and not by
-        # way of `numpy()`, after which a storage cannot be resized. Other threads run meanwhile.
+        # `copy_` would start a thread pool for each thread that calls it, with 8 MiB of stack per thread, and a storage
+        # cannot be resized after `numpy()`. `memmove` releases the GIL.
         assert target.numel() == source.numel(), f"{source.numel()} bytes to {target.numel()}"
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 

@@ -45,7 +45,7 @@ class _Mark:
 
     def block(self) -> BaseException | None:
         assert self.source is None or self.source.thread is not threading.current_thread() or self.query(), (
-            "a stream's work waits for a later point of its own stream"
+            "a stream's work waits for a later point of the same stream"
         )
         self._reached.wait()
         return self.failure
@@ -93,7 +93,7 @@ class _Queue:
             self.condition.notify_all()
 
     def abandon(self) -> None:
-        """Close, and drop what has not begun: whoever waits for it is told so."""
+        """Close the queue and fail the work that has not begun, so that its waiters raise."""
         self.fail(RuntimeError("the process is ending"))
         self.close()
 

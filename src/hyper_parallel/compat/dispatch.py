@@ -89,7 +89,7 @@ _CHANGES_STATISTICS = frozenset(
         "batch_norm_gather_stats_with_counts",
     )
 )
-"""Operators that change the statistics that they are given in training, of which their schemas say nothing."""
+"""Operators that update running statistics in training, although their schemas do not declare it."""
 
 
 @functools.cache

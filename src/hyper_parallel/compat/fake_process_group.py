@@ -24,9 +24,9 @@ from hyper_parallel.compat import fsdp
 
 @contextlib.contextmanager
 def fake_ranks(world: int, rank: int) -> Iterator[None]:
-    """Run the block as `rank` of `world` ranks that are not there: collectives return at once, without values.
+    """Run the block as `rank` of a fake process group of `world` ranks, whose collectives return without values.
 
-    A world of one rank has no process group. Raises RuntimeError when a process group exists already.
+    For a world of one rank no process group is made. Raises RuntimeError when a process group exists already.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -55,17 +55,17 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def asks_for_values(error: Exception) -> bool:
-    """Whether an error says that a value was wanted of a tensor that has none."""
+    """Whether the error is about reading a value of a fake tensor."""
     return isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode)
 
 
 def has_unknown_shape(error: Exception) -> bool:
-    """Whether an error says that a result's shape depends on values that are not there."""
+    """Whether the error is about a result whose shape depends on a fake tensor's values."""
     return isinstance(error, DynamicOutputShapeException)
 
 
 def has_no_fake_kernel(error: Exception) -> bool:
-    """Whether an error says that nobody told what an operator makes of tensors without values."""
+    """Whether the error is about an operator that has no kernel for fake tensors."""
     return isinstance(error, UnsupportedOperatorException)
 
 

@@ -30,13 +30,14 @@ def shard_module(
     gather: Move | None = None,
     scatter: Move | None = None,
 ) -> None:
-    """Shard the module's parameters that no inner call has taken; gradients are summed, not averaged.
+    """Apply FSDP2 to the parameters that no inner call has sharded; gradients are summed, not averaged.
 
-    `dims`: the dim of which a parameter is sharded, 0 for those that it leaves out; others than 0 must be divided.
+    `mesh` is [shard], or [replicate, shard]. `compute` and `reduce`: None keeps the dtype of the stored parameters.
+    `dims`: the dim that is sharded, by parameter (default 0); the mesh must divide any dim other than 0.
 
-    `mesh` is [shard], or [replicate, shard]. A dtype of None leaves what is stored. `gather` and `scatter` stand in
-    for the all-gather ([d] to [n · d]) and the summing reduce-scatter ([n · d] to [d]) over shard. On the CPU the
-    latter is that of `compat.gloo` at least, whose sums have the bits that a captured step's have.
+    `gather` and `scatter` replace the all-gather ([d] to [n · d]) and the summing reduce-scatter ([n · d] to [d]) over
+    shard. On the CPU the default reduce-scatter uses the kernel of `compat.gloo`, whose sums are bitwise equal to those
+    of a captured step.
     """
     fully_shard(
         module,

@@ -1,8 +1,8 @@
 """PyTorch's compiler, Inductor: a flat graph in, an artifact in a folder out, and back.
 
-An artifact lies in a folder of its own with all that loading it reads (kernels, wrappers, Inductor's entries), so that
-the folder can be checked as a whole. What is compiled for is in `environment`: whoever keeps artifacts must keep
-them apart by it.
+Each artifact has its own folder with everything that loading it reads (kernels, wrappers, Inductor's cache entries), so
+that the folder can be checked as a whole. `environment` describes what an artifact is compiled for; a cache must make
+it a part of its keys.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _machine() -> dict[str, str]:
 
 
 def compile_into(folder: Path, graph: fx.Graph, inputs: Sequence[Spec]) -> None:
-    """Compile a flat graph of ATen operators, in-place ones included, for inputs of which none shares memory.
+    """Compile a flat graph of ATen operators, in-place ones included, for inputs that share no memory.
 
     Raises whatever the compiler raises.
     """

@@ -16,7 +16,7 @@ def leave_word(key: str, text: str) -> None:
 
 
 def word_left(key: str, seconds: float) -> str | None:
-    """The text that a rank leaves under a key within so many seconds; None when none does, or nobody can."""
+    """The text that a rank stores under a key within `seconds`; None after a timeout or when the store is gone."""
     store = dist.distributed_c10d._get_default_store()
     try:
         store.wait([key], timedelta(seconds=seconds))

@@ -1,8 +1,8 @@
 """The process groups of this process set aside for a while, so that others can be made in their place.
 
-PyTorch keeps one default process group and a registry of groups by name. A check that simulates ranks needs a default
-group of its own, also in a worker whose real groups exist already. The real ones are not told of it: nothing is sent
-and nothing is destroyed.
+PyTorch keeps one default process group and a registry of groups by name. A check that simulates ranks needs its own
+default group, even in a worker that already has real groups. The real groups are only set aside: nothing is sent and
+nothing is destroyed.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -25,6 +26,22 @@ def is_symbolic(number: int | torch.SymInt) -> bool:
 def not_negative(number: int | torch.SymInt) -> None:
     """Have a number taken for 0 or more wherever its symbol comes up."""
     torch._check(number >= 0)
+
+
+def another_symbol(like: torch.SymInt) -> Any:
+    """A new symbol for a number, 0 or more, that only a run knows; in the environment of a known one."""
+    made = like.node.shape_env.create_unbacked_symint()
+    not_negative(made)
+    return expression(made)
+
+
+def substituted(number: int | torch.SymInt, symbols: Mapping[Any, Any]) -> int | torch.SymInt:
+    """A number with these symbols in place of others."""
+    if not isinstance(number, torch.SymInt):
+        return number
+    found = expression(number).xreplace(symbols)
+    made: torch.SymInt = number.node.shape_env.create_symintnode(found, hint=None)
+    return made
 
 
 def floor_division(found: Any) -> bool:

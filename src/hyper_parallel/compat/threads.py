@@ -2,9 +2,9 @@
 
 While it shuts down, CPython ends a daemon thread at the moment it asks for the interpreter's lock. Where that is on the
 way out of a C++ function, as in most of PyTorch's, the whole process aborts ("terminate called without an active
-exception"): a plain Ctrl-C becomes a core dump. A thread that is no daemon keeps the process from ending instead. So
-these are daemons, and at exit each is told to end and waited for; one that does not answer, because its disk does not,
-holds the process up for `PATIENCE` seconds and no longer.
+exception"): a plain Ctrl-C becomes a core dump. A non-daemon thread would keep the process from ending instead. These
+threads are therefore daemons that are asked to end, and joined, at exit. A thread that does not end, for example
+because its disk does not answer, delays the exit by at most `PATIENCE` seconds.
 """
 
 from __future__ import annotations

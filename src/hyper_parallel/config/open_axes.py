@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hyper_parallel.strategy.axes import AUTO, AXIS_NAMES
+from hyper_parallel.strategy.axes import AUTO, OPEN_NAMES
 
-_ALL = dict.fromkeys((*AXIS_NAMES, "expert"), AUTO)
+_ALL = dict.fromkeys(OPEN_NAMES, AUTO)
 
 
 def spelled_out(content: Any) -> Any:

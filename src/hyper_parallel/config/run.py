@@ -122,11 +122,6 @@ class RunConfig(Section):
             raise ValueError(
                 "'train.profile' does not measure the stages of a pipeline yet; leave it or the pipeline out"
             )
-        if strategy.memory.device is not None:
-            raise ValueError(
-                "'strategy.memory.device' does not keep the stages of a pipeline within a budget yet; leave it or the "
-                "pipeline out"
-            )
         if not self.open and self.micro_batches < strategy.axes.pipeline:
             raise ValueError(
                 f"'train.batch' ({train.batch}) is {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} "

@@ -1,7 +1,10 @@
-"""A run's step as a Trace: captured with a few of its layers and micro-batches where those are alike, and repeated.
+"""A run's step as a Trace: captured with one micro-batch, and with a few of its layers where those are alike.
 
-The blocks that stand for others are compared op by op before they are repeated. Where they are not alike after all, the
-step is captured whole, which is as right and takes longer. With `whole` it always is.
+Passes rewrite the micro-batch, which is then written out as often as the step has micro-batches (`step.accumulation`);
+a budget is planned over the whole. Of many micro-batches a few are written out, and the ops of one are repeated, as are
+those of layers. The blocks that stand for others are compared op by op before they are repeated. Where they are not
+alike after all, all layers are captured and all micro-batches written out, which is as right and takes longer. With
+`whole` they always are.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from hyper_parallel.graph.lower import Lowered, lowered
 from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
 from hyper_parallel.graph.regions import region_of, storage_layers
 from hyper_parallel.graph.step_context import StepContext
+from hyper_parallel.offloading.pass_pipeline import of_whole_step
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.shard.plan import make_plan
-from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.accumulation import repeated, rewritten_loop
+from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one
 from hyper_parallel.step.engine import check_length
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
@@ -36,7 +41,7 @@ ACROSS_LAYERS = frozenset({SCHEDULE, "offload"})
 CAPTURED = 5
 """Periods of layers that are captured."""
 MICRO = 5
-"""Micro-batches that are captured where there are more: the first two, the last two, and one that is repeated."""
+"""Micro-batches that are written out where there are more: the first two, the last two, and one that is repeated."""
 
 
 _BATCH = re.compile(r"^micro\.(\d+)\.")
@@ -69,16 +74,18 @@ def trace_of(
     strategy = config.effective_strategy
     plan = make_plan(model, strategy)
     rewrites = passes_of(strategy)
-    whole = whole or any(one.provides & ACROSS_LAYERS for one in rewrites)
-    kept = None if whole else find_period(layer_kinds(model, plan, strategy), CAPTURED)
-    captured = micro_batches if whole or micro_batches <= MICRO else MICRO
+    across = whole or any(one.provides & ACROSS_LAYERS for one in rewrites)
+    kept = None if across else find_period(layer_kinds(model, plan, strategy), CAPTURED)
+    # What is planned over all of them, or in pairs, is no repetition of one.
+    apart = any(of_whole_step(one) or "overlap" in one.provides for one in rewrites)
+    captured = micro_batches if whole or apart or micro_batches <= MICRO else MICRO
     found: Repeated | None = None
     if kept is not None or captured < micro_batches:
         smaller, smaller_strategy = model, strategy
         if kept is not None:
             smaller, smaller_strategy = with_layers(model, plan, strategy, kept.layers)
         shown = f"{len(kept.layers)} of {kept.total} layers, " if kept else ""
-        say(f"capturing {shown}{captured} of {micro_batches} micro-batches as rank 0 of {len(classes)}")
+        say(f"capturing {shown}1 of {micro_batches} micro-batches as rank 0 of {len(classes)}")
         step = captured_step(smaller, config, smaller_strategy, captured, passes_of(smaller_strategy), say)
         try:
             found = _repeated(step, plan.layers, kept, captured, micro_batches, views)
@@ -90,11 +97,9 @@ def trace_of(
                     f"{len(kept.layers)} of the {kept.total} layers were captured; those alike were repeated"
                 )
             if captured < micro_batches:
-                told.append(
-                    f"{captured} of the {micro_batches} micro-batches were captured; one was repeated"
-                )
+                told.append(f"one of the {micro_batches} micro-batches was captured; the others are copies")
     if found is None:
-        say(f"capturing all layers and micro-batches as rank 0 of {len(classes)}")
+        say(f"capturing all layers as rank 0 of {len(classes)}")
         step = captured_step(model, config, strategy, micro_batches, rewrites, say)
         one = lowered(step, views=views)
         return Trace({name: one.ops}, dict(classes), {name: one.resident}, 0.0, micro_batches)
@@ -115,15 +120,18 @@ def captured_step(
     with fake_ranks(strategy.axes.world, rank):
         parallelize(model, strategy, lowering="traceable")
         check_length(sharded(model), config)
-        shape = BatchShape(
-            ((micro_batch(config), config.data.sequence),) * micro_batches, (False,) * micro_batches
-        )
+        shape = MicroBatchShape(micro_batch(config), config.data.sequence, False)
         with StepContext(even_load=load_of(strategy)).installed():
-            step = capture_step(Recipe.of(config, model), shape)
+            step = capture_one(Recipe.of(config, model), shape, micro_batches)
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
         if any(one.provides & ACROSS_LAYERS for one in passes):
             say(f"rewriting it: {', '.join(one.name for one in passes)}")
-        return rewritten(step, passes)
+        each = [one for one in passes if not of_whole_step(one)]
+        if micro_batches == 1:
+            step = rewritten(step, each)
+        else:
+            step = repeated(rewritten_loop(step, strategy.memory.shard, micro_batches, each), micro_batches)
+        return rewritten(step, [one for one in passes if of_whole_step(one)])
 
 
 def load_of(strategy: Strategy) -> float:

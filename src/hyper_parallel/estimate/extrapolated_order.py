@@ -1,7 +1,7 @@
 """Order of a step's collectives, extrapolated from steps with few layers.
 
-Ordering a whole step takes minutes for a model of tens of layers and several micro-batches. What the order hides of a
-layer's communication is hidden within a layer or two of it, and of a micro-batch's within the next; so past the ends
+Ordering a whole step takes minutes for a model of tens of layers. What the order hides of a layer's communication is
+hidden within a layer or two of it, and micro-batches are ordered alone or in pairs; so past the ends
 the time of l repeated layers and m micro-batches is
 
     T(l, m) = a + b · l + c · m + d · l · m
@@ -26,7 +26,7 @@ from hyper_parallel.estimate.run_inputs import count_micro_batches, model_of
 from hyper_parallel.graph.alike_layers import Period, find_period
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.offloading.pass_pipeline import passes
-from hyper_parallel.overlap import Overlap, overlap
+from hyper_parallel.overlap import Overlap
 from hyper_parallel.overlap.collective_order import order_pass
 from hyper_parallel.overlap.overlap_pass import simulated
 from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
@@ -35,7 +35,7 @@ from hyper_parallel.shard.plan import make_plan
 LAYERS = (3, 4)
 """Repeats of the period of layers in the two small models."""
 MICRO = (2, 4)
-"""Micro-batches of their steps: even, since two may go side by side."""
+"""Micro-batches of their steps; one more where their number is odd, since those of an even one go side by side."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def predicted_step(
     assert device is not None, "a cluster that predicts has a device"
     capacity = device.memory.bytes / device.memory.ranks
     micro_batches = count_micro_batches(config)
-    micros = MICRO if micro_batches > MICRO[1] else (micro_batches,)
+    odd = micro_batches % 2
+    micros = tuple(micro + odd for micro in MICRO) if micro_batches > MICRO[1] + odd else (micro_batches,)
     found: dict[tuple[int, int], float] = {}
     more = 0.0
     for repeats in LAYERS:
@@ -86,10 +87,12 @@ def predicted_step(
         model, smaller = with_layers(plain, make_plan(plain, strategy), strategy, kept)
         for micro in micros:
             say(f"ordering the collectives of {len(kept)} of {small.total} layers, {micro} micro-batches")
-            step = captured_step(model, config, smaller, micro, passes(smaller, cluster, ordered=False))
+            unordered_passes = passes(smaller, cluster, ordered=False)
+            step = captured_step(model, config, smaller, micro, unordered_passes)
             before = simulated(step, cluster, balanced_sizes(step))
-            room = capacity - (peak - before.peak.bytes)
-            after = overlap(step, cluster, memory=room, pieces=schedule.pieces).after
+            order = replace(schedule, memory=capacity - (peak - before.peak.bytes))
+            step = captured_step(model, config, smaller, micro, [*unordered_passes, order])
+            after = simulated(step, cluster, balanced_sizes(step))
             found[repeats, micro] = after.step
             more = max(more, after.peak.bytes - before.peak.bytes)
     seconds = _through(

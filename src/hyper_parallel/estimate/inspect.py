@@ -92,7 +92,7 @@ class _Inspected:
     def __init__(self, model: nn.Module, plan: Plan, config: RunConfig, rank: int) -> None:
         self._model, self._plan, self._config, self._rank = model, plan, config, rank
         self._strategy = config.effective_strategy
-        self._stands_for = captured_micro_batches(self._strategy, count_micro_batches(config))
+        self._stands_for = captured_micro_batches(count_micro_batches(config))
 
     def of_layers(self, kinds: Sequence[Sequence[int]]) -> tuple[Mapping[str, Resident], StepFigures]:
         """What the rank keeps of each parameter, and the step's figures; without `kinds` of all layers captured.

@@ -14,8 +14,8 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.inspect_report import Inspection, collapsed, collective_rows, parameter_rows
 from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch
 from hyper_parallel.estimate.stage_capture import capture_stages
+from hyper_parallel.estimate.stage_price import gathered_bytes
 from hyper_parallel.estimate.step_figures import Calls, Resident, calls_of, figures_of
-from hyper_parallel.graph.once_a_step import once_a_step
 from hyper_parallel.graph.stage_cut import flops_cost
 from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.layout import DeviceGroup
@@ -50,13 +50,14 @@ def inspect_stages(config: RunConfig, rank: int, model: nn.Module, notes: list[s
         figures = figures_of(
             one.step, strategy.of_stage, (count,), lambda module: collapsed(module, found.plan.layers)
         )
-        once = once_a_step(one.step, strategy.memory.shard, found.storages)
-        often = [node for node in one.step.nodes if node not in once.before and node not in once.after]
-        calls += calls_of(one.step, often, strategy.of_stage, (count,))
-        calls += calls_of(one.step, (*once.before, *once.after), strategy.of_stage, (1,))
+        calls += figures.calls
+        for once in found.once(one):
+            if once is not None:
+                calls += calls_of(once, once.nodes, strategy.of_stage, (1,))
         saved += figures.saved
-        gathered, transient = max(gathered, figures.gathered), max(transient, figures.transient)
-        kept += [(name, found.resident[name]) for name in _parameters(one) if name in found.resident]
+        gathered = max(gathered, gathered_bytes(one.step) + figures.gathered)
+        transient = max(transient, figures.transient)
+        kept += [(name, found.resident[name]) for name in found.parameters(one) if name in found.resident]
         modules |= {node.meta["module"] for node in one.step.nodes}
         modules |= {name.rpartition(".")[0] for name, _ in kept}
         notes.append(_crosses(stage, found.counts[stage], one))
@@ -82,10 +83,6 @@ def inspect_stages(config: RunConfig, rank: int, model: nn.Module, notes: list[s
         balanced=bool(found.plan.experts),
         notes=notes,
     )
-
-
-def _parameters(stage: Stage) -> list[str]:
-    return [one.name.partition(".")[2] for one in stage.step.inputs if one.kind == "parameter"]
 
 
 def _crosses(stage: int, layers: int, one: Stage) -> str:

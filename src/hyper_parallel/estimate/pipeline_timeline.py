@@ -7,16 +7,19 @@ are spans of their own. A task's op allocates and frees what it changes in memor
 
     F       saved, and while it runs what it needs beyond that       I      less `released` at its end
     W, B    frees the rest                                           the first W or B: the gradients of its stage
+
+A pair of tasks is one op, which changes what both change, and needs what both need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hyper_parallel.estimate.stage_price import StagePrice
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program import TaskKind
+from hyper_parallel.report.gantt import PAIRED
 from hyper_parallel.schedule import Action, Costs, Schedule, Timing, time_schedule
 from hyper_parallel.trace import Bytes, Collective, Kind, Op, Span, Trace
 
@@ -75,9 +78,10 @@ def pipeline_step(
     for rank, group in enumerate(groups):
         writer = _Writer(rank, groups, schedule, prices, buffers[rank])
         writer.gather(ends[rank].gather)
-        for at, action in enumerate(schedule.orders[rank]):
-            start, end = timing.starts[rank][at], timing.ends[rank][at]
-            writer.action(action, start, end, transfers.get((action.kind, action.stage, action.micro_batch)))
+        at = 0
+        for unit in schedule.units(rank):
+            writer.task(unit, timing.starts[rank][at], timing.ends[rank][at], transfers)
+            at += len(unit)
         for (kind, stage, micro_batch), (source, target, start, end) in transfers.items():
             if source == rank:
                 writer.send(Action(kind, stage, micro_batch), target, start, end)
@@ -155,38 +159,46 @@ class _Writer:
         if seconds:
             self._add("gather weights", "gather", 0.0, seconds, collective=self._own("all_gather"))
 
-    def action(self, action: Action, start: float, end: float, transfer: _Transfer | None) -> None:
-        """A task, and the receive that it waits for."""
-        after: tuple[int, ...] = ()
-        if transfer is not None:
-            source, _, begun, arrived = transfer
-            ready = min(begun, max(self._free, self._received.get(source, 0.0)))
-            self._received[source] = arrived
-            pair = (self.groups[source].ranks[0], self.groups[self.rank].ranks[0])
-            after = (
-                self._add(
-                    f"receive for {action}",
-                    _PHASES[action.kind],
-                    begun,
-                    arrived,
-                    collective=Collective("recv", pair, 0, AXIS, str(action)),
-                    queue=f"comm:from {self.groups[source].name}",
-                    ready=ready,
-                ),
-            )
-        allocates, frees = self._memory(action)
-        gathers = [op.index for op in self.ops[:1] if op.phase == "gather"]
+    def task(
+        self, unit: Sequence[Action], start: float, end: float, transfers: Mapping[_Key, _Transfer]
+    ) -> None:
+        """A task or a pair of tasks, and the receives that it waits for."""
+        after = [op.index for op in self.ops[:1] if op.phase == "gather"]
+        allocates: list[Bytes] = []
+        frees: list[int] = []
+        for action in unit:
+            transfer = transfers.get((action.kind, action.stage, action.micro_batch))
+            if transfer is not None:
+                after.append(self._receive(action, transfer))
+            more, fewer = self._memory(action)
+            allocates += more
+            frees += fewer
         self._add(
-            str(action),
-            _PHASES[action.kind],
+            PAIRED.join(map(str, unit)),
+            PAIRED.join(_PHASES[action.kind] for action in unit),
             start,
             end,
-            module=f"stage {action.stage}",
-            after=(*gathers, *after),
+            module=", ".join(f"stage {action.stage}" for action in unit),
+            after=tuple(after),
             allocates=tuple(allocates),
             frees=tuple(frees),
         )
         self._free = end
+
+    def _receive(self, action: Action, transfer: _Transfer) -> int:
+        source, _, begun, arrived = transfer
+        ready = min(begun, max(self._free, self._received.get(source, 0.0)))
+        self._received[source] = arrived
+        ends = (self.groups[source].ranks[0], self.groups[self.rank].ranks[0])
+        return self._add(
+            f"receive for {action}",
+            _PHASES[action.kind],
+            begun,
+            arrived,
+            collective=Collective("recv", ends, 0, AXIS, str(action)),
+            queue=f"comm:from {self.groups[source].name}",
+            ready=ready,
+        )
 
     def send(self, action: Action, target: int, start: float, end: float) -> None:
         """A transfer to the group whose action waits for it."""

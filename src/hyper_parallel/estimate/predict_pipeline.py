@@ -9,6 +9,7 @@ from torch import nn
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
+from hyper_parallel.estimate.pair_price import hidden_seconds
 from hyper_parallel.estimate.pipeline_timeline import Ends, PipelineStep, pipeline_step
 from hyper_parallel.estimate.prediction import Prediction
 from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch
@@ -24,7 +25,7 @@ from hyper_parallel.runtime.stage_costs import border_bytes, sum_bytes
 from hyper_parallel.schedule import Costs, Schedule, stages_of
 from hyper_parallel.simulator.simulate import source_of
 from hyper_parallel.step.out_of_memory import head_of
-from hyper_parallel.strategy import Axes
+from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Timeline
 from hyper_parallel.workload import flops_of_model
 
@@ -66,30 +67,16 @@ def predict_pipeline(
     )
     say(f"pricing {len(found.partition.stages)} stages on {cluster.name or cluster.source}")
     apart = _places_apart(cluster, groups)
-    priced = [
-        _slowest(
-            [
-                price_stage(
-                    found,
-                    stage,
-                    cluster,
-                    group.ranks,
-                    strategy.memory.shard,
-                    several=count > 1,
-                    algorithm=algorithm,
-                    views=views,
-                )
-                for group in apart
-            ]
-        )
-        for stage in found.partition.stages
-    ]
+    priced = _priced(found, cluster, apart, count > 1, algorithm, views)
     if len(apart) > 1:
         notes.append(
             "device groups lie differently on the links; a stage takes as long as on the slowest of them"
         )
     prices = [priced[place] for place in found.captured]
     costs = _costs(found, prices, groups, cluster)
+    if strategy.pipeline.overlap_forward_backward:
+        hidden = hidden_seconds(found, cluster, apart, len(groups), algorithm)
+        costs = replace(costs, hidden=hidden)
     schedule = choose_schedule(strategy.pipeline, len(groups), count, costs)
     say(f"timing {sum(map(len, schedule.orders)):,} tasks of schedule {schedule.name}")
     device = cluster.device
@@ -116,7 +103,7 @@ def predict_pipeline(
         peak_flops=device.peak(dtype),
         capacity={"device": device.memory.bytes / device.memory.ranks},
     )
-    notes += _notes(found, count, strategy.axes)
+    notes += _notes(found, strategy, schedule)
     return Prediction(
         timeline,
         strategy,
@@ -130,8 +117,8 @@ def predict_pipeline(
     )
 
 
-def _notes(found: CapturedStages, count: int, axes: Axes) -> list[str]:
-    told = []
+def _notes(found: CapturedStages, strategy: Strategy, schedule: Schedule) -> list[str]:
+    told, axes = [], strategy.axes
     inside = [axis for axis in axes.order[axes.outside :] if axes.degree(axis) > 1]
     outside = [axis for axis in axes.order[: axes.outside] if axes.degree(axis) > 1]
     if outside and not inside:
@@ -143,7 +130,7 @@ def _notes(found: CapturedStages, count: int, axes: Axes) -> list[str]:
         told.append(
             f"the layers were cut by FLOPs and bytes, as train does: strategy.pipeline.layers={list(found.counts)}"
         )
-    if count == 1:
+    if schedule.micro_batches == 1:
         told.append(
             "a step has one micro-batch, so that the device groups compute one after another; set train.micro_batch"
         )
@@ -151,6 +138,16 @@ def _notes(found: CapturedStages, count: int, axes: Axes) -> list[str]:
         "a task of a stage takes as long as alone: transfers beside it do not slow it down; collectives of its own "
         "mesh are part of it, and are waited for where they begin; the update waits for the norm over all groups"
     )
+    if schedule.pairs:
+        told.append(
+            "a forward pass beside a backward pass is priced with every collective alone on its link, and needs the "
+            "peaks of both at once"
+        )
+    elif strategy.pipeline.overlap_forward_backward:
+        told.append(
+            "pipeline.overlap_forward_backward has no effect: no forward pass beside a backward pass makes this step "
+            "shorter"
+        )
     return told
 
 
@@ -166,6 +163,35 @@ def _places_apart(cluster: Cluster, groups: Sequence[DeviceGroup]) -> list[Devic
             )
         seen.setdefault(tuple(lies), group)
     return list(seen.values())
+
+
+def _priced(
+    found: CapturedStages,
+    cluster: Cluster,
+    places: Sequence[DeviceGroup],
+    several: bool,
+    algorithm: str | None,
+    views: bool,
+) -> list[StagePrice]:
+    """The prices of the stages that differ, each on the slowest of the places of device groups. `several`: of
+    `price_stage`."""
+    return [
+        _slowest(
+            [
+                price_stage(
+                    found,
+                    stage,
+                    cluster,
+                    group.ranks,
+                    several=several,
+                    algorithm=algorithm,
+                    views=views,
+                )
+                for group in places
+            ]
+        )
+        for stage in found.partition.stages
+    ]
 
 
 def _slowest(prices: Sequence[StagePrice]) -> StagePrice:
@@ -239,10 +265,10 @@ def _ends(
     for stage, place in enumerate(schedule.placement):
         one, price = ends[place], prices[stage]
         ends[place] = Ends(one.gather + price.gather, one.reduce + price.reduce, one.update + price.update)
-    for name, places in found.partition.shared.items():
+    for name, places in found.users.items():
         # A weight of several stages, tied ones for example: each has a part of its gradient.
         homes = sorted({schedule.placement[s] for s, at in enumerate(found.captured) if at in places})
-        known = found.resident.get(name.partition(".")[2])
+        known = found.resident.get(name)
         if known is None or len(homes) < 2:
             continue
         ranks = [[groups[home].ranks[at] for home in homes] for at in range(len(groups[0].ranks))]
@@ -305,6 +331,7 @@ def _figures(
         timeline.step - (span - begin),
         stages,
         tuple(told),
+        sum(map(len, schedule.pairs)),
     )
 
 

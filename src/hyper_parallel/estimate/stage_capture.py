@@ -8,7 +8,7 @@ between neighbours, or the layers are not known by kind, all layers are captured
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -21,7 +21,7 @@ from hyper_parallel.estimate.step_figures import Resident, resident_of
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.pass_manager import rewritten
 from hyper_parallel.graph.stage_cut import NodeCost, balanced_cut, check_inner, layer_costs, layer_stages
-from hyper_parallel.graph.stage_graph import Partition, partition
+from hyper_parallel.graph.stage_graph import Partition, Stage
 from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.schedule import stages_of
@@ -30,11 +30,14 @@ from hyper_parallel.shard.layer_kinds import layer_kinds, layers_in, with_layers
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch, without_boundaries
-from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one
 from hyper_parallel.step.engine import check_length
+from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
 from hyper_parallel.step.recipe import Recipe
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy import Memory, Strategy, recomputed_layers
 
+PARAMETER = "parameter."
+"""How the names of a graph's inputs that are parameters begin."""
 Say = Callable[[str], None]
 CostOf = Callable[[StepGraph], NodeCost]
 """A graph to what its nodes cost."""
@@ -48,12 +51,10 @@ class CapturedStages:
     """Layers of each stage."""
     given: bool
     """Whether the run file has these counts; otherwise they were balanced by cost."""
-    partition: Partition
-    """The stages that differ."""
+    stages_apart: PipelineStages
+    """The graphs of the stages that differ, as training cuts them."""
     captured: tuple[int, ...]
-    """Of each stage, its place in `partition`."""
-    storages: frozenset[str]
-    """The axes over which parameters are stored in shards."""
+    """Of each stage, its place among them."""
     resident: Mapping[str, Resident]
     """By the names of the captured model's parameters, what one rank keeps."""
     update: StepGraph
@@ -67,6 +68,25 @@ class CapturedStages:
         """Stages of all ranks together."""
         return len(self.counts)
 
+    @property
+    def partition(self) -> Partition:
+        """The parts of a micro-batch in the stages that differ."""
+        return self.stages_apart.partition
+
+    @property
+    def users(self) -> Mapping[str, frozenset[int]]:
+        """Each parameter, by name, to the captured stages that use it or have a part in its gradient."""
+        found = self.stages_apart.users.items()
+        return {name.removeprefix(PARAMETER): stages for name, stages in found if name.startswith(PARAMETER)}
+
+    def parameters(self, stage: Stage) -> list[str]:
+        """The names of what a rank of a captured stage holds."""
+        return [name for name, stages in self.users.items() if stage.number in stages]
+
+    def once(self, stage: Stage) -> tuple[StepGraph | None, StepGraph | None]:
+        """What a captured stage gathers before its first micro-batch, and reduces after its last one."""
+        return self.stages_apart.gather([stage.number]), self.stages_apart.reduce([stage.number])
+
 
 def capture_stages(
     model: nn.Module, config: RunConfig, cost_of: CostOf, say: Say, notes: list[str]
@@ -77,26 +97,28 @@ def capture_stages(
     assumed. Raises StrategyError for a pipeline that cannot be cut, CaptureError for a step that cannot be captured.
     """
     strategy = config.effective_strategy
-    of_stage = strategy.of_stage
+    of_stage = _kept_whole(strategy.of_stage)
     plan = make_plan(model, of_stage)
     layers, modules = layers_or_refuse(model, "axes.pipeline")
     kinds = layer_kinds(model, plan, of_stage)
     stages = stages_of(strategy.pipeline, strategy.axes.pipeline)
     kind_of = {layer: kind for kind, alike in enumerate(kinds) for layer in alike}
-    capture = _Capture(model, plan, config.model_copy(update={"strategy": of_stage}), say)
+    capture = _Capture(model, plan, config.model_copy(update={"strategy": of_stage}), strategy.memory, say)
     given = strategy.pipeline.layers
     counts = (
         _given(given, stages, len(modules), layers)
         if given is not None
         else _balanced(capture, kinds, kind_of, stages, layers, cost_of)
     )
-    alike = _alike(counts, kind_of)
+    again = set(recomputed_layers(strategy.memory, counts))
+    alike = _alike(counts, kind_of, again)
     first_of = {place: at for at, place in reversed(list(enumerate(alike)))}
     chosen = [first_of[place] for place in sorted(first_of)]
     starts = [sum(counts[:stage]) for stage in range(stages)]
     keep = [layer for stage in chosen for layer in range(starts[stage], starts[stage] + counts[stage])]
     if plan.layers is not None and len(chosen) < stages:
-        found = capture.cut(keep, [counts[stage] for stage in chosen], layers)
+        local = {place for place, layer in enumerate(keep) if layer in again}
+        found = capture.cut(keep, [counts[stage] for stage in chosen], layers, local)
         if _between_neighbours(found.partition):
             notes.append(
                 f"{len(keep)} of the {len(modules)} layers were captured, in {len(chosen)} of the {stages} stages; "
@@ -104,7 +126,14 @@ def capture_stages(
             )
             return replace(found, counts=counts, given=given is not None, captured=alike)
         say("what crosses is not between neighbours; capturing all layers")
-    return replace(capture.cut(None, counts, layers), given=given is not None)
+    return replace(capture.cut(None, counts, layers, again), given=given is not None)
+
+
+def _kept_whole(strategy: Strategy) -> Strategy:
+    """The strategy without recomputation: which layers are recomputed is known once the stages are, and these are
+    balanced as in training, by the layers' costs without it."""
+    memory = strategy.memory.model_copy(update={"recompute": "none", "recompute_layers": None})
+    return strategy.model_copy(update={"memory": memory})
 
 
 def _given(given: Sequence[int], stages: int, layers: int, name: str) -> tuple[int, ...]:
@@ -138,13 +167,15 @@ def _balanced(
     return balanced_cut(costs, stages, before=found.before, after=found.after, least=found.least, name=layers)
 
 
-def _alike(counts: Sequence[int], kind_of: Mapping[int, int]) -> tuple[int, ...]:
+def _alike(counts: Sequence[int], kind_of: Mapping[int, int], again: Set[int]) -> tuple[int, ...]:
     """Of each stage, the number of the first stage that is like it, of those that differ."""
     seen: dict[object, int] = {}
     found = []
     start = 0
     for stage, count in enumerate(counts):
-        kinds = tuple(kind_of.get(layer, -1 - layer) for layer in range(start, start + count))
+        kinds = tuple(
+            (kind_of.get(layer, -1 - layer), layer in again) for layer in range(start, start + count)
+        )
         end = "first" if stage == 0 else "last" if stage == len(counts) - 1 else ""
         found.append(seen.setdefault((end, kinds), len(seen)))
         start += count
@@ -162,32 +193,42 @@ def _between_neighbours(found: Partition) -> bool:
 class _Capture:
     """Captures a model, or a smaller one with some of its layers, on rank 0 of a stage's mesh."""
 
-    def __init__(self, model: nn.Module, plan: Plan, config: RunConfig, say: Say) -> None:
-        """`config`: of a run of one stage's mesh."""
+    def __init__(self, model: nn.Module, plan: Plan, config: RunConfig, memory: Memory, say: Say) -> None:
+        """`config`: of a run of one stage's mesh that recomputes nothing; `memory`: says how it recomputes layers."""
         self._model, self._plan, self._config, self._say = model, plan, config, say
+        self._memory = memory
         self._strategy: Strategy = config.strategy
 
     def micro_batch(self, keep: Sequence[int] | None) -> StepGraph:
         """One micro-batch of the layers `keep`, or of all."""
         model, strategy = self._smaller(keep)
         with fake_ranks(strategy.axes.world, 0), StepContext(even_load=1.0).installed():
-            return self._captured(self._recipe(model, strategy), strategy)
+            step = without_boundaries(self._captured(self._recipe(model, strategy)))
+            return self._rewritten(step, strategy, [])
 
-    def cut(self, keep: Sequence[int] | None, counts: Sequence[int], layers: str) -> CapturedStages:
-        """The stages of the layers `keep`, or of all, with `counts` layers each."""
+    def cut(
+        self, keep: Sequence[int] | None, counts: Sequence[int], layers: str, again: Set[int]
+    ) -> CapturedStages:
+        """The stages of the layers `keep`, or of all, with `counts` layers each; of them `again` are recomputed."""
         model, strategy = self._smaller(keep)
         with fake_ranks(strategy.axes.world, 0), StepContext(even_load=1.0).installed():
             recipe = self._recipe(model, strategy)
-            shape = ((micro_batch(self._config), self._config.data.sequence),)
-            whole = capture_step(recipe, BatchShape(shape, (False,)))
-            step = self._captured(recipe, strategy)
+            shape = MicroBatchShape(micro_batch(self._config), self._config.data.sequence, False)
+            whole = capture_one(recipe, shape, 1)
+            step = self._captured(recipe)
+            recomputed = [f"{layers}.{layer}" for layer in sorted(again)]
             handle = recipe.handle
         return CapturedStages(
             counts=tuple(counts),
             given=False,
-            partition=partition(step, layer_stages(layers, counts, step), len(counts)),
+            stages_apart=pipeline_stages(
+                step,
+                layer_stages(layers, counts, step),
+                len(counts),
+                strategy.memory.shard,
+                lambda part: self._rewritten(part, strategy, recomputed),
+            ),
             captured=tuple(range(len(counts))),
-            storages=frozenset(one.storage for one in handle.plan.parameters.values()),
             resident=resident_of(whole),
             update=whole,
             model=handle.model,
@@ -208,17 +249,17 @@ class _Capture:
         check_length(sharded(model), self._config)
         return Recipe.of(self._config, model)
 
-    def _captured(self, recipe: Recipe, strategy: Strategy) -> StepGraph:
+    def _captured(self, recipe: Recipe) -> StepGraph:
         step = capture_micro_batch(
             recipe, micro_batch(self._config), self._config.data.sequence, count_micro_batches(self._config)
         )
-        again: list[str] = []
-        if strategy.memory.recompute == "layer":
-            name, modules = layers_or_refuse(recipe.model, "memory.recompute: layer")
-            again = [f"{name}.{index}" for index in range(len(modules))]
-        step = without_boundaries(step)
         self._say(f"{sum(1 for _ in step.nodes):,} nodes captured")
-        return rewritten(step, passes(strategy, ordered=False, recompute=again))
+        return step
+
+    def _rewritten(self, step: StepGraph, strategy: Strategy, recomputed: Sequence[str]) -> StepGraph:
+        memory = strategy.memory.model_copy(update={"recompute": self._memory.recompute})
+        recomputing = strategy.model_copy(update={"memory": memory})
+        return rewritten(step, passes(recomputing, ordered=False, recompute=recomputed))
 
 
 def refuse_unsupported(config: RunConfig, *, ordered: bool, explain: bool) -> None:
@@ -229,6 +270,6 @@ def refuse_unsupported(config: RunConfig, *, ordered: bool, explain: bool) -> No
         )
     if explain or config.effective_strategy.memory.device is not None:
         raise ConfigError(
-            "strategy.memory.device: the budget of a pipeline's stages is not planned yet; leave the budget "
-            "(and --explain) out"
+            "strategy.memory.device: the budget of a pipeline is planned when it runs, and not predicted yet; leave "
+            "the budget (and --explain) out"
         )

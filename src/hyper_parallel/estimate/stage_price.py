@@ -1,9 +1,9 @@
 """Prices of a pipeline stage on a cluster: its tasks simulated operator by operator, once for all micro-batches.
 
-forward   = end of the host point ``forward``            of the stage's simulated graph, without what runs once a
-input     = end of ``input`` − that                       step (`graph.once_a_step`)
+forward   = end of the host point ``forward``            of the stage's simulated graph
+input     = end of ``input`` − that
 weight    = end of the graph − that + the sum into the gradients of the micro-batches before
-gather    = Σ seconds of what runs before the first micro-batch
+gather    = Σ seconds of what runs before the first micro-batch  (`step.pipeline_stages`)
 reduce    = Σ seconds of what runs after the last one
 update    = Σ seconds of clipping and of the optimizer, for the stage's parameters
 """
@@ -25,7 +25,6 @@ from hyper_parallel.graph.dynamic_sizes import known
 from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.ir import values_of
 from hyper_parallel.graph.lower import lowered
-from hyper_parallel.graph.once_a_step import OnceAStep, once_a_step
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.stage_cut import NodeCost
 from hyper_parallel.graph.stage_graph import Stage
@@ -33,7 +32,7 @@ from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.runtime.stage_costs import StageMemory, stage_memory
 from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.op_costs import Costs
-from hyper_parallel.strategy.memory import ShardLevel
+from hyper_parallel.step.micro_batch import WEIGHT
 from hyper_parallel.trace import Collective, Op, Timeline, Trace
 from hyper_parallel.workload.work import Work
 
@@ -87,7 +86,6 @@ def price_stage(
     stage: Stage,
     cluster: Cluster,
     ranks: Sequence[int],
-    level: ShardLevel,
     *,
     several: bool = True,
     algorithm: str | None = None,
@@ -98,22 +96,26 @@ def price_stage(
     `several`: a step has more than one micro-batch, so that gradients are summed.
     """
     step = stage.step
-    once = once_a_step(step, level, found.storages)
-    timeline = _simulated(step, once, cluster, ranks, algorithm, views)
+    timeline = _simulated(step, cluster, ranks, algorithm, views)
     ends = {span.op.name: span.end for span in timeline.spans if span.op.name in (_FORWARD, _INPUT)}
-    seconds = node_seconds(step, cluster, ranks, algorithm)
+    gather, reduce = found.once(stage)
     return StagePrice(
         forward=ends[_FORWARD],
         input=ends[_INPUT] - ends[_FORWARD],
-        weight=timeline.step - ends[_INPUT] + (_adding(step, once, cluster) if several else 0.0),
+        weight=timeline.step - ends[_INPUT] + (_adding(step, cluster) if several else 0.0),
         exposed=timeline.exposed,
-        gather=sum(map(seconds, once.before)),
-        reduce=sum(map(seconds, once.after)),
+        gather=_seconds(gather, cluster, ranks, algorithm),
+        reduce=_seconds(reduce, cluster, ranks, algorithm),
         update=_update(found, stage, cluster, ranks, algorithm),
-        memory=stage_memory(stage, lasting=once.lasting(step)),
-        resident=_resident(found, stage, once, several=several),
-        gathered=_bytes(step, _kept_weights(step, once)),
+        memory=stage_memory(stage),
+        resident=_resident(found, stage, several=several),
+        gathered=gathered_bytes(step),
     )
+
+
+def _seconds(step: StepGraph | None, cluster: Cluster, ranks: Sequence[int], algorithm: str | None) -> float:
+    """Seconds of a graph's nodes, one after the other."""
+    return 0.0 if step is None else sum(map(node_seconds(step, cluster, ranks, algorithm), step.nodes))
 
 
 _FORWARD, _INPUT = f"host {HostPoint.FORWARD.value}", f"host {HostPoint.INPUT.value}"
@@ -121,33 +123,18 @@ _FORWARD, _INPUT = f"host {HostPoint.FORWARD.value}", f"host {HostPoint.INPUT.va
 
 
 def _simulated(
-    step: StepGraph,
-    once: OnceAStep,
-    cluster: Cluster,
-    ranks: Sequence[int],
-    algorithm: str | None,
-    views: bool,
+    step: StepGraph, cluster: Cluster, ranks: Sequence[int], algorithm: str | None, views: bool
 ) -> Timeline:
-    """One micro-batch of a stage, in which what runs once a step takes no time."""
+    """One micro-batch of a stage."""
     found = lowered(step, sizes=balanced_sizes(step), views=views)
     groups: dict[tuple[int, ...], tuple[int, ...]] = {}
-    ops = tuple(
-        _placed(op, node, once, ranks, groups) for op, node in zip(found.ops, found.nodes, strict=True)
-    )
+    ops = tuple(_placed(op, ranks, groups) for op in found.ops)
     trace = Trace({"stage": ops}, dict.fromkeys(ranks, "stage"), {"stage": found.resident})
     return simulate(trace, cluster, algorithm=algorithm, masking=False)
 
 
-def _placed(
-    op: Op,
-    node: fx.Node,
-    once: OnceAStep,
-    ranks: Sequence[int],
-    groups: dict[tuple[int, ...], tuple[int, ...]],
-) -> Op:
+def _placed(op: Op, ranks: Sequence[int], groups: dict[tuple[int, ...], tuple[int, ...]]) -> Op:
     """An op on the ranks of the device group. `groups`: known groups of places to their ranks."""
-    if node in once.before or node in once.after:
-        return replace(op, work=None, collective=None, queue="compute")
     if op.collective is None:
         return op
     places = op.collective.ranks
@@ -156,11 +143,11 @@ def _placed(
     return replace(op, collective=replace(op.collective, ranks=groups[places]))
 
 
-def _adding(step: StepGraph, once: OnceAStep, cluster: Cluster) -> float:
+def _adding(step: StepGraph, cluster: Cluster) -> float:
     """Seconds in which a micro-batch's gradients are added to those of the micro-batches before."""
     assert cluster.device is not None
     total = 0.0
-    for node in _accumulated(step, once):
+    for node in _summed(step):
         for value in values_of(node):
             size = known(value.bytes, balanced_sizes(step))
             work = Work(
@@ -175,34 +162,16 @@ def _adding(step: StepGraph, once: OnceAStep, cluster: Cluster) -> float:
     return total
 
 
-def _accumulated(step: StepGraph, once: OnceAStep) -> list[fx.Node]:
+def _summed(step: StepGraph) -> list[fx.Node]:
     """The nodes whose results are summed over micro-batches: gradients, before what reduces them once a step."""
-    nodes: dict[fx.Node, None] = {}
-    for name, node in step.returned.items():
-        if name.startswith(GRADIENT):
-            left = [node]
-            while left:
-                one = left.pop()
-                if one in once.after:
-                    left += [
-                        source for source in one.all_input_nodes if region_of(source).phase == "backward"
-                    ]
-                elif one.op == "call_function":
-                    nodes[one] = None
-    return list(nodes)
+    returned = step.returned.items()
+    return list(dict.fromkeys(node for name, node in returned if name.startswith(GRADIENT)))
 
 
-def _kept_weights(step: StepGraph, once: OnceAStep) -> set[int]:
-    """Storages that are gathered once a step and used by micro-batches."""
-    made = {value.storage for node in once.before for value in values_of(node)} - set(step.outside)
-    used = {
-        value.storage
-        for node in step.nodes
-        if node not in once.before
-        for source in node.all_input_nodes
-        for value in values_of(source)
-    }
-    return made & used
+def gathered_bytes(step: StepGraph) -> int:
+    """Bytes of the weights that a stage's micro-batches are given, gathered or cast once a step."""
+    weights = {storage for storage, entry in step.outside.items() if entry.name.startswith(WEIGHT)}
+    return _bytes(step, weights)
 
 
 def _bytes(step: StepGraph, storages: set[int]) -> int:
@@ -210,26 +179,17 @@ def _bytes(step: StepGraph, storages: set[int]) -> int:
     return sum(known(step.storages[storage].bytes, sizes) for storage in storages)
 
 
-def _resident(found: CapturedStages, stage: Stage, once: OnceAStep, *, several: bool) -> Resident:
+def _resident(found: CapturedStages, stage: Stage, *, several: bool) -> Resident:
     """What a rank keeps of the stage's parameters."""
-    names = _parameters(stage)
-    here = [found.resident[name] for name in names if name in found.resident]
+    here = [found.resident[name] for name in found.parameters(stage) if name in found.resident]
     step = stage.step
     # Not those of the step that was captured whole, which are reduced: what micro-batches add to.
-    summed = (
-        {value.storage for node in _accumulated(step, once) for value in values_of(node)}
-        if several
-        else set()
-    )
+    summed = {value.storage for node in _summed(step) for value in values_of(node)} if several else set()
     return Resident(
         sum(one.parameter for one in here),
         _bytes(step, summed),
         sum(one.optimizer for one in here),
     )
-
-
-def _parameters(stage: Stage) -> list[str]:
-    return [one.name.partition(".")[2] for one in stage.step.inputs if one.kind == "parameter"]
 
 
 def _update(
@@ -238,7 +198,7 @@ def _update(
     """Seconds of clipping and of the optimizer for the stage's parameters; what is of no parameter, in each stage."""
     step = found.update
     seconds = node_seconds(step, cluster, ranks, algorithm)
-    mine = set(_parameters(stage))
+    mine = set(found.parameters(stage))
     of: dict[int, frozenset[str]] = {
         storage: frozenset({_parameter(entry.name)})
         for storage, entry in step.outside.items()

@@ -13,7 +13,7 @@ that one layer more makes (`StepFigures.plus`):
 
     f(n) = f(k) + (n − k) · (f(k + 1) − f(k))
 
-Micro-batches differ in the first and the last; those between are captured once (`captured_micro_batches`).
+Micro-batches differ in the first and the last; those between are alike (`captured_micro_batches`).
 """
 
 from __future__ import annotations
@@ -75,13 +75,8 @@ class StepFigures:
         return StepFigures(sums("saved"), grown("gathered"), grown("transient"), grown("peak"), sums("calls"))
 
 
-def captured_micro_batches(strategy: Strategy, count: int) -> tuple[int, ...]:
-    """How many of a step's `count` micro-batches each captured one stands for, in order.
-
-    With parameters split for good, or on one rank, the first gathers and reduces what those between do.
-    """
-    if count > 2 and (strategy.memory.shard == "parameters" or strategy.axes.world == 1):
-        return (count - 1, 1)
+def captured_micro_batches(count: int) -> tuple[int, ...]:
+    """How many of a step's `count` micro-batches each one that is written out stands for, in order."""
     return (1, count - 2, 1) if count > 3 else (1,) * count
 
 

@@ -18,6 +18,7 @@ from hyper_parallel.graph.pass_manager import Pass, Ran, Rewrite, rewritten, run
 from hyper_parallel.graph.phase import PHASES, Phase, phase
 from hyper_parallel.graph.printer import changes, text
 from hyper_parallel.graph.recompute import inside, layers, recompute, regather, repeatable
+from hyper_parallel.graph.selective_recompute import selective
 from hyper_parallel.graph.suspension import HostPoint, host
 from hyper_parallel.graph.tier_ops import Slot, is_cache
 from hyper_parallel.graph.workspaces import workspaces
@@ -66,6 +67,7 @@ __all__ = [
     "repeatable",
     "rewritten",
     "run_passes",
+    "selective",
     "text",
     "validate",
     "values_of",

@@ -1,87 +1,106 @@
-"""Accumulation: one micro-batch's step as the graphs that a step of several micro-batches runs.
+"""Gradient accumulation: the captured step of one micro-batch as the body of a loop over a step's micro-batches.
 
-A step of one micro-batch was captured, and its passes have run. Of its nodes these run,
+Every node runs in each micro-batch, but for those with `meta["when"]`:
 
-    first     the weights that are gathered once a step, and the micro-batch     returns the weights
-    middle    the micro-batch, with those weights
-    last      the same, then what runs once a step: reductions, norm, clipping, the update
+    first     gathers of weights once a step; their results stay for all micro-batches
+    last      what runs once a step at its end: reductions, norm, clipping, the update
 
-each in the order of the captured step. Gradients, the loss and counts are added to tensors that the step is given, each
-as soon as it is computed; what runs once a step uses the sums.
+in the order of the captured step. Gradients, the loss and counts are added to `totals`, each as soon as it is computed;
+what runs once a step uses the sums. `graph.execute_loop` runs the loop, `graph.expand` writes it out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph.data_flow import Needs, data_sources, needed, sources, stops
-from hyper_parallel.graph.graph_writer import GraphWriter
-from hyper_parallel.graph.ir import StepGraph, Value
+from hyper_parallel.graph.data_flow import Needs, data_sources, needed, stops
+from hyper_parallel.graph.graph_writer import moved_storages, placed, span
+from hyper_parallel.graph.ir import Input, StepGraph, Storage, Value, values_of
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.suspension import HOST
 
+When = Literal["first", "each", "last"]
+"""The micro-batches in which a node runs."""
+
 _ADD = torch.ops.aten.add_.Tensor
 
 
-@dataclass(frozen=True)
+def when_of(node: fx.Node) -> When:
+    """The micro-batches in which a node of a loop's body runs."""
+    found: When = node.meta.get("when", "each")
+    return found
+
+
+@dataclass(frozen=True, eq=False)
 class Accumulation:
-    """The graphs of a step of two or more micro-batches."""
+    """A step of two or more micro-batches as a loop."""
 
-    first: StepGraph
-    middle: StepGraph
-    last: StepGraph
+    body: StepGraph
+    """Without outputs. Executed once, in all its nodes, it is a step of one micro-batch."""
     totals: Mapping[str, Value]
-    """The tensors that are added to, by the names of the graphs' inputs; zero before a step."""
+    """Inputs of the body that are added to, by name; zero before a step."""
+    added: Mapping[str, fx.Node]
+    """The nodes that add to them first, by the same names."""
+    weights: Mapping[str, fx.Node]
+    """What is gathered once a step, by name."""
+    batch: frozenset[str]
+    """Names of the inputs that differ from micro-batch to micro-batch."""
+    width: int = 1
+    """Micro-batches of one run of the body."""
 
-    @property
-    def parts(self) -> tuple[StepGraph, StepGraph, StepGraph]:
-        """The graphs, in their order."""
-        return self.first, self.middle, self.last
+    def with_body(self, body: StepGraph) -> Accumulation:
+        """The same loop over a body whose nodes a pass has put into another order."""
+        named = {node.name: node for node in body.graph.nodes}
+        added = {name: named[node.name] for name, node in self.added.items()}
+        weights = {name: named[node.name] for name, node in self.weights.items() if node.name in named}
+        return replace(self, body=body, added=added, weights=weights)
 
 
 def accumulation(
-    step: StepGraph, weights: Mapping[str, fx.Node], sums: Mapping[str, fx.Node], batch: Collection[str]
+    step: StepGraph,
+    weights: Mapping[str, fx.Node],
+    sums: Mapping[str, fx.Node],
+    batch: Collection[str],
+    needs: Needs | None = None,
 ) -> Accumulation:
-    """The graphs of a captured step. `weights`: what is gathered once a step; `sums`: what is added up over its
-    micro-batches; by name. `batch`: the names of the inputs that differ from micro-batch to micro-batch.
+    """The loop over micro-batches whose body is this captured step, which is changed in place.
 
+    `weights`: what is gathered once a step; `sums`: what is added up over its micro-batches; by name. `batch`: the
+    names of the inputs that differ from micro-batch to micro-batch. `needs`: the step's data flow where it is known.
     Raises GraphError where what runs once a step uses values of a micro-batch that are no sums: it would see those of
     the last one alone.
     """
-    cut = _Cut(step, weights, sums)
+    needs = data_sources(step) if needs is None else needs
+    cut = _Cut(step, weights, {node: name for name, node in sums.items()}, needs)
     cut.check(batch)
-    middle = cut.graph(gathers=False, ends=False)
-    return Accumulation(
-        cut.graph(gathers=True, ends=False) if weights else middle,
-        middle,
-        cut.graph(gathers=False, ends=True),
-        {name: node.meta["value"] for node, name in cut.sums.items()},
-    )
+    totals = cut.totals()
+    added = cut.apply(totals)
+    values: dict[str, Value] = {name: node.meta["value"] for name, node in totals.items()}
+    return Accumulation(step, values, added, dict(weights), frozenset(batch))
 
 
 class _Cut:
     """What of a step runs when."""
 
-    def __init__(self, step: StepGraph, weights: Mapping[str, fx.Node], sums: Mapping[str, fx.Node]) -> None:
-        self._step = step
-        self._weights = {name: node for node, name in {node: name for name, node in weights.items()}.items()}
-        self.sums = {node: name for name, node in sums.items()}
-        needs = data_sources(step)
+    def __init__(
+        self, step: StepGraph, weights: Mapping[str, fx.Node], sums: Mapping[fx.Node, str], needs: Needs
+    ) -> None:
+        self._step, self._sums = step, sums
         lasting = set(step.outside)
-        effects = [node for node in step.nodes if writes(node) & lasting or node.target is HOST]
-        once = [node for node in effects if region_of(node).phase in ("clip", "optimizer")]
-        each = [node for node in effects if region_of(node).phase not in ("clip", "optimizer")]
-        self._once = needed(needs, once, stops(needs, self.sums))
-        self._behind = _behind(self._once, needs, self.sums)
-        """Nodes that run once a step and use sums."""
+        effects = [node for node in needs if writes(node) & lasting or node.target is HOST]
+        once = [node for node in effects if _is_epilogue(node)]
+        each = [node for node in effects if not _is_epilogue(node)]
+        self._once = needed(needs, once, stops(needs, sums))
+        self._behind = _behind(self._once, needs, sums)
         given = set(weights.values())
-        self._micro = needed(needs, [*each, *self.sums], stops(needs, given))
+        self._micro = needed(needs, [*each, *sums], stops(needs, given))
         self._gathers = needed(needs, list(given))
 
     def check(self, batch: Collection[str]) -> None:
@@ -90,41 +109,96 @@ class _Cut:
         varies = {node for entry, node in inputs if entry.name in batch}
         for node in self._step.nodes:
             if node in self._once and any(
-                one in varies and one not in self.sums for one in node.all_input_nodes
+                one in varies and one not in self._sums for one in node.all_input_nodes
             ):
                 varies.add(node)
-                if region_of(node).phase in ("clip", "optimizer"):
+                if _is_epilogue(node):
                     raise GraphError(
                         f"a step of several micro-batches cannot be cut: {node.target}, which runs once a step, "
                         "uses values of one micro-batch that are no gradient, loss or count"
                     )
 
-    def graph(self, *, gathers: bool, ends: bool) -> StepGraph:
-        """`gathers`: with what gathers the weights; `ends`: with what runs once a step."""
-        nodes = self._micro | (self._gathers if gathers else set()) | (self._once if ends else set())
-        writer = GraphWriter(self._step)
-        writer.inputs(sources(nodes) | set(self.sums))
-        for name, node in self._weights.items() if not gathers else ():
-            writer.given(node, name, "parameter", "forward")
-        totals = {
-            node: writer.input_like(node, name, "gradient", region_of(node).phase)
-            for node, name in self.sums.items()
-        }
+    def totals(self) -> dict[str, fx.Node]:
+        """Add inputs for the sums."""
+        step = self._step
+        found: dict[str, fx.Node] = {}
+        last = step.placeholders[-1]
+        for node, name in self._sums.items():
+            (value,) = values_of(node)
+            index = len(step.storages)
+            step.storages.append(Storage(index, span(value) * value.dtype.itemsize, value.device, name))
+            step.inputs.append(Input(name, "gradient"))
+            if value.storage in step.gradients:
+                step.gradients[index] = step.gradients.pop(value.storage)
+            with step.graph.inserting_after(last):
+                last = found[name] = step.graph.placeholder(f"total_{node.name}")
+            last.meta.update(node.meta, value=replace(value, storage=index))
+        return found
+
+    def apply(self, totals: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
+        """Add what is added up, have what runs once use the sums, and say what runs when. Returns what adds to each."""
+        step = self._step
+        added: dict[str, fx.Node] = {}
         instead: dict[fx.Node, fx.Node] = {}
         """What nodes became for those that use sums."""
-        for node in self._step.nodes:
-            if node in nodes and (node in self._micro or node not in self._behind):
-                writer.emit(node)
-                if node in self.sums:
-                    instead[node] = writer.added_in_place(_ADD, totals[node], writer.made[node])
-            if ends and node in self._behind:
-                instead[node] = writer.emit(node, instead)
-        outputs = {name: writer.made[node] for name, node in self._weights.items()} if gathers else {}
-        return writer.finished(outputs, "forward")
+        before: dict[fx.Node, Any] = {}
+        """The values of these, as they lay in memory before."""
+        unused = []
+        for node in list(step.nodes):
+            end = node
+            if node in self._sums:
+                before[node] = node.meta["value"]
+                name = self._sums[node]
+                instead[node] = added[name] = end = self._added(node, totals[name])
+            if node in self._behind:
+                before[node] = node.meta.get("value")
+                made = node
+                if node in self._micro:
+                    with step.graph.inserting_after(end):
+                        made = step.graph.node_copy(node, lambda source: source)
+                    made.meta = dict(node.meta)
+                self._use_sums(made, instead, before)
+                instead[node] = made
+            elif node not in self._micro:
+                if node in self._gathers or node in self._once:
+                    node.meta["when"] = "first" if node in self._gathers else "last"
+                else:
+                    unused.append(node)
+        step.output.args, step.outputs = ((),), []
+        for node in reversed(unused):
+            step.graph.erase_node(node)
+        dropped = set(unused)
+        step.sizes = {symbol: node for symbol, node in step.sizes.items() if node not in dropped}
+        return added
+
+    def _added(self, node: fx.Node, total: fx.Node) -> fx.Node:
+        with self._step.graph.inserting_after(node):
+            added = self._step.graph.call_function(_ADD, (total, node))
+        added.meta.update(node.meta, value=total.meta["value"])
+        return added
+
+    @staticmethod
+    def _use_sums(node: fx.Node, instead: Mapping[fx.Node, fx.Node], before: Mapping[fx.Node, Any]) -> None:
+        """Have a node run once, on sums."""
+        moved: dict[int, int] = {}
+        for source in list(node.all_input_nodes):
+            if source in instead:
+                moved.update(moved_storages(before[source], instead[source].meta.get("value")))
+                node.replace_input_with(source, instead[source])
+        node.meta["when"] = "last"
+        if moved and "value" in node.meta:
+            node.meta["value"] = placed(node.meta["value"], moved)
+        if moved and "writes" in node.meta:
+            node.meta["writes"] = {moved.get(storage, storage) for storage in node.meta["writes"]}
+
+
+def _is_epilogue(node: fx.Node) -> bool:
+    """Whether a node was captured outside of the micro-batch: clipping, the host points of the step, the update."""
+    return region_of(node).micro_batch is None
 
 
 def _behind(once: Collection[fx.Node], needs: Needs, sums: Collection[fx.Node]) -> set[fx.Node]:
-    """Of the nodes that run once a step, those that use sums, in their order."""
+    """Of the nodes that run once a step, those that use sums."""
     found: set[fx.Node] = set()
     for node in needs:
         if node in once and any(source in sums or source in found for source in needs[node]):

@@ -69,7 +69,8 @@ def capture(
     them, in modules for example. What it returns are the outputs. `modules`: the model whose modules' names the nodes
     are given. `gradients`: called after the step, the gradient of each parameter by its name. `groups`: the process
     groups by name, so that collectives can be asked for their axis and ranks (`collective_groups.group_of`).
-    `questions`: answers what the step asks of its inputs' values.
+    `questions`: answers what the step asks of its inputs' values; when left out, only questions that no input decides
+    are answered.
 
     Raises CaptureError, which names the line and the operator, when the step reads a tensor that it was not told of, or
     cannot be followed; and whatever of our own errors the step raises.
@@ -113,7 +114,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module | None, questions: Questions | None = None) -> None:
         super().__init__()
-        self._questions = questions
+        self._questions = questions or Questions({})
         self._names = {module: name for name, module in model.named_modules()} if model is not None else {}
         self._layer_named = layer_finder(self._names.values())
         self._last: Any = None
@@ -184,7 +185,7 @@ class _Recorder(TorchDispatchMode):
         self._last = func
         if func is _LIFT and not is_fake(args[0]):
             return self._constant(args[0])
-        if func is _VALUE and self._questions is not None:
+        if func is _VALUE:
             asked = self._node_of(args[0], func)
             answer = self._questions.ask(asked, self._graph, self._inputs, self._storages, self._constants)
             if answer is not None:

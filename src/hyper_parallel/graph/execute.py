@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,26 +55,50 @@ class Executable:
         Raises what `host` raises; nothing behind that host point has run then.
         """
         steps = self.function([tensors[name] for name in self.inputs])
-        answer: Any = None
-        while True:
-            try:
-                # Not around the host, which may compute things of its own, capture another step for one.
-                with below_autograd():
-                    point, values = steps.send(answer)
-            except StopIteration as stop:
-                return dict(zip(self.outputs, stop.value, strict=True))
-            assert host is not None, f"the graph asks the host at {point!r}"
-            answer = host(HostPoint(point), values)
-            del values
+        return dict(zip(self.outputs, run_with_host(steps, host), strict=True))
 
     def node_of(self, error: BaseException) -> fx.Node | None:
         """The node in which an error of `run` arose; None where it came from elsewhere."""
-        found, traceback = None, error.__traceback__
-        while traceback is not None:
-            if traceback.tb_frame.f_code is self.function.__code__:
-                found = self.lines.get(traceback.tb_lineno, found)
-            traceback = traceback.tb_next
-        return found
+        return node_at(error, self.function, self.lines)
+
+
+def run_with_host(
+    steps: Generator[Any, Any, tuple[torch.Tensor, ...]], host: Host | None
+) -> tuple[torch.Tensor, ...]:
+    """Run a graph's generator to its end, and return what it returns. Raises what `host` raises."""
+    answer: Any = None
+    while True:
+        try:
+            # Not around the host, which may compute things of its own, capture another step for one.
+            with below_autograd():
+                point, values = steps.send(answer)
+        except StopIteration as stop:
+            returned: tuple[torch.Tensor, ...] = stop.value
+            return returned
+        assert host is not None, f"the graph asks the host at {point!r}"
+        answer = host(HostPoint(point), values)
+        del values
+
+
+def node_at(
+    error: BaseException, function: Callable[..., Any], lines: Mapping[int, fx.Node]
+) -> fx.Node | None:
+    """The node in which an error arose in a graph's function; None where it came from elsewhere."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is function.__code__:
+            found = lines.get(traceback.tb_lineno, found)
+        traceback = traceback.tb_next
+    return found
+
+
+def refuse_balanced(step: StepGraph) -> None:
+    """Raise CaptureError for a step that was captured for costs, whose sizes are of rows that spread evenly."""
+    if step.balanced:
+        raise CaptureError(
+            "this graph takes tokens to spread evenly over the experts, and is right for costs only; capture the step "
+            "without a `StepContext.even_load` to run it"
+        )
 
 
 class Cache(Protocol):
@@ -100,21 +124,19 @@ def executable(
     cache: Cache | None = None,
     *,
     deliver: tuple[str, Deliver] | None = None,
+    pauses: Collection[fx.Node] = (),
 ) -> Executable:
     """The Python function of a graph. `stamp` is called before the first node and after each, when what dies with it
     was let go. `cache` runs the cache operators and updates of a graph that has some. `deliver`: a prefix, and what is
     given the outputs whose names begin with it, each as soon as it is computed; these are not returned, so that they
-    need not all be in memory at the end. Outputs that share memory are returned all the same.
+    need not all be in memory at the end. Outputs that share memory are returned all the same. `pauses`: nodes before
+    which the run yields (`HostPoint.PAUSE`, ()); it goes on whatever it is sent.
 
     Raises CaptureError for a step that was captured for costs, whose sizes are of rows that spread evenly.
     """
-    if step.balanced:
-        raise CaptureError(
-            "this graph takes tokens to spread evenly over the experts, and is right for costs only; capture the step "
-            "without a `StepContext.even_load` to run it"
-        )
-    early = _early(step, deliver[0]) if deliver else {}
-    writer = _Writer(step, stamp, cache, early)
+    refuse_balanced(step)
+    early = ready_outputs(step, deliver[0]) if deliver else {}
+    writer = SourceWriter(step, stamp, cache, early, pauses)
     if deliver:
         writer.names["deliver"] = deliver[1]
     source = writer.source()
@@ -125,8 +147,8 @@ def executable(
     return Executable(names, returned, source, namespace["step"], writer.lines)
 
 
-class _Writer:
-    """Writes the source; what has no literal form is given to it by name."""
+class SourceWriter:
+    """Writes the source of a graph's function; what has no literal form is given to it by name."""
 
     def __init__(
         self,
@@ -134,6 +156,7 @@ class _Writer:
         stamp: Callable[[], None] | None,
         cache: Cache | None,
         early: Mapping[fx.Node, Sequence[tuple[str, fx.Node]]],
+        pauses: Collection[fx.Node] = (),
     ) -> None:
         """`early`: nodes to the outputs that are delivered behind them."""
         self.step, self._cache = step, cache
@@ -157,7 +180,7 @@ class _Writer:
                 self.last[before].remove(node)
                 self.last.setdefault(behind, []).append(node)
                 self._emptied.setdefault(behind, []).append(node)
-        self._early = early
+        self._early, self._pauses = early, frozenset(pauses)
         self.delivered = {name for outputs in early.values() for name, _ in outputs}
         for behind, outputs in early.items():
             for _, node in outputs:
@@ -169,24 +192,26 @@ class _Writer:
         body: list[str] = []
         placeholders = self.step.placeholders
         if placeholders:
-            body.append(f"{', '.join(self._variable(node) for node in placeholders)}, = inputs")
+            body.append(f"{', '.join(self.variable(node) for node in placeholders)}, = inputs")
         body.append("del inputs")
         stamp = ["stamp()"] if "stamp" in self.names else []
         body += stamp
         for node in self.step.graph.nodes:
+            if node in self._pauses:
+                body.append(f"yield ({HostPoint.PAUSE.value!r}, ())")
             if node.op == "call_function":
-                body.append(self._line(node))
+                body.append(self.line(node))
                 self.lines[1 + len(body)] = node
             elif node.op == "get_attr":
-                body.append(f"{self._variable(node)} = {node.target}")
+                body.append(f"{self.variable(node)} = {node.target}")
             elif node.op == "output":
                 values = self.step.returned.items()
                 kept = tuple(value for name, value in values if name not in self.delivered)
-                body.append(f"return {self._rendered(kept)}")
+                body.append(f"return {self.rendered(kept)}")
                 break
-            body += [f"deliver({name!r}, {self._variable(one)})" for name, one in self._early.get(node, [])]
-            body += [f"empty({self._variable(source)})" for source in self._emptied.get(node, [])]
-            dead = [self._variable(source) for source in self.last.get(node, [])]
+            body += [f"deliver({name!r}, {self.variable(one)})" for name, one in self._early.get(node, [])]
+            body += [f"empty({self.variable(source)})" for source in self._emptied.get(node, [])]
+            dead = [self.variable(source) for source in self.last.get(node, [])]
             if dead:
                 body.append(f"del {', '.join(dead)}")
             if node.op == "call_function":
@@ -195,18 +220,20 @@ class _Writer:
             body.append("yield")  # a generator all the same
         return "def step(inputs):\n" + "".join(f"    {line}\n" for line in body)
 
-    def _line(self, node: fx.Node) -> str:
-        variable, target = self._variable(node), node.target
+    def line(self, node: fx.Node) -> str:
+        """The statement that runs a node."""
+        variable, target = self.variable(node), node.target
         if target is operator.getitem:
-            return f"{variable} = {self._rendered(node.args[0])}[{node.args[1]}]"
+            return f"{variable} = {self.rendered(node.args[0])}[{node.args[1]}]"
         if target is HOST:
             point, values, _ = node.args
-            return f"{variable} = yield ({point!r}, {self._rendered(values)})"
-        arguments = [self._rendered(arg) for arg in node.args]
-        arguments += [f"{key}={self._rendered(value)}" for key, value in node.kwargs.items()]
+            return f"{variable} = yield ({point!r}, {self.rendered(values)})"
+        arguments = [self.rendered(arg) for arg in node.args]
+        arguments += [f"{key}={self.rendered(value)}" for key, value in node.kwargs.items()]
         return f"{variable} = {self._function(target)}({', '.join(arguments)})"
 
-    def _variable(self, node: fx.Node) -> str:
+    def variable(self, node: fx.Node) -> str:
+        """The name of a node's result."""
         return self._variables.setdefault(node, f"v{len(self._variables)}")
 
     def _function(self, target: Any) -> str:
@@ -217,13 +244,14 @@ class _Writer:
             self.names[name] = getattr(self._cache, target.__name__) if moves else kernel(target)
         return self._functions[target]
 
-    def _rendered(self, value: Any) -> str:
+    def rendered(self, value: Any) -> str:
+        """An argument as an expression."""
         if isinstance(value, fx.Node):
-            return self._variable(value)
+            return self.variable(value)
         if isinstance(value, tuple):
-            return f"({''.join(f'{self._rendered(x)}, ' for x in value)})"
+            return f"({''.join(f'{self.rendered(x)}, ' for x in value)})"
         if isinstance(value, list):
-            return f"[{', '.join(self._rendered(x) for x in value)}]"
+            return f"[{', '.join(self.rendered(x) for x in value)}]"
         # inf and nan have no literal.
         if isinstance(value, _PLAIN) and not (isinstance(value, float) and value - value != 0):
             return repr(value)
@@ -232,7 +260,7 @@ class _Writer:
         return name
 
 
-def _early(step: StepGraph, prefix: str) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
+def ready_outputs(step: StepGraph, prefix: str) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
     """The outputs whose names begin with `prefix` and whose memory nothing else has, with their names, by the last
     node that uses their memory."""
     returned = Counter(value.storage for node in step.returned.values() for value in values_of(node))

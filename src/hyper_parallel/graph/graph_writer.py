@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hyper_parallel.graph.ir import Input, Kind, StepGraph, Storage, Value, values_of
+from hyper_parallel.graph.ir import Input, Kind, StepGraph, Storage, Value, flat_values, values_of
 from hyper_parallel.graph.phase import Phase
 from hyper_parallel.graph.regions import Region
 from hyper_parallel.graph.suspension import HOST, HostPoint
@@ -75,32 +75,20 @@ class GraphWriter:
         made.meta = dict(node.meta)
         moved: dict[int, int] = {}
         for source in node.all_input_nodes:
-            moved.update(self._moved_to(source, known[source]))
+            moved.update(moved_storages(source.meta.get("value"), known[source].meta.get("value")))
         if moved and "value" in node.meta:
-            made.meta["value"] = _placed(node.meta["value"], moved)
+            made.meta["value"] = placed(node.meta["value"], moved)
         if moved and "writes" in node.meta:
             made.meta["writes"] = {moved.get(storage, storage) for storage in node.meta["writes"]}
         if instead is None:
             self.made[node] = made
         return made
 
-    @staticmethod
-    def _moved_to(node: fx.Node, made: fx.Node) -> dict[int, int]:
-        """Where the values of a node lie in this graph, of storages that are others here."""
-        pairs = zip(values_of(node), values_of(made), strict=True)
-        return {old.storage: new.storage for old, new in pairs if old.storage != new.storage}
-
     def added(self, target: Any, arguments: tuple[Any, ...], like: fx.Node) -> fx.Node:
         """A node that is not in the whole graph, with a result like another node's in memory of its own."""
         made = self._graph.call_function(target, arguments)
         (value,) = values_of(like)
         made.meta.update(like.meta, value=replace(value, storage=self._storage(span(value), value)))
-        return made
-
-    def added_in_place(self, target: Any, into: fx.Node, node: fx.Node) -> fx.Node:
-        """A node that is not in the whole graph and writes to `into`, beside the one whose region it shares."""
-        made = self._graph.call_function(target, (into, node))
-        made.meta.update(node.meta, value=into.meta["value"])
         return made
 
     def host(
@@ -153,10 +141,16 @@ def span(value: Value) -> int:
     return 1 + int(sum((size - 1) * stride for size, stride in steps))
 
 
-def _placed(value: Any, moved: Mapping[int, int]) -> Any:
+def moved_storages(before: Any, after: Any) -> dict[int, int]:
+    """Of a node's value that lies elsewhere now, each storage that was another one to the one that it is."""
+    pairs = zip(flat_values(before), flat_values(after), strict=True)
+    return {old.storage: new.storage for old, new in pairs if old.storage != new.storage}
+
+
+def placed(value: Any, moved: Mapping[int, int]) -> Any:
     """A value, or a nest of them, with its storages renumbered."""
     if isinstance(value, Value):
         return replace(value, storage=moved.get(value.storage, value.storage))
     if isinstance(value, tuple | list):
-        return type(value)(_placed(one, moved) for one in value)
+        return type(value)(placed(one, moved) for one in value)
     return value

@@ -2,7 +2,7 @@
 
 A tensor of a capture has no values. Where one is computed from inputs alone, a small graph of its own computes it from
 the real ones, and the step goes on with the answer. The graph that is captured then is right for inputs of which the
-same questions have the same answers, and `Question.of` asks them again.
+same questions have the same answers, and `Question.of` asks them again. An answer that no input decides holds always.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ class Questions:
         for node in kept:
             copied[node] = alone.node_copy(node, lambda source: copied[source])
             copied[node].meta = dict(node.meta)
+            if not given and node.kwargs.get("device") is not None:
+                # The device that the step is captured for may be absent here.
+                copied[node].update_kwarg("device", torch.device("cpu"))
         last = alone.output((copied[of],))
         last.meta = dict(of.meta)
         asks = executable(StepGraph(alone, given, ["answer"], storages, dict(constants)))

@@ -105,7 +105,8 @@ class StepGraph:
 
     Every node's `meta` has: "value", a `Value` or a nested tuple or list of them, absent for numbers;
     "region" (`graph.regions`); "module", the name of the module whose forward or backward it is part of; "recomputed".
-    What it does to memory, `effects` tells; a target that is no operator says in "writes" which storages it changes.
+    What it does to memory, `memory_effects` tells; a target that is no operator says in "writes" which storages it
+    changes. "when" is set where the graph is the body of a loop (`graph.accumulate`).
     """
 
     graph: fx.Graph
@@ -191,13 +192,14 @@ class StepGraph:
 
 def values_of(node: fx.Node) -> Iterator[Value]:
     """The tensors that a node gives, one after the other."""
-    return iter(_values(node.meta.get("value")))
+    return iter(flat_values(node.meta.get("value")))
 
 
-def _values(value: Any) -> Sequence[Value]:
+def flat_values(value: Any) -> Sequence[Value]:
+    """The tensors of a `meta["value"]`."""
     # Nearly all nodes give one tensor, and planners ask very often.
     if isinstance(value, Value):
         return (value,)
     if isinstance(value, tuple | list):
-        return [one for part in value for one in _values(part)]
+        return [one for part in value for one in flat_values(part)]
     return ()

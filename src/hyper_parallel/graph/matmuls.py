@@ -74,6 +74,22 @@ def product(name: str, a: Matrix, b: Matrix, out: Sequence[Shape]) -> tuple[floa
     return 2.0 * batch * m * n * k, (batch, m, n, k), _letter(a) + _letter(b)
 
 
+def is_expensive(name: str, shapes: Sequence[Sequence[Any]]) -> bool:
+    """Whether an operator is attention or a product that takes long for the bytes that it gives.
+
+    All products do but batched ones whose result is larger than both operands, [b, m, k] · [b, k, n] with m · n >
+    k · (m + n): scores of attention. `shapes`: of the operator's tensor arguments, in order.
+    """
+    operands = operands_of(name)
+    if operands is None:
+        return is_attention(name)
+    if name not in ("bmm", "baddbmm"):
+        return True
+    (_, m, k), (_, _, n) = (shapes[place] for place in operands)
+    known = all(isinstance(size, int) for size in (m, k, n))
+    return not (known and m * n > k * (m + n))
+
+
 def _letter(matrix: Matrix) -> str:
     """`n` for rows in memory one after the other, `t` for columns."""
     shape, strides = matrix[0][-2:], matrix[1][-2:]

@@ -129,7 +129,7 @@ def layers(
     as wrapping the module in a checkpoint does; else what they gave is kept.
     """
     chosen = inside(step, modules, weights=weights, collectives=collectives)
-    given = [storage for storage, module in _homes(step, modules).items() if module is None]
+    given = [storage for storage, module in homes(step, modules).items() if module is None]
     return recompute(step, chosen, collectives=_REPEATED[collectives], kept=given)
 
 
@@ -138,12 +138,12 @@ def inside(
 ) -> list[int]:
     """The storages that are made in the forward pass of one of the modules and used, early, nowhere else."""
     unwanted = set() if weights else of_weights(step, list(step.nodes))
-    home = _homes(step, modules)
+    home = homes(step, modules)
     chosen = [storage for storage, module in home.items() if module is not None and storage not in unwanted]
     return repeatable(step, chosen, collectives=_REPEATED[collectives])
 
 
-def _homes(step: StepGraph, modules: Collection[str]) -> dict[int, str | None]:
+def homes(step: StepGraph, modules: Collection[str]) -> dict[int, str | None]:
     """Of each storage that the step makes, the only one of the modules that uses it early; None where there is none."""
     nodes = list(step.nodes)
     of = {node: _owner(node.meta["module"], modules) for node in nodes}

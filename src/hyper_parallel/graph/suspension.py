@@ -56,6 +56,17 @@ class HostPoint(StrEnum):
     """The host answers with the next value that comes back from a later stage."""
     INPUT = "input"
     """A pipeline stage's gradients of inputs are computed: the host is shown what goes back to earlier stages."""
+    BEGIN = "begin"
+    """An instruction of a pipeline's program begins: where a rank's whole list is one graph, the host keeps count."""
+    POST = "post"
+    """The host posts a receive, and answers with the memory that it will fill (`graph.transfer_nodes`)."""
+    SEND = "send"
+    """The host begins to send what it is shown."""
+    WAIT = "wait"
+    """The host waits for transfers."""
+    PAUSE = "pause"
+    """A collective is about to be waited for: another task may run meanwhile. It is no node of the graph; the executor
+    adds it where it is given `pauses`."""
 
 
 HOST = torch.ops.hyper_parallel.host.default

@@ -80,6 +80,12 @@ def planned(asked: AutoRequest, world: int) -> Strategy:
 
 
 def _run(asked: AutoRequest, folder: str) -> RunConfig:
+    strategy = asked.strategy.model_dump(mode="json")
+    if "pipeline" in asked.strategy.axes.open:
+        # The trainer's own loop runs the steps, and it runs no stages.
+        strategy.pop("pipeline", None)
+        strategy["chosen"] = [key for key in strategy["chosen"] if not key.startswith("pipeline.")]
+        strategy["axes"] = {axis: degree for axis, degree in strategy["axes"].items() if axis != "pipeline"}
     return from_dict(
         {
             "version": 1,
@@ -88,7 +94,7 @@ def _run(asked: AutoRequest, folder: str) -> RunConfig:
             # Only how long rows are is read of it.
             "data": {"train": "python-stdlib", "sequence": asked.length},
             "train": {"batch": asked.batch, "micro_batch": asked.rows},
-            "strategy": asked.strategy.model_dump(mode="json"),
+            "strategy": strategy,
         },
         source="strategy",
     )

@@ -29,7 +29,7 @@ from hyper_parallel.integration.optimizer_state import collect, restore
 from hyper_parallel.integration.rank_agreement import ranks_of, together
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
-from hyper_parallel.train.checkpoint_state import model_shards
+from hyper_parallel.train.checkpoint_state import model_names, model_shards
 from hyper_parallel.untrusted import open_within
 
 TRAINER_STATE = "trainer_state.json"
@@ -67,7 +67,7 @@ def save(
         moments, own["optimizer"] = collect(optimizer, ranks)
         pieces.update(moments)
     # Nothing trains meanwhile, so nothing has to be copied first.
-    with Writer(folder, handle.mesh.world, handle.rank, keep=1, streamed=True, group=ranks) as writer:
+    with Writer(folder, handle.world, handle.rank, keep=1, streamed=True, group=ranks) as writer:
         writer.save(step, pieces, {**state, **own}, assets=assets)
 
 
@@ -84,7 +84,7 @@ def load(folder: Path, handle: ShardedModel, optimizer: Any) -> dict[str, Any]:
     with together(ranks, folder, "read"):
         checkpoint = Checkpoint(committed(folder))
         pieces = _model(handle)
-        checkpoint.match(pieces, MODEL)
+        checkpoint.match(pieces, MODEL, _names(handle))
         checkpoint.fill(pieces, handle.rank)
     if optimizer is not None:
         load_optimizer(folder, handle, optimizer)
@@ -223,15 +223,19 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _model(handle: ShardedModel) -> dict[str, Piece]:
-    pieces = model_shards(handle)
+    kept = _names(handle)
+    return {name: piece for name, piece in model_shards(handle).items() if name in kept}
+
+
+def _names(handle: ShardedModel) -> set[str]:
+    """The tensors of the model that are saved, on whatever ranks."""
     if not _adapted(handle):
-        return pieces
-    kept = {
+        return set(model_names(handle))
+    return {
         f"{MODEL}{p.name}"
         for p in handle.parameters()
         if p.parameter.requires_grad or name_in_base(p.name, handle.model) is None
     }
-    return {name: piece for name, piece in pieces.items() if name in kept}
 
 
 def _adapted(handle: ShardedModel) -> bool:

@@ -7,12 +7,14 @@ and custom code are as it has them; of a model with adapters PEFT's writes the a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.checkpoint.export import MODEL
@@ -23,9 +25,10 @@ from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration.rank_agreement import ranks_of, together
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
+from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.safetensors_folder import Folder
 from hyper_parallel.shard.whole_tensors import fill_piece
-from hyper_parallel.train.checkpoint_state import model_shards
+from hyper_parallel.train.checkpoint_state import model_names, model_shards
 
 ADAPTERS = "adapter_model.safetensors"
 """The file that PEFT keeps adapters in."""
@@ -81,17 +84,45 @@ def _gathered(handle: ShardedModel, dtype: torch.dtype | None) -> dict[str, Tens
     """Name in the model to whole tensor in host memory, on rank 0; empty elsewhere."""
     wanted = _of_adapters(handle)
     held: dict[str, Tensor] = {}
-    for name, piece in model_shards(handle).items():
-        name = name.removeprefix(MODEL)
+    pieces = model_shards(handle)
+    for key in model_names(handle):
+        name = key.removeprefix(MODEL)
         if wanted is not None and name not in wanted:
             continue
-        with torch.no_grad(), present(piece.local):
-            whole = handle.gather(piece.local, piece.layout)
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            whole: Tensor | None = None
+            if key in pieces:
+                stack.enter_context(present(pieces[key].local))
+                whole = handle.gather(pieces[key].local, pieces[key].layout)
+            if handle.pipeline is not None:
+                whole = _from_stage(handle, handle.pipeline, name, whole)
             if handle.rank == 0:
+                assert whole is not None, "rank 0 holds it, or was sent it"
                 kind = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
                 # A copy, since memory that a budget lends is taken back.
                 held[name] = whole.to("cpu", kind, copy=True)
     return held
+
+
+def _from_stage(handle: ShardedModel, place: PipelinePlace, name: str, whole: Tensor | None) -> Tensor | None:
+    """A whole tensor of the stages' device groups on rank 0, which may be in none that holds it."""
+    holders = place.holders(name)
+    if any(0 in group.ranks for group in holders):
+        return whole
+    sender = holders[0].ranks[0]
+    if handle.rank == sender:
+        assert whole is not None, "this rank holds it"
+        dist.send(whole.contiguous(), 0)
+    elif handle.rank == 0:
+        known = {one.name: one for one in handle.parameters()}
+        if name in known:
+            shape, kind = known[name].layout.shape, known[name].parameter.dtype
+        else:
+            buffer = handle.model.get_buffer(name)
+            shape, kind = tuple(buffer.shape), buffer.dtype
+        whole = torch.empty(shape, dtype=kind, device=handle.device)
+        dist.recv(whole, sender)
+    return whole
 
 
 def _of_adapters(handle: ShardedModel) -> set[str] | None:
@@ -162,8 +193,9 @@ def _read_adapters(handle: ShardedModel, folder: Path) -> None:
                 raise CheckpointError(
                     f"{path}: {name!r} has shape {list(whole.shape)}, the model needs {list(parameter.layout.shape)}"
                 )
-            with present(parameter.local, changed=True):
-                fill_piece(parameter.local, whole, parameter.layout, handle.coordinate)
+            if handle.pipeline is None or handle.pipeline.owns(parameter.name):
+                with present(parameter.local, changed=True):
+                    fill_piece(parameter.local, whole, parameter.layout, handle.coordinate)
 
 
 def _name_in_model(name: str, adapter: str, known: Any) -> str:

@@ -1,13 +1,7 @@
 """Memory budgets inside another trainer: `memory.device`, or swapped activations.
 
 The optimizer and the loop are the trainer's, so what a budget covers is what `hp.offload` covers: both passes, with all
-that is held beside them. Plans are made for shapes, and rows of a trainer have many lengths. So all ranks pad to the
-longest row of any of them, and further, to one of few lengths:
-
-    known length if one is at least n and at most 1.5 · n, else the next of 2^k and 1.5 · 2^k;
-    once MOST lengths are known, the least of them that is at least n
-
-The first length is taken as it is: rows that are all of one length are not padded.
+that is held beside them. Rows are padded to few lengths (`few_lengths`), since each has a plan.
 """
 
 from __future__ import annotations
@@ -18,22 +12,16 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from hyper_parallel.errors import BudgetError, IntegrationError
 from hyper_parallel.integration.parallel_run import ParallelRun
 from hyper_parallel.offloading.autograd import Swap, offload
 from hyper_parallel.offloading.autograd.rank_agreement import agreed
 from hyper_parallel.offloading.tiers.host import available
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.row_length import length_multiple
 from hyper_parallel.strategy import Memory, Strategy
 from hyper_parallel.units import format_bytes
 
 log = logging.getLogger(__name__)
-
-MOST = 8
-"""Lengths from which on no shorter one is added."""
 
 
 def has_budget(strategy: Strategy, swap: Swap | None = None) -> bool:
@@ -82,20 +70,7 @@ class Budget:
 
     def __init__(self, handle: ShardedModel) -> None:
         self._handle = handle
-        self._lengths: list[int] = []
         self._told = 0
-
-    def length(self, longest: int) -> int:
-        """To how many positions rows of at most `longest` are padded now, the same on every rank; a collective.
-
-        A multiple of what the axes can divide.
-        """
-        told = torch.tensor([longest], dtype=torch.int64, device=self._handle.device)
-        wanted = int(self._handle.all_reduce(told, self._handle.mesh.names, "max"))
-        found = length_of(wanted, self._lengths, length_multiple(self._handle.plan))
-        if found not in self._lengths:
-            self._lengths.append(found)
-        return found
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -120,19 +95,6 @@ class Budget:
                 # A warning, though it warns of nothing: a notice that is seen in logs that nobody configured.
                 log.warning("hyper_parallel planned the model's passes: %s", note)
         self._told = len(notes)
-
-
-def length_of(wanted: int, known: Sequence[int], multiple: int = 1) -> int:
-    """The module's rule, for `wanted` positions when these lengths are `known`; a multiple of `multiple`."""
-    rounded = -(-wanted // multiple) * multiple
-    fits = [length for length in known if length >= rounded]
-    if fits and (min(fits) <= 1.5 * rounded or len(known) >= MOST):
-        return min(fits)
-    if not known:
-        return rounded
-    power = 1 << (rounded - 1).bit_length()
-    step = power * 3 // 4 if rounded <= power * 3 // 4 else power
-    return -(-step // multiple) * multiple
 
 
 def _share_of_host() -> int:

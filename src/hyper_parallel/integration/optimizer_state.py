@@ -46,13 +46,14 @@ def collect(optimizer: Any, ranks: Ranks) -> tuple[dict[str, Piece], dict[str, A
     Raises IntegrationError when the state holds what is neither laid out as its parameter nor JSON.
     """
     inner, twins = _on_local(optimizer)
-    states = _completed(twins, {t.name: _state(t, inner.state.get(t.tensor) or {}) for t in twins}, ranks)
+    held = {twin.name: _state(twin, inner.state.get(twin.tensor) or {}) for twin in twins.owned}
+    states = _completed(twins, held, ranks)
     pieces: dict[str, Piece] = {}
-    for twin in twins:
+    for twin in twins.owned:
         for key, value in states[twin.name].tensors.items():
             same = value.shape == twin.tensor.shape
             pieces[f"{OPTIMIZER}{key}.{twin.name}"] = Piece(
-                value, _layout(twin, None if same else value.shape)
+                value, _layout(twin, None if same else value.shape), twins.handle.owners(twin.name)
             )
     groups = [
         {
@@ -62,6 +63,10 @@ def collect(optimizer: Any, ranks: Ranks) -> tuple[dict[str, Piece], dict[str, A
         for group in inner.param_groups
     ]
     rest = {name: state.rest for name, state in states.items() if state}
+    if twins.handle.pipeline is not None:
+        # Rank 0 writes it for the stages of all ranks.
+        parts = [json.loads(text) for text in ranks.gather(json.dumps(rest))]
+        rest = {name: state for part in parts for name, state in part.items()}
     return pieces, {"name": type(inner).__name__, "groups": groups, "state": rest}
 
 
@@ -77,22 +82,29 @@ def restore(optimizer: Any, checkpoint: Checkpoint, saved: dict[str, Any]) -> No
             "with the same optimizer ('optim')"
         )
     named = {twin.name: twin for twin in twins}
+    away = named.keys() - {twin.name for twin in twins.owned}
     pieces: dict[str, Piece] = {}
+    elsewhere: set[str] = set()
     state: dict[str, dict[str, Any]] = {
-        name: {key: _value(value) for key, value in rest.items()} for name, rest in saved["state"].items()
+        name: {key: _value(value) for key, value in rest.items()}
+        for name, rest in saved["state"].items()
+        if name not in away
     }
     for name, tensor in checkpoint.tensors.items():
         key, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
         twin = named.get(parameter)
         if not name.startswith(OPTIMIZER) or twin is None:
             continue
+        if parameter in away:
+            elsewhere.add(name)
+            continue
         layout = _layout(twin, None if tensor.shape == twin.layout.shape else tensor.shape)
         shape = layout.local_shape(twins.handle.coordinate)
         value = torch.zeros(shape, dtype=tensor.dtype, device=twin.tensor.device)
-        pieces[name] = Piece(value, layout)
+        pieces[name] = Piece(value, layout, twins.handle.owners(parameter))
         state.setdefault(parameter, {})[key] = value
     # What is left over, or of another shape, is an error that names it.
-    checkpoint.match(pieces, OPTIMIZER)
+    checkpoint.match(pieces, OPTIMIZER, elsewhere)
     checkpoint.fill(pieces, twins.handle.rank)
     settings = {name: group["settings"] for group in saved["groups"] for name in group["parameters"]}
     empty = inner.state_dict()
@@ -153,7 +165,7 @@ def _completed(twins: Twins, held: dict[str, _State], ranks: Ranks) -> dict[str,
     for text in ranks.gather(json.dumps(told)):
         known.update(json.loads(text))
     filled = dict(held)
-    for twin in twins:
+    for twin in twins.owned:
         if twin.name in apart - mine:
             kinds, rest = known[twin.name]
             zeros = {

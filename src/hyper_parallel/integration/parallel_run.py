@@ -1,6 +1,6 @@
 """A parallelized model under another trainer: row assignment and reduction of the ranks' values.
 
-    world = replicate · shard · context · tensor
+    world = pipeline · replicate · shard · context · tensor
     data ranks = replicate · shard
     loss ranks = data ranks · context
 
@@ -30,7 +30,7 @@ from hyper_parallel.integration.streamed_sharding import parallelize_streamed
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
-from hyper_parallel.strategy import AXIS_NAMES, Strategy
+from hyper_parallel.strategy import Strategy
 
 Given = Strategy | str | Path | Mapping[str, Any] | None
 """How a strategy may be given: itself, a dict, a YAML file (a strategy's or a run's), ``"auto"``, or nothing."""
@@ -70,7 +70,7 @@ class ParallelRun:
     @property
     def world(self) -> int:
         """How many ranks there are."""
-        return self.handle.mesh.world
+        return self.handle.world
 
     @property
     def data_ranks(self) -> int:
@@ -174,9 +174,8 @@ def check_world(strategy: Strategy, world: int) -> None:
     axes = strategy.axes
     if axes.world == world:
         return
-    degrees = " · ".join(f"{axis} {axes.degree(axis)}" for axis in AXIS_NAMES if axes.degree(axis) > 1)
     raise IntegrationError(
-        f"the strategy's axes multiply to {axes.world} ({degrees or 'no axis'}), and there "
+        f"the strategy's axes multiply to {axes.world} ({axes.product or 'no axis'}), and there "
         f"{'is 1 process' if world == 1 else f'are {world} processes'}; start {axes.world} "
         f"(torchrun --nproc-per-node {axes.world} …), or make the axes multiply to {world}"
     )

@@ -30,7 +30,7 @@ class Everyone:
 
 def ranks_of(handle: ShardedModel) -> Ranks:
     """The ranks that a model is spread over, as this one sees them."""
-    return Everyone() if handle.mesh.world > 1 else Alone()
+    return Everyone() if handle.world > 1 else Alone()
 
 
 @contextlib.contextmanager

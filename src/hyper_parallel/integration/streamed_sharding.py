@@ -7,7 +7,8 @@ Transformers) it sends each tensor to the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from hyper_parallel.compat import fsdp
 from hyper_parallel.shard import ShardedModel, fill_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.strategy import Strategy
+
+Spread = TypeVar("Spread")
 
 
 def parallelize_streamed(
@@ -31,18 +34,27 @@ def parallelize_streamed(
 
     `from_rank_0`: other ranks' values are not read. Raises StrategyError as `hp.parallelize` does.
     """
-    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
     taken = from_rank_0 and strategy.axes.world > 1
+    streamed(model, lambda: parallelize(model, strategy, lowering=lowering), device, taken)
+    return sharded(model)
+
+
+def streamed(
+    model: nn.Module, spread: Callable[[], Spread], device: torch.device, from_rank_0: bool = False
+) -> Spread:
+    """What `spread` returns, which spreads `model` while that has no values; its pieces are on `device` afterwards. A
+    collective."""
+    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
     fsdp.replace_parameters(model, _without_values)
-    parallelize(model, strategy, lowering=lowering)
+    found = spread()
     for owner in model.modules():
         for own, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[own] = buffer.to(device)
-    fill_weights(model, _whole(held, device, taken), device)
-    if taken:
+    fill_weights(model, _whole(held, device, from_rank_0), device)
+    if from_rank_0:
         _buffers_of_rank_0(model)
-    return sharded(model)
+    return found
 
 
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:

@@ -24,6 +24,8 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.accelerate import SpreadAccelerator
 from hyper_parallel.integration.batch_rows import Rows, rows_of, shifted
+from hyper_parallel.integration.causal_models import has_next_token_loss, parameters_that_count
+from hyper_parallel.integration.few_lengths import FewLengths
 from hyper_parallel.integration.local_optimizer import on_local
 from hyper_parallel.integration.memory_budget import Budget, check_budget, has_budget, under_budget
 from hyper_parallel.integration.parallel_run import Given, ParallelRun, read, strategy_of, world_size
@@ -35,10 +37,11 @@ from hyper_parallel.integration.trainer_arguments import (
     check_strategy,
     check_trainer,
 )
+from hyper_parallel.integration.trainer_pipeline import TrainerPipeline, check_pipeline_arguments
 from hyper_parallel.offloading.autograd import Swap
-from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, cross_entropy_sum, valid_tokens
 from hyper_parallel.shard.packed_documents import documents_known
+from hyper_parallel.strategy import Strategy
 
 _LOOKED_AT = 256
 """Rows whose length is looked at where the planner is asked."""
@@ -58,6 +61,8 @@ class SpreadTrainer(SpreadSaving):
         """
         self._given, self._swap = strategy, swap
         self._budget: Budget | None = None
+        self._pipeline: TrainerPipeline | None = None
+        self._lengths: FewLengths | None = None
         self._micro = 0
         self._is_part = False
         self._rows_checked = False
@@ -81,12 +86,17 @@ class SpreadTrainer(SpreadSaving):
         strategy = settled.strategy
         check_strategy(strategy, self)
         check_budget(strategy.memory, self._swap)
-        self._whole_parameters = _count(model)
+        self._whole_parameters = parameters_that_count(model)
         within = has_budget(strategy, self._swap)
-        self.spread = ParallelRun.over(model, strategy, device=args.device, traceable=within)
-        model.to(args.device)
-        if within:
-            self._budget = under_budget(self.spread, self._swap)
+        if strategy.axes.pipeline > 1:
+            self._pipeline = self._cut_into_stages(model, strategy, within)
+            self.spread = ParallelRun(self._pipeline.handle)
+        else:
+            self.spread = ParallelRun.over(model, strategy, device=args.device, traceable=within)
+            model.to(args.device)
+            if within:
+                self._budget = under_budget(self.spread, self._swap)
+                self._lengths = FewLengths(self.spread.handle)
         args.gradient_accumulation_steps *= settled.accumulation
         self.accelerator: Any = SpreadAccelerator.of(self.accelerator, self.spread)
         self.gather_function = self.accelerator.gather_for_metrics
@@ -94,6 +104,17 @@ class SpreadTrainer(SpreadSaving):
             self.gather_function = functools.partial(
                 self.gather_function, use_gather_object=args.eval_use_gather_object
             )
+
+    def _cut_into_stages(self, model: nn.Module, strategy: Strategy, within: bool) -> TrainerPipeline:
+        check_pipeline_arguments(
+            self.args,
+            metrics=self.compute_metrics is not None,
+            own_loss=self.compute_loss_func is not None or not has_next_token_loss(model),
+            budget=within,
+        )
+        return TrainerPipeline.over(
+            model, strategy, self.args, length=self._longest(), pad=self._padding_token
+        )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Not the whole model: its pieces go where they belong when it is spread."""
@@ -123,6 +144,10 @@ class SpreadTrainer(SpreadSaving):
         last = bool(self.accelerator.sync_gradients)
         micro, self._micro = self._micro, 0 if last else self._micro + 1
         rows = self._row_numbers(inputs, micro)
+        if self._pipeline is not None:
+            self._counted(inputs)
+            tokens = num_items_in_batch if self._is_causal(inputs) else None
+            return self._pipeline.micro_batch(inputs, rows, self.state.global_step, tokens, last)
         explained = contextlib.nullcontext() if self._budget is None else self._budget.explained()
         with (
             explained,
@@ -138,6 +163,9 @@ class SpreadTrainer(SpreadSaving):
             self._budget.tell()
         found: Tensor = loss.detach()
         return found
+
+    def _counted(self, inputs: Mapping[str, Any]) -> None:
+        """A micro-batch was read; for a Trainer that counts its tokens."""
 
     def compute_loss(
         self,
@@ -224,9 +252,20 @@ class SpreadTrainer(SpreadSaving):
             if loss is not None and self._is_causal(inputs):
                 loss = self.prediction_step(model, inputs, True)[0]
             return loss, *generated
+        if self._pipeline is not None and not (prediction_loss_only and self._is_causal(inputs)):
+            raise IntegrationError(
+                "axes.pipeline: no rank has the logits, and only the next-token loss of held-out rows is computed; "
+                "predict with the saved model (save_model), or set axes.pipeline to 1"
+            )
         if not self._is_causal(inputs):
             return self._own_prediction(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
         inputs = self._prepare_inputs(inputs)
+        if self._pipeline is not None:
+            held = shifted(inputs)
+            assert held is not None, "a causal loss has labels"
+            held = self._without_repeated(held)
+            tokens = spread.sum_of_data((held != IGNORED).sum()).clamp(min=1)
+            return self._pipeline.evaluate(inputs, held, tokens), None, None
         rows = self._rows(inputs)
         assert rows.labels is not None
         labels = self._without_repeated(rows.labels)
@@ -335,12 +374,15 @@ class SpreadTrainer(SpreadSaving):
         return counted or self.compute_loss_func is not None
 
     def _rows(self, inputs: Mapping[str, Any]) -> Rows:
-        pad = getattr(self.processing_class, "pad_token_id", None)
         length = None
-        if self._budget is not None and torch.is_grad_enabled():
+        if self._lengths is not None and torch.is_grad_enabled():
             # Of few lengths, since each has a plan of its own.
-            length = self._budget.length(inputs["input_ids"].size(1))
-        return rows_of(inputs, self._spread_model.handle, pad or 0, length=length)
+            length = self._lengths.length(inputs["input_ids"].size(1))
+        return rows_of(inputs, self._spread_model.handle, self._padding_token, length=length)
+
+    @property
+    def _padding_token(self) -> int:
+        return getattr(self.processing_class, "pad_token_id", None) or 0
 
     def _row_numbers(self, inputs: Mapping[str, Any], micro: int) -> Tensor | None:
         """int64 [B]: which rows of the step these are, in the order in which one process would read them."""
@@ -350,20 +392,3 @@ class SpreadTrainer(SpreadSaving):
         spread = self._spread_model
         begin = (micro * spread.data_ranks + spread.data_index) * self._train_batch_size
         return torch.arange(begin, begin + first.size(0), device=first.device)
-
-
-def _count(model: nn.Module) -> int:
-    """Parameters that a Trainer counts operations by."""
-    core: Any = without_adapters(model)
-    if hasattr(core, "num_parameters"):
-        return int(core.num_parameters(exclude_embeddings=True))
-    return sum(parameter.numel() for parameter in core.parameters())
-
-
-def has_next_token_loss(model: nn.Module) -> bool:
-    """Whether the loss that a Transformers model computes by itself is that of the next token."""
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
-    core: Any = without_adapters(model)
-    found = LOSS_MAPPING.get(getattr(core, "loss_type", None))
-    return found is ForCausalLMLoss and not getattr(core.config, "is_encoder_decoder", False)

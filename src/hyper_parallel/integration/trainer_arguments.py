@@ -159,4 +159,6 @@ def _recomputed(strategy: Strategy, args: Any) -> Strategy:
         )
     for name in names:
         setattr(args, name, False)
+    if strategy.memory.recompute == "selective":
+        return strategy
     return strategy.model_copy(update={"memory": strategy.memory.model_copy(update={"recompute": "layer"})})

@@ -1,7 +1,7 @@
 """Shared memory in which workers write the instruction that they run, for the command to read when one has died.
 
-A heartbeat is up to half a second old, and a process that was killed sends none any more. What it wrote to memory that
-the command maps too stays there. Each worker has a slot of its own: the step, and the text of the instruction.
+A heartbeat is up to half a second old, and a killed process sends none. What it wrote to memory that the command also
+maps survives. Each worker has one slot: the step and the text of the instruction.
 """
 
 from __future__ import annotations

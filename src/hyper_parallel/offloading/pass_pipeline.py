@@ -5,6 +5,8 @@
     order          collectives beside computation                      strategy.overlap
     offload        peak memory under a budget                          strategy.memory.device
 
+All but `offload` rewrite one micro-batch, whatever their number (`of_whole_step`).
+
 `train`, `simulate`, `plan --refine`, `strategy: auto` and `hp.offload` take their passes from here, so that a predicted
 step is the step that runs. The pipeline lies in this folder because offloading is its last and highest part.
 """
@@ -43,12 +45,17 @@ def passes(
     cluster that is unknown or describes no device.
     """
     found = [
-        recompute_pass(recompute, alone=strategy.axes.world == 1) if recompute else None,
+        recompute_pass(strategy, recompute),
         regather_pass(strategy),
         order_pass(strategy, cluster, device) if ordered else None,
         offload,
     ]
     return tuple(one for one in found if one is not None)
+
+
+def of_whole_step(one: Pass) -> bool:
+    """Whether a pass plans over all micro-batches of a step; the others rewrite one, which stands for all."""
+    return "offload" in one.provides
 
 
 def described_offload(strategy: Strategy, cluster: Cluster) -> Offload | None:

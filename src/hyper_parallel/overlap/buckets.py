@@ -19,6 +19,7 @@ from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import StepGraph, values_of
+from hyper_parallel.graph.accumulate import when_of
 from hyper_parallel.graph.collective_groups import group_name, is_collective, is_wait
 from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.memory_effects import begun
@@ -74,7 +75,7 @@ class Buckets:
         kinds: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
         for node in nodes:
             if node.target in _COALESCED:
-                kinds[kind_of(node)].append(node)
+                kinds[when_of(node), *kind_of(node)].append(node)
         found = []
         for alike in kinds.values():
             bucket: list[fx.Node] = []

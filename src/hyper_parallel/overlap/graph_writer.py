@@ -88,6 +88,6 @@ class GraphWriter:
     ) -> fx.Node:
         node = self._step.graph.call_function(target, args, dict(kwargs or {}))
         like = self._like.meta
-        node.meta = {key: like[key] for key in ("region", "module", "recomputed")}
+        node.meta = {key: like[key] for key in ("region", "module", "recomputed", "when") if key in like}
         node.meta.update(value=value, origin=like.get("origin", self._like.name))
         return node

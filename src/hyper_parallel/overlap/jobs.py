@@ -4,8 +4,7 @@
             = cluster.collective_seconds(...)           of a collective, alone       (`cluster.collective_cost`)
             = 0                                         of views, waits and numbers
 
-A lane is a micro-batch; the step's prologue is in the first one's. Clipping and the optimizer have a lane of their own,
-the last.
+A lane is a micro-batch. Clipping and the optimizer, which are of none, have a lane of their own, the last.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hyper_parallel.graph.collective_groups import is_collective, is_wait
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.memory_effects import begun
-from hyper_parallel.graph.regions import Region, region_of
+from hyper_parallel.graph.regions import region_of
 from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job
 from hyper_parallel.trace import Collective
 
@@ -104,14 +103,11 @@ def jobs_of(step: StepGraph, prices: Prices, sizes: Mapping[Any, int] | None = N
 def lanes_of(step: StepGraph) -> dict[fx.Node, int]:
     """The lane of each node that computes."""
     regions = {node: region_of(node) for node in step.nodes}
-    last = 1 + max((region.micro_batch or 0 for region in regions.values()), default=0)
-
-    def lane(region: Region) -> int:
-        if region.micro_batch is not None:
-            return region.micro_batch
-        return last if region.phase in ("clip", "optimizer") else 0
-
-    return {node: lane(region) for node, region in regions.items()}
+    numbers = {region.micro_batch for region in regions.values()} - {None}
+    last = 1 + max(numbers, default=-1)  # type: ignore[type-var, operator]
+    return {
+        node: last if region.micro_batch is None else region.micro_batch for node, region in regions.items()
+    }
 
 
 def _memory(

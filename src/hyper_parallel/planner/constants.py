@@ -63,7 +63,9 @@ class Constants:
     )
     unfused: float = _number(2.2, 0.3, "ratio", "bytes of these where a framework does not fuse them")
     launch: float = _number(22e-6, 0.3, "s", "what a kernel costs the host that launches it")
-    routing: float = _number(200.0, 0.3, "kernels", "launches, and waits worth so many, of a routed layer")
+    routing: float = _number(
+        200.0, 0.3, "kernels", "launches of a routed layer, its waits counted as launches"
+    )
     inside: float = _number(
         0.75, 0.15, "share of bandwidth", "collectives on links inside a node or supernode"
     )

@@ -6,32 +6,32 @@ With m micro-batches, p stages, L layers, and a step as `cost_model.step` has it
 
 each bound is the same sum with terms left out or made smaller. All terms are at least 0.
 
-**`Bounds.alone`**, from tensor, context, expert and micro-batch alone: m · pace ≥ (m / p)(L · layer + head), since a
-slowest stage is no faster than the mean one; gathers, recompute and everything outside the passes are left out, and a
-layer's collectives are those of the best order in which nothing else lies between their ranks. Its proof needs inner
-links to be at least as fast as outer ones; where a cluster's are not, all are taken for its fastest.
+**`Bounds.alone`**, from tensor, context, expert and micro-batch alone: m · pace ≥ (m / p)(L · layer + head), since the
+slowest stage is no faster than the mean one. It leaves out gathers, recompute and everything outside the passes, and
+prices a layer's collectives in the best order, in which nothing else lies between their ranks. The proof needs inner
+links that are at least as fast as outer ones; on other clusters all links count as the fastest one.
 
-**`Bounds.splits`**, with the degrees, ZeRO level, method and order: the passes at the mean stage's pace, and what is
-outside of them; bubble and sends are left out. DualPipe hides exchanges of experts, so it is bounded apart (`dual`).
+**`Bounds.splits`**, with the degrees, ZeRO level, method and order: the passes at the mean stage's pace, and everything
+outside of them except bubble and sends. DualPipe hides exchanges of experts, so it has a separate bound (`dual`).
 
-What has to be computed again to fit at all, a share w of the layers (`floor`), lengthens a layer's passes by at least w
-times the forward pass that `layer` counts, launches and context's exchange left out; where gathers cover the backward
-pass and more, all but what they exceed (1 + `beside`) of it by, as that much more is hidden (`_longer`).
+The share w of the layers that must be recomputed to fit at all (`floor`) lengthens a layer's passes by at least w times
+the forward pass that `layer` counts, without launches and context's exchange. Gathers that take longer than (1 +
+`beside`) times the backward pass hide the difference, which is subtracted (`_longer`).
 
-**`Bounds.scheduled`**, with the schedule: pace, bubble and sends as estimate. The reduction of gradients hides behind
-at most 0.7 of a stage's time (`cost_model.optimizer_step.reduced`), so a stage that is longer by d saves at most 0.7 d
-of it.
+**`Bounds.scheduled`**, with the schedule: pace, bubble and sends as in the estimate. The reduction of gradients hides
+behind at most 0.7 of a stage's time (`cost_model.optimizer_step.reduced`), so a stage that is longer by d saves at most
+0.7 d of it.
 
-Where stages are cut by cost (`by_cost`), the mean stage's pace stands for it: recompute may make the cut more even.
+Where stages are cut by cost (`by_cost`), the bound takes the mean stage's pace: recompute may make the cut more even.
 
-**Recompute and offload** never make a step shorter than without: they lengthen passes (m ≥ 1 of them, against 0.7 that
-may hide) and add copies, with such stages apart. So a bound without them holds with them.
+**Recompute and offload** never make a step shorter: they lengthen passes (m ≥ 1 of them, against 0.7 that may hide) and
+add copies. So a bound without them also holds with them, except for stages that are cut by cost.
 
-**`Bounds.floor`**, bytes: what is on the host takes none of the device's memory, but the host has only so many; each
-way of recompute keeps the least where it holds for all layers. Of schedules that give a rank one end of the model 1F1B
-has the fewest micro-batches waiting: interleaved p - i + (p - 2 i - 1) / v + i, which is no less than p - i at stages
-0, 1 and p - 1 with v ≤ any and p ≥ 2, and GPipe all (`cost_model.stages.waiting`). The least over the ways, and over
-those that give a rank one end or both, is the floor.
+**`Bounds.floor`**, bytes: what lies on the host takes no device memory, up to the host's capacity. Each method of
+recompute keeps the least where it applies to all layers. Of the schedules that give a rank one end of the model, 1F1B
+has the fewest micro-batches in flight: interleaved has p - i + (p - 2 i - 1) / v + i, which is no less than p - i at
+stages 0, 1 and p - 1 with v ≤ any and p ≥ 2, and GPipe has all (`cost_model.stages.waiting`). The floor is the least
+over the methods, and over schedules that give a rank one end or both.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Bounds:
         return list(found.values())
 
     def _ordered(self) -> bool:
-        """Whether inner links are at least as fast as outer ones; a supernode of one node has none of its own."""
+        """Whether inner links are at least as fast as outer ones; a supernode of one node has no links."""
         base, k = self.base, self.constants
         several = base.supernode > base.node
         inner = np.where(several, np.minimum(base.node_rate, base.supernode_rate), base.node_rate)
@@ -173,7 +173,7 @@ class Bounds:
         return Splits(*(np.broadcast_to(column, two.size) for column in found))
 
     def _longer(self, table: Table, parts: Mapping[str, Array], again: Array | float) -> Array:
-        """Seconds at least that a layer's passes are longer where so many of the layers are computed again."""
+        """A lower bound of the seconds that recomputing the share `again` of the layers adds to a layer's passes."""
         times = micro_batches(table) * table.layers / table.pipeline
         exchanged = (parts["tensor"] + parts["expert"]) / 2
         forward = parts["products"] / 3 + parts["attention"] / 3.5 + parts["elementwise"] / 2.6 + exchanged

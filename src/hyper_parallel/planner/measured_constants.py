@@ -49,8 +49,9 @@ def is_measured(cluster: Cluster) -> bool:
 
 
 def read_off(cluster: Cluster, precision: Precision) -> tuple[Cluster, Constants]:
-    """A measured cluster as the closed forms see it, for workers of which there are as many as it has ranks; and the
-    constants that belong to it. `cluster` is as `Cluster.for_workers` gives it."""
+    """The cluster and the constants by which the closed forms price a measured cluster, with one worker on each rank.
+
+    `cluster`: as `Cluster.for_workers` returns it."""
     device = cluster.device
     assert device is not None, "a measured cluster has a device"
     dtype, wide = ("float32", 4) if precision == "fp32" else ("bfloat16", 2)

@@ -1,12 +1,12 @@
 """Closed-form memory bounds over recomputation and offload choices.
 
-Of a rank with F fixed bytes, O of optimizer state and A of activations, the shares s and a of which lie on the host,
-and with the share w of its layers computed again,
+A rank has F fixed bytes, O of optimizer state and A of activations. With the share s of the state and the share a of
+the activations on the host, and with the share w of its layers recomputed, which saves w E bytes of activations,
 
     device   F + (1 - s) O + (1 - a) (A - w E) ≤ (capacity - outside) / slack
     host     s O + a (A - w E) ≤ host                        (`cost_model.memory`, which is linear in s, in a, and in w)
 
-so that each rank needs at least so large a w, and the group the largest of these (`Room.least`).
+Solved for w, these give the least w of each rank; the group needs the largest of them (`Room.least`).
 """
 
 from __future__ import annotations

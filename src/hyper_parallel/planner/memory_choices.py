@@ -1,25 +1,25 @@
 """Memory choices: the best mix of keep, recompute and offload for each strategy.
 
-A group is a strategy with degrees, micro-batch, splits, order and schedule. Its ways are: compute nothing again,
-attention's core, or k layers of a stage, times shares of the optimizer's state and of the activations on the host. Two
-things are monotone in them:
+A group is a strategy with degrees, micro-batch, splits, order and schedule. A way of a group recomputes nothing, the
+core of attention, or k layers of a stage, and puts shares of the optimizer state and of the activations on the host.
+Memory and time are monotone in these choices:
 
-* more on the host with the same k takes less of the device and, by itself, no less time
+* more on the host with the same k takes less device memory and, by itself, no less time
   (`cost_model.optimizer_step.fetched`);
-* but for copies that show, a step's time does not fall with k.
+* apart from exposed copies, a step's time does not fall with k.
 
-So of each kind of recompute, for the fastest way (`MemoryChoice.fastest`):
+So for each kind of recompute, the fastest way (`MemoryChoice.fastest`) is found as follows:
 
 * k is at least what fits with some shares, in closed form (`memory_bounds`), and at most what is faster than a limit;
 * a way with this least k that waits for no copy is the fastest of its kind, and with k = 0 the fastest of all;
-* of groups where it waits, all ways are estimated that may be faster: each k that is affordable, with the shares that
-  suffice for it and of which no smaller ones do. (Copies may show less the longer the passes are.)
+* in groups where it waits for copies, every way that may be faster is estimated: each affordable k with each pair of
+  minimal shares that suffice for it. (Longer passes may hide more of the copies.)
 
 Where stages are cut by cost, longer layers may be cut more evenly: such groups are treated as if they waited, and no k
-is too slow.
+is excluded as too slow.
 
-The least memory is with as much on the host as fits there, and none, the core, or all layers computed again:
-activations fall with k, and what a recomputed layer needs at once does not depend on it (`MemoryChoice.smallest`).
+The least memory (`MemoryChoice.smallest`) needs as much on the host as fits there, and none, the core, or all layers
+recomputed: activations fall with k, and the memory that one recomputed layer needs does not depend on k.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ANY = 1e30
 
 
 class Ways:
-    """The best way of each of some groups, as far as it is known; seconds are inf where none is."""
+    """The best way found so far for each group; seconds are inf where none was found."""
 
     def __init__(self, groups: Columns) -> None:
         n = groups["micro"].size
@@ -144,7 +144,7 @@ class MemoryChoice:
     def _of_mode(
         self, best: Ways, at: Index, mode: int, share: float | None, bound: Array, limit: Array
     ) -> Mask:
-        """Take in the fastest ways of one kind of recompute; of which groups there is one that waits for nothing."""
+        """Put the fastest ways of one kind of recompute; which groups have a way that waits for no copy. [at]"""
         groups = taken(best.groups, at)
         stage = self.space.stage(groups)
         least = self._least(groups, mode, share, stage)

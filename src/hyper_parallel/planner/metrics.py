@@ -62,7 +62,7 @@ class Figures:
         return self.seconds * self.devices / 3600
 
     def cost(self, price: float, tokens: float) -> float:
-        """Money for a run over so many tokens, at `price` for a device hour."""
+        """Cost of a run over `tokens` tokens, at `price` for a device hour."""
         return self.device_hours * price * tokens / self.tokens
 
     def to_json(self) -> dict[str, Any]:

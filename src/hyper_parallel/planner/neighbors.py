@@ -42,15 +42,15 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
     ("activations_on_host",),
     ("order",),
 )
-"""What is changed at a time beside degrees."""
+"""The groups of settings, beside degrees, that one change may vary."""
 
 PLAIN = ("micro", "zero", "sequence_parallel", "method")
-"""Settings that are told by their name."""
+"""Settings whose change is written as `name old → new`."""
 TOLD: Mapping[Callable[[format.Strategy], str], tuple[str, ...]] = {
     format.schedule: ("schedule", "virtual"),
     format.recompute: ("recompute", "recomputed"),
 }
-"""Settings that are told together, and how."""
+"""Settings whose change is written together, by the function that formats them."""
 
 
 @dataclass(frozen=True)

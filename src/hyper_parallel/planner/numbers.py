@@ -50,7 +50,7 @@ def tokens(option: str, text: str) -> float:
 
 
 def fixed(texts: tuple[str, ...]) -> dict[str, object]:
-    """`tensor_x=8`, `recompute=full,none` as what a Question takes: a value, or several of which any will do."""
+    """Parse `tensor_x=8` and `recompute=full,none` for `Question.fix`: a value, or a list of allowed values."""
     found: dict[str, object] = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -27,7 +27,7 @@ ALSO = {"tensor": "tensor_x"}
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question to the planner. Raises ConfigError for what cannot be asked.
+    """A question to the planner. Raises ConfigError for invalid fields.
 
     >>> Question(workload=workload, cluster=Cluster.named("h100x2048"), fix={"tensor_x": 8, "method": "ring"})
     """
@@ -38,15 +38,15 @@ class Question:
     devices: int = 0
     """0: as many as the cluster has."""
     fix: Mapping[str, Any] = field(default_factory=dict)
-    """Columns of the strategy that are given: a value, a name where the column is a code (`method="ring"`), or a
-    sequence of either, of which any will do. `order` is given by its code."""
+    """Fixed columns of the strategy: a value, a name where the column is a code (`method="ring"`), or a sequence of
+    allowed values or names. `order` takes a code."""
     objective: Objective = "time"
     top: int = 10
-    """How many strategies are told."""
+    """The number of strategies to report."""
     price: float = 0.0
     """Money for a device hour; 0: not known."""
     runnable: bool = False
-    """Keep to what `train` can run: no pipeline, recompute of all layers or none, nothing in the host's memory."""
+    """Keep to what `train` can run: no DualPipe, nothing in the host's memory."""
 
     def __post_init__(self) -> None:
         if not self.devices and not self.cluster.ranks:
@@ -60,7 +60,7 @@ class Question:
             hint = nearest(self.objective, OBJECTIVES)
             raise ConfigError(f"objective is one of {', '.join(OBJECTIVES)}; got {self.objective!r}{hint}")
         if self.top < 1:
-            raise ConfigError(f"top is how many strategies are told, at least 1; got {self.top}")
+            raise ConfigError(f"top is the number of strategies to report, at least 1; got {self.top}")
         if not 0 <= self.price < float("inf"):
             raise ConfigError(f"price is money for a device hour; got {self.price}")
         object.__setattr__(self, "fix", {ALSO.get(name, name): value for name, value in self.fix.items()})

@@ -28,10 +28,6 @@ def refine(
 
 
 def _refined(file: PlannedRunFile, cluster: Cluster, progress: Callable[[str], None]) -> Refined:
-    if not file.runs:
-        return Refined(
-            None, None, "train keeps no pipeline within a budget yet, so there is no step to simulate"
-        )
     try:
         run = config.from_dict(file.data, source="the planned file")
         world = run.effective_strategy.axes.world

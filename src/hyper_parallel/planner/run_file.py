@@ -1,7 +1,7 @@
 """Writes a planned strategy as a run file for `train`.
 
-What `train` cannot run yet is written all the same, each with a note at the head of the file: a pipeline with a budget
-(`train` then refuses the file, saying so), DualPipe, precisions below 16 bits, and recomputation of some layers only.
+What `train` cannot run yet is written all the same, each with a note at the head of the file: DualPipe, and precisions
+below 16 bits.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ PIPELINES: Mapping[str, str] = {
 }
 """The planner's pipeline schedules that `train` has, by its names."""
 
+RECOMPUTES: Mapping[str, str] = {"none": "none", "selective": "selective", "full": "layer"}
+"""What `memory.recompute` calls the planner's kinds of recompute."""
+
 _DTYPES = {
     "fp32": {"param": "float32", "compute": "float32", "reduce": "float32"},
     "bf16": {"param": "float32", "compute": "bfloat16", "reduce": "float32"},
@@ -49,8 +52,6 @@ class PlannedRunFile:
     text: str
     """YAML, with what was estimated and the notes as comments at its head."""
     notes: Sequence[str]
-    runs: bool
-    """Whether `train` can run it as it stands."""
 
 
 def planned_run_file(
@@ -73,7 +74,7 @@ def planned_run_file(
         "micro_batch": int(found.strategy["micro"]),
         "optimizer": {"name": work.optimizer},
     }
-    strategy = strategy_of(found, question.cluster, notes)
+    strategy = strategy_of(found, question.cluster, shape.layers, notes)
     if on_host:
         train["engine"] = "graph"
         strategy["memory"] |= {
@@ -95,11 +96,6 @@ def planned_run_file(
         "strategy": strategy,
     }
     notes.append("data.train is a placeholder: name your text")
-    budget = found.strategy["pipeline"] != 1 and "device" in strategy["memory"]
-    if budget:
-        notes.append(
-            "train keeps no pipeline within a budget yet and refuses this file; `plan --runnable` keeps to what it can"
-        )
     head = [
         f"Written by hyper-parallel plan for {shape.name or 'a model'} on {question.devices:,} devices of "
         f"{question.cluster.name or question.cluster.source}.",
@@ -107,11 +103,11 @@ def planned_run_file(
         *notes,
     ]
     text = "".join(f"# {line}\n" for line in head) + yaml12.write(data)
-    return PlannedRunFile(data, text, tuple(notes), runs=not budget)
+    return PlannedRunFile(data, text, tuple(notes))
 
 
-def strategy_of(found: Figures, cluster: Cluster, notes: list[str]) -> dict[str, Any]:
-    """The section `strategy` of a run file; what it cannot say is added to `notes`."""
+def strategy_of(found: Figures, cluster: Cluster, layers: int, notes: list[str]) -> dict[str, Any]:
+    """The section `strategy` of a run file, for a model of so many layers; what it cannot say is added to `notes`."""
     given = found.strategy
     axes = _axes(given)
     made: dict[str, Any] = {"axes": axes}
@@ -136,7 +132,7 @@ def strategy_of(found: Figures, cluster: Cluster, notes: list[str]) -> dict[str,
         if cluster.supernode and cluster.supernode < found.devices:
             inside["supernode"] = cluster.supernode
         made["placement"] = {"devices": inside}
-    made["memory"] = _memory(given, notes)
+    made["memory"] = _memory(given, layers)
     return made
 
 
@@ -149,17 +145,21 @@ def _axes(given: format.Strategy) -> dict[str, Any]:
     return {name: given[name] for name in names if given[name] != 1}
 
 
-def _memory(given: format.Strategy, notes: list[str]) -> dict[str, Any]:
+def _memory(given: format.Strategy, layers: int) -> dict[str, Any]:
     made: dict[str, Any] = {}
     level = int(given["zero"])
     if level:
         made["shard"] = LEVELS[level]
-    kind, share = given["recompute"], float(given["recomputed"])
-    made["recompute"] = "layer" if kind == "full" else "none"
-    if kind == "full" and share < 1:
-        notes.append(f"train recomputes all layers or none; the estimate recomputes {share:.0%} of them")
-    if kind == "selective":
-        notes.append(
-            "train has no selective recomputation; fused attention keeps no scores, so the file says none"
-        )
+    made["recompute"] = RECOMPUTES[str(given["recompute"])]
+    if given["recompute"] == "full" and float(given["recomputed"]) < 1:
+        made["recompute_layers"] = _recomputed(given, layers)
     return made
+
+
+def _recomputed(given: format.Strategy, layers: int) -> int | list[int]:
+    """Layers of each stage that are recomputed: those of a rank, spread over its stages, the first stages first."""
+    ranks, stages = int(given["pipeline"]), int(given["virtual"])
+    count = math.ceil(float(given["recomputed"]) * math.ceil(layers / ranks) - 1e-9)
+    if stages == 1 or ranks == 1:
+        return count
+    return [count // stages + (part < count % stages) for part in range(stages) for _ in range(ranks)]

@@ -1,14 +1,14 @@
 """Branch and bound over the strategy space, with the cost model as the objective.
 
-Choices are made level by level (`space`); at each level what cannot be among the best is left out by a bound that is
-proved (`lower_bounds`), with the number of points that it stands for. The search begins where the first bound is least,
-so that what it finds early excludes much of the rest. For what lacks only what is computed again and what is moved,
-`memory_choices` finds the best way without listing them all. So the answer is the optimum of the model, and its gap is
-0.
+Choices are made level by level (`space`). At each level a proved bound (`lower_bounds`) prunes rows that cannot be
+among the best, and the search counts the points that it prunes. The search begins with the least bound, so that good
+strategies found early prune much of the rest. Where only recompute and offload are open, `memory_choices` finds the
+best way without enumerating all. So the answer is the optimum of the model, and its gap is 0.
 
-One strategy is told for each set of degrees (with data = replicate · shard), so that the ten best differ in more than
-a code; so a strategy has to be faster than what was found with its degrees, too. Ties go to fewer axes, then to the
-smaller peak, then to the first in the order of columns; of ties that differ in data and context alone one is told.
+The search reports one strategy for each set of degrees (with data = replicate · shard), so that the ten best differ in
+more than a code. A strategy therefore also has to be faster than the best one known with its degrees. Ties go to fewer
+axes, then to the smaller peak, then to the first in the order of columns. Of ties that differ only in data and context,
+the search reports one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CHUNK = 4096
 EQUAL = 1e-9
 """Figures that differ by less, as a share, are equal."""
 BATCH = 2048
-"""Rows of which the best way to keep is found at once, or more."""
+"""The least number of rows for which the best memory choices are found at once."""
 DIVE, ALIKE = 1024, 4
-"""Rows of degrees and micro-batch of which one strategy each is estimated before the search begins; at most ALIKE of
-them have the same degrees."""
+"""Before the search begins it estimates one strategy for each of DIVE rows of degrees and micro-batch, with at most
+ALIKE rows of the same degrees."""
 FIRST = 32
 """Rows of degrees and micro-batch that the search begins with; each later batch is twice as large."""
 
@@ -119,7 +119,7 @@ class _Found:
             if kind not in self.rows or rank < self.rows[kind][0]:
                 self.rows[kind] = (rank, {name: float(rows[name][at]) for name in SPREAD})
                 self.own[kind] = seconds[at]
-        # Of rows that differ in what splits tokens alone only one may be told in the end.
+        # Of rows that differ only in the axes that split tokens, the search reports at most one.
         told: dict[tuple[float, ...], tuple[float, ...]] = {}
         for rank, row in sorted(self.rows.values(), key=lambda one: one[0]):
             told.setdefault(_split(row), rank)
@@ -129,7 +129,7 @@ class _Found:
             self.rows = {kind: one for kind, one in self.rows.items() if one[0][0] <= last[0]}
 
     def best(self) -> list[dict[str, float]]:
-        """The rows, best first; of rows that take as long and differ in what splits tokens alone, the first."""
+        """The rows, best first; of equally good rows that differ only in the axes that split tokens, the first."""
         told: dict[tuple[float, ...], dict[str, float]] = {}
         for rank, row in sorted(self.rows.values(), key=lambda one: one[0]):
             told.setdefault((*rank[: 1 + self.by_memory], *_split(row)), row)

@@ -77,11 +77,10 @@ def solve(
     tokens: float = 0.0,
     model: Mapping[str, Any] | None = None,
 ) -> PrintedAnswer:
-    """What is shown of a question's answer.
+    """Search for the best strategies of a question; the answer, ready to print.
 
-    `compare`: a file with a strategy of the user's. `tokens`: of the whole run. `model`: the section `model` of a run
-    file, where it is known. Raises ConfigError for a question of which nothing is legal, NothingFitsError where nothing
-    fits.
+    `compare`: a file with the user's strategy. `tokens`: of the whole run. `model`: the section `model` of a run file,
+    where it is known. Raises ConfigError where no strategy is legal, and NothingFitsError where no legal one fits.
     """
     known = constants or fitted()
     notes: list[str] = []

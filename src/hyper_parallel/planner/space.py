@@ -118,7 +118,7 @@ class StrategySpace:
         }
 
     def _again(self) -> list[tuple[int, float | None]]:
-        shares = (1.0,) if self.question.runnable else self.question.allowed("recomputed")
+        shares = self.question.allowed("recomputed")
         found: list[tuple[int, float | None]] = []
         for mode in range(len(RECOMPUTE)):
             if self._allows("recompute", mode):
@@ -220,10 +220,13 @@ class StrategySpace:
         kinds = [schedule == _INTERLEAVED, two, schedule == _DUAL]
         several = np.select(kinds, [interleaved, virtual == 2, dual], virtual == 1)
         several = several & (pipeline * virtual <= self.shape.layers)
+        if self.question.runnable:
+            # As many micro-batches as `hyper_parallel.schedule` needs for a schedule without gaps.
+            several = several & (rounds >= np.where(two, 2 * pipeline - 1, pipeline))
         first = self.schedules.options[0, 0] if len(self.schedules.options) else 0.0
         # Without a pipeline there is one schedule, by whatever name.
         found: Mask = np.where(pipeline == 1, (schedule == first) & (virtual == 1), several)
-        # In the tree, DualPipe is a branch of its own for models with experts.
+        # In the tree, DualPipe is a separate branch for models with experts.
         if self.shape.experts and "dual" in c:
             found = found & ((schedule == _DUAL) == (c["dual"] == 1))
         return found
@@ -288,7 +291,7 @@ class StrategySpace:
 
     def counts(self, rows: Columns) -> Counts:
         """How many points each row of degrees and micro-batch stands for."""
-        # What a level allows depends on few columns, of which there are few different values.
+        # What a level allows depends on few columns, and these have few distinct values.
         points = self.kept_counts(rows)
         names = ("shard", "replicate", "context", "tensor_x", "tensor_y", "pipeline")
         for level, of in (
@@ -327,9 +330,9 @@ def taken(rows: Columns, index: Any) -> Columns:
 
 
 def unique(columns: Columns) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """The first of each kind of rows that are equal, and of which kind each row is.
+    """The first row of each kind of equal rows, and the kind of each row.
 
-    Columns are whole numbers, so that kinds are found by counting and without sorting: there may be a million rows.
+    Columns are whole numbers, so kinds are found by counting instead of sorting: there may be a million rows.
     """
     keys = np.zeros(next(iter(columns.values())).size, dtype=np.intp)
     size = 1
@@ -370,6 +373,5 @@ def divisors(number: int) -> list[int]:
 
 RUNS: dict[str, Callable[[float], bool]] = {
     "schedule": lambda value: value != _DUAL,
-    "recompute": lambda value: value != SELECTIVE,
 }
 """What `train` can run, by column; the rest is for plans alone."""

@@ -32,7 +32,7 @@ class Point:
 
 
 def ask(question: Question, constants: Constants) -> Point:
-    """A question of which it is not known whether anything is legal."""
+    """Answer a question for which there may be no legal strategy."""
     try:
         found = answer(question, constants)
     except ConfigError as error:

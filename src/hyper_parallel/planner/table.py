@@ -268,7 +268,7 @@ def _cell(column: Array, rows: npt.NDArray[np.intp]) -> Array:
 
 
 _SHAPE = (*COLUMNS[: COLUMNS.index("dense_layers") + 1], "window", "windowed")
-"""The columns that a Shape has as fields of its own."""
+"""The columns that are fields of Shape."""
 
 
 def of_workload(workload: Workload) -> dict[str, float]:
@@ -283,9 +283,9 @@ def of_workload(workload: Workload) -> dict[str, float]:
 
 
 def of_cluster(cluster: Cluster) -> dict[str, float]:
-    """The columns of the machine, `devices` where the cluster has so many.
+    """The columns of the machine, with `devices` where the cluster has a number of ranks.
 
-    Raises ConfigError where it describes no device, or no link.
+    Raises ConfigError where the cluster describes no device, or no link.
     """
     device = cluster.device
     if device is None:

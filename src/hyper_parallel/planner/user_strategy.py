@@ -12,8 +12,9 @@ from hyper_parallel.config import yaml12
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.codes import ORDERS, code
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.run_file import LEVELS
+from hyper_parallel.planner.run_file import LEVELS, RECOMPUTES
 from hyper_parallel.planner.table import SPREAD
+from hyper_parallel.schedule import stages_of
 from hyper_parallel.strategy import ScheduleName, Strategy
 from hyper_parallel.strategy.axes import AUTO
 
@@ -123,10 +124,23 @@ def _of_strategy(strategy: Strategy, question: Question) -> dict[str, float]:
     if axes.shard * axes.context > 1:
         columns["zero"] = float(levels[memory.shard])
     columns["sequence_parallel"] = float(axes.tensor > 1 and (strategy.sequence or axes.tensor_y > 1))
-    columns["recompute"] = float(code("recompute", "full" if memory.recompute == "layer" else "none"))
+    columns |= recompute_columns(strategy, question.workload.shape.layers)
     if axes.context > 1:
         columns["method"] = float(code("method", _method(strategy, question)))
     return columns
+
+
+def recompute_columns(strategy: Strategy, layers: int) -> dict[str, float]:
+    """The columns of what a strategy recomputes in a model of so many layers; a list of stages by its mean."""
+    memory, ranks = strategy.memory, strategy.axes.pipeline
+    kinds = {name: kind for kind, name in RECOMPUTES.items()}
+    found = {"recompute": float(code("recompute", kinds.get(memory.recompute, "none")))}
+    if memory.recompute_layers is not None:
+        stages = stages_of(strategy.pipeline, ranks)
+        asked = memory.recompute_layers
+        each = asked if isinstance(asked, int) else sum(asked) / stages
+        found["recomputed"] = min(1.0, each * (stages // ranks) / math.ceil(layers / ranks))
+    return found
 
 
 def _method(strategy: Strategy, question: Question) -> str:

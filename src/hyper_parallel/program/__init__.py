@@ -7,7 +7,7 @@ each class of ranks a list of instructions. Pipelines are Programs of several gr
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program.build import to_program
 from hyper_parallel.program.defects import Defect, DefectKind
-from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, Send, Wait
+from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, RunPair, Send, Wait, runs_of
 from hyper_parallel.program.memory import peak_bytes
 from hyper_parallel.program.port import Port
 from hyper_parallel.program.program import Program
@@ -26,6 +26,7 @@ __all__ = [
     "Reduce",
     "ReshardPlan",
     "Run",
+    "RunPair",
     "Send",
     "Task",
     "TaskKind",
@@ -33,6 +34,7 @@ __all__ = [
     "find_defects",
     "peak_bytes",
     "plan_reshard",
+    "runs_of",
     "to_program",
     "verify",
 ]

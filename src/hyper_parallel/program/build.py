@@ -1,10 +1,11 @@
 """Build a Program from a pipeline schedule and the data flow between its tasks.
 
 The actions are executed once in thought, in rounds: in each round every group runs its next action if the values that
-it takes are there. This gives one order of everything that happens. A transfer is written into both lists at the
-moment when its value is given: the Recv at the place where the receiving group stands, then the Send. So in that
-order every Send comes after its Recv, and no Send of the Program can block for ever: it is free of deadlocks by
-construction, also under rendezvous sends, and the sends and receives of each channel are in one order.
+it takes are there. A pair of actions is one action, which takes and gives what both do. This gives one order of
+everything that happens. A transfer is written into both lists at the moment when its value is given: the Recv at the
+place where the receiving group stands, then the Send. So in that order every Send comes after its Recv, and no Send of
+the Program can block for ever: it is free of deadlocks by construction, also under rendezvous sends, and the sends and
+receives of each channel are in one order.
 
 Receives are then posted earlier (`post_ahead`), which can only let a Send return sooner.
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hyper_parallel.errors import ProgramError
 from hyper_parallel.layout import DeviceGroup
-from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, Send, Wait
+from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, RunPair, Send, Wait
 from hyper_parallel.program.port import Port
 from hyper_parallel.program.post_ahead import post_ahead
 from hyper_parallel.program.program import Program, Value
@@ -24,6 +25,9 @@ from hyper_parallel.program.task import Task, TaskKind
 
 if TYPE_CHECKING:
     from hyper_parallel.schedule import Action, Schedule
+
+_Unit = tuple[tuple[Task, int], ...]
+"""Tasks and their micro-batches: one, or a pair that runs as one."""
 
 
 def to_program(
@@ -90,9 +94,13 @@ class _Builder:
         )
         stages = {(task.stage, task.kind): task for task in tasks.values() if task.per_micro_batch}
         self.orders = [
-            [(self._task(stages, action, name), action.micro_batch) for action in order]
-            for order, name in zip(schedule.orders, self.names, strict=True)
+            [
+                tuple((self._task(stages, action, name), action.micro_batch) for action in unit)
+                for unit in schedule.units(rank)
+            ]
+            for rank, name in enumerate(self.names)
         ]
+        """By rank: what it runs, an action or a pair of them at a time."""
         self.takers = self._takers()
 
     def _task(self, stages: Mapping[tuple[int | None, TaskKind], Task], action: Action, group: str) -> Task:
@@ -111,7 +119,7 @@ class _Builder:
         """The groups that take each value and do not compute it, in order of the schedule's ranks."""
         takers: dict[Value, list[str]] = {}
         for name, order in zip(self.names, self.orders, strict=True):
-            for task, micro_batch in order:
+            for task, micro_batch in (run for unit in order for run in unit):
                 for port in task.takes:
                     if self._computed_by(port) == name:
                         continue
@@ -148,42 +156,55 @@ class _Builder:
             able = [
                 rank
                 for rank, order in enumerate(self.orders)
-                if position[rank] < len(order) and not self._absent(rank, *order[position[rank]])
+                if position[rank] < len(order) and not self._absent(rank, order[position[rank]])
             ]
             if not able:
                 raise ProgramError(self._blocked(position))
             # A schedule may need more receives posted than `depth`; then one group at a time goes beyond it.
-            ready = [rank for rank in able if self._has_room(*self.orders[rank][position[rank]])] or able[:1]
+            ready = [rank for rank in able if self._has_room(self.orders[rank][position[rank]])] or able[:1]
             for rank in ready:
-                self._run(self.names[rank], *self.orders[rank][position[rank]])
+                self._run(self.names[rank], self.orders[rank][position[rank]])
             # After all tasks of the round, so that a receive stands behind what its group runs meanwhile.
             for rank in ready:
-                self._give(self.names[rank], *self.orders[rank][position[rank]])
+                for task, micro_batch in self.orders[rank][position[rank]]:
+                    self._give(self.names[rank], task, micro_batch)
                 position[rank] += 1
 
-    def _has_room(self, task: Task, micro_batch: int) -> bool:
-        """Whether each group that takes what the task gives may post one more receive of the port."""
+    def _has_room(self, unit: _Unit) -> bool:
+        """Whether each group that takes what the tasks give may post one more receive of the port."""
         return all(
             sum(port == name for name, _ in self.arriving[taker]) < self.depth
+            for task, micro_batch in unit
             for port in task.gives
             for taker in self.takers.get((port, micro_batch), ())
         )
 
-    def _absent(self, rank: int, task: Task, micro_batch: int) -> list[Value]:
+    def _absent(self, rank: int, unit: _Unit) -> list[Value]:
         name = self.names[rank]
-        values = [(port, None if port in self.step_ports else micro_batch) for port in task.takes]
+        values = [
+            (port, None if port in self.step_ports else micro_batch)
+            for task, micro_batch in unit
+            for port in task.takes
+        ]
         return [
             value for value in values if value not in self.present[name] and value not in self.arriving[name]
         ]
 
-    def _run(self, name: str, task: Task, micro_batch: int) -> None:
+    def _run(self, name: str, unit: _Unit) -> None:
         instructions = self.lists[name]
-        for port in task.takes:
-            source = self.arriving[name].pop((port, micro_batch), None)
-            if source is not None:
-                instructions.append(Wait(port, micro_batch, source))
-                self.present[name].add((port, micro_batch))
-        instructions.append(Run(task.name, micro_batch))
+        for task, micro_batch in unit:
+            for port in task.takes:
+                source = self.arriving[name].pop((port, micro_batch), None)
+                if source is not None:
+                    instructions.append(Wait(port, micro_batch, source))
+                    self.present[name].add((port, micro_batch))
+        runs = {task.kind: Run(task.name, micro_batch) for task, micro_batch in unit}
+        if len(runs) == 1:
+            instructions += runs.values()
+        else:
+            forward = runs.pop(TaskKind.FORWARD)
+            (backward,) = runs.values()
+            instructions.append(RunPair(forward, backward))
 
     def _give(self, name: str, task: Task, micro_batch: int) -> None:
         for port in task.gives:
@@ -206,9 +227,9 @@ class _Builder:
         ]
         for rank, order in enumerate(self.orders):
             if position[rank] < len(order):
-                action = self.schedule.orders[rank][position[rank]]
-                values = ", ".join(f"{port!r}" for port, _ in self._absent(rank, *order[position[rank]]))
-                lines.append(f"  {self.names[rank]} stands at {action} and waits for {values}")
+                actions = " with ".join(map(str, self.schedule.units(rank)[position[rank]]))
+                values = ", ".join(f"{port!r}" for port, _ in self._absent(rank, order[position[rank]]))
+                lines.append(f"  {self.names[rank]} stands at {actions} and waits for {values}")
         return "\n".join(lines)
 
     def epilogue(self, reduces: Sequence[Reduce]) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from hyper_parallel.layout import Layout
 from hyper_parallel.program.defects import Defect, DefectKind, at
-from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, Send, Wait
+from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, RunPair, Send, Wait, runs_of
 from hyper_parallel.program.program import Program
+from hyper_parallel.program.task import TaskKind
 
 
 def declaration_defects(program: Program) -> list[Defect]:
@@ -114,14 +115,11 @@ def _instructions(program: Program) -> Iterator[str]:
 def _instruction(
     program: Program, group: str, instruction: Instruction, step_ports: frozenset[str]
 ) -> Iterator[str]:
-    if isinstance(instruction, Run):
-        task = program.tasks.get(instruction.task)
-        if task is None:
-            yield "names a task that the program does not have"
-            return
-        if task.group != group:
-            yield f"runs a task of {task.group}"
-        yield from _micro_batch(program, instruction.micro_batch, once=not task.per_micro_batch)
+    if isinstance(instruction, Run | RunPair):
+        for run in runs_of(instruction):
+            yield from _run(program, group, run)
+        if isinstance(instruction, RunPair):
+            yield from _pair(program, instruction)
         return
     port = program.ports.get(instruction.port)
     if port is None:
@@ -145,6 +143,29 @@ def _instruction(
         yield f"sends a value that {port.group} computes"
     if isinstance(instruction, Recv) and port.group != instruction.source:
         yield f"receives from {instruction.source} a value that {port.group} computes"
+
+
+def _run(program: Program, group: str, run: Run) -> Iterator[str]:
+    task = program.tasks.get(run.task)
+    if task is None:
+        yield "names a task that the program does not have"
+        return
+    if task.group != group:
+        yield f"runs a task of {task.group}"
+    yield from _micro_batch(program, run.micro_batch, once=not task.per_micro_batch)
+
+
+def _pair(program: Program, pair: RunPair) -> Iterator[str]:
+    for run, kinds in ((pair.forward, _FORWARD), (pair.backward, _BACKWARD)):
+        task = program.tasks.get(run.task)
+        if task is not None and task.kind not in kinds:
+            yield f"runs a {task.kind} task as the {kinds[0]} task of a pair"
+    if pair.forward.micro_batch == pair.backward.micro_batch:
+        yield "pairs two tasks of one micro-batch, of which the second needs the first"
+
+
+_FORWARD = (TaskKind.FORWARD,)
+_BACKWARD = (TaskKind.BACKWARD, TaskKind.INPUT)
 
 
 def _peer(instruction: Send | Recv | Wait) -> str:

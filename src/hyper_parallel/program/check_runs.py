@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hyper_parallel.program.defects import Defect, DefectKind, at, shown
-from hyper_parallel.program.instructions import Run
+from hyper_parallel.program.instructions import runs_of
 from hyper_parallel.program.program import Program
 from hyper_parallel.program.task import Task, TaskKind
 
@@ -20,10 +20,10 @@ def run_defects(program: Program) -> list[Defect]:
 
 def _counts(program: Program) -> Iterator[str]:
     runs = Counter(
-        (instruction.task, instruction.micro_batch)
+        (run.task, run.micro_batch)
         for instructions in program.instructions.values()
         for instruction in instructions
-        if isinstance(instruction, Run)
+        for run in runs_of(instruction)
     )
     for (name, micro_batch), count in runs.items():
         if count > 1:
@@ -59,8 +59,8 @@ def _order(program: Program) -> Iterator[str]:
     for group, instructions in program.instructions.items():
         runs = [
             (index, run, program.tasks[run.task])
-            for index, run in enumerate(instructions)
-            if isinstance(run, Run)
+            for index, instruction in enumerate(instructions)
+            for run in runs_of(instruction)
         ]
         done: set[tuple[int | None, TaskKind, int | None]] = set()
         for index, run, task in runs:

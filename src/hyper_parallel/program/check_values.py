@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hyper_parallel.program.defects import Defect, DefectKind, at
-from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, Send, Wait
+from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, RunPair, Send, Wait, runs_of
 from hyper_parallel.program.program import Program, Value
 
 
@@ -41,8 +41,12 @@ class _Walk:
 
     def step(self, instruction: Instruction) -> Iterator[str]:
         """The defects of one instruction, and its effect on memory."""
-        if isinstance(instruction, Run):
-            yield from self._run(instruction)
+        if isinstance(instruction, Run | RunPair):
+            runs = runs_of(instruction)
+            for run in runs:
+                yield from self._takes(run)
+            for run in runs:
+                yield from self._gives(run)
         elif isinstance(instruction, Send):
             yield from self._send(instruction)
         elif isinstance(instruction, Recv):
@@ -59,7 +63,7 @@ class _Walk:
                 yield "sums the same value a second time"
             self.reduced.add(instruction.port)
 
-    def _run(self, run: Run) -> Iterator[str]:
+    def _takes(self, run: Run) -> Iterator[str]:
         task = self.program.tasks[run.task]
         for port in task.takes:
             for value in self.program.values(port, run.micro_batch, self.step_ports):
@@ -68,7 +72,9 @@ class _Walk:
                 self.taken.add(value)
             if port in self.to_reduce and port not in self.reduced:
                 yield f"takes {port!r} before it is reduced over the groups"
-        for port in task.gives:
+
+    def _gives(self, run: Run) -> Iterator[str]:
+        for port in self.program.tasks[run.task].gives:
             value = (port, run.micro_batch)
             if value in self.present:
                 yield f"gives {_name(value)}, which is in memory already"

@@ -3,6 +3,8 @@
 Which instructions block, and on what:
 
 - `Run` never waits for another group. Every value that its task takes must be in memory by then.
+- `RunPair` runs two tasks as one, their operators in turns. It takes what both take, and gives what both give; the rest
+  is as for `Run`.
 - `Recv` posts a receive and returns. Its value is in memory after the `Wait` of the same transfer, which has to come
   before the first `Run` that takes it.
 - `Send` starts a transfer. Under *rendezvous* it returns when the other group has posted the matching `Recv` (gloo
@@ -36,6 +38,19 @@ class Run:
 
     def __str__(self) -> str:
         return f"Run({_of(self.task, self.micro_batch)})"
+
+
+@dataclass(frozen=True)
+class RunPair:
+    """Run the forward task of a micro-batch together with the backward (or input) task of another one: one computes
+    while the other waits for a collective of the group's own mesh."""
+
+    forward: Run
+    backward: Run
+
+    def __str__(self) -> str:
+        both = (_of(one.task, one.micro_batch) for one in (self.forward, self.backward))
+        return f"RunPair({'; '.join(both)})"
 
 
 @dataclass(frozen=True)
@@ -93,4 +108,11 @@ class Reduce:
         return f"Reduce({self.port}) over {', '.join(self.over)}"
 
 
-Instruction = Run | Send | Recv | Wait | Reduce
+Instruction = Run | RunPair | Send | Recv | Wait | Reduce
+
+
+def runs_of(instruction: Instruction) -> tuple[Run, ...]:
+    """The tasks that an instruction runs, none for one that runs nothing."""
+    if isinstance(instruction, RunPair):
+        return instruction.forward, instruction.backward
+    return (instruction,) if isinstance(instruction, Run) else ()

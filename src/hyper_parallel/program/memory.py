@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hyper_parallel.program.defects import Defect, DefectKind
-from hyper_parallel.program.instructions import Recv, Reduce, Run, Send, Wait
+from hyper_parallel.program.instructions import Recv, Reduce, Send, Wait, runs_of
 from hyper_parallel.program.program import Program, Value
 from hyper_parallel.program.task import TaskKind
 
@@ -58,11 +58,11 @@ def _peak(program: Program, group: str, step_ports: frozenset[str], trained: set
         if isinstance(one, Recv):
             born = size.get(one.port, 0)
             _at(freed, ends.get((one.port, one.micro_batch), len(instructions)), born)
-        elif isinstance(one, Run):
-            task = program.tasks[one.task]
+        for run in runs_of(one):
+            task = program.tasks[run.task]
             for port in task.gives:
                 born += size[port]
-                _at(freed, ends.get((port, one.micro_batch), index), size[port])
+                _at(freed, ends.get((port, run.micro_batch), index), size[port])
             if task.kind is TaskKind.FORWARD:
                 born += saved.get(task.stage, 0)
             elif task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT):
@@ -84,11 +84,11 @@ def _last_uses(program: Program, group: str, step_ports: frozenset[str]) -> dict
     }
     ends: dict[Value, int] = {}
     for index, one in enumerate(instructions):
-        if isinstance(one, Run):
-            for port in program.tasks[one.task].takes:
-                for value in program.values(port, one.micro_batch, step_ports):
+        for run in runs_of(one):
+            for port in program.tasks[run.task].takes:
+                for value in program.values(port, run.micro_batch, step_ports):
                     ends[value] = max(ends.get(value, 0), index)
-        elif isinstance(one, Send):
+        if isinstance(one, Send):
             end = waits.get((one.port, one.micro_batch, one.to), len(instructions))
             key = (one.port, one.micro_batch)
             ends[key] = max(ends.get(key, 0), end)

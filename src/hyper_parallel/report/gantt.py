@@ -1,7 +1,8 @@
 """Gantt chart of a pipeline: a row for each device group, its tasks with their micro-batches, its bubbles by cause.
 
 An idle stretch of a group is coloured by its cause: `fill` before the first task, `transfer` while the value that the
-next task waits for is on its way, `waiting` while the neighbour still computes it, `drain` after the last task.
+next task waits for is on its way, `waiting` while the neighbour still computes it, `drain` after the last task. Tasks
+that run as a pair are drawn one above the other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from hyper_parallel.trace import Span, Timeline, is_compute
 from hyper_parallel.units import format_duration
 
 _TASK = re.compile(r"([FBIW])(\d+)\.(\d+)$")
+PAIRED = " with "
+"""Between the names of the tasks of a pair."""
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 _CAUSES = ("fill", "waiting", "transfer", "drain")
 
@@ -39,7 +42,7 @@ def idle_stretches(timeline: Timeline, name: str) -> list[IdleStretch]:
     """The idle stretches of a rank class of a pipeline, in order."""
     spans = timeline.of(name)
     by_index = {span.op.index: span for span in spans}
-    tasks = [span for span in spans if _TASK.match(span.op.name) and is_compute(span.op.queue)]
+    tasks = [span for span in spans if _tasks(span) and is_compute(span.op.queue)]
     begin = max((span.end for span in spans if span.op.phase == "gather"), default=0.0)
     last = max((span.start for span in spans if span.op.name == "update"), default=timeline.step)
     found: list[IdleStretch] = []
@@ -59,7 +62,7 @@ def idle_stretches(timeline: Timeline, name: str) -> list[IdleStretch]:
 def gantt(timeline: Timeline) -> str:
     """The chart as HTML, with an SVG drawing that needs no script."""
     names = list(timeline.trace.ops)
-    tasks = [span for span in timeline.spans if _TASK.match(span.op.name) and span.end > span.start]
+    tasks = [span for span in timeline.spans if _tasks(span) and span.end > span.start]
     mean = sum(span.end - span.start for span in tasks) / len(tasks) if tasks else timeline.step
     width = min(_MOST, max(_LEAST, _BLOCK * timeline.step / mean)) if mean else _LEAST
     scale = (width - _LEFT - 10) / timeline.step if timeline.step else 0.0
@@ -90,30 +93,44 @@ def _row(timeline: Timeline, name: str, at: int, scale: float) -> Iterator[str]:
     for span in timeline.of(name):
         if span.end <= span.start:
             continue
-        found = _TASK.match(span.op.name)
+        found = _tasks(span)
         if found:
-            yield from _task(span, found, top, scale)
+            for place, one in enumerate(found):
+                yield from _task(span, one, top, scale, place, len(found))
         elif is_compute(span.op.queue) or span.op.phase in ("gather", "reduce", "clip"):
             told = f"{span.op.name}, {format_duration(span.end - span.start)}"
             yield _rect("other", span.start, span.end, top, scale, told)
 
 
-def _task(span: Span, found: re.Match[str], top: int, scale: float) -> Iterator[str]:
+def _tasks(span: Span) -> list[re.Match[str]]:
+    """The task that a span is, the two of a pair, or none."""
+    found = [_TASK.match(name) for name in span.op.name.split(PAIRED)]
+    return [one for one in found if one is not None] if all(found) else []
+
+
+def _task(span: Span, found: re.Match[str], top: int, scale: float, place: int, count: int) -> Iterator[str]:
+    """The drawing of a task, at its place among the `count` that run as one."""
     letter, stage, micro_batch = found.groups()
     told = (
         f"{_WORDS[letter]} of micro-batch {micro_batch} in stage {stage}: {format_duration(span.start)} to "
         f"{format_duration(span.end)}, {format_duration(span.end - span.start)}"
     )
-    yield _rect(_class_of(letter), span.start, span.end, top, scale, told)
+    if count > 1:
+        told += f", together with {span.op.name.split(PAIRED)[1 - place]}"
+    yield _rect(_class_of(letter), span.start, span.end, top, scale, told, place, count)
     if (span.end - span.start) * scale >= 5 + 6 * len(micro_batch):
         middle = _LEFT + (span.start + span.end) / 2 * scale
-        yield f'<text x="{middle:.1f}" y="{top + 18}">{micro_batch}</text>'
+        down = 18 if count == 1 else 12 + 12 * place
+        yield f'<text x="{middle:.1f}" y="{top + down}">{micro_batch}</text>'
 
 
-def _rect(kind: str, start: float, end: float, top: int, scale: float, told: str) -> str:
+def _rect(
+    kind: str, start: float, end: float, top: int, scale: float, told: str, place: int = 0, count: int = 1
+) -> str:
+    height = (_ROW - 6) // count
     return (
-        f'<rect class="{kind}" x="{_LEFT + start * scale:.2f}" y="{top + 2}" width="{(end - start) * scale:.2f}" '
-        f'height="{_ROW - 6}"><title>{escape(told)}</title></rect>'
+        f'<rect class="{kind}" x="{_LEFT + start * scale:.2f}" y="{top + 2 + place * height}" '
+        f'width="{(end - start) * scale:.2f}" height="{height}"><title>{escape(told)}</title></rect>'
     )
 
 
@@ -131,4 +148,4 @@ def _class_of(letter: str) -> str:
 
 
 def _has(tasks: list[Span], letter: str) -> bool:
-    return any(span.op.name.startswith(letter) for span in tasks)
+    return any(one[1] == letter for span in tasks for one in _tasks(span))

@@ -69,6 +69,8 @@ class PipelineFigures:
     """Seconds of the step besides: gathers, reductions and the update."""
     stages: tuple[StageFigures, ...]
     groups: tuple[GroupFigures, ...]
+    pairs: int = 0
+    """Forward passes of all groups that run together with a backward pass."""
 
     @property
     def slowest(self) -> GroupFigures:
@@ -86,7 +88,8 @@ class PipelineFigures:
         slowest = self.slowest
         return (
             f"pipeline: {len(self.groups)} device groups, {len(self.stages)} stages of {_counted(self.counts)} layers, "
-            f"schedule {self.schedule}, {self.micro_batches} micro-batches; simulated bubble "
+            f"schedule {self.schedule}, {self.micro_batches} micro-batches"
+            f"{f', {self.pairs} forward passes beside backward passes' if self.pairs else ''}; simulated bubble "
             f"{self.share('bubble'):.1%} (fill {self.share('fill'):.1%}, waiting {self.share('waiting'):.1%}, drain "
             f"{self.share('drain'):.1%}); slowest is group {slowest.group}, stage{'s' * (len(slowest.stages) > 1)} "
             f"{', '.join(map(str, slowest.stages))}"

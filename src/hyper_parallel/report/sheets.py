@@ -116,7 +116,7 @@ def task_facts(timeline: Timeline) -> list[Fact]:
     told = Fact(
         "in tasks",
         share,
-        "of the step, a task runs, waits for collectives of its own mesh included; mean of all ranks",
+        "of the step a task runs, including waits for collectives of the stage's mesh; mean of all ranks",
     )
     found = [fact for fact in facts(timeline) if not fact.name.startswith("masked")]
     return [told if fact.name == "computing" else fact for fact in found]

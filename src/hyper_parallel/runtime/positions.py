@@ -6,9 +6,12 @@ A rank that stops, waits or fails in the middle of a schedule is described by th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from hyper_parallel.program import Instruction, Program, Reduce, Run, Send, Wait
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.program import Instruction, Program, Recv, Reduce, Run, RunPair, Send, Wait
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,31 @@ def positions(program: Program, group: str) -> tuple[Position, ...]:
     return *found, Position("the end of the schedule, where the last sends are waited for", True)
 
 
+@contextmanager
+def errors_placed(
+    name: Callable[[], str], known: Sequence[Position], place: Callable[[], int | None]
+) -> Iterator[None]:
+    """Inside, errors get the position at which they arise, `place` in `known`, behind the `name` of the step: those of
+    this project in their message, others in a note. Where the place is None they get none."""
+    try:
+        yield
+    except Exception as error:
+        at = place()
+        if at is None:
+            raise
+        where = ", ".join(filter(None, (name(), known[at].text)))
+        if isinstance(error, HyperParallelError):
+            error.args = (f"{where}: {error}",)
+        else:
+            error.add_note(f"in {where}")
+        raise
+
+
 def _text(program: Program, group: str, one: Instruction) -> str:
     if isinstance(one, Reduce):
         return str(one)
+    if isinstance(one, RunPair):
+        return " beside ".join(_text(program, group, run) for run in (one.forward, one.backward))
     stage = _stage(program, group, one)
     places = ["" if stage is None else f"stage {stage}"]
     if one.micro_batch is not None:
@@ -40,7 +65,7 @@ def _text(program: Program, group: str, one: Instruction) -> str:
     return ", ".join([*filter(None, places), str(replace(one, micro_batch=None))])
 
 
-def _stage(program: Program, group: str, one: Instruction) -> int | None:
+def _stage(program: Program, group: str, one: Run | Send | Recv | Wait) -> int | None:
     """The stage of this group that computes, or takes, what an instruction is about."""
     if isinstance(one, Run):
         return program.tasks[one.task].stage

@@ -1,8 +1,9 @@
 """Runs the tasks of one pipeline stage: a generator of the stage's graph for each micro-batch in flight.
 
 Between two tasks of a micro-batch the generator holds what the forward pass has saved, and frees it as the backward
-pass uses it. Gradients of weights are added up in the order in which micro-batches arrive here, each as soon as it is
-computed, so that those of a whole stage are in memory once.
+pass uses it. Two tasks run as a pair by taking turns: a generator stops before each wait for a collective, and the
+other one goes on (`runtime.turns`). Gradients of weights are added up in the order in which micro-batches arrive here,
+each as soon as it is computed, so that those of a whole stage are in memory once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 from hyper_parallel.compat.dispatch import below_autograd
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import executable
+from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.graph_writer import span
 from hyper_parallel.graph.ir import values_of
@@ -24,6 +26,7 @@ from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.graph.suspension import HOST, HostPoint
+from hyper_parallel.runtime.turns import Turns, ended
 
 _Pass = Generator[Any, Any, tuple[Tensor, ...]]
 
@@ -31,15 +34,16 @@ _Pass = Generator[Any, Any, tuple[Tensor, ...]]
 class StageRunner:
     """The tasks of one stage of one step after the other."""
 
-    def __init__(self, stage: Stage, state: Mapping[str, Tensor]) -> None:
-        """`state`: parameters and buffers by the names of the graph's inputs."""
+    def __init__(self, stage: Stage, state: Mapping[str, Tensor], *, pauses: bool = False) -> None:
+        """`state`: parameters and buffers by the names of the graph's inputs. `pauses`: tasks run in pairs too."""
         self.stage = stage
-        self._run = executable(stage.step, deliver=(GRADIENT, self._add))
+        waits = [node for node in stage.step.nodes if pauses and is_wait(node)]
+        self._run = executable(stage.step, deliver=(GRADIENT, self._add), pauses=waits)
         self._state = state
         self._weights: Mapping[str, Tensor] = {}
-        self._kept = _kept(stage)
+        self._kept = own_outputs(stage)
         """Outputs whose tensors can be added to."""
-        self._changed = _changed_ports(stage)
+        self._changed = changed_ports(stage)
         """Ports whose values the stage writes to; from a stage of the same rank they are that stage's own memory."""
         self._in_flight: dict[int, _Pass] = {}
         self.gradients: dict[str, Tensor] = {}
@@ -59,6 +63,12 @@ class StageRunner:
 
         `batch`: the inputs that are neither state nor ports; `received`: the flat values of `stage.receives`.
         """
+        return ended(self.forward_in_turns(micro_batch, batch, received))
+
+    def forward_in_turns(
+        self, micro_batch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor]
+    ) -> Turns[Tensor]:
+        """As `forward`, stopping before each wait for a collective."""
         if micro_batch in self._in_flight:
             raise HyperParallelError(f"{self._at(micro_batch)}: its forward pass has run already")
         given = {one.name: shaped(self._own(received, one.name), one) for one in self.stage.receives}
@@ -66,7 +76,7 @@ class StageRunner:
         running = self._run.function([known[name] for name in self._run.inputs])
         self._in_flight[micro_batch] = running
         del known, given
-        shown = self._until(running, None, HostPoint.FORWARD, (), micro_batch)
+        shown = yield from self._until(running, None, HostPoint.FORWARD, (), micro_batch)
         return {one.name: flat(value, one) for one, value in zip(self.stage.sends, shown, strict=False)}
 
     def input(self, micro_batch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -74,29 +84,47 @@ class StageRunner:
 
         `received`: the flat values of `stage.gradients_in`.
         """
+        return ended(self.input_in_turns(micro_batch, received))
+
+    def input_in_turns(self, micro_batch: int, received: Mapping[str, Tensor]) -> Turns[Tensor]:
+        """As `input`, stopping before each wait for a collective."""
         running = self._running(micro_batch)
         given = [self._own(received, one.name) for one in self.stage.gradients_in]
-        shown = self._until(running, _NOTHING, HostPoint.INPUT, given, micro_batch)
+        shown = yield from self._until(running, _NOTHING, HostPoint.INPUT, given, micro_batch)
         return {
             one.name: flat(value, one) for one, value in zip(self.stage.gradients_out, shown, strict=False)
         }
 
     def weight(self, micro_batch: int) -> None:
         """The gradients of weights, added to `gradients`; the micro-batch is over with it."""
+        ended(self._weight_in_turns(micro_batch))
+
+    def backward_in_turns(self, micro_batch: int, received: Mapping[str, Tensor]) -> Turns[Tensor]:
+        """`input` and `weight`, stopping before each wait for a collective."""
+        made = yield from self.input_in_turns(micro_batch, received)
+        yield from self._weight_in_turns(micro_batch)
+        return made
+
+    def _weight_in_turns(self, micro_batch: int) -> Turns[Tensor]:
         running = self._running(micro_batch)
-        try:
-            with below_autograd():
-                point, _ = running.send(_NOTHING)
-        except StopIteration as stop:
-            returned = dict(zip(self._run.outputs, stop.value, strict=True))
-        else:
-            raise HyperParallelError(
-                f"{self._at(micro_batch)}: asks for {point!r} where its backward pass ends"
-            )
+        returned: dict[str, Tensor] | None = None
+        while returned is None:
+            try:
+                with below_autograd():
+                    point, _ = running.send(_NOTHING)
+            except StopIteration as stop:
+                returned = dict(zip(self._run.outputs, stop.value, strict=True))
+            else:
+                if point != HostPoint.PAUSE:
+                    raise HyperParallelError(
+                        f"{self._at(micro_batch)}: asks for {point!r} where its backward pass ends"
+                    )
+                yield
         del self._in_flight[micro_batch]
         with torch.no_grad():
             for name, value in returned.items():
                 self._add(name, value)
+        return {}
 
     def _add(self, name: str, value: Tensor) -> None:
         """Add an output of a micro-batch; of the first one it is kept as it is where nothing else has its memory."""
@@ -130,14 +158,18 @@ class StageRunner:
 
     def _until(
         self, running: _Pass, answer: Any, point: HostPoint, received: Iterable[Tensor], micro_batch: int
-    ) -> Any:
-        """Run to a suspension point, and answer what is asked for on the way; what is shown there."""
+    ) -> Generator[None, None, Any]:
+        """Run to a suspension point, and answer what is asked for on the way; what is shown there. Stops at pauses."""
         left = iter(received)
         while True:
             with below_autograd():
                 reached, shown = running.send(answer)
             if reached == point:
                 return shown
+            if reached == HostPoint.PAUSE:
+                yield
+                answer = _NOTHING
+                continue
             if reached != HostPoint.RECEIVE:
                 raise HyperParallelError(
                     f"{self._at(micro_batch)}: stopped at {reached!r} on the way to {point!r}"
@@ -151,7 +183,7 @@ class StageRunner:
 _NOTHING = torch.empty(0)
 
 
-def _kept(stage: Stage) -> frozenset[str]:
+def own_outputs(stage: Stage) -> frozenset[str]:
     """Outputs that fill memory which nothing else uses: no input, no second output, no part of a larger tensor."""
     step = stage.step
     values = {name: node.meta["value"] for name, node in step.returned.items()}
@@ -165,7 +197,8 @@ def _kept(stage: Stage) -> frozenset[str]:
     )
 
 
-def _changed_ports(stage: Stage) -> frozenset[str]:
+def changed_ports(stage: Stage) -> frozenset[str]:
+    """Ports whose values a stage writes to."""
     written = {storage for node in stage.step.nodes for storage in writes(node)}
     answers = (node for node in stage.step.nodes if node.target is HOST and node.args[0] == HostPoint.RECEIVE)
     storages = {
@@ -178,13 +211,20 @@ def _changed_ports(stage: Stage) -> frozenset[str]:
 
 
 def flat(value: Tensor, port: Crossing) -> Tensor:
-    """The elements of a value in the order of its memory, [span]: a view."""
-    if tuple(value.shape) != port.value.shape or tuple(value.stride()) != port.value.stride:
+    """The elements of a value in the order of its memory, [span]: a view, or a copy where a kernel has given other
+    strides than were captured. Raises HyperParallelError if the shape is another one."""
+    captured = port.value
+    if tuple(value.shape) != captured.shape:
         raise HyperParallelError(
-            f"port {port.name}: {tuple(value.shape)} with strides {tuple(value.stride())} is to be sent, and "
-            f"{port.value.shape} with strides {port.value.stride} was captured"
+            f"port {port.name}: {tuple(value.shape)} is to be sent, and {captured.shape} was captured"
         )
-    return torch.as_strided(value, (span(port.value),), (1,), value.storage_offset())
+    strides = zip(captured.shape, value.stride(), captured.stride, strict=True)
+    # The stride of a dimension with one element addresses nothing.
+    if any(given != expected for size, given, expected in strides if size > 1):
+        value = torch.empty_strided(
+            captured.shape, captured.stride, dtype=value.dtype, device=value.device
+        ).copy_(value)
+    return torch.as_strided(value, (span(captured),), (1,), value.storage_offset())
 
 
 def shaped(received: Tensor, port: Crossing) -> Tensor:

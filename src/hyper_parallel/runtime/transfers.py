@@ -7,6 +7,7 @@ hold each other up; without one, all share the default process group, which gloo
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -38,8 +39,10 @@ class _Pending:
 class Transfers(Protocol):
     """The transfers of one rank. A key names a transfer: its port, micro-batch and the group at the other end."""
 
-    def post(self, key: Hashable, source: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Post the receive of `count` elements, [count], from a rank. `wait` gives them."""
+    def post(
+        self, key: Hashable, source: int, count: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Post the receive of `count` elements, [count], from a rank; the memory that they come to. `wait` gives it."""
 
     def send(self, key: Hashable, target: int, value: Tensor) -> None:
         """Begin to send a flat tensor; it stays as it is until `wait`."""
@@ -70,11 +73,14 @@ class ProcessTransfers:
         self._deadline = None if deadline is None else timedelta(seconds=deadline)
         self._pending: dict[Hashable, _Pending] = {}
 
-    def post(self, key: Hashable, source: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
+    def post(
+        self, key: Hashable, source: int, count: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """As `Transfers.post`."""
         buffer = torch.empty(count, dtype=dtype, device=device)
         group = self._communicators.get((source, self._rank))
         self._pending[key] = self._begun(key, dist.irecv(buffer, source, group=group), buffer)
+        return buffer
 
     def send(self, key: Hashable, target: int, value: Tensor) -> None:
         """As `Transfers.send`."""
@@ -102,3 +108,52 @@ class ProcessTransfers:
         """As `Transfers.drain`."""
         for key in list(self._pending):
             self.wait(key)
+
+
+class MemoryTransfers:
+    """Transfers between ranks of one process, a thread each: a queue for each channel, first in, first out."""
+
+    def __init__(self, rank: int, channels: Mapping[Channel, queue.Queue[Tensor]], deadline: float) -> None:
+        """`channels`: the same ones for all ranks; `deadline`: seconds for each wait."""
+        self._rank, self._channels, self._deadline = rank, channels, deadline
+        self._posted: dict[Hashable, tuple[int, Tensor]] = {}
+        """By key: the source, and the memory for what comes."""
+        self._arrived: dict[Hashable, Tensor] = {}
+        self._sent: dict[Hashable, Tensor] = {}
+
+    def post(
+        self, key: Hashable, source: int, count: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """As `Transfers.post`."""
+        buffer = torch.empty(count, dtype=dtype, device=device)
+        self._posted[key] = source, buffer
+        return buffer
+
+    def send(self, key: Hashable, target: int, value: Tensor) -> None:
+        """As `Transfers.send`."""
+        self._sent[key] = value
+        self._channels[self._rank, target].put(value.clone())
+
+    def wait(self, key: Hashable) -> Tensor:
+        """As `Transfers.wait`."""
+        if key in self._sent:
+            return self._sent.pop(key)
+        while key not in self._arrived:
+            # The first that was posted is the first that comes.
+            source, _ = self._posted[key]
+            first = next(one for one, (other, _) in self._posted.items() if other == source)
+            try:
+                value = self._channels[source, self._rank].get(timeout=self._deadline)
+            except queue.Empty:
+                raise TransferError(f"not over after {self._deadline:.1f} s") from None
+            self._arrived[first] = self._posted.pop(first)[1].copy_(value)
+        return self._arrived.pop(key)
+
+    def drain(self) -> None:
+        """As `Transfers.drain`."""
+        self._sent.clear()
+
+
+def memory_channels(world: int) -> dict[Channel, queue.Queue[Tensor]]:
+    """The channels between the ranks of one process."""
+    return {(a, b): queue.Queue() for a in range(world) for b in range(world)}

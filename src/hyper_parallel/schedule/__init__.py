@@ -11,6 +11,7 @@ from hyper_parallel.schedule.declared import check_pipeline, stages_of
 from hyper_parallel.schedule.forward_only import forward_only
 from hyper_parallel.schedule.lower_bound import makespan_bound
 from hyper_parallel.schedule.names import named_schedule, stages_per_rank
+from hyper_parallel.schedule.pairs import pairs_of_stages, with_pairs, with_steady_pairs
 from hyper_parallel.schedule.schedule import Action, Schedule
 from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing, time_schedule
 from hyper_parallel.strategy.schedule_name import ScheduleName
@@ -30,7 +31,10 @@ __all__ = [
     "forward_only",
     "makespan_bound",
     "named_schedule",
+    "pairs_of_stages",
     "stages_of",
     "stages_per_rank",
     "time_schedule",
+    "with_pairs",
+    "with_steady_pairs",
 ]

@@ -31,6 +31,9 @@ class Costs:
     the WEIGHT half needs). Nothing when left out: splitting frees nothing."""
     overlap: bool = True
     """Transfers run beside computation. Otherwise the sending rank computes nothing while it sends."""
+    hidden: tuple[tuple[float, ...], ...] = ()
+    """[forward stage][backward stage]: by how much the pair of a forward pass and of a backward pass (or its INPUT
+    half) of another micro-batch is shorter than the two one after the other. Nothing when left out."""
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -45,7 +48,7 @@ class Costs:
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
         for field in fields(self):
-            if field.name == "overlap":
+            if field.name in ("overlap", "hidden"):
                 continue
             values = getattr(self, field.name)
             needed = stages - 1 if field.name == "transfers" else stages
@@ -64,10 +67,22 @@ class Costs:
                     f"costs: released[{index}] is {released}, more than the {saved} bytes that were saved"
                 )
 
+        for one in (self.hidden, *self.hidden):
+            if self.hidden and len(one) != stages:
+                raise StrategyError(
+                    f"costs: hidden has {len(one)} values, and {stages} stages need {stages} by {stages}"
+                )
+
     @property
     def stages(self) -> int:
         """Number of stages."""
         return len(self.forward)
+
+    def hides(self, forward: int, backward: int, *, split: bool) -> float:
+        """Seconds that the pair of two stages' passes hides. `split`: the second one is an INPUT half, in which at most
+        its own time is hidden: none in the first stage, which has no gradient of inputs."""
+        hidden = self.hidden[forward][backward] if self.hidden else 0.0
+        return min(hidden, self.input[backward]) if split else hidden
 
     @classmethod
     def even(

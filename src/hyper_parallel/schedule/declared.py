@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.schedule.names import named_schedule, stages_per_rank
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.schedule.pairs import with_steady_pairs
+from hyper_parallel.strategy import Strategy, recomputed_layers
 from hyper_parallel.strategy.axes import AUTO
 from hyper_parallel.strategy.pipeline import Pipeline
+from hyper_parallel.strategy.schedule_name import ScheduleName
 
 
 def stages_of(pipeline: Pipeline, ranks: int) -> int:
@@ -30,6 +32,7 @@ def check_pipeline(strategy: Strategy, micro_batches: int, layers: int | None = 
             f"pipeline: {stages} stages ({where}), and the model has {layers} layers; make axes.pipeline or "
             f"pipeline.virtual smaller, so that there are at most {layers} stages"
         )
+    _check_recompute(strategy, stages)
     if asked.layers is None:
         return
     if len(asked.layers) != stages:
@@ -49,6 +52,18 @@ def check_pipeline(strategy: Strategy, micro_batches: int, layers: int | None = 
         )
 
 
+def _check_recompute(strategy: Strategy, stages: int) -> None:
+    """Raise StrategyError for a list of another length than there are stages, and for more layers than one has."""
+    asked, counts = strategy.memory.recompute_layers, strategy.pipeline.layers
+    if isinstance(asked, list) and len(asked) != stages:
+        raise StrategyError(
+            f"memory.recompute_layers has {len(asked)} numbers, and there are {stages} stages; give one number for "
+            "each stage, or a single number for all of them"
+        )
+    if counts is not None and len(counts) == stages:
+        recomputed_layers(strategy.memory, counts)
+
+
 def _check_schedule(strategy: Strategy, micro_batches: int) -> None:
     asked, ranks = strategy.pipeline, strategy.axes.pipeline
     if asked.schedule != AUTO:
@@ -56,8 +71,25 @@ def _check_schedule(strategy: Strategy, micro_batches: int) -> None:
             named_schedule(asked.schedule, ranks, micro_batches, asked.virtual)
         except StrategyError as error:
             raise StrategyError(f"pipeline: {error}") from error
+        if asked.overlap_forward_backward and not _has_pairs(asked.schedule, ranks, asked.virtual):
+            found = [
+                name
+                for name in (ScheduleName.ONE_F_ONE_B, ScheduleName.INTERLEAVED, ScheduleName.DUAL_PIPE_V)
+                if _has_pairs(name, ranks, None)
+            ]
+            raise StrategyError(
+                f"pipeline.overlap_forward_backward: {asked.schedule} has no forward pass beside a backward pass of "
+                f"another micro-batch on every rank; set pipeline.schedule to {', '.join(found)} or auto, or leave "
+                "overlap_forward_backward out"
+            )
     elif micro_batches < ranks:
         raise StrategyError(
             f"pipeline: {micro_batches} micro-batches keep at most {micro_batches} of {ranks} ranks busy; make "
             "train.micro_batch smaller, train.batch larger, or axes.pipeline smaller"
         )
+
+
+def _has_pairs(name: str, ranks: int, virtual: int | None) -> bool:
+    """Whether every rank has pairs where micro-batches are many."""
+    found = with_steady_pairs(named_schedule(name, ranks, 4 * ranks, virtual, paired=True))
+    return all(found.pairs_of(rank) for rank in range(ranks))

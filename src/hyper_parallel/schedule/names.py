@@ -27,6 +27,11 @@ _TWO_STAGES: dict[ScheduleName, Callable[[int, int], Schedule]] = {
     ScheduleName.V_MIN: v_min,
     ScheduleName.DUAL_PIPE_V: dual_pipe_v,
 }
+_BEGINS_EARLIER: dict[ScheduleName, Callable[..., Schedule]] = {
+    ScheduleName.ONE_F_ONE_B: one_f_one_b,
+    ScheduleName.ONE_F_ONE_B_SPLIT: one_f_one_b_split,
+}
+"""Schedules with one stage on each rank that begin with more forward passes where these run in pairs."""
 SPLITS_BACKWARD = frozenset(ScheduleName) - {
     ScheduleName.GPIPE,
     ScheduleName.ONE_F_ONE_B,
@@ -40,11 +45,14 @@ def stages_per_rank(name: str) -> int:
     return 1 if ScheduleName.parse(name) in _ONE_STAGE else 2
 
 
-def named_schedule(name: str, ranks: int, micro_batches: int, virtual: int | None = None) -> Schedule:
+def named_schedule(
+    name: str, ranks: int, micro_batches: int, virtual: int | None = None, *, paired: bool = False
+) -> Schedule:
     """The schedule of that name.
 
-    `virtual`: stages on each rank; what the schedule has when left out. Raises StrategyError for sizes that the
-    schedule cannot have.
+    `virtual`: stages on each rank; what the schedule has when left out. `paired`: 1F1B schedules begin with the forward
+    passes that pairs need (`schedule.pairs` makes them); the others have these, or have no pairs. Raises StrategyError
+    for sizes that the schedule cannot have.
     """
     known = ScheduleName.parse(name)
     if known is ScheduleName.INTERLEAVED:
@@ -56,4 +64,6 @@ def named_schedule(name: str, ranks: int, micro_batches: int, virtual: int | Non
             f"schedule {known} has {fixed} stage{'s' * (fixed > 1)} on each rank, and {virtual} were given; "
             f"{other}"
         )
+    if paired and known in _BEGINS_EARLIER:
+        return _BEGINS_EARLIER[known](ranks, micro_batches, paired=True)
     return build(ranks, micro_batches)

@@ -31,6 +31,18 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     """By rank."""
     micro_batches: int
+    pairs: tuple[tuple[int, ...], ...] = ()
+    """By rank: places in its order whose action runs together with the next one, a forward pass with the backward pass
+    (or its INPUT half) of another micro-batch. None when left out."""
+
+    def pairs_of(self, rank: int) -> frozenset[int]:
+        """The places of a rank's pairs."""
+        return frozenset(self.pairs[rank]) if self.pairs else frozenset()
+
+    def units(self, rank: int) -> list[tuple[Action, ...]]:
+        """A rank's order with what runs together in one place: an action, or a pair."""
+        order, pairs = self.orders[rank], self.pairs_of(rank)
+        return [order[at : at + 1 + (at in pairs)] for at in range(len(order)) if at - 1 not in pairs]
 
     @property
     def stages(self) -> int:

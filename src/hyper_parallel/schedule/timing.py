@@ -4,12 +4,15 @@ A rank runs its actions in its order, and each as soon as its input is there: st
 before, arrival of the input), the longest path over orders and data dependencies. A forward pass needs the stage
 before, a backward pass (or its INPUT half) the stage after, the last stage's own forward pass, and a WEIGHT half its
 INPUT half. Transfers over one border in one direction follow one another; they share nothing else.
+
+Actions that run as a pair (`Schedule.pairs`) start when the inputs of both are there, and end together. All of the
+pair's time is the first one's; the second one starts and ends at its end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
@@ -76,7 +79,8 @@ def time_schedule(schedule: Schedule, costs: Costs, begins: Sequence[float] | No
             f"schedule {schedule.name} has {schedule.stages} stages, and costs are given for {costs.stages}"
         )
     orders = encode(schedule)
-    starts, ends = run_orders(orders, schedule.placement, schedule.micro_batches, costs, begins)
+    pairs = [schedule.pairs_of(rank) for rank in range(schedule.ranks)] if schedule.pairs else None
+    starts, ends = run_orders(orders, schedule.placement, schedule.micro_batches, costs, begins, pairs)
     makespan = max((e[-1] for e in ends if e), default=0.0)
     return Timing(
         starts=tuple(map(tuple, starts)),
@@ -143,8 +147,12 @@ def run_orders(
     micro_batches: int,
     costs: Costs,
     begins: Sequence[float] | None = None,
+    pairs: Sequence[Collection[int]] | None = None,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Starts and ends of encoded orders, by rank; `begins` as of `time_schedule`. Raises DeadlockError."""
+    """Starts and ends of encoded orders, by rank; `begins` as of `time_schedule`, `pairs` as `Schedule.pairs`.
+
+    Raises DeadlockError.
+    """
     stages = len(placement)
     seconds, delays = durations(costs, placement)
     block = stages * micro_batches
@@ -170,17 +178,22 @@ def run_orders(
         order, now = orders[rank], free[rank]
         at, last = position[rank], len(order)
         began, ended = starts[rank], ends[rank]
+        paired = pairs[rank] if pairs else ()
         while at < last:
             q, m = order[at]
             slot = base[q] + m
             ready = arrival[slot]
+            if ready is not None and at in paired:
+                # Both inputs have to be there.
+                slot = base[order[at + 1][0]] + order[at + 1][1]
+                ready = _later(ready, arrival[slot])
             if ready is None:
                 blocked[slot] = rank
                 break
             if ready > now:
                 now = ready
             began.append(now)
-            now += seconds[q]
+            now += seconds[q] if not paired else _spent(order, at, paired, seconds, costs)
             ended.append(now)
             at += 1
             if q in halves:
@@ -200,18 +213,48 @@ def run_orders(
                     if waiter != rank:
                         work.append(waiter)
         position[rank], free[rank] = at, now
-    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
-    if stuck:
-        waits = "; ".join(
-            f"rank {rank} at {Action(KINDS[q // stages], q % stages, m)}"
-            for rank in stuck[:4]
-            for q, m in [orders[rank][position[rank]]]
-        )
-        raise DeadlockError(
-            f"the schedule deadlocks: {len(stuck)} of {len(orders)} ranks wait for results that never come "
-            f"({waits}). Order each rank's actions so that none comes before one that it needs"
-        )
+    _refuse_stuck(orders, position, stages)
     return starts, ends
+
+
+def _refuse_stuck(orders: Sequence[Sequence[tuple[int, int]]], position: Sequence[int], stages: int) -> None:
+    """Raise DeadlockError if a rank has not come to the end of its order."""
+    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
+    if not stuck:
+        return
+    waits = "; ".join(
+        f"rank {rank} at {Action(KINDS[q // stages], q % stages, m)}"
+        for rank in stuck[:4]
+        for q, m in [orders[rank][position[rank]]]
+    )
+    raise DeadlockError(
+        f"the schedule deadlocks: {len(stuck)} of {len(orders)} ranks wait for results that never come ({waits}). "
+        "Order each rank's actions so that none comes before one that it needs"
+    )
+
+
+def _later(one: float, other: float | None) -> float | None:
+    return None if other is None else max(one, other)
+
+
+def _spent(
+    order: Sequence[tuple[int, int]],
+    at: int,
+    paired: Collection[int],
+    seconds: Sequence[float],
+    costs: Costs,
+) -> float:
+    """Seconds of the action at a place of an order with pairs: of a pair the first one has all."""
+    if at - 1 in paired:
+        return 0.0
+    one = order[at][0]
+    if at not in paired:
+        return seconds[one]
+    other = order[at + 1][0]
+    total, stages = seconds[one] + seconds[other], costs.stages
+    if one // stages != FORWARD:
+        one, other = other, one
+    return total - costs.hides(one % stages, other % stages, split=other // stages == INPUT)
 
 
 def peak(order: Sequence[tuple[int, int]], costs: Costs) -> float:

@@ -144,7 +144,8 @@ class Site:
                 index = axis.indices(length, x.device)
                 if index.numel() != x.size(dim):
                     raise StrategyError(
-                        f"{self.name!r} drops activations of which the tensor axes cannot tell the features"
+                        f"{self.name!r} drops activations whose features the tensor axes cannot locate; "
+                        "set its rate to 0"
                     )
                 indices[dim % x.dim()] = index
         if self.positions is not None:

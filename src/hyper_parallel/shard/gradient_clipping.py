@@ -51,8 +51,8 @@ def clip_gradients(
     """Scale gradients in place so that their norm, given as `norm`, is at most `max_norm`.
 
     `in_graph`: the step is being captured. The comparison with the limit, which an eager step makes on the host, is
-    then an operator of the device; and every gradient is scaled by an operator of its own, which `graph.host_update`
-    can move together with that parameter's update.
+    then an operator of the device, and a separate operator scales each gradient, so that `graph.host_update` can move
+    it together with that parameter's update.
     """
     if not in_graph:
         # A stage of a pipeline may have nothing that is trained.

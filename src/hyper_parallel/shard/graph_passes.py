@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hyper_parallel.graph import Pass, Rewrite, StepGraph, layers, regather
+from hyper_parallel.graph import Pass, Rewrite, StepGraph, layers, regather, selective
 from hyper_parallel.shard.rules import matching
 from hyper_parallel.strategy import Memory, Strategy
 
@@ -22,11 +22,17 @@ def regather_pass(strategy: Strategy) -> Pass | None:
     return Rewrite("regather", gather_again, provides=frozenset({"regathered"}))
 
 
-def recompute_pass(modules: Sequence[str], *, alone: bool) -> Pass:
-    """The pass with which the backward pass computes these modules again, their collectives too.
+def recompute_pass(strategy: Strategy, modules: Sequence[str]) -> Pass | None:
+    """The pass with which the backward pass computes these modules again; None without modules.
 
-    `alone`: on one device, where weights are only cast; gathered weights are freed or kept by `regather_pass`.
+    Whole modules with their collectives, or what `memory.recompute: selective` does not keep of them. On one device
+    weights are only cast, and that is repeated; gathered weights are freed or kept by `regather_pass`.
     """
+    alone = strategy.axes.world == 1
+    if not modules:
+        return None
+    if strategy.memory.recompute == "selective":
+        return Rewrite("selective", lambda step: selective(step, modules, weights=alone))
     return Rewrite("layers", lambda step: layers(step, modules, weights=alone, collectives=True))
 
 

@@ -1,8 +1,8 @@
 """Decoder layers by kind under a strategy, and copies of a model with few of its layers.
 
 Two layers are of one kind if they are alike as modules (`graph.alike_layers`), each config's list with an entry for
-every layer says the same of both, and the plan and the dtypes are the same. What one layer of each kind costs, or looks
-like as a graph, is found once.
+every layer says the same of both, the plan and the dtypes are the same, and both or neither are recomputed. What one
+layer of each kind costs, or looks like as a graph, is found once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hyper_parallel.shard.model_structure import text_config
 from hyper_parallel.shard.plan import Plan
 from hyper_parallel.shard.precision import compute_dtypes
 from hyper_parallel.shard.rules import matching
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy import Strategy, recomputed_layers
 
 
 def layer_kinds(model: nn.Module, plan: Plan, strategy: Strategy) -> list[list[int]]:
@@ -31,9 +31,11 @@ def layer_kinds(model: nn.Module, plan: Plan, strategy: Strategy) -> list[list[i
     dtypes = compute_dtypes(model, strategy.precision)
     frees = frees_after_forward(strategy.memory, separately_gathered(model, plan, dtypes))
     per_layer = _per_layer(text_config(model), len(layers))
+    again = set(recomputed_layers(strategy.memory, [len(layers)]))
 
     def more(index: int) -> dict[str, str]:
         settings = {f"config {key}": repr(values[index]) for key, values in per_layer.items()}
+        settings["recomputed"] = str(index in again)
         return {**settings, **_placement(f"{plan.layers}.{index}", layers[index], plan, dtypes, frees)}
 
     return kinds(layers, more)
@@ -51,9 +53,9 @@ def layers_in(model: nn.Module, plan: Plan) -> nn.ModuleList | None:
 def with_layers(
     model: nn.Module, plan: Plan, strategy: Strategy, keep: Sequence[int]
 ) -> tuple[nn.Module, Strategy]:
-    """A copy of the model with the layers `keep` only, and the strategy with rules for their new names.
+    """A copy of the model with only the layers `keep`, ascending, and the strategy with rules for their new names.
 
-    The config of a Transformers model is told: the number of layers, and each list with an entry for every layer.
+    The config of a Transformers model is adapted: the number of layers, and each list with one entry per layer.
     """
     layers, name = layers_in(model, plan), plan.layers
     assert layers is not None
@@ -104,11 +106,17 @@ def _renamed(model: nn.Module, plan: Plan, strategy: Strategy, keep: Sequence[in
         "precision": precision,
         "expert_replicas": written_out(strategy.expert_replicas, names),
     }
+    memory: dict[str, Any] = {}
+    if isinstance(strategy.memory.recompute_layers, int):
+        # The first layers of the model are recomputed, and so the first of those that are kept.
+        count = sum(layer < strategy.memory.recompute_layers for layer in keep)
+        memory |= {"recompute_layers": count} if count else {"recompute": "none", "recompute_layers": None}
     if isinstance(strategy.memory.reshard_after_forward, dict):
         apart = separately_gathered(model, plan, compute_dtypes(model, strategy.precision))
         frees = frees_after_forward(strategy.memory, apart)
         by_name = {known: free for name, free in frees.items() if (known := renamed(name)) is not None}
-        changed["memory"] = strategy.memory.model_copy(update={"reshard_after_forward": by_name})
+        memory["reshard_after_forward"] = by_name
+    changed["memory"] = strategy.memory.model_copy(update=memory)
     return strategy.model_copy(update=changed)
 
 

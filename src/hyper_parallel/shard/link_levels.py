@@ -76,7 +76,7 @@ class Levels:
         )
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[n · d0, ...] to [d0, ...]: the sum over the group, of which each rank gets its chunk of dim 0."""
+        """[n · d0, ...] to [d0, ...]: each rank gets its chunk of dim 0 of the sum over the group."""
         chunk = x.size(0) // math.prod(self.sizes)
         x = self._reversed(x.reshape(*self.sizes, chunk, *x.shape[1:])).reshape(x.shape)
         for part in reversed(self.parts):

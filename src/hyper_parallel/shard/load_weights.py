@@ -115,7 +115,7 @@ def _empty(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def _fill(handle: ShardedModel, name: str, source: Source) -> None:
-    """Write one tensor's pieces from `source`, of which slices are taken: a tensor, or a safetensors slice."""
+    """Write this rank's pieces of one tensor, read as slices of `source`: a tensor, or a safetensors slice."""
     found = _parameters(handle).get(name)
     if found is not None and handle.pipeline is not None and not handle.pipeline.owns(name):
         return

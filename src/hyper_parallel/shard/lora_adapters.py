@@ -1,12 +1,12 @@
 """LoRA adapters of the library peft (Hu et al., arXiv 2106.09685), seen from outside: nothing here imports it.
 
-peft puts a layer of its own around a linear map and leaves the map in it under the name `base_layer`:
+peft wraps a linear map in an adapter layer, which holds the map under the name `base_layer`:
 
     y = base_layer(x) + lora_B(lora_A(dropout(x))) · scaling        A: [r, in]  B: [out, r]
 
-A rule for the linear map is one for the layer around it. Where the map's output features are split, B's are split the
-same way and A is whole; where its input features are split, A's are and B is whole, and the two products are summed
-over the axis as one.
+A rule for the linear map applies to its adapter layer. Where the map's output features are split, B's are split the
+same way and A is whole. Where its input features are split, A's are split the same way and B is whole, and one sum over
+the axis serves both products.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def heads_in_encoder(module: nn.Module) -> Heads | None:
 
 
 def fused_parts(name: str, features: int, parent: nn.Module, heads: Heads | None) -> tuple[int, ...]:
-    """The lengths of the parts of which a projection's output is made; one part when it is not fused."""
+    """The lengths of the parts that a fused projection's output consists of; one part when it is not fused."""
     last = name.rsplit(".", 1)[-1]
     siblings = {child.rsplit(".", 1)[-1] for child, _ in parent.named_children()}
     if heads is not None and features == sum(heads.fused) and not siblings & {"k_proj", "key", "kv_b_proj"}:

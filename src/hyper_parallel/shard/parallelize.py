@@ -15,7 +15,7 @@ from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
-from hyper_parallel.shard.activation_checkpointing import apply_recompute
+from hyper_parallel.shard.activation_checkpointing import apply_recompute, recomputed_modules
 from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
 from hyper_parallel.shard.context.gather_positions import apply_gathered
 from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws, sites_of
@@ -24,7 +24,7 @@ from hyper_parallel.shard.experts.token_layout import apply_experts_plan
 from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gathered
 from hyper_parallel.shard.functional_dropout import apply_functional_dropout
 from hyper_parallel.shard.loss.root import apply_loss
-from hyper_parallel.shard.model_structure import layers_or_refuse, without_values
+from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.parameter_gather import Access, AccessedParameter, Dtypes, apply_access
 from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.placement import placed_on
@@ -71,17 +71,7 @@ def parallelize(
 
     Raises StrategyError when the strategy does not fit the model or the process group, or computes other gradients.
     """
-    if is_sharded(model):
-        raise StrategyError(f"this {type(model).__name__} is parallelized already")
-    if any(is_per_rank(p) for p in model.parameters()):
-        raise StrategyError(
-            "where ranks are simulated, build the model under compat.local_tensor.one_device()"
-        )
-    if strategy.axes.pipeline > 1 and pipeline is None:
-        raise StrategyError(
-            "axes.pipeline: a pipeline is cut from the captured step of a training run; hp.parallelize spreads a model "
-            "over one device group"
-        )
+    _refuse_model(model, strategy, pipeline)
     strategy = strategy.of_stage
     plan = make_plan(model, strategy)
     mesh = plan.mesh
@@ -104,19 +94,15 @@ def parallelize(
     dtypes = compute_dtypes(model, strategy.precision)
     refuse_other_draws(model)
     frees_after_forward(strategy.memory, separately_gathered(model, plan, dtypes))
-    recomputed = (
-        layers_or_refuse(model, "memory.recompute: layer")[1]
-        if strategy.memory.recompute == "layer"
-        else None
-    )
+    # The stages of a pipeline are recomputed in their graphs, by the counts of their own layers.
+    recomputed = recomputed_modules(model, strategy) if pipeline is None else []
 
     unseen = like is None and not check_before_training(model, strategy, plan, _on_simulated_ranks)
     original = skeleton if skeleton is not None or not unseen else without_values(model)
 
     gathers = lowering == "traceable"
     routing = _apply(model, plan, strategy, axes, dtypes, gathers)
-    if recomputed is not None:
-        apply_recompute(recomputed)
+    apply_recompute(map(model.get_submodule, recomputed), strategy.memory.recompute == "selective")
 
     fsdp2 = axes.connected and not gathers
     _store(model, plan, dtype(strategy.precision.param), axes, fsdp2, pipeline)
@@ -129,6 +115,22 @@ def parallelize(
     if unseen and original is not None:
         check_on_first_call(model, original, strategy, plan, _on_simulated_ranks)
     return model
+
+
+def _refuse_model(model: nn.Module, strategy: Strategy, pipeline: PipelinePlace | None) -> None:
+    """Raise StrategyError for a model that cannot be parallelized now, or not by this call."""
+    if is_sharded(model):
+        raise StrategyError(f"this {type(model).__name__} is parallelized already")
+    if any(is_per_rank(p) for p in model.parameters()):
+        raise StrategyError(
+            "where ranks are simulated, build the model under compat.local_tensor.one_device()"
+        )
+    if strategy.axes.pipeline > 1 and pipeline is None:
+        raise StrategyError(
+            "axes.pipeline: hp.parallelize spreads a model over one device group; call hp.pipeline(model, strategy, "
+            "rows=…, length=…, micro_batches=…), whose forward_backward takes the place of loss.backward(), or leave "
+            "the axis out"
+        )
 
 
 def _apply(
@@ -205,10 +207,10 @@ def _apply_accesses(
 
 
 def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype], root: bool) -> str:
-    """The module whose forward a module's parameters are made ready for: its layer, or outside of layers the `root`
-    of a Transformers model, which always runs whole, and the module itself in others.
+    """The module whose forward gathers a module's parameters: its layer; outside of layers the `root` of a Transformers
+    model, which always runs whole, and the module itself in other models.
 
-    One that computes in a dtype of its own is gathered by itself, so it is its own group too, and so are experts.
+    A module with another compute dtype than the model is gathered separately and forms its own group, as do experts.
     """
     if dtypes[name] != dtypes[""] or name in plan.experts:
         return name
@@ -263,7 +265,7 @@ def _fully_shard(
 ) -> None:
     """FSDP2 over the data axes: a group for each layer, one for the rest, so that tied weights stay together.
 
-    A module whose weights are stored over other axes, or that computes in a dtype of its own, is a group by itself.
+    A module whose weights are stored over other axes, or that has another compute dtype, forms its own group.
     """
     mesh = plan.mesh
     stored, reduce = dtype(strategy.precision.param), dtype(strategy.precision.reduce)

@@ -74,7 +74,7 @@ class Access:
             else 0
         )
 
-        # Asked now: a backward pass may run in a thread of its own.
+        # Read here: the backward pass may run in another thread.
         between, key = current_step().gathers, id(self)
 
         def made(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hyper_parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class PipelinePlace:
-    """Device groups in the order of the pipeline, of which this rank is in one."""
+    """The device groups in the order of the pipeline, and the group of this rank."""
 
     groups: tuple[DeviceGroup, ...]
     index: int

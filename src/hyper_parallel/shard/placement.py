@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def placed_on(strategy: Strategy) -> Cluster | None:
-    """The levels that collectives run along; None where each is one flat call.
+    """The cluster whose levels collectives run along; None where each collective is one flat call.
 
-    Every rank calls it. Axes that do not lie as they are placed are told in rank 0's log.
+    Every rank calls it. Rank 0 logs a warning for each axis that spans more than the level it is placed on.
 
-    Raises StrategyError when the nodes have different numbers of ranks and the file does not say how many to count.
+    Raises StrategyError when the nodes have different numbers of ranks and the file does not give a number.
     """
     placement = strategy.placement
     if not placement.given or not dist.is_initialized() or strategy.axes.world == 1:
@@ -37,10 +37,10 @@ def placed_on(strategy: Strategy) -> Cluster | None:
 
 
 def _local_world() -> int | None:
-    """Ranks on each node, as launchers say it to their workers; nothing where ranks are only simulated."""
+    """Ranks on each node, from the launcher's environment; None where it is unset or ranks are simulated."""
     if dist.get_backend() == "fake":
         return None
-    # 0 where it is not said, so that all ranks find out together when some were told and others not.
+    # 0 where it is unset, so that all ranks notice when only some have it.
     mine = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     given = torch.tensor([mine, -mine], device=collectives.device_type())

@@ -15,12 +15,12 @@ from hyper_parallel.layout.transfer import Transfer, transfers
 
 
 def reshard(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
-    """This rank's piece of `target`, of a tensor of which it holds `local`, its piece of `source`.
+    """Reshard a tensor: this rank's piece in layout `target`, from `local`, its piece in layout `source`.
 
-    Uneven, fused, joint, folded and partial layouts are all taken; partial sums are added up in order of rank, so that
-    all copies of the result are bitwise equal. Every rank of the default process group calls it. No gradient flows.
+    Layouts may be uneven, fused, joint, folded and partial. Partial sums are added in order of rank, so that all copies
+    of the result are bitwise equal. Every rank of the default process group calls it. No gradient flows.
 
-    Raises StrategyError when the layouts are of different shapes or numbers of ranks.
+    Raises StrategyError when the layouts have different shapes or numbers of ranks.
     """
     world = source.mesh.world
     outgoing: list[list[Transfer]] = [[] for _ in range(world)]

@@ -167,7 +167,7 @@ def resolve(
         owners = [name for name in found if _owns_parameters(modules[name])]
         if not owners:
             raise StrategyError(
-                f"strategy.rules: the pattern {pattern!r} matches no module that has weights of its own"
+                f"strategy.rules: the pattern {pattern!r} matches no module that holds weights directly"
             )
         rules.update(dict.fromkeys(owners, rule))
         given.update(owners)

@@ -37,7 +37,7 @@ _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "BOOL")
 
 
 class Source(Protocol):
-    """A tensor of which slices are taken: one in memory, one in a file, or one put together of several."""
+    """A tensor that is read in slices: one in memory, one in a file, or one assembled from several."""
 
     def __getitem__(self, slices: tuple[slice, ...], /) -> torch.Tensor: ...
 

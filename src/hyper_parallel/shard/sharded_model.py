@@ -32,7 +32,7 @@ from hyper_parallel.shard.dropout import Draw
 from hyper_parallel.shard.gradient_clipping import clip_gradients, gradient_norm
 from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.plan.types import Plan
-from hyper_parallel.shard.process_mesh import ProcessMesh
+from hyper_parallel.shard.process_mesh import DATA_AXES, ProcessMesh
 from hyper_parallel.shard.saved_gathers import SavedGathers
 from hyper_parallel.shard.sharded_parameter import ShardedParameter
 from hyper_parallel.shard.whole_tensors import cut_on_ranks, gathered
@@ -99,8 +99,10 @@ class ShardedModel:
         return self.axes.data_index_of(self.axes.rank)
 
     def data_index_of(self, rank: int) -> int:
-        """Which share of the batch a rank computes."""
-        return self.axes.data_index_of(rank)
+        """Which share of the batch a rank of the run computes; ranks of all stages of a pipeline have the same rows."""
+        groups = (self.axes.devices,) if self.pipeline is None else self.pipeline.groups
+        group = next((one for one in groups if rank in one.ranks), self.axes.devices)
+        return group.index(DATA_AXES, rank)
 
     def parameters(self) -> list[ShardedParameter]:
         """Every parameter once, in the model's order; tied ones under their first name."""

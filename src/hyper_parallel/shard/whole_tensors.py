@@ -13,7 +13,7 @@ from hyper_parallel.shard.process_mesh import ProcessMesh
 
 
 def cut(full: torch.Tensor, layout: Layout, coordinate: Coordinate) -> torch.Tensor:
-    """The piece of a whole tensor at a coordinate of the layout's mesh, in memory of its own."""
+    """A copy of a whole tensor's piece at a coordinate of the layout's mesh."""
     local = torch.empty(layout.local_shape(coordinate), dtype=full.dtype, device=full.device)
     for box in layout.boxes(coordinate):
         local[box.local_slices] = full[box.global_slices]

@@ -74,7 +74,7 @@ class QueueClock(Generic[Q]):
         self.now += seconds
 
     def shift(self, seconds: float) -> None:
-        """Count time from so many seconds later, as the next step of several does."""
+        """Move the origin of time `seconds` later, for the next of several steps."""
         self.now -= seconds
         for queue in self.free:
             self.free[queue] -= seconds

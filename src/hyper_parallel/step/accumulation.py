@@ -1,27 +1,36 @@
-"""Steps of several micro-batches from the captured step of one."""
+"""Steps of several micro-batches from the captured step of one: a loop that runs, or one graph that is planned over.
+
+Passes rewrite the captured step, which stands for all micro-batches. Only the order of collectives that is simulated
+(`overlap.overlap_pass`) wants two of them, to put them side by side: it rewrites the body of a loop over pairs, where
+the number of micro-batches is even.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx
 
-from hyper_parallel.graph import Executable, StepGraph, executable
+from hyper_parallel.graph import Pass, StepGraph, rewritten
 from hyper_parallel.graph.accumulate import Accumulation, accumulation
 from hyper_parallel.graph.data_flow import data_sources, seen_through
 from hyper_parallel.graph.execute import Host
+from hyper_parallel.graph.execute_loop import LoopExecutable, loop_executable
+from hyper_parallel.graph.expand import Numbered, expanded, unrolled
 from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED, gradient_sums
-from hyper_parallel.step.micro_batch import LOSS, MICRO_FIELDS, ROWS, WEIGHT
+from hyper_parallel.offloading.schedule.no_gc import uncollected
+from hyper_parallel.step.micro_batch import LOSS, MICRO_FIELDS, ROWS, WEIGHT, micro_input
 from hyper_parallel.strategy.memory import ShardLevel
 
 
 def accumulating(step: StepGraph, level: ShardLevel) -> Accumulation:
-    """The graphs of a step that was captured for one of several micro-batches. `level`: of `memory.shard`."""
+    """The loop over the micro-batches of a step that was captured for one of several, in place of that graph. `level`:
+    of `memory.shard`."""
     returned = step.returned
+    needs = data_sources(step)
     parts = {name: [node] for name, node in returned.items() if name.startswith(GRADIENT)}
-    cut_at = gradient_sums(returned, parts, data_sources(step), lambda _: level == "optimizer")
+    cut_at = gradient_sums(returned, parts, needs, lambda _: level == "optimizer")
     each_time = {
         name: node
         for name, node in returned.items()
@@ -35,51 +44,69 @@ def accumulating(step: StepGraph, level: ShardLevel) -> Accumulation:
     }
     weights = {name: seen_through(node) for name, node in returned.items() if name.startswith(WEIGHT)}
     sums = {name: seen_through(node) for name, node in each_time.items()}
-    batch = {f"micro.0.{key}" for key in MICRO_FIELDS}
-    return accumulation(step, weights, {**cut_at.sums, **sums}, batch)
+    batch = {micro_input(0, key) for key in MICRO_FIELDS}
+    return accumulation(step, weights, {**cut_at.sums, **sums}, batch, needs)
+
+
+def rewritten_loop(
+    step: StepGraph, level: ShardLevel, micro_batches: int, passes: Sequence[Pass]
+) -> Accumulation:
+    """The loop over a step's micro-batches after these passes. Other arguments are as of `accumulating`."""
+    pairs = [one for one in passes if "overlap" in one.provides]
+    if not pairs or micro_batches % 2:
+        return accumulating(rewritten(step, passes), level)
+    alone = accumulating(rewritten(step, [one for one in passes if one not in pairs]), level)
+    loop = unrolled(alone, 2, _numbered(1))
+    return loop.with_body(rewritten(loop.body, pairs))
+
+
+@uncollected()
+def whole_step(loops: Sequence[Accumulation]) -> StepGraph:
+    """The graph of a step whose i-th run of a loop's body is one of the i-th loop's."""
+    return expanded(loops, _numbered(loops[0].width))
+
+
+def repeated(loop: Accumulation, micro_batches: int) -> StepGraph:
+    """The graph of a step of so many micro-batches."""
+    return whole_step([loop] * (micro_batches // loop.width))
+
+
+def _numbered(width: int) -> Numbered:
+    """Names of the inputs of the n-th run of a body of so many micro-batches."""
+
+    def name_of(name: str, number: int) -> str:
+        _, at, field = name.split(".")
+        return micro_input(number * width + int(at), field)
+
+    return name_of
 
 
 @dataclass(frozen=True)
 class AccumulatedExecutable:
-    """Runs a step of several micro-batches, as `Executable` runs one that was captured whole."""
+    """Runs a step of several micro-batches, as `Executable` runs one that is one graph."""
 
-    graphs: Accumulation
-    first: Executable
-    middle: Executable
-    last: Executable
+    loop: LoopExecutable
     micro_batches: int
+    width: int
+    """Micro-batches of one run of the loop's body."""
 
     @classmethod
     def of(
-        cls,
-        graphs: Accumulation,
-        micro_batches: int,
-        prepared: Callable[[StepGraph], StepGraph] = lambda step: step,
+        cls, loop: Accumulation, micro_batches: int, body: StepGraph | None = None
     ) -> AccumulatedExecutable:
-        """`prepared`: what is done to each graph before it runs."""
-        first, last = (executable(prepared(part)) for part in (graphs.first, graphs.last))
-        same = graphs.middle is graphs.first
-        middle = first if same else executable(prepared(graphs.middle))
-        return cls(graphs, first, middle, last, micro_batches)
+        """`body`: what the loop's body was compiled to."""
+        return cls(loop_executable(loop, body), micro_batches, loop.width)
 
     def run(self, tensors: Mapping[str, Tensor], host: Host | None = None) -> dict[str, Tensor]:
         """Run the step on `tensors`: as of `Executable.run`, with the micro-batches as of `batch_inputs`."""
-        totals = {
-            name: torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device).zero_()
-            for name, v in self.graphs.totals.items()
-        }
-        weights: dict[str, Tensor] = {}
-        for index in range(self.micro_batches):
-            micro = {f"micro.0.{key}": tensors[f"micro.{index}.{key}"] for key in MICRO_FIELDS}
-            given = {**tensors, **micro, **totals, **weights}
-            if index == 0:
-                weights = self.first.run(given)
-            elif index < self.micro_batches - 1:
-                self.middle.run(given)
-            else:
-                self.last.run(given, host)
+        name_of = _numbered(self.width)
+        runs = [
+            {name: tensors[name_of(name, number)] for name in self.loop.batch}
+            for number in range(self.micro_batches // self.width)
+        ]
+        self.loop.run(tensors, runs, host)
         return {}
 
     def node_of(self, error: BaseException) -> fx.Node | None:
         """As of `Executable`."""
-        return self.first.node_of(error) or self.middle.node_of(error) or self.last.node_of(error)
+        return self.loop.node_of(error)

@@ -26,6 +26,7 @@ from hyper_parallel.step.engine import check_length, try_graph
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
+from hyper_parallel.step.pipeline_graphs import pipeline_graphs
 from hyper_parallel.workload import Flops, flops_of_model
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,10 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     if strategy.axes.pipeline > 1:
         pipeline = build_pipeline(config, plain, text.train.several, device)
         fresh = any(one.parameter.is_meta for one in sharded(plain).owned())
-        return Built(plain, as_dict, text, flops, fresh, generation, pipeline)
+        graphs = None
+        if strategy.memory.device is not None:
+            graphs = pipeline_graphs(config, pipeline, device)
+        return Built(plain, as_dict, text, flops, fresh, generation, pipeline, graphs)
     captured, handle = None, None
     if config.train.engine == "graph":
         captured, handle = try_graph(config, plain, text, device, artifacts_of(config, flops, device))

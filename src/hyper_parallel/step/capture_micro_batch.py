@@ -32,11 +32,11 @@ from hyper_parallel.step.micro_batch import (
     loss_of,
     trained,
 )
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import GradientRecipe
 
 
 def capture_micro_batch(
-    recipe: Recipe,
+    recipe: GradientRecipe,
     rows: int,
     length: int,
     micro_batches: int,
@@ -89,7 +89,7 @@ def without_boundaries(step: StepGraph) -> StepGraph:
 
 
 def capture_evaluation(
-    recipe: Recipe,
+    recipe: GradientRecipe,
     rows: int,
     length: int,
     loss: LossConfig | None = None,
@@ -140,7 +140,7 @@ class _Body:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: GradientRecipe,
         boundaries: GatherBoundaries,
         micro: MicroBatch,
         micro_batches: int,

@@ -1,4 +1,4 @@
-"""Captures the whole training step as one graph: all micro-batches, the norm, clipping, the update.
+"""Captures the training step: one micro-batch, the norm, clipping, the update, as one graph.
 
 It is the eager step (`step`) with what the host decides put into tensors:
 
@@ -9,13 +9,14 @@ It is the eager step (`step`) with what the host decides put into tensors:
   of all ranks (`StepContext.report_load`), and may raise before there is memory for the rows;
 - clipping multiplies by min(1, clip / norm) always, which is by 1 where eager does not clip.
 
-Gradients are added up as they come, each into the first one of its parameter.
+A step of several micro-batches is captured with one of them, and made a loop over all (`step.accumulation`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +24,21 @@ from torch import Tensor, nn
 from hyper_parallel.compat.fake_process_group import faked
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph import StepGraph, capture, host, phase, rewritten
+from hyper_parallel.graph import StepGraph, capture, phase, rewritten
 from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.regions import micro_batch
 from hyper_parallel.graph.step_context import current_step
-from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.offloading.runtime.expert_overflow import load_shown
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.experts.load_balancing import update_biases
-from hyper_parallel.shard.gradient_clipping import clip_gradients
+from hyper_parallel.shard.activation_checkpointing import recomputed_modules
 from hyper_parallel.shard.graph_passes import recompute_pass
-from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.packed_documents import several_documents
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
+from hyper_parallel.step.accumulation import accumulating, whole_step
 from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.finish_step import finish_step
 from hyper_parallel.step.micro_batch import (
     MICRO_FIELDS,
     WEIGHT,
@@ -46,10 +46,21 @@ from hyper_parallel.step.micro_batch import (
     boundary_values,
     gradients_to,
     loss_of,
+    micro_input,
     trained,
 )
 from hyper_parallel.step.optimizer import Optimizer, build_optimizer
-from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
+from hyper_parallel.step.recipe import Recipe
+
+
+class MicroBatchShape(NamedTuple):
+    """What one micro-batch is captured for."""
+
+    rows: int
+    length: int
+    """Positions of each row."""
+    documents: bool
+    """Whether its rows hold several documents."""
 
 
 @dataclass(frozen=True)
@@ -83,36 +94,47 @@ class BatchShape:
         return len(self.micro_batches)
 
     @property
-    def each(self) -> BatchShape | None:
-        """The shape of a step of one of the micro-batches; None where there is one, or they differ."""
-        if self.count == 1 or len(set(self.micro_batches)) > 1 or len(set(self.documents)) > 1:
-            return None
-        return BatchShape(self.micro_batches[:1], self.documents[:1])
+    def each(self) -> tuple[MicroBatchShape, ...]:
+        """The shape of each micro-batch."""
+        pairs = zip(self.micro_batches, self.documents, strict=True)
+        return tuple(MicroBatchShape(rows, length, several) for (rows, length), several in pairs)
 
 
-def capture_step(
-    recipe: Recipe, shape: BatchShape, device: torch.device | str = "cpu", *, one_of: int | None = None
+def capture_step(recipe: Recipe, shape: BatchShape, device: torch.device | str = "cpu") -> StepGraph:
+    """The graph of one rank's step; arguments, inputs and errors are those of `capture_one`. Of micro-batches that are
+    alike one is captured, and the others are copies of it."""
+    if shape.count == 1:
+        return capture_one(recipe, shape.each[0], 1, device)
+    level = recipe.handle.strategy.memory.shard
+    loops = {
+        kind: accumulating(capture_one(recipe, kind, shape.count, device), level)
+        for kind in dict.fromkeys(shape.each)
+    }
+    return whole_step([loops[kind] for kind in shape.each])
+
+
+def capture_one(
+    recipe: Recipe, shape: MicroBatchShape, micro_batches: int, device: torch.device | str = "cpu"
 ) -> StepGraph:
-    """The graph of one rank's step. The model was parallelized in the traceable lowering; it may be on the meta device.
+    """The graph of one rank's step with one of its `micro_batches`. The model was parallelized in the traceable
+    lowering; it may be on the meta device.
 
     The inputs are named ``parameter.<name>``, ``buffer.<name>``, the names of the optimizer's tensors, and those of
     `batch_inputs`. It is written for any routing of tokens to experts; under a `StepContext.even_load` for one
     that spreads evenly, which is quick for any number of experts, right for costs, and refused by
-    `graph.executable`. Raises CaptureError where the step cannot be followed.
-
-    `one_of`: the one micro-batch of the shape stands for so many, and the graph returns what it can be cut at: the
-    outputs of `capture_micro_batch`.
+    `graph.executable`. Where it stands for several micro-batches, the graph returns what `accumulating` cuts it at: the
+    outputs of `capture_micro_batch`. Raises CaptureError where the step cannot be followed.
     """
     mode = fake_mode_with_symbols()
-    boundaries = None if one_of is None else GatherBoundaries()
+    boundaries = None if micro_batches == 1 else GatherBoundaries()
     if boundaries is not None:
         recipe = replace(recipe, handle=replace(recipe.handle, gathers=boundaries))
     handle, model = recipe.handle, recipe.model.train()
     with faked(model, mode, device):
         # Built outside of the mode, so that its tensors are inputs and their making is no part of the step.
         with mode:
-            optimizer = _capturable(build_optimizer(model, recipe.optimizer.config))
-            micro = [blank_micro_batch(rows, length, device) for rows, length in shape.micro_batches]
+            optimizer = capturable(build_optimizer(model, recipe.optimizer.config))
+            micro = blank_micro_batch(shape.rows, shape.length, device)
             step = torch.zeros((), dtype=torch.int64, device=device)
             tokens = torch.ones((), device=device)
             lr_scale = torch.ones((), dtype=torch.float64)
@@ -123,14 +145,14 @@ def capture_step(
             step,
             tokens,
             lr_scale,
-            one_of,
+            micro_batches,
             boundaries,
         )
         tensors = {
             **state(handle, optimizer),
             **{
                 name: GivenTensor("input", tensor)
-                for name, tensor in batch_inputs(micro, step, tokens, lr_scale).items()
+                for name, tensor in batch_inputs([micro], step, tokens, lr_scale).items()
             },
         }
         # Where a budget is to be kept, the host is shown how uneven the rows of each exchange are.
@@ -144,14 +166,12 @@ def capture_step(
                 found.balanced = context.even_load is not None and bool(handle.plan.experts)
         finally:
             body.forget()
-    if handle.strategy.memory.recompute != "layer":
-        return found
-    name, modules = layers_or_refuse(model, "memory.recompute: layer")
-    again = [f"{name}.{index}" for index in range(len(modules))]
-    return rewritten(found, [recompute_pass(again, alone=handle.strategy.axes.world == 1)])
+    again = recompute_pass(handle.strategy, recomputed_modules(model, handle.strategy))
+    return found if again is None else rewritten(found, [again])
 
 
-def _capturable(optimizer: Optimizer) -> Optimizer:
+def capturable(optimizer: Optimizer) -> Optimizer:
+    """The optimizer. Raises CaptureError for one that cannot be part of a graph."""
     for name in ("tensors", "advance"):
         if not hasattr(optimizer, name):
             raise CaptureError(
@@ -171,7 +191,11 @@ def batch_inputs(
     micro: list[MicroBatch], step: Tensor, tokens: Tensor, lr_scale: Tensor
 ) -> dict[str, Tensor]:
     """What a step is given besides its state, by the names of the graph's inputs."""
-    named = {f"micro.{i}.{key}": getattr(batch, key) for i, batch in enumerate(micro) for key in MICRO_FIELDS}
+    named = {
+        micro_input(number, key): getattr(batch, key)
+        for number, batch in enumerate(micro)
+        for key in MICRO_FIELDS
+    }
     return {**named, "step": step, "tokens": tokens, "lr_scale": lr_scale}
 
 
@@ -181,16 +205,17 @@ class _Body:
     def __init__(
         self,
         recipe: Recipe,
-        micro: list[MicroBatch],
-        documents: tuple[bool, ...],
+        micro: MicroBatch,
+        documents: bool,
         step: Tensor,
         tokens: Tensor,
         lr_scale: Tensor,
-        one_of: int | None,
+        micro_batches: int,
         boundaries: GatherBoundaries | None,
     ) -> None:
+        """`boundaries`: of a micro-batch that stands for several, where it can be cut."""
         self._recipe, self._micro, self._documents = recipe, micro, documents
-        self._count, self._boundaries = one_of or len(micro), boundaries
+        self._micro_batches, self._boundaries = micro_batches, boundaries
         self._step, self._tokens, self._lr_scale = step, tokens, lr_scale
         self._names = trained(recipe)
         self._of: dict[nn.Parameter, Tensor] = {}
@@ -203,27 +228,21 @@ class _Body:
         return {self._names[parameter]: gradient for parameter, gradient in self._of.items()}
 
     def __call__(self) -> dict[str, Tensor]:
-        recipe, handle = self._recipe, self._recipe.handle
-        total = torch.zeros((), device=self._tokens.device)
-        with gradients_to(recipe, self._add):
-            for index in range(len(self._micro)):
-                with micro_batch(index):
-                    loss = self._accumulate(index)
-                    total = total + loss
+        recipe = self._recipe
+        with gradients_to(recipe, self._keep), micro_batch(0):
+            loss = loss_of(
+                recipe,
+                self._micro,
+                self._step,
+                self._tokens,
+                documents=self._documents,
+                micro_batches=self._micro_batches,
+                last=True,
+            )
         shown = {} if self._boundaries is None else self._shown(self._boundaries, loss)
         for parameter, gradient in self._of.items():
             parameter.grad = gradient
-        with phase("clip"):
-            norm = handle.grad_norm()
-            said = host(HostPoint.LOAD, [total], CONTROL_VECTOR)
-            values, loads = recipe.summed(total, norm, self._tokens, said)
-            host(HostPoint.CHECK, [values, loads])
-            if recipe.clip is not None:
-                clip_gradients(self._of.values(), norm, recipe.clip, in_graph=True)
-        with phase("optimizer"):
-            recipe.optimizer.step(self._lr_scale)
-            if recipe.router_bias_rate:
-                update_biases(recipe.model, loads, recipe.router_bias_rate)
+        finish_step(recipe, self._of.values(), loss, self._tokens, self._lr_scale)
         return shown
 
     def _shown(self, boundaries: GatherBoundaries, loss: Tensor) -> dict[str, Tensor]:
@@ -233,32 +252,14 @@ class _Body:
         if handle.strategy.memory.shard == "parameters":
             # Gathered in each micro-batch: what is returned would be kept.
             shown = {name: value for name, value in shown.items() if not name.startswith(WEIGHT)}
-        with torch.no_grad():
+        with phase("clip"), torch.no_grad():
             # What runs once a step changes gradients in place, under other names than those that are shown.
             self._of = {parameter: gradient.view_as(gradient) for parameter, gradient in self._of.items()}
         return shown
 
-    def _accumulate(self, index: int) -> Tensor:
-        recipe, micro = self._recipe, self._micro[index]
-        last = index == len(self._micro) - 1
-        return loss_of(
-            recipe,
-            micro,
-            self._step,
-            self._tokens,
-            documents=self._documents[index],
-            micro_batches=self._count,
-            last=last,
-        )
-
-    def _add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        if gradient is None:  # kept whole until the last micro-batch
-            return
-        with torch.no_grad():
-            known = self._of.get(parameter)
-            if known is not None:
-                known.add_(gradient)
-            else:
+    def _keep(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            with torch.no_grad():
                 self._of[parameter] = owned(gradient, parameter, self._taken)
 
     def forget(self) -> None:

@@ -69,7 +69,7 @@ def try_graph(
     try:
         refused = _refused(graphs, shape, device)
         if budget is not None:
-            _begin(budget, graphs, shape, refused)
+            graphs.begin(shape, refused)
     except BaseException:
         if budget is not None:
             budget.close()
@@ -93,14 +93,6 @@ def _refused(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> b
             log.warning("%s", uncompiled_because(ELSEWHERE_UNCOMPILED))
         graphs.as_captured()
     return refused
-
-
-def _begin(budget: Budget, graphs: Graphs, shape: BatchShape, refused: bool) -> None:
-    if refused:
-        raise BudgetError(over_budget(graphs.refused or ELSEWHERE))
-    runtime = graphs[shape].runtime
-    assert runtime is not None
-    budget.begin(runtime)
 
 
 def _tried(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> tuple[bool, bool, bool]:

@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from hyper_parallel.errors import BudgetError, CaptureError, CompileError, GraphError, HyperParallelError
-from hyper_parallel.graph import Executable, Pass, StepGraph, executable
+from hyper_parallel.graph import Pass, StepGraph, executable
+from hyper_parallel.graph.accumulate import Accumulation
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.dynamic_sizes import uncertain
+from hyper_parallel.graph.execute import Host
 from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.pass_pipeline import passes
-from hyper_parallel.step.accumulation import AccumulatedExecutable, accumulating
-from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.accumulation import (
+    AccumulatedExecutable,
+    accumulating,
+    repeated,
+    rewritten_loop,
+    whole_step,
+)
+from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.capture_train_step import BatchShape, capture_one
 from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.recipe import Recipe
 
@@ -34,13 +45,23 @@ MANY = 8
 """Shapes of batches at which a run says how there could be fewer."""
 
 
+class RunsStep(Protocol):
+    """A graph ready to run: `graph.Executable`, or what runs as it does."""
+
+    def run(self, tensors: Mapping[str, Tensor], host: Host | None = None) -> dict[str, Tensor]:
+        """As of `Executable`."""
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """As of `Executable`."""
+
+
 @dataclass(frozen=True)
 class Captured:
     """A step as a graph, and ready to run."""
 
     step: StepGraph
     """What runs: where layers are compiled, each is a node."""
-    executable: Executable | AccumulatedExecutable
+    executable: RunsStep
     plain: StepGraph
     """The same before compiling."""
     runtime: Runtime | None = None
@@ -48,12 +69,8 @@ class Captured:
     load: float | None = None
     """How many times their even share of the rows a rank's experts may get within the budget; None where no size
     depends on it."""
-
-    def graph_of(self, node: fx.Node) -> StepGraph:
-        """Of the graphs that run, the one that has a node."""
-        run = self.executable
-        parts = run.graphs.parts if isinstance(run, AccumulatedExecutable) else (self.step,)
-        return next((part for part in parts if part.graph is node.graph), self.step)
+    loop: Accumulation | None = None
+    """The loop over micro-batches whose body `plain` is; None where that is the whole step."""
 
 
 class Graphs:
@@ -70,8 +87,8 @@ class Graphs:
     ) -> None:
         """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run; `artifacts`:
         the folder of what is compiled for it, None to compile nothing; `budget`: the memory that steps may use; with
-        one nothing is compiled; `whole`: steps are captured with all their micro-batches, as they are under a budget,
-        and not one for all. Where collectives are ordered, all ranks must ask for the same shapes in every step."""
+        one nothing is compiled; `whole`: steps run as one graph of all their micro-batches, as they do under a budget,
+        and not as a loop. Where collectives are ordered, all ranks must ask for the same shapes in every step."""
         assert artifacts is None or budget is None, "what is compiled holds what no plan knows of"
         self.shadow, self._device, self._artifacts = shadow, device, artifacts
         self.ordered, self.budget = True, budget
@@ -128,11 +145,19 @@ class Graphs:
 
     def _capture(self, shape: BatchShape) -> Captured:
         begun = time.perf_counter()
-        each = None if self._whole else shape.each
-        step = capture_step(
-            self.shadow, each or shape, self._device, one_of=None if each is None else shape.count
-        )
-        plain = rewritten(step, self._passes())
+        kinds = list(dict.fromkeys(shape.each))
+        level, count = self.shadow.handle.strategy.memory.shard, shape.count
+        steps = [capture_one(self.shadow, kind, count, self._device) for kind in kinds]
+        loop = None
+        if count == 1:
+            plain = rewritten(steps[0], self._passes())
+        elif len(kinds) > 1:
+            loops = [accumulating(rewritten(step, self._passes()), level) for step in steps]
+            plain = whole_step([loops[kinds.index(kind)] for kind in shape.each])
+        else:
+            loop = rewritten_loop(steps[0], level, count, self._passes())
+            plain = repeated(loop, count) if self._whole else loop.body
+            loop = None if self._whole else loop
         log.info(
             "the step as a graph: %d nodes, captured in %.1f s (%s)",
             len(list(plain.nodes)),
@@ -141,15 +166,34 @@ class Graphs:
         )
         if self.budget is not None:
             return self._planned(plain, self.budget, self.shadow.handle.strategy.memory.expert_load)
-        return self._runnable(plain, shape)
+        return self._runnable(plain, shape, loop)
 
-    def _runnable(self, plain: StepGraph, shape: BatchShape) -> Captured:
-        """Compiled where that is wanted; of one micro-batch for all where it was captured so."""
-        if self._whole or shape.each is None:
-            run = self._compiled(plain)
+    def begin(self, shape: BatchShape, refused: bool) -> None:
+        """State rests from now on where the plan of this shape wants it. `refused`: some rank has no graph for it.
+
+        Raises BudgetError where that is so.
+        """
+        if refused:
+            raise BudgetError(over_budget(self.refused or ELSEWHERE))
+        runtime = self[shape].runtime
+        assert self.budget is not None
+        assert runtime is not None
+        self.budget.begin(runtime)
+
+    def shape_of(self, micro: Sequence[MicroBatch]) -> BatchShape:
+        """The shape by which the graph of these micro-batches is known."""
+        return BatchShape.of(micro)
+
+    def runs(self, plain: StepGraph, step: StepGraph, runtime: Runtime) -> RunsStep:
+        """What runs a step that was made of `plain`, with the moves of `runtime`."""
+        return executable(step, cache=runtime)
+
+    def _runnable(self, plain: StepGraph, shape: BatchShape, loop: Accumulation | None) -> Captured:
+        """Compiled where that is wanted. `loop`: whose body `plain` is."""
+        run = self._compiled(plain)
+        if loop is None:
             return Captured(run, executable(run), plain)
-        graphs = accumulating(plain, self.shadow.handle.strategy.memory.shard)
-        return Captured(plain, AccumulatedExecutable.of(graphs, shape.count, self._compiled), plain)
+        return Captured(run, AccumulatedExecutable.of(loop, shape.count, run), plain, loop=loop)
 
     def _passes(self) -> tuple[Pass, ...]:
         """The passes of every step, but for the budget's, which is run again where experts get more rows."""
@@ -166,7 +210,7 @@ class Graphs:
         rewritten(plain, [offload])
         runtime = budget.runtime(offload)
         log.info("%s (planned in %.1f s)", budget.plans[-1], time.perf_counter() - begun)
-        run = executable(runtime.step, cache=runtime)
+        run = self.runs(plain, runtime.step, runtime)
         return Captured(runtime.step, run, plain, runtime, load if uncertain(plain) else None)
 
     def planned_anew(self, graph: Captured, load: float) -> Captured | str:
@@ -234,7 +278,7 @@ class Graphs:
         """Compile nothing, and forget what was compiled."""
         self._artifacts = None
         self._captured = {
-            shape: self._runnable(graph.plain, shape) for shape, graph in self._captured.items()
+            shape: self._runnable(graph.plain, shape, graph.loop) for shape, graph in self._captured.items()
         }
 
 

@@ -28,7 +28,7 @@ from hyper_parallel.offloading.runtime.expert_overflow import (
     wanted,
 )
 from hyper_parallel.step.batches import StepBatch
-from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, state
+from hyper_parallel.step.capture_train_step import batch_inputs, state
 from hyper_parallel.step.graph_cache import ELSEWHERE, Captured, Graphs, eagerly, over_budget
 from hyper_parallel.step.nonfinite import gradients_counted
 from hyper_parallel.step.nonfinite_report import non_finite
@@ -56,10 +56,13 @@ class GraphStepper:
         """Take the batch that the next `run` computes; collectives, needed before the first one only."""
         recipe = self._recipe
         self._state = {
-            name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()
+            name: tensor.detach()
+            for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()
+            # Those of other stages of a pipeline are there without values.
+            if not tensor.is_meta
         }
-        ready = self._graphs.ready(BatchShape.of(batch.micro))
-        ends = recipe.handle.all_reduce(batch.tokens.new_tensor(float(not ready)), recipe.handle.mesh.names)
+        ready = self._graphs.ready(self._graphs.shape_of(batch.micro))
+        ends = recipe.handle.over_all_ranks(batch.tokens.new_tensor(float(not ready)))
         self._take(batch, recipe.tokens(batch), ends.item() > 0)
 
     def run(
@@ -78,7 +81,7 @@ class GraphStepper:
         recipe, batch = self._recipe, self._batch
         given = self._given(batch, self._tokens, recipe.schedule(batch.step))
         while True:
-            graph = self._graphs[BatchShape.of(batch.micro)]
+            graph = self._graphs[self._graphs.shape_of(batch.micro)]
             host = _Host(
                 recipe, self._graphs, batch, load_next, requests, memory, graph.load, self._replanning
             )
@@ -105,10 +108,10 @@ class GraphStepper:
         memory for its experts' rows."""
         if self._eager is not None:
             return self._eager.probe(batch)
-        recipe, shape = self._recipe, BatchShape.of(batch.micro)
+        recipe, shape = self._recipe, self._graphs.shape_of(batch.micro)
         tokens = recipe.tokens(batch)
         missing = tokens.new_tensor(float(not self._graphs.ready(shape)))
-        if recipe.handle.all_reduce(missing, recipe.handle.mesh.names, "max").item() > 0:
+        if recipe.handle.over_all_ranks(missing, "max").item() > 0:
             return None
         graph = self._graphs[shape]
         host = _Host(recipe, self._graphs, batch, None, Requests, 0.0, graph.load, None, update=False)
@@ -138,7 +141,7 @@ class GraphStepper:
             assert self._graphs.budget is not None
             self._graphs.budget.use(graph.runtime, self._state)
         try:
-            with logs.at(self._batch.step + 1):
+            with logs.at(self._batch.step + 1, where=pulse.position):
                 runner = self._profiling.runner(graph) if self._profiling else graph.executable
                 runner.run(given, host)
         except _NoUpdate:
@@ -166,7 +169,7 @@ class GraphStepper:
         for more in wanted(load) if why is None else ():
             found = self._graphs.planned_anew(graph, more)
             failed = self._tokens.new_tensor(float(isinstance(found, str)))
-            if handle.all_reduce(failed, handle.mesh.names, "max").item() == 0:
+            if handle.over_all_ranks(failed, "max").item() == 0:
                 assert not isinstance(found, str)
                 self._graphs.replace(graph, found)
                 self._graphs.note(planned_anew(step, load, graph.load, more))
@@ -189,9 +192,16 @@ class GraphStepper:
     def _raise_non_finite(self, batch: StepBatch, given: Mapping[str, Tensor], result: StepResult) -> None:
         """The graph has let go of the gradients; the parameters are what they were, so these are computed again."""
         recipe, counts = self._recipe, None
-        graph = self._graphs[BatchShape.of(batch.micro)]
+        graph = self._graphs[self._graphs.shape_of(batch.micro)]
         if graph.runtime is not None:
-            counts = gradients_counted(graph.step, graph.runtime, self._state, given)
+            runtime = graph.runtime
+            counts = gradients_counted(
+                graph.step,
+                runtime,
+                self._state,
+                given,
+                lambda looked: self._graphs.runs(graph.plain, looked, runtime),
+            )
         else:
             accumulate(recipe.model.train(), recipe.handle, batch, self._tokens, recipe.seed, recipe.loss)
         raise non_finite(recipe.handle, batch.step, batch.rows, result.loss, result.grad_norm, counts)
@@ -243,7 +253,9 @@ class _Host:
 
     def _load(self, device: torch.device) -> Tensor:
         self.following = self._load_next() if self._load_next is not None else None
-        ends = self.following is not None and not self._graphs.ready(BatchShape.of(self.following.micro))
+        ends = self.following is not None and not self._graphs.ready(
+            self._graphs.shape_of(self.following.micro)
+        )
         goes_on = self.following is not None
         changed = goes_on and self._replanning is not None and self._replanning.wanted()
         return control_values_of(self.following, self._requests(), self._memory, device, ends, changed)

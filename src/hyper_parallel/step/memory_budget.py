@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -33,6 +34,9 @@ class Budget:
         self.bytes = memory.device
         self._cluster = cluster_for(strategy, torch.device(device).type)
         self._choices = Choices.of(memory)
+        if strategy.axes.pipeline > 1:
+            # Other ranks wait for what an instruction sends: no other goes first.
+            self._choices = replace(self._choices, order=False)
         self._backend = backend(torch.device(device).type)
         self._backend.return_memory()
         pool = None
@@ -128,7 +132,9 @@ class Budget:
     def settle_others(self, state: Mapping[str, torch.Tensor]) -> None:
         """All state has its values: bring to where it rests what was not brought there yet."""
         for name in sorted(state.keys() - self._settled.keys()):
-            self.settle(name, state[name])
+            # Those of other stages of a pipeline are there without values.
+            if not state[name].is_meta:
+                self.settle(name, state[name])
 
     @contextlib.contextmanager
     def settling(self) -> Iterator[None]:

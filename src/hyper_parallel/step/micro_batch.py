@@ -15,10 +15,15 @@ from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import GradientRecipe
 
 MICRO_FIELDS = ("input_ids", "labels", "position_ids", "rows")
 """The fields of a `MicroBatch` that are inputs of a graph."""
+
+
+def micro_input(number: int, field: str) -> str:
+    """The name of the input of a step's graph that is this field of the micro-batch of this number."""
+    return f"micro.{number}.{field}"
 
 
 LOSS = "loss"
@@ -49,13 +54,15 @@ def blank_micro_batch(rows: int, length: int, device: torch.device | str) -> Mic
     return MicroBatch(ids, labels, positions, torch.arange(rows, device=device))
 
 
-def trained(recipe: Recipe) -> dict[nn.Parameter, str]:
+def trained(recipe: GradientRecipe) -> dict[nn.Parameter, str]:
     """The parameters that have gradients, and their names."""
     return {one.parameter: one.name for one in recipe.handle.parameters() if one.parameter.requires_grad}
 
 
 @contextmanager
-def gradients_to(recipe: Recipe, take: Callable[[nn.Parameter, Tensor | None], None]) -> Iterator[None]:
+def gradients_to(
+    recipe: GradientRecipe, take: Callable[[nn.Parameter, Tensor | None], None]
+) -> Iterator[None]:
     """Inside, `take` gets each parameter's gradient of each backward pass, None where it is kept for a later one."""
 
     def hook_of(parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
@@ -70,7 +77,7 @@ def gradients_to(recipe: Recipe, take: Callable[[nn.Parameter, Tensor | None], N
 
 
 def loss_of(
-    recipe: Recipe,
+    recipe: GradientRecipe,
     micro: MicroBatch,
     step: Tensor,
     tokens: Tensor,

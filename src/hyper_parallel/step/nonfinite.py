@@ -6,24 +6,30 @@ was found, and the host looks at each gradient while it is there: right behind t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
 
-from hyper_parallel.graph import StepGraph, executable, values_of
+from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import touched
 from hyper_parallel.graph.suspension import HOST, HostPoint
 from hyper_parallel.graph.tier_ops import is_cache
 from hyper_parallel.offloading import Runtime
+from hyper_parallel.step.graph_cache import RunsStep
 from hyper_parallel.step.nonfinite_report import counted
 from hyper_parallel.step.recipe import CONTROL_VECTOR
 
 
 def gradients_counted(
-    step: StepGraph, runtime: Runtime, state: Mapping[str, Tensor], given: Mapping[str, Tensor]
+    step: StepGraph,
+    runtime: Runtime,
+    state: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+    runs: Callable[[StepGraph], RunsStep],
 ) -> dict[str, Tensor]:
-    """What `guard.counted` says of each gradient, by the name of its parameter. The collectives are the step's.
+    """What `guard.counted` says of each gradient, by the name of its parameter. The collectives are the step's. `runs`:
+    what runs a graph that was made of the step.
 
     `state` of what the step is `given` was not changed since the step began, and rests where it wants it afterwards.
     """
@@ -42,7 +48,7 @@ def gradients_counted(
 
     runtime.stopped(state)
     try:
-        executable(looked, cache=runtime).run(given, host)
+        runs(looked).run(given, host)
     except _Seen:
         runtime.stopped(state)
     return found

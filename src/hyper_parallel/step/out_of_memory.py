@@ -11,6 +11,7 @@ from torch import fx, nn
 from hyper_parallel.errors import OutOfMemoryError
 from hyper_parallel.graph import Kind, Lifetime, StepGraph, lifetimes
 from hyper_parallel.graph.regions import region_of
+from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.step.graph_cache import Captured
 from hyper_parallel.strategy import Strategy
@@ -23,11 +24,12 @@ _LOGITS = 0.3
 
 def post_mortem(graph: Captured, error: BaseException, handle: ShardedModel, step: int) -> OutOfMemoryError:
     """The error that tells why `step`, counted from 0, ran out of memory where `error` arose."""
+    at = ", ".join(filter(None, (f"step {step + 1}", pulse.position())))
     node = graph.executable.node_of(error)
     if node is None:
-        return OutOfMemoryError(f"step {step + 1}: out of memory outside of the step's graph: {error}")
-    said = describe(graph.graph_of(node), node, handle.strategy, head_of(handle.model))
-    return OutOfMemoryError(f"step {step + 1}: out of memory {said}")
+        return OutOfMemoryError(f"{at}: out of memory outside of the step's graph: {error}")
+    said = describe(graph.step, node, handle.strategy, head_of(handle.model))
+    return OutOfMemoryError(f"{at}: out of memory {said}")
 
 
 def head_of(model: nn.Module) -> str | None:
@@ -84,6 +86,8 @@ def remedies(
     if working >= state or loss > _LOGITS * total:
         if strategy.memory.recompute != "layer":
             found.append("strategy.memory.recompute=layer: activations are computed again, not kept")
+        elif strategy.memory.recompute_layers is not None:
+            found.append("strategy.memory.recompute_layers, larger or left out: more layers are recomputed")
         if rows != 1:
             found.append("train.micro_batch, smaller: a worker computes fewer rows at once")
         found.append("strategy.axes.tensor or strategy.axes.context, larger: activations are split")

@@ -6,8 +6,10 @@ the costs of stages, the ranks agree on those of the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,19 +17,23 @@ import torch
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import CaptureError, GraphError, StrategyError
 from hyper_parallel.graph import StepGraph, rewritten
-from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost, layer_stages
+from hyper_parallel.graph.stage_cut import NodeCost, balanced_counts, flops_cost, layer_stages
 from hyper_parallel.program import Program
 from hyper_parallel.runtime.build_program import pipeline_program
 from hyper_parallel.runtime.choose_schedule import choose_schedule
 from hyper_parallel.runtime.stage_costs import stage_costs
-from hyper_parallel.schedule import Schedule, check_pipeline, forward_only, stages_of
+from hyper_parallel.schedule import Costs, Schedule, check_pipeline, forward_only, pairs_of_stages, stages_of
+from hyper_parallel.shard.activation_checkpointing import recomputed_modules
 from hyper_parallel.shard.graph_passes import recompute_pass, regather_pass
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.step.capture_micro_batch import capture_evaluation, capture_micro_batch
+from hyper_parallel.step.pipeline_pairs import StagePair, hidden_matrix, merged_pairs, pairs_on_one_rank
 from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.strategy import Strategy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,15 @@ class PipelinePlan:
     program: Program
     owners: dict[str, tuple[int, ...]]
     """Parameter or buffer to the device groups that hold it."""
+    turns: dict[tuple[int, int], tuple[int, ...]]
+    """Of each pair of a forward and a backward stage, the order in which their tasks run."""
 
     def described(self) -> str:
         """One line for people."""
         layers = "+".join(map(str, self.layers))
-        return f"pipeline: {len(self.layers)} stages of {layers} layers, schedule {self.schedule.name}"
+        count = sum(len(places) for places in self.schedule.pairs)
+        pairs = f", {count} forward passes beside backward passes" if count else ""
+        return f"pipeline: {len(self.layers)} stages of {layers} layers, schedule {self.schedule.name}{pairs}"
 
 
 class PipelinePlanner:
@@ -65,7 +75,7 @@ class PipelinePlanner:
 
     def __init__(
         self,
-        shadow: Recipe,
+        shadow: GradientRecipe,
         strategy: Strategy,
         device: torch.device | str,
         agree: Callable[[Any], Any] = lambda found: found,
@@ -74,17 +84,17 @@ class PipelinePlanner:
         on a rank's own shards, and ranks that cut or order stages differently would not meet in their collectives."""
         place = shadow.handle.pipeline
         assert place is not None, "the shadow was parallelized for a pipeline"
-        self._shadow, self._strategy, self._device, self._agree = shadow, strategy, device, agree
+        self.shadow, self._strategy, self._device, self._agree = shadow, strategy, device, agree
         self.place: PipelinePlace = place
-        self._layers, modules = layers_or_refuse(shadow.model, "axes.pipeline")
-        self._again = [f"{self._layers}.{index}" for index in range(len(modules))]
+        self._layers, _ = layers_or_refuse(shadow.model, "axes.pipeline")
 
-    def training(self, shape: MicroBatchShape) -> PipelinePlan:
-        """The plan of training steps. Raises StrategyError."""
+    def training(self, shape: MicroBatchShape, like: PipelinePlan | None = None) -> PipelinePlan:
+        """The plan of training steps. `like`: of another shape, whose parameters the ranks hold already. Raises
+        StrategyError."""
         check_pipeline(self._strategy, shape.count)
         whole = self._captured(
             lambda: capture_micro_batch(
-                self._shadow,
+                self.shadow,
                 shape.rows,
                 shape.length,
                 shape.count,
@@ -92,12 +102,25 @@ class PipelinePlanner:
                 device=self._device,
             )
         )
-        counts = self._agree(self._counts(whole))
-        stages = self._cut(whole, counts, self._rewrite)
-        costs = self._agree(stage_costs(stages.partition, flops_cost(whole)))
+        counts = self._agree(self._counts(whole)) if like is None else like.layers
+        stages = self._cut(whole, counts, lambda step: self._rewrite(step, counts))
+        costs, turns = self._agree(self._priced(stages, flops_cost(whole)))
         pipeline, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
         schedule = choose_schedule(pipeline, ranks, shape.count, costs)
-        return self._plan(stages, counts, schedule)
+        if pipeline.overlap_forward_backward and not schedule.pairs and self.place.index == 0:
+            log.warning(
+                "pipeline.overlap_forward_backward has no effect: no forward pass beside a backward pass makes the "
+                "step shorter; it hides collectives of a stage's own axes (tensor, expert, context), where there are "
+                "enough micro-batches"
+            )
+        found = self._plan(stages, counts, schedule, turns)
+        if like is not None and found.owners != like.owners:
+            raise StrategyError(
+                f"axes.pipeline: with {shape.count} micro-batches of {shape.rows} × {shape.length} positions the ranks "
+                "would need other weights than they hold; name a schedule (pipeline.schedule), or give rows of one "
+                "shape"
+            )
+        return found
 
     def evaluation(
         self, like: PipelinePlan, shape: MicroBatchShape, loss: LossConfig | None = None
@@ -105,7 +128,7 @@ class PipelinePlanner:
         """The plan of forward passes without gradients, cut like the training's. Raises StrategyError."""
         whole = self._captured(
             lambda: capture_evaluation(
-                self._shadow,
+                self.shadow,
                 shape.rows,
                 shape.length,
                 loss,
@@ -116,6 +139,19 @@ class PipelinePlanner:
         stages = self._cut(whole, like.layers, lambda step: step)
         order = forward_only(like.schedule.placement, shape.count)
         return self._plan(stages, like.layers, order)
+
+    def _priced(
+        self, stages: PipelineStages, cost: NodeCost
+    ) -> tuple[Costs, dict[StagePair, tuple[int, ...]]]:
+        """The costs of the stages, and the order in which the tasks of each pair would run."""
+        found = stage_costs(stages.partition, cost)
+        if not self._strategy.pipeline.overlap_forward_backward:
+            return found, {}
+        cut = stages.partition.stages
+        pairs = pairs_on_one_rank(len(cut), self._strategy.axes.pipeline)
+        merged = merged_pairs(cut, [cost] * len(cut), pairs)
+        turns = {pair: one.turns for pair, one in merged.items()}
+        return replace(found, hidden=hidden_matrix(len(cut), merged)), turns
 
     def _captured(self, capture: Callable[[], StepGraph]) -> StepGraph:
         try:
@@ -142,19 +178,23 @@ class PipelinePlanner:
         except GraphError as error:
             raise StrategyError(f"axes.pipeline: {error}") from error
 
-    def _rewrite(self, step: StepGraph) -> StepGraph:
+    def _rewrite(self, step: StepGraph, counts: tuple[int, ...]) -> StepGraph:
         strategy = self._strategy.of_stage
-        recompute = strategy.memory.recompute == "layer"
-        found = [
-            recompute_pass(self._again, alone=strategy.axes.world == 1) if recompute else None,
-            regather_pass(strategy),
-        ]
+        again = recomputed_modules(self.shadow.model, strategy, counts)
+        found = [recompute_pass(strategy, again), regather_pass(strategy)]
         return rewritten(step, [one for one in found if one is not None])
 
-    def _plan(self, stages: PipelineStages, counts: tuple[int, ...], schedule: Schedule) -> PipelinePlan:
+    def _plan(
+        self,
+        stages: PipelineStages,
+        counts: tuple[int, ...],
+        schedule: Schedule,
+        turns: Mapping[StagePair, tuple[int, ...]] = MappingProxyType({}),
+    ) -> PipelinePlan:
         program = pipeline_program(stages.partition, schedule, self.place.groups)
         owners = {
             name.partition(".")[2]: tuple(sorted({schedule.placement[stage] for stage in users} or {0}))
             for name, users in stages.users.items()
         }
-        return PipelinePlan(stages, counts, schedule, program, owners)
+        needed = {pair: turns[pair] for pair in pairs_of_stages(schedule)}
+        return PipelinePlan(stages, counts, schedule, program, owners, needed)

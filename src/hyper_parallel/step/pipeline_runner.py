@@ -9,29 +9,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.compat import is_out_of_memory
+from hyper_parallel.compat.paged_out_parameters import present
 from hyper_parallel.errors import HyperParallelError, OutOfMemoryError
 from hyper_parallel.graph import Executable, StepGraph, executable
-from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.ir import Value
 from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.launch import logs
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.runtime.interpreter import Interpreter, StepValues
-from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.runtime.transfers import Transfers
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_micro_batch import batch_of, fields_of
 from hyper_parallel.step.micro_batch import LOSS, ROWS
 from hyper_parallel.step.out_of_memory import describe, head_of
+from hyper_parallel.step.pipeline_gradients import (
+    Arithmetic,
+    gradient_value,
+    reduced_gradients,
+    shared_gradients,
+)
 from hyper_parallel.step.pipeline_plan import PipelinePlan
-from hyper_parallel.step.pipeline_stages import parameter_of
 
 
 class PipelineRunner:
     """This rank's part of a pipeline, step after step. Every rank makes one, and calls the same methods."""
 
     def __init__(
-        self, plan: PipelinePlan, handle: ShardedModel, peers: Mapping[tuple[int, ...], dist.ProcessGroup]
+        self,
+        plan: PipelinePlan,
+        handle: ShardedModel,
+        peers: Mapping[tuple[int, ...], dist.ProcessGroup],
+        transfers: Transfers,
     ) -> None:
         """The model has its values; those of other stages are on the meta device. `peers`: as of `peers_of`. A
         collective."""
@@ -49,15 +58,18 @@ class PipelineRunner:
             plan.stages.partition,
             self._state,
             handle.rank,
-            ProcessTransfers(handle.rank),
+            transfers,
             pulse.instruction,
+            plan.turns,
         )
         self._interpreter.compare()
         self._gather = _ready(plan.stages.gather(mine))
-        reduce = plan.stages.reduce(mine)
-        self._reduce = _ready(reduce)
-        self._sums = {} if reduce is None else _given(reduce)
-        self._shared, self._peers = _shared(plan), peers
+        self._reduce = plan.stages.reduce(mine)
+        reduces = _ready(self._reduce)
+        self._arithmetic = Arithmetic[Tensor](
+            lambda _, given: {} if reduces is None else reduces.run(given), torch.add, _zeros
+        )
+        self._shared, self._peers = shared_gradients(plan), peers
 
     def train(self, batch: StepBatch, tokens: Tensor) -> Tensor:
         """Give each of this rank's parameters its gradient of the whole batch; this rank's part of the loss.
@@ -87,10 +99,10 @@ class PipelineRunner:
 
     def _run(self, when: str, batches: Sequence[Mapping[str, Tensor]]) -> StepValues:
         """Run the schedule. Errors name `when`, the stage, the micro-batch and the instruction."""
-        weights = self._weights()
         try:
-            with pulse.schedule(self._interpreter.positions):
-                return self._interpreter.run(batches, weights, when)
+            # Under a budget they may be elsewhere between steps, in which they are the graph's.
+            with present(*self._state.values()), pulse.schedule(self._interpreter.positions):
+                return self._interpreter.run(batches, self._weights(), when)
         except HyperParallelError:
             raise
         except Exception as error:
@@ -115,25 +127,13 @@ class PipelineRunner:
 
     def _reduced(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients of this rank's parameters from what its stages' micro-batches add up to."""
-        found = {name: value for name, value in sums.items() if GRADIENT + name not in self._sums}
-        if self._reduce is not None:
-            given = {
-                name: sums[key]
-                if (key := name.removeprefix(GRADIENT)) in sums
-                # A part of the gradient that other stages have.
-                else _zeros(value)
-                for name, value in self._sums.items()
-            }
-            for output, value in self._reduce.run(given).items():
-                name = parameter_of(output)
-                found[name] = found[name] + value if name in found else value
+        found = reduced_gradients(sums, self._reduce, self._arithmetic)
         for name, holders in self._shared.items():
             group = self._peers.get(holders)
             if group is not None:
                 if name not in found:
                     # Another holder's stages compute the whole gradient.
-                    value = self._plan.stages.whole.returned[GRADIENT + name].meta["value"]
-                    found[name] = _zeros(value)
+                    found[name] = _zeros(gradient_value(self._plan, name))
                 dist.all_reduce(found[name], group=group)
         return found
 
@@ -144,21 +144,6 @@ def _ready(step: StepGraph | None) -> Executable | None:
 
 def _zeros(like: Value) -> Tensor:
     return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device).zero_()
-
-
-def _given(step: StepGraph) -> dict[str, Value]:
-    return {
-        entry.name: node.meta["value"] for entry, node in zip(step.inputs, step.placeholders, strict=True)
-    }
-
-
-def _shared(plan: PipelinePlan) -> dict[str, tuple[int, ...]]:
-    """Parameters with a gradient that several device groups hold, and these; in one order on all ranks."""
-    outputs = {name for stage in plan.stages.partition.stages for name in stage.step.outputs}
-    trained = {*plan.stages.reduced, *(name.removeprefix(GRADIENT) for name in outputs)}
-    return {
-        name: holders for name, holders in sorted(plan.owners.items()) if len(holders) > 1 and name in trained
-    }
 
 
 def peers_of(plan: PipelinePlan, handle: ShardedModel) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -174,7 +159,7 @@ def peers_of(plan: PipelinePlan, handle: ShardedModel) -> dict[tuple[int, ...], 
     assert place is not None
     here = place.devices.place(handle.rank)
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for holders in sorted(set(_shared(plan).values())):
+    for holders in sorted(set(shared_gradients(plan).values())):
         holds = place.index in holders
         ranks = sorted(place.groups[index].ranks[here] for index in holders) if holds else [handle.rank]
         group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config.train import ProfileConfig
-from hyper_parallel.graph import Executable, lower
+from hyper_parallel.graph import lower
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.profile import Profiler
 from hyper_parallel.launch import Worker
 from hyper_parallel.report import page, perfetto
 from hyper_parallel.simulator import simulate
-from hyper_parallel.step.accumulation import AccumulatedExecutable
-from hyper_parallel.step.graph_cache import Captured
+from hyper_parallel.step.graph_cache import Captured, RunsStep
 from hyper_parallel.trace import Timeline
 from hyper_parallel.units import format_duration
 
@@ -41,7 +40,7 @@ class Profiling:
         self._graph: Captured | None = None
         self._profiler: Profiler | None = None
 
-    def runner(self, graph: Captured) -> Executable | AccumulatedExecutable | Profiler:
+    def runner(self, graph: Captured) -> RunsStep | Profiler:
         """What runs the next step: the graph as it is, or with a clock."""
         self._seen += 1
         if self._seen <= SKIPPED or self._config.steps == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -60,8 +60,8 @@ class StepSums(NamedTuple):
 
     @staticmethod
     def next_tokens(values: Tensor) -> Tensor:
-        """Valid tokens of the next batch, zero-dim, still on the device."""
-        return values[1 + ControlVector._fields.index("next_tokens")]
+        """Valid tokens of the next batch, zero-dim, still on the device; not a view, which a budget would not know."""
+        return values[1 + ControlVector._fields.index("next_tokens")].clone()
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,23 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A step without its batch."""
+class GradientRecipe:
+    """Loss and gradients of a step, without its batch and its update."""
 
     model: nn.Module
     handle: ShardedModel
+    seed: int = field(default=0, kw_only=True)
+    loss: LossConfig | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Recipe(GradientRecipe):
+    """A step without its batch."""
+
     optimizer: Optimizer
     schedule: Schedule
-    seed: int = 0
     clip: float | None = None
     """Largest global gradient norm; None does not clip."""
-    loss: LossConfig | None = None
     router_bias_rate: float = 0.0
 
     @classmethod

@@ -9,6 +9,7 @@ from hyper_parallel.strategy.overlap import Overlap
 from hyper_parallel.strategy.pipeline import Pipeline
 from hyper_parallel.strategy.placement import LEVELS, Devices, Placement
 from hyper_parallel.strategy.precision import Precision
+from hyper_parallel.strategy.recompute import recomputed_layers, recomputes
 from hyper_parallel.strategy.schedule_name import ScheduleName
 from hyper_parallel.strategy.strategy import Strategy
 
@@ -25,4 +26,6 @@ __all__ = [
     "Precision",
     "ScheduleName",
     "Strategy",
+    "recomputed_layers",
+    "recomputes",
 ]

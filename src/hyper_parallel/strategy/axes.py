@@ -28,6 +28,9 @@ Degree = Annotated[
 AXIS_NAMES = ("replicate", "shard", "context", "tensor_y", "tensor_x")
 """The axes of a mesh, whose degrees multiply to the number of its ranks, in their canonical order."""
 
+OPEN_NAMES = ("pipeline", *AXIS_NAMES, "expert")
+"""The axes whose degree may be `auto`."""
+
 EXPERT_SPANS = ("shard", "context", "tensor_y", "tensor_x")
 """The axes that `expert` folds over."""
 
@@ -35,7 +38,7 @@ EXPERT_SPANS = ("shard", "context", "tensor_y", "tensor_x")
 class Axes(Section):
     """Degrees of the mesh axes; their product is the number of workers."""
 
-    pipeline: Annotated[int, Field(ge=1, strict=True)] = 1
+    pipeline: Degree = 1
     """Device groups that compute one after the other, each a part of the layers (pipeline parallelism); section
     `pipeline` says how.
     """
@@ -60,13 +63,13 @@ class Axes(Section):
     outside: int = Field(default=0, exclude=True, json_schema_extra={"readOnly": True})
     """How many axes of `order` lie outside of the pipeline, derived from the order of the keys; do not set it."""
     open: tuple[str, ...] = Field(default=(), exclude=True, json_schema_extra={"readOnly": True})
-    """The axes whose degree is `auto`, `expert` included; do not set it."""
+    """The axes whose degree is `auto`, `pipeline` and `expert` included; do not set it."""
 
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: Any) -> Any:
         if given == AUTO:
-            given = dict.fromkeys((*AXIS_NAMES, "expert"), AUTO)
+            given = dict.fromkeys(OPEN_NAMES, AUTO)
         if not isinstance(given, dict):
             return given
         if {"tensor", "tensor_x"} <= given.keys():
@@ -88,9 +91,7 @@ class Axes(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Axes:
-        if "pipeline" in self.open:
-            raise ValueError("the planner does not choose 'pipeline' yet: write its degree, or leave it out")
-        strangers = sorted(set(self.open) - {*AXIS_NAMES, "expert"})
+        strangers = sorted(set(self.open) - {*OPEN_NAMES})
         if strangers:
             raise ValueError(f"'auto' is for axes; {strangers[0]!r} is none")
         if sorted(self.order) != sorted(AXIS_NAMES):
@@ -108,7 +109,7 @@ class Axes(Section):
     @model_serializer
     def _write_in_order(self) -> dict[str, int | Literal["auto"]]:
         names = [*self.order, "expert"]
-        if self.pipeline > 1:
+        if self.pipeline > 1 or "pipeline" in self.open:
             names.insert(self.outside, "pipeline")
         return {axis: "auto" if axis in self.open else self.degree(axis) for axis in names}
 

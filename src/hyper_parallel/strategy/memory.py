@@ -70,9 +70,20 @@ class Memory(Section):
     step and kept (ZeRO-2). `optimizer`: gradients, too, are kept whole, and reduced in the last micro-batch only
     (ZeRO-1).
     """
-    recompute: Literal["auto", "none", "layer"] = "auto"
-    """`layer` keeps only each layer's input and recomputes the layer in the backward pass; `none` keeps everything.
-    `auto`: under a budget, recompute what is cheaper to recompute than to copy; else `none`.
+    recompute: Literal["auto", "none", "layer", "selective"] = "auto"
+    """Activation checkpointing. `layer` keeps only each layer's input and recomputes the layer in the backward pass.
+    `selective` keeps the results of matrix products, fused attention and collectives, and recomputes the cheap
+    operators between them (norms, activation functions, rotations, casts) and attention scores that no kernel fuses.
+    `none` keeps everything. `auto`: under a budget, recompute what is cheaper to recompute than to copy; else `none`.
+    """
+    recompute_layers: (
+        Annotated[int, Field(ge=1, strict=True)]
+        | Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
+        | None
+    ) = None
+    """With `recompute: layer` or `selective`: the number of layers that are recomputed, the first ones of each pipeline
+    stage; without a pipeline the first ones of the model. Or a list with a number for each stage. A stage with fewer
+    layers recomputes all of them. Default: every layer.
     """
     gathered: Literal["keep", "mlp", "again"] = "keep"
     """With the sequence split (`sequence`, tensor_y): `keep` keeps the gathered inputs of matrix products for the
@@ -101,6 +112,15 @@ class Memory(Section):
         if self.device is None and elsewhere:
             raise ValueError(
                 f"'{elsewhere[0]}' is where things go that do not fit on the device; set device to what it may hold"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recomputes_some(self) -> Memory:
+        if self.recompute_layers is not None and self.recompute not in ("layer", "selective"):
+            raise ValueError(
+                f"'recompute_layers' is the number of layers that are recomputed, and 'recompute: {self.recompute}' "
+                "recomputes none by number; set recompute to layer or selective, or leave recompute_layers out"
             )
         return self
 

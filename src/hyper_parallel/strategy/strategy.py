@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from hyper_parallel.strategy.axes import AUTO, Axes
+from hyper_parallel.strategy.axes import AUTO, OPEN_NAMES, Axes
 from hyper_parallel.strategy.context import Context
 from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.strategy.overlap import Overlap
@@ -48,8 +48,12 @@ CHOSEN: tuple[tuple[str, ...], ...] = (
     ("context", "method"),
     ("memory", "shard"),
     ("memory", "recompute"),
+    ("pipeline", "schedule"),
+    ("pipeline", "virtual"),
 )
-"""Keys besides the axes that the planner chooses if axes are open and the file leaves the keys out."""
+"""Keys besides the axes that the planner chooses if axes are open and the file leaves the keys out; those of `pipeline`
+if that axis is open.
+"""
 
 
 class Strategy(Section):
@@ -118,10 +122,18 @@ class Strategy(Section):
         if not isinstance(given, Mapping) or "chosen" in given:
             return given
         axes = given.get("axes")
-        written = axes == AUTO or (isinstance(axes, Mapping) and AUTO in axes.values())
-        if not written and not (isinstance(axes, Axes) and axes.open):
+        if axes == AUTO:
+            axes = dict.fromkeys(OPEN_NAMES, AUTO)
+        opened: Collection[str] = axes.open if isinstance(axes, Axes) else ()
+        if isinstance(axes, Mapping):
+            opened = [axis for axis, degree in axes.items() if degree == AUTO]
+        if not opened:
             return given
-        left = [path for path in CHOSEN if not _has(given, path)]
+        left = [
+            path
+            for path in CHOSEN
+            if not _has(given, path) and ("pipeline" in opened or path[0] != "pipeline")
+        ]
         if _has(given, ("memory", "reshard_after_forward")):
             # The key applies to `shard: parameters` only, so that leaving `shard` out selects that level.
             left.remove(("memory", "shard"))
@@ -129,7 +141,7 @@ class Strategy(Section):
 
     @model_validator(mode="after")
     def _pipeline_has_ranks(self) -> Strategy:
-        if self.pipeline != Pipeline() and self.axes.pipeline == 1:
+        if self.pipeline != Pipeline() and self.axes.pipeline == 1 and "pipeline" not in self.axes.open:
             raise ValueError(
                 "section 'pipeline' says how the stages of a pipeline run, and axes.pipeline is 1; set axes.pipeline "
                 "to the number of device groups, or leave the section out"
@@ -153,7 +165,7 @@ class Strategy(Section):
     def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = handler(self)
         left_out = set() if self.open else {"chosen"}
-        if self.axes.pipeline == 1:
+        if self.axes.pipeline == 1 and "pipeline" not in self.axes.open:
             left_out.add("pipeline")
         return {key: value for key, value in found.items() if key not in left_out}
 

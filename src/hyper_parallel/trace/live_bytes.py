@@ -87,7 +87,7 @@ class LiveBytes:
         """Bytes that were alive at most."""
 
     def add(self, count: int) -> bool:
-        """So many bytes more, or fewer where negative; whether there are now more than there ever were."""
+        """Add `count` bytes (negative: free them); whether this is a new maximum."""
         self.alive += count
         if self.alive <= self.most:
             return False

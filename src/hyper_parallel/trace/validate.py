@@ -102,7 +102,7 @@ def _check_storages(trace: Trace, name: str) -> None:
             if held.storage in known:
                 raise TraceError(
                     f"{_told(name, op)} allocates storage {held.storage}, which was there before; each allocation "
-                    "has a number of its own"
+                    "needs a new number"
                 )
             known.add(held.storage)
             alive.add(held.storage)
@@ -133,7 +133,7 @@ class _Groups:
             self._known[id(call.ranks)] = found
         if name not in found:
             raise TraceError(
-                f"{_told(name, op)} is a call of ranks {call.ranks}, none of which is of its class"
+                f"{_told(name, op)} is a call of ranks {call.ranks}, and none of them is of its class"
             )
         return found
 

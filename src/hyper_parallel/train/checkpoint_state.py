@@ -336,6 +336,12 @@ def model_shards(handle: ShardedModel) -> dict[str, Piece]:
     return pieces
 
 
+def model_names(handle: ShardedModel) -> list[str]:
+    """The names in a checkpoint of every parameter and persistent buffer of the model, in one order on all ranks."""
+    buffers = [name for name, _ in _persistent_buffers(handle.model)]
+    return [f"{MODEL}{name}" for name in (*(p.name for p in handle.parameters()), *buffers)]
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """The JSON state of a run's checkpoint. Raises CheckpointError if it was not written by a run."""
     from hyper_parallel.checkpoint.reader import Checkpoint

@@ -7,7 +7,7 @@ from hyper_parallel.launch import Worker
 from hyper_parallel.train.trainer import Trainer
 
 TARGET = f"{__name__}:main"
-"""How `launch.run` is told of `main`."""
+"""The target that `launch.run` calls on every rank."""
 
 
 def main(config: RunConfig, worker: Worker) -> None:

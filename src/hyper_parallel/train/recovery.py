@@ -1,14 +1,14 @@
 """Recovery after a non-finite loss or gradient norm (`train.on_nonfinite`).
 
-The step has updated nothing, on any rank, and every rank has raised the same error: so each decides alike.
+The step has updated nothing on any rank, and every rank has raised the same error, so all ranks make the same decision.
 
-    stop       the error, with whether the batch or the weights are to blame
+    stop       raise the error, and say whether the batch or the weights are to blame
     skip       the step counts and its batch is consumed, without an update; refused where the weights are ruined
-    rollback   the newest healthy checkpoint is loaded, and the batch is passed over from then on: that of the step, or,
-               where the weights are ruined, the one before, whose update has ruined them
+    rollback   load the newest healthy checkpoint and leave a batch out from then on: that of the step or, where the
+               weights are ruined, the one before, whose update has ruined them
 
-Neither goes on for ever: so many steps are skipped one after the other, or so many times a run goes back without
-getting further, as IN_A_ROW says.
+`IN_A_ROW` limits both: the run ends after that number of consecutive skipped steps, or of rollbacks between which it
+got no further than before.
 """
 
 from __future__ import annotations

@@ -154,3 +154,8 @@ WITH_EXPERTS = frozenset(
 
 WITH_IMAGES = frozenset({"qwen2.5-vl"})
 """The vision-language families; built by ``AutoModelForImageTextToText``."""
+
+
+def has_experts(model: object) -> bool:
+    """Whether a Transformers config describes mixture-of-experts layers."""
+    return any(getattr(model, key, None) for key in EXPERT_COUNTS)

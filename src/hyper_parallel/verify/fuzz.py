@@ -5,12 +5,15 @@ A case is a pure function of its number, so that a failing one can be repeated a
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.strategy import AXIS_NAMES
+from hyper_parallel.strategy.axes import AUTO
+from hyper_parallel.strategy.schedule_name import ScheduleName
 from hyper_parallel.verify.families import EXPERT_COUNTS
 from hyper_parallel.verify.matrix import (
     Cell,
@@ -49,7 +52,7 @@ class Case:
 
 
 def draw_case(number: int) -> Case:
-    """Case `number`: a model of one or two layers, and axes of at most 16 ranks."""
+    """Case `number`: a model of one or two layers, in a pipeline up to four, and axes of at most 16 ranks."""
     draw = random.Random(number)
     family = dict(draw.choice(list(_FAMILIES.values()))(draw))
     strategy = _strategy(draw, experts=any(family.get(key) for key in EXPERT_COUNTS))
@@ -69,7 +72,38 @@ def draw_case(number: int) -> Case:
             "label_smoothing": draw.choice([0.0, 0.1]),
             "z_loss": draw.choice([0.0, 0.01]),
         }
-    return Case(number, family, strategy, train, draw.choice([16, 24, 32]))
+    length = draw.choice([16, 24, 32])
+    _pipeline(random.Random(f"pipeline {number}"), family, strategy, train)
+    return Case(number, family, strategy, train, length)
+
+
+def _pipeline(draw: Draw, family: dict[str, Any], strategy: dict[str, Any], train: dict[str, Any]) -> None:
+    """Make a third of the cases of at most four ranks pipelines, of two or four device groups at any place among the
+    axes: each rank of a pipeline is captured by itself, so that more would take minutes."""
+    mesh = [degree for axis, degree in strategy["axes"].items() if axis != "expert"]
+    if math.prod(mesh) > 4 or draw.random() >= 0.35:
+        return
+    ranks = 4 if math.prod(mesh) <= 2 and draw.random() < 0.3 else 2
+    axes = list(strategy["axes"].items())
+    axes.insert(draw.randint(0, len(mesh)), ("pipeline", ranks))
+    strategy["axes"] = dict(axes)
+    # Its levels name every axis.
+    strategy.pop("placement", None)
+    schedule = draw.choice([*ScheduleName, AUTO, AUTO])
+    pipeline: dict[str, Any] = {"schedule": str(schedule)}
+    strategy["pipeline"] = pipeline
+    if draw.random() < 0.5:
+        pipeline["schedule"] = str(draw.choice(["1f1b", "interleaved-1f1b", "zb-h2", "dualpipev", AUTO]))
+        pipeline["overlap_forward_backward"] = True
+    layers = "n_layer" if family["model_type"] == "gpt2" else "num_hidden_layers"
+    more = draw.choice([0, 1, 2])
+    family[layers] += more
+    if "layer_types" in family:
+        family["layer_types"] = [*family["layer_types"], *draw.choices(family["layer_types"], k=more)]
+    # An auxiliary loss of the whole batch is not that of its micro-batches, on one device either.
+    family.pop("output_router_logits", None)
+    data = strategy["axes"].get("replicate", 1) * strategy["axes"].get("shard", 1)
+    train |= {"batch": data * ranks * draw.choice([1, 2, 2, 2]), "micro_batch": 1}
 
 
 # Models.

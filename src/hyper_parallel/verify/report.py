@@ -220,8 +220,9 @@ def compare(one: StepOutcome, many: StepOutcome, strategy: str, driver: str, dty
 
 
 def joined(reports: Sequence[Report], one: StepOutcome) -> Report:
-    """One report of those of several ranks, each of which holds some of the parameters of `one`: the worst of each
-    number. A parameter that no rank holds is missing."""
+    """Merge the reports of ranks that each hold some of the parameters of `one`, with the worst of each number.
+
+    A parameter that no rank holds is reported as missing."""
     by_name = {name: Difference(name, "missing", math.inf, math.inf) for name in one.values}
     seen: set[str] = set()
     for found in (found for report in reports for found in report.parameters):

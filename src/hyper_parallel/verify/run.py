@@ -24,8 +24,9 @@ from hyper_parallel.shard.model_structure import text_config
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.step.build import fill_model, transformers_config, unsharded
 from hyper_parallel.step.pipeline_build import build_pipeline
-from hyper_parallel.strategy import Precision, Strategy
-from hyper_parallel.verify.families import EXPERT_COUNTS
+from hyper_parallel.strategy import Precision, Strategy, recomputes
+from hyper_parallel.verify.families import has_experts
+from hyper_parallel.verify.pipeline_in_process import pipeline_in_process
 from hyper_parallel.verify.pipeline_step import run_pipeline_step
 from hyper_parallel.verify.report import Report, compare, decided_in_float64, joined
 from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
@@ -39,8 +40,8 @@ RESULT = "verify.json"
 def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
     """Compare one step of the declared run on one device and under its strategy.
 
-    `driver`: "local" runs all ranks in this process, with FSDP lowered to traceable gathers; "gloo" starts the
-    workers, which run what `train` runs; "auto" starts them only for a pipeline, whose stages are captured apart, and
+    `driver`: "local" runs all ranks in this process, with FSDP lowered to traceable gathers, and those of a pipeline as
+    threads that send through memory; "gloo" starts the workers, which run what `train` runs; "auto" starts them only
     for a model that simulated ranks cannot run. Raises what a run with this file would raise, and StrategyError when
     the strategy is that of one device.
     """
@@ -53,14 +54,7 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
     wide = _in_full_precision(config)
     said = "" if wide is config else ", in float32: rounded otherwise, tokens would choose other experts"
     config = wide
-    if config.strategy.axes.pipeline > 1:
-        if driver == "local":
-            raise StrategyError(
-                "axes.pipeline: the stages of a pipeline are captured and run apart, which the ranks of one process "
-                "cannot be; run `hyper-parallel verify --driver gloo`, or leave the driver out"
-            )
-        said = ", real ones for a pipeline's stages" * (driver == "auto") + said
-    elif driver != "gloo":
+    if driver != "gloo":
         one, batch, model = _one_device(config)
         try:
             return against_simulated(config, model, batch, one, f"all ranks in one process{said}")
@@ -101,6 +95,10 @@ def against_simulated(
 
     Raises what a run with this file would raise.
     """
+    if config.strategy.axes.pipeline > 1:
+        many = pipeline_in_process(config, model, batch, one.gradients)
+        found = _compared(config, one, many, driver)
+        return found if found.ok else _decided_by_a_stage(found, config, model, batch, one, many)
     again = copy.deepcopy(model)
     with _ranks(config):
         many = step_of(model, config, config.strategy, batch, "traceable", one.gradients)
@@ -155,6 +153,30 @@ def against_pipeline(
     return found if found.ok else replace(found, undecided="the stages of a pipeline are not run in float64")
 
 
+def _decided_by_a_stage(
+    report: Report,
+    config: RunConfig,
+    model: torch.nn.Module,
+    batch: Tensors,
+    one: StepOutcome,
+    many: StepOutcome,
+) -> Report:
+    """A pipeline's report whose differences are judged by the same strategy without the pipeline: they are rounding
+    where float64 finds that one right, and the pipeline is as near to it as it would have to be to one device."""
+    strategy = config.strategy.of_stage
+    plain = config.model_copy(update={"strategy": strategy})
+    try:
+        with _ranks(plain):
+            stage = step_of(copy.deepcopy(model), plain, strategy, batch, "traceable", one.gradients)
+    except SimulationError as error:
+        return replace(report, undecided=str(error))
+    if not _compared(config, stage, many, report.driver).ok:
+        return replace(report, undecided="it differs from the same strategy without a pipeline too")
+    apart = _compared(plain, one, stage, report.driver)
+    decided = _decided(apart, plain, copy.deepcopy(model), batch, one, "traceable")
+    return replace(report, float64=decided.float64, rounding=decided.rounding, undecided=decided.undecided)
+
+
 def _decided(
     report: Report,
     config: RunConfig,
@@ -205,11 +227,6 @@ def _in_full_precision(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"strategy": config.strategy.model_copy(update={"precision": precision})})
 
 
-def has_experts(model: object) -> bool:
-    """Whether a Transformers config describes mixture-of-experts layers."""
-    return any(getattr(model, key, None) for key in EXPERT_COUNTS)
-
-
 def _compared(config: RunConfig, one: StepOutcome, many: StepOutcome, driver: str) -> Report:
     return compare(one, many, describe(config.strategy), driver, config.strategy.precision.compute)
 
@@ -220,8 +237,10 @@ def describe(strategy: Strategy) -> str:
     parts = [f"{axis} {size}" for axis in names if (size := strategy.axes.degree(axis)) > 1]
     if strategy.sequence:
         parts.append("sequence")
-    if strategy.memory.recompute == "layer":
-        parts.append("recompute")
+    if recomputes(strategy.memory):
+        kind = "" if strategy.memory.recompute == "layer" else f" {strategy.memory.recompute}"
+        count = strategy.memory.recompute_layers
+        parts.append(f"recompute{kind}" + ("" if count is None else f" of {count} layers"))
     return " · ".join(parts)
 
 

@@ -47,11 +47,12 @@ def run_step(
     *,
     data: int = 1,
 ) -> StepOutcome:
-    """One step of a parallelized model with values on the rows `whole`.
+    """Run one step of a parallelized model that has values, on the rows `whole`.
 
     `update_from`: whole gradients for the update, in place of the model's own. Where a gradient is tiny, the first step
     of Adam is its sign, which depends on rounding; with the same gradients on both sides any difference of updates is a
-    defect. `data`: of a strategy with so many data ranks, this rank computes the micro-batches of all of them together.
+    defect. `data`: the number of data ranks of the strategy under test that each data rank here stands for; their
+    micro-batches of one index are computed as one.
     """
     handle = sharded(model)
     with one_device():

@@ -39,5 +39,32 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "shard 2 context 2 tensor_x 2 tensor_y 2 expert 8": {
         "axes": {"shard": 2, "context": 2, "tensor_x": 2, "tensor_y": 2, "expert": 8}
     },
+    "pipeline 2": {"axes": {"pipeline": 2}},
+    "pipeline 2 interleaved tensor 2": {
+        "axes": {"pipeline": 2, "tensor": 2},
+        "pipeline": {"schedule": "interleaved-1f1b"},
+    },
+    "pipeline 2 in pairs tensor 2 sequence recompute": {
+        "axes": {"pipeline": 2, "tensor": 2},
+        "sequence": True,
+        "memory": {"recompute": "layer"},
+        "pipeline": {"schedule": "1f1b", "overlap_forward_backward": True},
+    },
+    "shard 2 pipeline 2 zb-h1 optimizer": {
+        "axes": {"shard": 2, "pipeline": 2},
+        "memory": {"shard": "optimizer"},
+        "pipeline": {"schedule": "zb-h1"},
+    },
+    "pipeline 2 dualpipev context 2 tensor 2": {
+        "axes": {"pipeline": 2, "context": 2, "tensor": 2},
+        "pipeline": {"schedule": "dualpipev"},
+    },
+    "replicate 2 pipeline 2 shard 2 tensor_x 2 tensor_y 2": {
+        "axes": {"replicate": 2, "pipeline": 2, "shard": 2, "tensor_x": 2, "tensor_y": 2}
+    },
+    "pipeline 2 shard 2 tensor 2 expert 4": {
+        "axes": {"pipeline": 2, "shard": 2, "tensor": 2, "expert": 4},
+        "pipeline": {"schedule": "1f1b-split", "overlap_forward_backward": True},
+    },
 }
 """Name to the fields of a Strategy. The world is at most 32 ranks."""

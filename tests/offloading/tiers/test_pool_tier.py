@@ -112,7 +112,7 @@ def test_what_is_left_of_another_pool_is_removed_and_what_lives_stays(pool: str)
 def test_all_must_say_the_same_capacity(pool: str) -> None:
     with (
         open_pool(pool),
-        pytest.raises(TierError, match=r"has 64\.0 MiB, and this process was told 32\.0 MiB"),
+        pytest.raises(TierError, match=r"has 64\.0 MiB, and this process expects 32\.0 MiB"),
     ):
         open_pool(pool, capacity=32 * MiB)
 

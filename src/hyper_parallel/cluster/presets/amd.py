@@ -51,7 +51,7 @@ def mi300x() -> Cluster:
         "links.node.bandwidth": known(
             448e9, f"{_PLATFORM}: seven links of 64 GB/s, one to each other device"
         ),
-        "links.node.efficiency": estimate(0.7, "of a full mesh, which a ring uses in turns"),
+        "links.node.efficiency": estimate(0.7, "of a full mesh, whose links a ring uses one at a time"),
         "links.node.latency": estimate(3.4e-6, _AS_H100),
         "links.node.setup": estimate(8.4e-6, _AS_H100),
         "links.network.bandwidth": estimate(50e9, "eight 400 Gb/s cards, as usual in its generation"),

@@ -210,7 +210,7 @@ def v100() -> Cluster:
             _matmul(0.75, [121.0, 192.0, 144.0]), "somewhat below the A100's"
         ),
         "device.efficiency.attention": estimate(
-            _attention(0.35, 0.28), "no fused kernel of its own; a guess"
+            _attention(0.35, 0.28), "a guess: no fused kernel for this device"
         ),
         **_links(
             150e9,

@@ -5,6 +5,7 @@ It ends
 
 - at whatever has an order of its own: a collective, its wait, a host point, an operator that is not PyTorch's;
 - at what a compiler would do differently (random numbers) or cannot know (sizes that depend on the data);
+- where what runs in each micro-batch meets what runs in one of them (`graph.accumulate`);
 - where the next layer begins (`graph.regions`). Layers that are alike give subgraphs that are alike, which are compiled
   once; so compiling takes as long for eighty layers as for two.
 
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hyper_parallel.graph.accumulate import When, when_of
 from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.ir import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import draws_random, is_view, writes
@@ -104,10 +106,10 @@ def again(node: fx.Node, graph: fx.Graph, source_of: Callable[[fx.Node], fx.Node
     return made
 
 
-def _place(node: fx.Node) -> str | None:
-    """The layer of a node that can be compiled, "" outside of all layers; None for one that cannot."""
+def _place(node: fx.Node) -> tuple[str, When] | None:
+    """The layer of a node, "" outside of all layers, and when it runs; None for one that cannot be compiled."""
     region = region_of(node)
-    return region.layer if region.phase in _PHASES and _compilable(node) else None
+    return (region.layer, when_of(node)) if region.phase in _PHASES and _compilable(node) else None
 
 
 def _compilable(node: fx.Node) -> bool:

@@ -45,6 +45,7 @@ def _replace(step: StepGraph, subgraph: Subgraph, call: _Call, made: dict[fx.Nod
         "region": last.meta["region"],
         "module": last.meta["module"],
         "recomputed": all(node.meta["recomputed"] for node in subgraph.nodes),
+        **{key: last.meta[key] for key in ("when",) if key in last.meta},
     }
     given = {value.storage for node in subgraph.inputs for value in values_of(node)}
     written = {storage for node in subgraph.nodes for storage in writes(node)} & given

@@ -18,7 +18,7 @@ DISPATCHER = "all_to_all"
 """The way in which tokens travel to experts. There is no other."""
 DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 """What a file may call a dtype to what a Strategy calls it."""
-SIZES = ("tp_size", "cp_size", "ep_size", "fsdp_size", "efsdp_size")
+SIZES = ("tp_size", "cp_size", "pp_size", "ep_size", "fsdp_size", "efsdp_size")
 _SAID_BY_A_FILE = (
     *SIZES,
     "activation_mode",
@@ -40,6 +40,8 @@ class HyperParallelArguments:
     """Ranks that split each matrix (tensor parallelism)."""
     cp_size: int = 1
     """Ranks that split each row's positions (context parallelism)."""
+    pp_size: int = 1
+    """Stages of the layers, each on different workers (pipeline parallelism)."""
     ep_size: int = 1
     """Ranks over which experts are spread. Not multiplied into the number of workers: it divides
     fsdp_size · cp_size · tp_size."""
@@ -110,7 +112,7 @@ class HyperParallelArguments:
 
     def validate(self, source: str = "hyper_parallel_args") -> None:
         """Raise IntegrationError, with one line that names the field, for what cannot be right on any machine."""
-        for name in ("tp_size", "cp_size", "ep_size"):
+        for name in ("tp_size", "cp_size", "pp_size", "ep_size"):
             self._check_size(source, name)
         for name in ("fsdp_size", "efsdp_size"):
             if getattr(self, name) is not None:
@@ -133,6 +135,11 @@ class HyperParallelArguments:
             )
         if self.memory is not None:
             self._check_memory(source)
+        if self.pp_size > 1 and (self.memory is not None or self.activation_mode == "swap"):
+            raise IntegrationError(
+                f"{source}: pp_size {self.pp_size} cannot be used with memory or activation_mode 'swap', which move "
+                "what a whole step holds; use activation_mode 'recompute', or set pp_size to 1"
+            )
         if self.strategy is not None:
             self._check_strategy(source)
 

@@ -72,7 +72,7 @@ def cp_prepare_model(model: nn.Module, accelerator: Any, hp_args: Any) -> nn.Mod
     Returns the model. Raises IntegrationError, before anything is changed, where they cannot.
     """
     if int(hp_args.cp_size) > 1:
-        from hyper_parallel.integration.trainer import has_next_token_loss
+        from hyper_parallel.integration.causal_models import has_next_token_loss
 
         _groups(int(hp_args.cp_size))
         if not has_next_token_loss(model):

@@ -24,6 +24,26 @@ _PATCHED_BY = {
 """Packages that put passes of their own into a model to the options that ask for them."""
 
 
+_OWN_LOSSES = ("use_dft_loss", "use_eaft_loss", "use_asft_loss")
+_NEED_LOGITS = {**dict.fromkeys(_OWN_LOSSES, "loss"), "compute_accuracy": "metric"}
+"""Options whose numbers are computed from whole logits."""
+
+
+def check_stages(args: Any, finetuning_args: Any, stages: int) -> None:
+    """Refuse what needs whole logits, which no worker has while `stages` run. Raises IntegrationError."""
+    for option, what in _NEED_LOGITS.items():
+        if stages > 1 and getattr(finetuning_args, option, False):
+            raise IntegrationError(
+                f"{option}: the {what} is computed from whole logits, which no worker has with pp_size {stages}; leave "
+                "it out, or set pp_size to 1"
+            )
+    if stages > 1 and getattr(args, "predict_with_generate", False):
+        raise IntegrationError(
+            f"predict_with_generate: the stages of pp_size {stages} compute no text; leave it out and evaluate by the "
+            "loss, or set pp_size to 1"
+        )
+
+
 def check_options(args: Any, finetuning_args: Any, model: nn.Module, world: int) -> None:
     """Refuse what cannot be honoured on a model that is spread over `world` workers. Raises IntegrationError."""
     if getattr(args, "fp8", False):

@@ -118,6 +118,12 @@ def _strategy(model: nn.Module, accelerator: Any, hp_args: Any) -> Strategy:
     given = strategy_from_arguments(hp_args, world_size())
     strategy = strategy_of(given, model, world=world_size(), batch=1, length=0).strategy
     axes = strategy.axes
+    if axes.pipeline > 1:
+        raise IntegrationError(
+            "this trainer of LlamaFactory runs the forward and the backward pass of each batch itself, and the stages "
+            "of a pipeline run those of all micro-batches together; set pp_size to 1, or use LlamaFactory 0.9.5, whose "
+            "trainer is HyperParallel's"
+        )
     if axes.tensor_x * axes.tensor_y > 1:
         raise IntegrationError(
             "this trainer of LlamaFactory gives every process rows of its own, but the ranks of tp_size have to see "

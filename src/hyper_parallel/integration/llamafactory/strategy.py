@@ -1,6 +1,7 @@
 """HyperParallelArguments as a Strategy.
 
-    world = replicate · fsdp_size · cp_size · tp_size,      fsdp_size left out: world ÷ (cp_size · tp_size)
+    world = pp_size · replicate · fsdp_size · cp_size · tp_size
+    fsdp_size left out: world ÷ (pp_size · cp_size · tp_size)
     efsdp_size · ep_size = fsdp_size · cp_size · tp_size
 
 Only what is written goes into the Strategy; the trainer fills in the rest from LlamaFactory's own options.
@@ -51,10 +52,12 @@ def check_device(arguments: HyperParallelArguments, there: str) -> None:
 def _axes(arguments: HyperParallelArguments, world: int) -> dict[str, int]:
     """Degrees, outer to inner. Raises IntegrationError where they do not multiply to `world`."""
     context, tensor, expert = arguments.cp_size, arguments.tp_size, arguments.ep_size
+    stages = arguments.pp_size
     written = {"cp_size": context, "tp_size": tensor}
     if arguments.fsdp_size is not None:
         written = {"fsdp_size": arguments.fsdp_size, **written}
-    product = context * tensor * (arguments.fsdp_size or 1)
+    written = {"pp_size": stages, **written}
+    product = stages * context * tensor * (arguments.fsdp_size or 1)
     if world % product:
         sizes = " · ".join(f"{name} {size}" for name, size in written.items() if size > 1)
         raise IntegrationError(
@@ -64,7 +67,8 @@ def _axes(arguments: HyperParallelArguments, world: int) -> dict[str, int]:
     rest = world // product
     shard = arguments.fsdp_size or rest
     axes = {
-        "replicate": world // (shard * context * tensor),
+        "pipeline": stages,
+        "replicate": world // (stages * shard * context * tensor),
         "shard": shard,
         "context": context,
         "tensor": tensor,

@@ -12,6 +12,7 @@ from hyper_parallel.integration.llamafactory.arguments import HyperParallelArgum
 from hyper_parallel.integration.llamafactory.error_lines import one_line_errors
 from hyper_parallel.integration.llamafactory.options import (
     check_options,
+    check_stages,
     keep_document_numbers,
     without_checkpointing,
 )
@@ -45,6 +46,7 @@ class HyperParallelTrainer(SpreadTrainer, CustomSeq2SeqTrainer):
         world = world_size()
         check_device(hp_args, args.device.type)
         check_options(args, finetuning_args, model, world)
+        check_stages(args, finetuning_args, hp_args.pp_size)
         checkpoints = without_checkpointing(model)
         keep_document_numbers(data_collator)
         super().__init__(

@@ -8,6 +8,7 @@ with `loss_type="dft"` each token's, weighed by the token's own probability (Wu 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class HyperParallelSFTTrainer(SpreadTrainer, _PlainLoss):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As `SpreadTrainer`'s; the tokens that were read are counted."""
+        self._counted(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _counted(self, inputs: Mapping[str, Any]) -> None:
         if self.model.training:
             mask = inputs.get("attention_mask")
             read = (
@@ -64,7 +69,6 @@ class HyperParallelSFTTrainer(SpreadTrainer, _PlainLoss):
             told = self._spread_model.sum_of_data(read.to(self.args.device))
             self._total_train_tokens += int(told)
         self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
-        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:

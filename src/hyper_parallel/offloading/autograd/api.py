@@ -114,7 +114,7 @@ def _device(model: nn.Module) -> torch.device:
     """Where all of the model is."""
     state = [*model.named_parameters(), *model.named_buffers()]
     if not state:
-        raise BudgetError("hp.offload: the model has no parameters, of which nothing could be moved")
+        raise BudgetError("hp.offload: the model has no parameters or buffers, so nothing can be offloaded")
     for name, tensor in state:
         if isinstance(tensor, DTensor) or fully_sharded(model):
             raise BudgetError(

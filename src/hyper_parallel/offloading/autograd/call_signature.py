@@ -34,7 +34,7 @@ class CallSignature:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallSignature:
-        """Raises CaptureError for an argument that cannot be told from another one."""
+        """Raises CaptureError for an argument that cannot be compared between calls."""
         leaves, shape = flatten((tuple(args), dict(kwargs)))
         tensors: dict[int, torch.Tensor] = {}
         numbers: dict[int, int] = {}
@@ -47,8 +47,8 @@ class CallSignature:
                 continue
             if not isinstance(leaf, Hashable):
                 raise CaptureError(
-                    f"the model is called with a {type(leaf).__name__}, of which hp.offload cannot tell whether it is "
-                    "the same the next time; give it tensors, numbers and strings, in lists, tuples and dicts"
+                    f"the model is called with a {type(leaf).__name__}, which hp.offload cannot compare between calls; "
+                    "give it tensors, numbers and strings, in lists, tuples and dicts"
                 )
             found.append(leaf)
         return cls(tuple(tensors.values()), tuple(found), shape)
@@ -70,8 +70,9 @@ class CallSignature:
         return function(*args, **kwargs)
 
     def key(self, model: nn.Module, settings: Hashable) -> Hashable:
-        """Equal for calls of which one graph serves both, as far as can be told without looking at values. `settings`:
-        what decides beside tensors what the model's modules compute (`settings.Settings`)."""
+        """The key of a call's graph: tensors by their metadata, other arguments by value.
+
+        `settings`: attributes and hooks that decide what the modules compute (`module_settings`)."""
         state = (*model.parameters(), *model.buffers())
         device = state[0].device.type
         return (

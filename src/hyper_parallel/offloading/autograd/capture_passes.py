@@ -1,9 +1,9 @@
 """Captures a model's forward and backward pass as one graph.
 
-Between the two the host is asked: it is shown what the forward pass gives, and answers with the gradients of it. A run
-of the graph stops there, with all that it keeps, until autograd comes back. The graph uses every parameter there and at
-its end, so that they are on the device whenever code runs that is not the graph's; there, too, it says that they are
-written to, since an optimizer may do that before the next step.
+A host point between the two passes hands out the outputs of the forward pass and receives their gradients. A run of the
+graph is suspended there, with everything that it holds, until autograd calls the backward pass. The graph uses every
+parameter at that point and at its end, so that parameters are on the device whenever other code runs. The end also
+marks them as written, since an optimizer may change them before the next step.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def capture_passes(
     keep: bool = True,
     around: Around | None = None,
 ) -> Passes:
-    """Both passes of `model`, of which `forward` computes the call.
+    """Capture the forward and backward pass of one call of `model`, whose forward method is `forward`.
 
-    `around`: what surrounds a model that is spread; `forward` is then given what the call found there, and the call has
-    it as its first argument. `through`: the fields of the result whose gradients come back; None to decide it from the
-    result. `keep`: the others may be held until the backward pass is over. What is asked of the values of the call's
-    tensors is answered from them. Raises CaptureError where the passes cannot be captured.
+    `around`: the context of a parallelized model; the first argument of `call`, and of `forward`, is then the context
+    that the call found. `through`: the fields of the result that receive gradients; None to decide from the result.
+    `keep`: the caller may hold the other fields until the backward pass is over. Guards are evaluated on the call's
+    tensors. Raises CaptureError where the passes cannot be captured.
     """
-    # Only of experts' rows does a plan know what it is to do with numbers that the data decide.
+    # Plans support data-dependent sizes only for the rows of experts.
     spread_experts = around is not None and bool(around.handle.plan.experts)
     mode = fake_mode_with_symbols() if spread_experts else fake_mode()
     questions = Questions(call.named)
@@ -291,8 +291,8 @@ class _Body:
         if not there or not set(through) <= there:
             known = ", ".join(sorted({output.name for output in self.outputs if output.differentiable}))
             raise CaptureError(
-                f"hp.offload was told that gradients come back through {', '.join(through) or 'nothing'}; what the "
-                f"model returns here and has a gradient is: {known or 'nothing'}"
+                f"hp.offload expects gradients through {', '.join(through) or 'nothing'}; the results of this call "
+                f"that have a gradient are: {known or 'nothing'}"
             )
         return tensors
 
@@ -342,7 +342,7 @@ def _check_left(model: nn.Module, fakes: Sequence[Mapping[str, Tensor | None]]) 
 
 
 def _say_written(step: StepGraph) -> None:
-    """What the person's own code may write to between two steps is written to at the end of each."""
+    """Mark what the user's code may write to between two steps as written at the end of each."""
     for node in step.nodes:
         if node.target is HOST and node.args[0] == HostPoint.END:
             node.meta["writes"] = frozenset(touched(node))

@@ -1,17 +1,16 @@
 """Checks a captured call once against the model's own code, bit by bit.
 
-The model's own forward and backward pass run on the call's tensors, and so do the planned ones, both from the same
-random state and with the same gradients of the results. Compared is everything that comes of them: results, gradients,
-buffers, and the random state afterwards. Digests of the bits are kept of the first run and not values.
+The model's own passes and the planned passes run on the call's tensors, from the same random state and with the same
+gradients of the results. The check compares results, gradients, buffers and the random state afterwards. It keeps
+digests of the first run's bits, not the values.
 
-Both stay within the budget. The planned passes do by their plan; the model's own are paged
-(`offloading.runtime.demand_paging`), so that they hold no more than the largest operator needs, and inputs, buffers and
-whatever else the plan counts.
+Both runs stay within the budget: the planned passes by their plan, the model's own passes by demand paging
+(`offloading.runtime.demand_paging`), which holds the working set of one operator beside inputs, buffers and whatever
+else the plan counts.
 
-The random state is one of its own, so that a forward pass that seeds a generator, or keeps one that the graph does not
-know of, gives itself away. Where bits differ, both run again and are compared by random projections
-(`tensor_digest`), since kernels may add in another order each time. What is further off than rounding explains
-(`TOLERANCE`) is refused.
+The check uses a separate random state, so that it detects a forward pass that seeds a generator or keeps one that the
+graph does not know. Where bits differ, both run again and are compared by random projections (`tensor_digest`), since
+kernels may add in another order each time. A difference above rounding (`TOLERANCE`) is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Module settings: attributes and hooks, beside tensors, that decide what modules compute.
 
-A graph has followed them once. Where one has changed since, `dropout.p` for example, or a hook was added, the call is
-of another kind and gets a graph of its own. What the forward pass changes by itself, as a counter, is left out: it
-would make each call one of a kind.
+A graph holds for the settings under which it was captured. When one changes, `dropout.p` for example, or a hook is
+added, the call gets another graph. Attributes that the forward pass itself changes, such as counters, are left out:
+they would make every call a new one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NONE = object()
 
 
 def _all(model: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
-    """(module, attribute) and value; of a config, or another object that modules share, once."""
+    """(module, attribute) and value. An object that modules share, such as a config, counts once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         yield (name, ""), id(type(module))
@@ -59,7 +59,7 @@ def _all(model: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
                 isinstance(value, _CODE) and module is not model
             ):
                 yield (name, key), value
-            # What stands in the place of a forward method has a state of its own, which is no setting of the model.
+            # The state of an object that replaces a forward method is not a setting of the model.
             elif key[:1] != "_" and key != "forward" and _is_settings(value) and id(value) not in seen:
                 seen.add(id(value))
                 for inner, kept in vars(value).items():
@@ -68,7 +68,7 @@ def _all(model: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
 
 
 def _is_settings(value: Any) -> bool:
-    """Whether an object has settings of its own: a config, and neither a module, a tensor nor a class."""
+    """Whether an object is a container of settings, such as a config, and not a module, a tensor or a class."""
     return hasattr(value, "__dict__") and not isinstance(
         value, (nn.Module, torch.Tensor, type, types.ModuleType, *_CODE)
     )

@@ -51,15 +51,15 @@ class Offloaded:
         """What each plan comes to, in a line."""
         return tuple(self._plans.notes)
 
-    # A graph of its own: torch.compile of a model around it compiles what is around it.
+    # This call runs its own graph, so torch.compile of an enclosing model leaves it out.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own forward returns.
+        """Run the forward pass within the budget and return what the model's own forward returns.
 
-        The backward pass of an earlier call is not possible any more. Of a spread model every rank calls it, and where
-        one cannot run its passes all raise. Raises CaptureError where it cannot be captured, BudgetError where no plan
-        meets the budget, TierError where a memory fails, and FollowsError where something of this is so on other ranks
-        only.
+        It invalidates the backward pass of an earlier call. Every rank of a parallelized model calls it, and if one
+        rank cannot run its passes, all raise. Raises CaptureError where the call cannot be captured, BudgetError where
+        no plan meets the budget, TierError where a tier fails, and FollowsError where only other ranks have such an
+        error.
         """
         model = self._model()
         assert model is not None, "it is being called"
@@ -152,7 +152,7 @@ class Offloaded:
         self._plans.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model has a forward of its own, and no budget."""
+        """A copy of the model gets its class's forward method, without a budget."""
         model: Any = self._model()
         copy = memo.get(id(model))
         if copy is None:

@@ -1,10 +1,9 @@
 """Context of a parallelized model's passes: loss request, dropout counters, saved gathers, expert loads.
 
-A forward pass of a model that `parallelize` spread is told things by its surroundings: which loss is asked for
-(`causal_lm_loss`), for which rows of which step random numbers are drawn, whether rows hold several documents, and what
-earlier micro-batches of the step have kept. To a graph of it they are arguments like the others. What it leaves there
-(weights and gradients for later micro-batches, each expert's load) are results, put in their places when the backward
-pass is over.
+A forward pass of a parallelized model reads a context: the requested loss (`causal_lm_loss`), the step and rows of its
+random numbers, whether rows hold several documents, and what earlier micro-batches of the step saved. These are further
+arguments of the captured graph. What the pass writes to the context (weights and gradients for later micro-batches,
+each expert's load) are further results, which are stored in the context after the backward pass.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.offloading.runtime.expert_overflow import load_shown
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.activation_checkpointing import recomputed_modules
 from hyper_parallel.shard.dropout import Draw
 from hyper_parallel.shard.loss.root import Request, root_of
-from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.saved_gathers import SavedGathers, SavedItem, SavedKind
 
 
@@ -60,7 +59,7 @@ class Around:
         if request is None:
             return None
         tokens = request.tokens
-        # A number would have a plan of its own.
+        # A Python number is a part of the call's key: each new value would need a new plan.
         tokens = tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.float32)
         return request.labels, tokens, request.options, request.micro_batches
 
@@ -115,12 +114,10 @@ class Around:
         return found
 
     def rewritten(self, step: StepGraph, again: list[str]) -> StepGraph:
-        """The captured passes as the strategy wants them: layers computed again (those named, or all by
+        """The captured passes as the strategy wants them: layers computed again (those named, or those of
         `memory.recompute`), and weights gathered again."""
         strategy = self.handle.strategy
-        if strategy.memory.recompute == "layer":
-            name, found = layers_or_refuse(self.handle.model, "memory.recompute: layer")
-            again = [f"{name}.{index}" for index in range(len(found))]
+        again = recomputed_modules(self.handle.model, strategy) or again
         return rewritten(step, passes(strategy, ordered=False, recompute=again))
 
     # When a call has run.

@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 
 def agreed(handle: ShardedModel | None, make: Callable[[], T]) -> T:
-    """What `make` gives on this rank, once it has given something on every rank; it is no collective itself.
+    """Return what `make` returns on this rank, once it has succeeded on every rank.
 
-    Every rank calls it. A collective of two numbers; `handle` None is a model on one device, which asks nobody. Raises
-    what `make` raises; a BudgetError then knows the least budget that is enough for every rank. Where it raises on
-    other ranks only: FollowsError.
+    Every rank calls it; it all-reduces two numbers. `make` itself must not communicate. `handle` None is a model on one
+    device, without communication. Raises what `make` raises; a BudgetError then has the least budget that is enough for
+    every rank. Raises FollowsError where `make` raised on other ranks only.
     """
     if handle is None or handle.mesh.world == 1:
         return make()
     made, error = [], None
     try:
         made.append(make())
-    # Whatever it is, the others are told of it first.
+    # The other ranks learn of any error before it is raised here.
     except Exception as raised:
         error = raised
     floor = error.floor if isinstance(error, BudgetError) else None

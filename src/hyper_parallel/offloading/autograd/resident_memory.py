@@ -103,7 +103,7 @@ class ResidentMemory:
 
 
 def with_resident_inputs(step: StepGraph, held: Mapping[str, int]) -> StepGraph:
-    """The step with inputs of so many bytes that it never looks at: they are there all the time."""
+    """A copy of the step with an unused input for each name of `held`, of that many bytes, alive all the time."""
     made = step.copy()
     last = made.placeholders[-1]
     for name, count in held.items():

@@ -27,7 +27,7 @@ HOST_DEVICE = "cpu"
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """One tensor, as far as it is compared."""
+    """Digest of one tensor: its bits, its norm and its random projections."""
 
     digest: bytes
     dtype: torch.dtype

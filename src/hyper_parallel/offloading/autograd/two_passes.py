@@ -87,7 +87,7 @@ class Run:
         return [tensor.detach() for tensor in shown]
 
     def gave(self, results: Sequence[Tensor]) -> None:
-        """What the caller got, of which some may have to be let go of."""
+        """Remember the caller's results, weakly; `backward` checks that those the plan does not keep were released."""
         self._results = [
             None if output.kept else weakref.ref(tensor)
             for tensor, output in zip(results, self._ready.passes.outputs, strict=True)

@@ -1,13 +1,13 @@
 """Demand paging (LRU) of tensors for code that no graph covers.
 
-Before each operator its arguments are brought back, and what was not used for longest leaves until there is room for
-them and for the operator's results:
+Before each operator the pager fetches its arguments, and evicts the least recently used storages until there is room
+for them and for the operator's results:
 
     resident + bytes(arguments that are away) + bytes(results) ≤ room
 
-How large results are is told beforehand, of calls as a graph has them, or known from an equal call before; of another
-call it is unknown, and all that is no argument leaves. So the code runs within the working set of its largest operator,
-which is what a plan of the same operators needs at least. Kernels, their order and their values are those of the code.
+The size of the results is known from the same call in a captured graph or from an equal earlier call. Where it is
+unknown, everything but the arguments is evicted. So the code runs within the working set of its largest operator, which
+any plan of the same operators needs at least. Kernels, their order and their values do not change.
 
 A storage that was not written to since it last left leaves without a copy.
 """
@@ -143,7 +143,7 @@ class Paged(TorchDispatchMode):
             page.bytes, page.clean = count, False
 
     def _bring(self, keys: Sequence[int], made: int | None) -> None:
-        """Have these storages there, and room for so many bytes more; None where nobody knows how many."""
+        """Fetch these storages and make room for `made` bytes of results; None: unknown, so evict all others."""
         keys = [key for key in keys if key in self._pages]
         for key in keys:
             self._pages.move_to_end(key)
@@ -205,7 +205,7 @@ class _Slots:
         self._numbers = itertools.count()
 
     def take(self, count: int) -> int | None:
-        """A slot of so many bytes; None where the tier is full."""
+        """Reserve a slot of `count` bytes; None where the tier is full."""
         if not self._free[count]:
             there = sum(size == count for size in self._sizes.values())
             if not (self._grow(count, max(there, 1)) or self._grow(count, 1)):

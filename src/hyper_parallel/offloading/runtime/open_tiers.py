@@ -68,10 +68,10 @@ def open_tiers(
 def measured(
     tiers: Mapping[str, Tier], backend: Backend, budget: int, ranks: int = 1, *, updates: bool
 ) -> tuple[OffloadTier, ...]:
-    """What a planner may use of the tiers, of the pool a rank's part, and how fast copies are now.
+    """Each tier's capacity for this rank (its share of the pool) and its measured bandwidth.
 
-    `budget`: bytes of the device, of which a quarter at most is taken meanwhile. `updates`: some of the optimizer may
-    run on the host, so that it is measured how fast those are.
+    `budget`: bytes of the device; copies of at most a quarter of it are measured. `updates`: also measure how fast the
+    host runs optimizer updates in each tier.
     """
     spaces = []
     for name, tier in tiers.items():

@@ -1,8 +1,8 @@
 """Builds the scheduling `Problem` of a StepGraph: use intervals of storages and node start times.
 
-A storage is in use at a node that is given any view of it or that gives one; what a collective was given or gives is in
-use until it was waited for. The times are those of a simulation on a cluster, in which nothing waits for memory. Of
-updates on the host the state is no storage of the device: it only takes room where it lies.
+A storage is in use at a node that is given any view of it or that gives one; what a collective or a transfer was given
+or gives is in use until it was waited for. The times are those of a simulation on a cluster, in which nothing waits for
+memory. Of updates on the host the state is no storage of the device: it only takes room where it lies.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hyper_parallel.graph.ir import Kind, Value
 from hyper_parallel.graph.liveness import Lifetime
 from hyper_parallel.graph.lower import lowered
 from hyper_parallel.graph.memory_effects import begun, touched, writes
+from hyper_parallel.graph.transfer_nodes import transfer_ends
 from hyper_parallel.offloading.schedule.problem import (
     Buffer,
     ForcedOffload,
@@ -48,11 +49,11 @@ def build_problem(
     sizes: Mapping[Any, int] | None = None,
     largest: Mapping[Any, int] | None = None,
 ) -> Problem:
-    """What a planner has to solve to bring a step under `budget` bytes.
+    """Build the offload scheduling problem of a step under `budget` bytes.
 
-    `spaces`: other tiers, the fastest first. `sizes`: values of sizes that the data decide, by which times are told;
-    `largest`: those with which every storage is as large as it gets (`graph.dynamic_sizes`), by which bytes are; left
-    out, the same.
+    `spaces`: offload tiers, the fastest first. `sizes`: values of data-dependent sizes, from which times are computed;
+    `largest`: the values at which every storage has its largest size (`graph.dynamic_sizes`), from which bytes are
+    computed; by default the same.
     """
     known = dict(sizes or {})
     most = known if largest is None else dict(largest)
@@ -73,9 +74,9 @@ def starts_of(
     sizes: Mapping[Any, int] | None = None,
     lives: list[Lifetime] | None = None,
 ) -> tuple[float, ...]:
-    """Seconds at which each node begins where every rank runs this step, and those of its end.
+    """Simulated start of each node in seconds where every rank runs this step, and the end of the step.
 
-    `lives`: the step's lifetimes at these sizes where they are known already.
+    `lives`: the step's lifetimes at these sizes, where the caller has them.
     """
     found = lowered(step, sizes=sizes, views=False, lives=lives)
     trace = Trace({"all": found.ops}, dict.fromkeys(ranks_of(step), "all"), {"all": found.resident})
@@ -86,7 +87,7 @@ def starts_of(
             began[found.nodes[span.op.index]] = span.start
     starts, now = [], 0.0
     for node in step.nodes:
-        # What has no time of its own is given to the device with what comes before it.
+        # A node without a priced operation starts with the one before it.
         now = max(now, began.get(node, now))
         starts.append(now)
     # The host goes on while the next step begins.
@@ -168,6 +169,7 @@ def _uses(nodes: list[fx.Node]) -> tuple[dict[int, list[tuple[int, int]]], dict[
     uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
     changed: dict[int, set[int]] = defaultdict(set)
     ends = {begun(node): at for at, node in enumerate(nodes) if is_wait(node)}
+    ends.update(transfer_ends(nodes))
     # One of several results cannot be moved before it has been taken out from among them.
     named: dict[int, int] = {}
     for at, node in enumerate(nodes):

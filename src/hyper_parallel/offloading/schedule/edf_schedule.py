@@ -1,11 +1,11 @@
 """Earliest-deadline-first scheduling of stores and evictions, by simulating the step.
 
-A link out that is idle begins the store that is needed first among those that may begin: of what is idle already what
-became idle first, else of what is in use still what becomes idle first (earliest deadline first, Jackson 1955). So what
-is idle never waits for more than one store of what is not, and what is final early leaves as soon as it is idle.
+An idle link to a tier begins, of the stores that may begin, the one with the earliest deadline (Jackson 1955): the
+place from which its storage is idle. So an idle storage waits for at most one store of a storage that is still in use,
+and a storage whose content is final early is evicted as soon as it is idle.
 
-What is asked for is bytes, whoever's they are. So the one to wait for is always the next that is over. A few steps
-are run, and the last one counts, in which copies of those before may still be under way.
+The budget needs bytes, from any storage, so the host always waits for the store that ends first. The simulation runs
+several steps, since copies of one step may still be under way in the next, and the last step counts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hyper_parallel.offloading.schedule.transfer_layout import Layout
 from hyper_parallel.simulator.queue_clock import QueueClock
 
 STEPS = 3
-"""As many as a copy of the step before, which was late because of one before it, takes to show."""
+"""Simulated steps: enough for a late copy to delay one of the next step, which delays one of the step after."""
 
 
 def edf_schedule(problem: Problem, layout: Layout) -> bool:
-    """Set the stores and leaves of `layout`; False, and nothing changes, where that would break the budget."""
+    """Set the stores and evictions of `layout`; False, without a change, where that would exceed the budget."""
     store, leave = layout.store.copy(), layout.leave.copy()
     _Run(problem, layout).go()
     layout.store[:] = np.minimum(layout.store, layout.leave)

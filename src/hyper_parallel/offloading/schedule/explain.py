@@ -31,7 +31,7 @@ class _Row:
 def explained(found: Planned) -> str:
     """Several lines: the budget and the bounds, then a line for each sort of storage that moves.
 
-    Bounds are told where HiGHS is installed.
+    The bounds are computed only where HiGHS is installed.
     """
     problem, plan = found.problem, found.plan
     lines = [

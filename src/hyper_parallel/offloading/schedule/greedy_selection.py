@@ -31,13 +31,13 @@ from hyper_parallel.offloading.schedule.problem import Problem
 from hyper_parallel.offloading.schedule.selection import Chosen
 
 SLICES = 900
-"""Of a step with more nodes."""
+"""The most time slices that a step is cut into."""
 ROWS = 2500
-"""So many of the largest gaps are looked at; the smaller ones are left to the repair."""
+"""The number of gaps, the largest ones, that are candidates; smaller ones are left to the repair."""
 SHORT = 96
-"""Gaps that are looked at again at each choice, and"""
+"""Candidates that are weighed again at each choice."""
 REFRESH = 16
-"""choices after which all are."""
+"""Choices after which all candidates are weighed again."""
 STEPS = 4
 """The one before, for what is final since then, the step itself, the next one, and a bit."""
 _TINY = 1e-12

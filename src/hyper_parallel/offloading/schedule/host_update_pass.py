@@ -77,8 +77,8 @@ class HostUpdate:
 def can_run_on_host(step: StepGraph) -> list[HostUpdate]:
     """The updates of a step that can run on the host, in the order of their parameters' first uses.
 
-    A fused AdamW's, of one parameter by one gradient, each with a storage of its own of a size that is known, and with
-    state that nothing else looks at. What is not so stays on the device.
+    These are the updates of one parameter by a fused Adam or AdamW whose parameter, gradient and state each fill one
+    storage of static size, and whose state nothing else reads. Other updates stay on the device.
     """
     facts = _Facts(step)
     found = [one for node in step.nodes if _name(node) in _UPDATES and (one := facts.apart(node)) is not None]
@@ -87,15 +87,15 @@ def can_run_on_host(step: StepGraph) -> list[HostUpdate]:
 
 @dataclass(frozen=True)
 class InParts:
-    """Updates on the host as one of a few settings of a search: so many `PARTS` of what may be."""
+    """Host updates as a setting of a search: setting k moves k / `PARTS` of the possible updates to the host."""
 
     tier: str
-    """Where their state is to lie, and"""
+    """The tier for their state."""
     room: int
-    """how many bytes of it may be taken."""
+    """Bytes of the tier that they may use."""
 
     def __call__(self, step: StepGraph, setting: int, refused: bool = False) -> StepGraph:
-        """The step at a setting from 0, none, to `PARTS`, all."""
+        """The step at a setting from 0 (none) to `PARTS` (all)."""
         names = latest(step, setting / PARTS, self.room)
         return move_to_host(step, names, self.tier) if names else step
 
@@ -162,20 +162,20 @@ def _all(nodes: Iterable[fx.Node], new: dict[fx.Node, fx.Node]) -> tuple[fx.Node
 
 
 class _Facts:
-    """What is asked of a step about each update."""
+    """Index of a step by which `can_run_on_host` judges each update."""
 
     def __init__(self, step: StepGraph) -> None:
         self._step = step
         self.place = {node: at for at, node in enumerate(step.graph.nodes)}
         self.users: dict[int, list[fx.Node]] = {}
-        """Of each storage the nodes that touch it, in order."""
+        """The nodes that touch each storage, in order."""
         for node in step.nodes:
             for storage in touched(node):
                 self.users.setdefault(storage, []).append(node)
         self._outside = step.outside
 
     def apart(self, node: fx.Node) -> HostUpdate | None:
-        """The update of a node, None where it has to stay on the device."""
+        """The host update for a node; None where the update has to stay on the device."""
         arguments: Any = node.args
         lists = [arg for arg in arguments if isinstance(arg, list | tuple) and arg]
         tensors: list[fx.Node] = [arg[0] for arg in lists]

@@ -1,7 +1,7 @@
 """Live bytes at each node of a step that repeats, kept up to date (`trace.live_bytes` in incremental form).
 
-A stretch of places `first` … `end` − 1 may go on in the next step (places from n on), of whose nodes it is then, too:
-the step repeats. A change of a stretch, and a question about one, costs one pass over the stretch.
+A stretch of places `first` … `end` − 1 may continue in the next step (places from n on); since the step repeats, it
+then wraps around to the first nodes. Changing or querying a stretch costs one pass over it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LiveProfile:
         return int(self.at.max(initial=0))
 
     def add(self, first: int, end: int, count: int) -> None:
-        """So many bytes more in a stretch; as many fewer where its end comes before its first place."""
+        """Add `count` bytes to a stretch; where `end` lies before `first`, subtract them from end … first − 1."""
         if end < first:
             first, end, count = end, first, -count
         if end <= self.at.size:

@@ -64,10 +64,10 @@ _Item = TypeVar("_Item")
 def polish(
     problem: Problem, gaps: Gaps, layouts: Sequence[Layout], work: int, enough: float = 0.0
 ) -> tuple[Layout, Replayed]:
-    """The quickest layout within the budget that is found from some with so much work, perhaps one of them.
+    """Improve layouts by simulated annealing; the quickest one found within the budget, perhaps one of `layouts`.
 
-    `work`: events looked at, of all steps that are run. `enough`: seconds of stall of which no less is sought.
-    `layouts`, at least one, meet the budget and are left as they are.
+    `layouts`: at least one; all meet the budget, and none is changed. `work`: events of simulated steps to spend.
+    `enough`: seconds of stall at which the search stops.
     """
     search = _Search(problem, gaps, enough)
     drafts = [Draft(search.facts, layout) for layout in layouts]

@@ -50,11 +50,11 @@ ROUNDS = 4
 WORK = 100_000
 """Nodes and moves that are looked at to improve a plan: many tries of a small one, a few of a large one."""
 TRIES = 100
-"""At most, unless the caller says otherwise."""
+"""The most attempts to improve a plan, by default."""
 EVENTS = 80_000
-"""Events that are looked at for each try, where plans are so small that `TRIES` are within `WORK`."""
+"""Events of the local search for each attempt, where a plan is small enough for all attempts within `WORK`."""
 BEGUN = 8
-"""Plans that are polished then, at most, of which no two take the same gaps."""
+"""The most plans that the local search starts from; no two of them choose the same gaps."""
 HIDDEN = 1e-9
 """Of a step's seconds: less stall than this is none."""
 
@@ -62,10 +62,9 @@ HIDDEN = 1e-9
 def choose(problem: Problem, *, tries: int = TRIES, quick: bool = False) -> Plan:
     """The quickest plan found that never holds more than `problem.budget` bytes.
 
-    `tries`: how often to try to improve it, at most. `quick`: gaps are chosen by one taste only, for a search
-    that weighs one problem against others, in about a third of the time and some percent slower. Raises BudgetError,
-    which says what is needed, where no plan of
-    this planner meets the budget.
+    `tries`: the most attempts to improve it. `quick`: choose gaps by one setting of the heuristic only, for a search
+    that compares many problems; it takes about a third of the time, and its plans are some percent slower. Raises
+    BudgetError with the least budget where this planner has no plan within it.
     """
     base = np.array(problem.profile(), dtype=np.int64)
     peak, working_set = int(base.max(initial=0)), problem.working_set

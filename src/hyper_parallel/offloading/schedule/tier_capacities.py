@@ -9,7 +9,7 @@ from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.units import format_bytes
 
 _MANY = 1 << 40
-"""Bytes of which the latency is nothing."""
+"""Bytes of a large copy. A link's bandwidth is this size over the copy's time beyond its latency."""
 
 
 def spaces_of(memory: Memory, cluster: Cluster, ranks: int) -> tuple[OffloadTier, ...]:

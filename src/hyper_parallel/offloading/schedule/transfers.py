@@ -101,10 +101,11 @@ class Plan:
 
     moves: tuple[Move, ...]
     peak: int
-    """Live bytes at the worst moment, exactly."""
+    """The most live bytes, exactly."""
     seconds: float
-    """Foreseen, of a step (`replay`)."""
+    """Predicted seconds of a step (`replay`)."""
     stall: float
+    """Seconds of them in which nodes wait for copies."""
     floor: int
     """The least budget that this planner can meet."""
     working_set: int

@@ -26,10 +26,10 @@ _ENOUGH = 0.06
 
 
 def measure(tier: Tier, backend: Backend, bytes: int = 32 * 2**20) -> tuple[Rate, Rate]:
-    """Rates out of the device and back, from copies of up to `bytes`, or less where the tier holds less.
+    """Measure the rates out of the current device and back, with copies of up to `bytes`, or the tier's capacity.
 
-    The default is more than most caches of processors hold. To be called before the first `reserve`, since it reserves
-    a slot of its own and gives it up. The current device is the one that is measured. Raises TierError.
+    The default exceeds the caches of most processors. Call it before the first `reserve`, since it reserves a slot and
+    releases it again. Raises TierError.
     """
     large = max(min(bytes, tier.capacity // tier.align * tier.align), 1)
     small = min(_SMALL, large)

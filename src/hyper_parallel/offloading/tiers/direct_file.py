@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 BLOCK = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _refused: set[int] = set()
-"""File systems, by device number, of which the log has said that they refuse."""
+"""Device numbers of the file systems without direct I/O that were already logged."""
 
 
 class DirectFile:

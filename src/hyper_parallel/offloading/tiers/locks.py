@@ -20,7 +20,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of a file or folder of its own: no link is followed, and a pipe in its place is not waited for."""
+    """Open a file or folder on a new descriptor, to which flock ties a lock; no link is followed, no pipe blocks."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

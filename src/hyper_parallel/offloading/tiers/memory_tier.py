@@ -1,8 +1,8 @@
 """Base of tiers in memory that the device copies to and from directly.
 
-A copy is work on one of two streams, one out and one back. On an accelerator both run beside the compute's stream; on
-the CPU each is a thread. What the host computes on this memory runs in a thread of its own on any device, and so does
-whatever has to wait for it, so that the caller does not.
+A copy runs on one of two streams, one out and one back. On an accelerator both run beside the compute stream; on the
+CPU each is a thread. Host computations on this memory run in a separate thread on any device, and so does every copy
+that has to wait for one, so that the caller never waits.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class MemoryTier(Closing):
 
     @abstractmethod
     def _resize(self, count: int) -> None:
-        """Have so many bytes, the first of them as they are. Raises TierError and changes nothing if that cannot be."""
+        """Resize to `count` bytes and keep the first ones. Raises TierError and changes nothing on failure."""
 
     @abstractmethod
     def _release(self) -> None:

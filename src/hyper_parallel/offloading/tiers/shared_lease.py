@@ -126,7 +126,7 @@ def _reclaim(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove other pools of this user of which every process was killed: nobody else would ever ask for them."""
+    """Remove this user's other pools whose processes have all been killed, since nothing else would remove them."""
     for other in folder.parent.glob(f"{PREFIX}*"):
         if other != folder:
             with contextlib.suppress(OSError), locks.alone(other):
@@ -140,14 +140,14 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def _agree(folder: Path, capacity: int) -> None:
-    """Whoever comes into an empty pool says how large it is."""
+    """Write the capacity of an empty pool; raises TierError if a pool in use has another one."""
     note = folder / _CAPACITY
     if held(folder) and note.exists():
         text = note.read_text()
         if text != str(capacity):
             there = format_bytes(int(text)) if text.isdecimal() else "a size that cannot be read"
             raise TierError(
-                f"the pool {folder} has {there}, and this process was told "
+                f"the pool {folder} has {there}, and this process expects "
                 f"{format_bytes(capacity)}; give all of them the same memory.pool"
             )
         return

@@ -1,8 +1,12 @@
 """Chooses a strategy for a run file with open axes: estimate all, simulate a few, take the best.
 
-    candidates = the best estimates, at most `ALIKE` with the same degrees       `candidates`
+    candidates = the best estimates, at most `ALIKE` with the same degrees       `candidates.candidates`
+               + the best estimates with a pipeline, at most `PIPED`            `candidates.shortlist`
     chosen     = the least predicted step of those that fit                     `choose`
     close      = those that are predicted to take at most `CLOSE` of it
+
+A pipeline is chosen only where it is faster than every strategy without one by more than `TIE` (`weighted`), or where
+none of them fits.
 
 The closed forms know a step by a few numbers; what tells neighbours apart on a small machine (which collective a split
 takes, what hides beside what) is in the step itself. So the best few are captured as `train` would run them, and
@@ -11,47 +15,35 @@ simulated on the same machine. What is close after that is for a trial to tell (
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import ConfigError, HyperParallelError
-from hyper_parallel.planner import format
-from hyper_parallel.planner.auto.query import precision_of, question_of
-from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
+from hyper_parallel.planner.auto.candidates import (
+    CLOSE,
+    Candidate,
+    Shortlist,
+    degrees,
+    has_pipeline,
+    shortlist,
+)
+from hyper_parallel.planner.auto.query import precision_of
+from hyper_parallel.planner.auto.resolved import Overrides
 from hyper_parallel.planner.auto.simulate_candidates import Simulated, simulated
-from hyper_parallel.planner.constants import Constants, fitted
-from hyper_parallel.planner.enumerate import ranked
+from hyper_parallel.planner.constants import fitted
 from hyper_parallel.planner.measured_constants import is_measured, read_off
-from hyper_parallel.planner.metrics import Figures, figures
-from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import answer
-from hyper_parallel.planner.solve import NothingFitsError
 from hyper_parallel.units import format_bytes, format_duration
 
 FEW = 12
 """Strategies that are simulated on a machine that was measured, where a step is small and estimates tell less."""
 FEWER = 4
 """On accelerators, whose steps take a minute each to order."""
-ALIKE = 3
-"""At most so many of them with the same degrees."""
-CLOSE = 1.5
-"""Steps that are predicted to take at most so many times the least may be as quick."""
+TIE = 0.02
+"""A pipeline that saves no more than this share of a step ties with the simple strategy."""
 
 Simulate = Callable[[Sequence[RunConfig], Cluster], list[Simulated]]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A strategy, and what the planner says of it."""
-
-    laid: Overrides
-    found: Figures
-    run: RunConfig
 
 
 @dataclass(frozen=True)
@@ -69,6 +61,15 @@ class Choice:
     close: tuple[Choice, ...] = ()
     """Others that may be as quick: the quickest of each other degrees first, then what is left."""
 
+    @property
+    def piped(self) -> bool:
+        """Whether it has a pipeline."""
+        return has_pipeline(self.laid)
+
+    def weighted(self, seconds: float) -> float:
+        """Seconds of a step by which it is compared: a pipeline's count for `TIE` more."""
+        return seconds * (1 + TIE) if self.piped else seconds
+
 
 def choose(
     config: RunConfig,
@@ -85,74 +86,62 @@ def choose(
         (seen, constants), count = read_off(cluster, precision_of(config)), FEW
     else:
         seen, constants, count = cluster, fitted(), FEWER
-    question = question_of(config, seen, world, count)
-    few = candidates(config, question, constants)
+    listed = shortlist(config, seen, world, count, constants)
+    few = listed.few
     predictions: list[Simulated] = []
     if simulate is not None and len(few) > 1:
         say(f"simulating the {len(few)} best estimates")
         predictions = simulate([one.run for one in few], cluster)
+    plain = [_choice(one, None, cluster, world) for one in few]
     timed = sorted(
-        (one.seconds, place, one.peak)
+        (plain[place].weighted(one.seconds), place, one)
         for place, one in enumerate(predictions)
         if one.seconds is not None and one.fits is not False
     )
     if not timed:
-        return _choice(few[0], None, cluster, world)
+        place = min(range(len(few)), key=lambda at: plain[at].weighted(few[at].found.seconds))
+        return _beside_other_kind(plain[place], place, listed, predictions)
     near = CLOSE * timed[0][0]
     made = [
-        replace(_choice(few[place], seconds, cluster, world), peak=peak)
-        for seconds, place, peak in timed
+        replace(
+            _beside_other_kind(_choice(few[place], one.seconds, cluster, world), place, listed, predictions),
+            peak=one.peak,
+        )
+        for seconds, place, one in timed
         if seconds <= near
     ]
     first: dict[str, Choice] = {}
     for one in made:
-        first.setdefault(_degrees(one.laid), one)
-    best, *others = [*first.values(), *(one for one in made if first[_degrees(one.laid)] is not one)]
+        first.setdefault(degrees(one.laid), one)
+    best, *others = [*first.values(), *(one for one in made if first[degrees(one.laid)] is not one)]
     return replace(best, close=tuple(others))
 
 
-def candidates(config: RunConfig, question: Question, constants: Constants) -> list[Candidate]:
-    """The strategies that are worth a closer look, best estimate first. Raises as `choose`."""
-    found: list[Candidate] = []
-    seen: set[str] = set()
-    alike: Counter[str] = Counter()
-    why: HyperParallelError | None = None
-    for one in _ranked(config, question, constants):
-        laid = overrides_of(config, one, question.cluster)
-        axes = _degrees(laid)
-        key = json.dumps(laid, sort_keys=True)
-        if key in seen or alike[axes] == ALIKE:
-            continue
-        seen.add(key)
-        try:
-            run = resolved(config, laid)
-        except ConfigError as error:
-            why = why or error
-            continue
-        alike[axes] += 1
-        found.append(Candidate(laid, one, run))
-        if len(found) == question.top:
-            break
-    if not found and why is not None:
-        raise why
-    return found
+def _beside_other_kind(
+    chosen: Choice, place: int, listed: Shortlist, predictions: Sequence[Simulated]
+) -> Choice:
+    """The choice with a line that says why it has a pipeline or has none. `place`: its own among those listed."""
+    others = [at for at, one in enumerate(listed.few) if one.piped != listed.few[place].piped]
+    told = listed.told
+    if others:
+        _, said = min(_figure(listed.few[at], predictions[at] if predictions else None) for at in others)
+        told = f"the best strategy {'without' if chosen.piped else 'with'} a pipeline, {said}"
+    return replace(chosen, lines=(*chosen.lines, told)) if told else chosen
 
 
-def _degrees(laid: Overrides) -> str:
-    return json.dumps(laid["strategy"]["axes"], sort_keys=True)
-
-
-def _ranked(config: RunConfig, question: Question, constants: Constants) -> Iterable[Figures]:
-    found = ranked(question, constants)
-    first = next(found, None)
-    if first is not None:
-        return itertools.chain([first], found)
-    if config.strategy.memory.device is not None:
-        # What does not fit within the budget is moved, as little as there is of it.
-        smallest = answer(replace(question, top=1), constants).smallest
-        assert smallest is not None
-        return figures(smallest.table, smallest.estimate)
-    raise NothingFitsError(_floor(question, constants))
+def _figure(one: Candidate, prediction: Simulated | None) -> tuple[float, str]:
+    """Seconds of a step, inf where it cannot run; and the strategy with these, or with the reason."""
+    if prediction is None:
+        seconds = one.found.seconds
+        return seconds, f"{one.name}, is estimated to take {format_duration(seconds)} a step"
+    if prediction.seconds is None:
+        return math.inf, f"{one.name}, cannot be simulated: {prediction.reason}"
+    if prediction.fits is False:
+        return math.inf, f"{one.name}, does not fit: its peak is {format_bytes(prediction.peak)}"
+    return (
+        prediction.seconds,
+        f"{one.name}, is predicted to take {format_duration(prediction.seconds)} a step",
+    )
 
 
 def _choice(one: Candidate, predicted: float | None, cluster: Cluster, world: int) -> Choice:
@@ -164,19 +153,4 @@ def _choice(one: Candidate, predicted: float | None, cluster: Cluster, world: in
     step = f"a step is estimated to take {figure}"
     if predicted is not None:
         step += f", and {format_duration(predicted)} in the simulator's prediction"
-    name = f"{format.axes(one.found.strategy)}; {format.settings(one.found.strategy)}"
-    return Choice(one.laid, name, (f"chosen for {world} workers on {where}: {name}", step))
-
-
-def _floor(question: Question, constants: Constants) -> str:
-    """Why nothing fits, and what would."""
-    found = answer(question, constants)
-    assert found.smallest is not None
-    least = figures(found.smallest.table, found.smallest.estimate)[0]
-    spread = f"{format.axes(least.strategy)}, {format.settings(least.strategy)}"
-    return (
-        f"strategy: auto: the model fits no strategy of {question.devices} workers: the smallest of {found.counted:,} "
-        f"needs {format.memory(least)} on a device that has {format_bytes(least.capacity)} (estimated; {spread}); what "
-        "would make it fit: more workers, a shorter data.sequence, or a budget (strategy.memory.device with host), "
-        "with which what does not fit is moved"
-    )
+    return Choice(one.laid, one.name, (f"chosen for {world} workers on {where}: {one.name}", step))

@@ -15,7 +15,7 @@ from hyper_parallel.errors import ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker
 from hyper_parallel.launch.stop import interruptible
 from hyper_parallel.planner.auto import saved_choice
-from hyper_parallel.planner.auto.choose import Choice, choose
+from hyper_parallel.planner.auto.choose import TIE, Choice, choose
 from hyper_parallel.planner.auto.machine import machine_of
 from hyper_parallel.planner.auto.measure_candidates import tried
 from hyper_parallel.planner.auto.resolved import Overrides, resolved
@@ -61,7 +61,7 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
     if len(runs) > 1:
         say = _say if worker.rank == 0 else lambda _: None
         seconds = tried(runs, worker, at_once=told["at_once"], say=say)
-        best = min(range(len(runs)), key=lambda at: (seconds[at] or math.inf, at))
+        best = min(range(len(runs)), key=lambda at: (choices[at].weighted(seconds[at] or math.inf), at))
         more = [_beside(choices, seconds, best)]
     if worker.rank == 0 and choices[best].lines:
         _write(config, choices[best].laid, [*choices[best].lines, *more])
@@ -93,7 +93,10 @@ def _beside(choices: Sequence[Choice], seconds: Sequence[float | None], best: in
         for at, one in sorted(enumerate(choices), key=lambda pair: seconds[pair[0]] or math.inf)
         if at != best
     )
-    return f"of {len(choices)} that were tried, it took the least: {took[best]} a step; {others}"
+    least = "it took the least"
+    if seconds[best] is not None and any(one is not None and one < (seconds[best] or 0.0) for one in seconds):
+        least = f"a pipeline was no more than {TIE:.0%} faster"
+    return f"of {len(choices)} that were tried, {least}: {took[best]} a step; {others}"
 
 
 def _write(config: RunConfig, laid: Overrides, lines: Sequence[str]) -> None:

@@ -66,7 +66,10 @@ def stepped(config: RunConfig, worker: Worker) -> Callable[[], None]:
     built = build(config, None, worker.device)
     fill(built, config, worker.device)
     recipe = Recipe.of(config, built.model)
-    stepper = Stepper(recipe) if built.graphs is None else GraphStepper(recipe, built.graphs)
+    if built.graphs is not None:
+        stepper: Stepper | GraphStepper = GraphStepper(recipe, built.graphs)
+    else:
+        stepper = Stepper(recipe, None if built.pipeline is None else built.pipeline.train)
     train, text = config.train, built.text
     batches = Batches(
         text.train, text.order, train.batch, train.micro_batch, sharded(built.model), worker.device

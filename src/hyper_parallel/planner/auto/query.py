@@ -10,6 +10,8 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.data.tokenizer import load as load_tokenizer
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.run_file import PIPELINES
+from hyper_parallel.planner.user_strategy import recompute_columns
 from hyper_parallel.step.build import transformers_config
 from hyper_parallel.strategy import AXIS_NAMES
 from hyper_parallel.workload.shape import Shape
@@ -19,21 +21,25 @@ _PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
 _LEVELS = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
-def question_of(config: RunConfig, cluster: Cluster, world: int, top: int) -> Question:
+def question_of(
+    config: RunConfig, cluster: Cluster, world: int, top: int, *, pipelines: bool = False
+) -> Question:
     """The question: everything that the file writes is fixed, the rest is what `train` can run.
 
+    Where the file leaves `axes.pipeline` open: of strategies without a pipeline, or of `pipelines` only.
     A memory budget takes the place of the device's memory. Raises ConfigError for a model that cannot be read.
     """
     budget = config.strategy.memory.device
     if budget is not None and cluster.device is not None:
         memory = replace(cluster.device.memory, bytes=min(cluster.device.memory.bytes, budget), ranks=1)
         cluster = replace(cluster, device=replace(cluster.device, memory=memory))
+    workload = workload_of(config)
     return Question(
-        workload=workload_of(config),
+        workload=workload,
         cluster=cluster,
         profile=profile("hyper-parallel"),
         devices=world,
-        fix=_fixed(config),
+        fix=_fixed(config, workload.shape.layers, range(2, world + 1) if pipelines else range(1, 2)),
         top=top,
         runnable=True,
     )
@@ -63,21 +69,39 @@ def precision_of(config: RunConfig) -> Precision:
     return _PRECISIONS[config.strategy.precision.compute]
 
 
-def _fixed(config: RunConfig) -> dict[str, Any]:
-    """Columns of the strategy that the file writes."""
+def why_no_pipeline(config: RunConfig) -> str | None:
+    """The key of a run with open axes that excludes pipelines, in a few words; None where they may be chosen."""
+    strategy, train = config.strategy, config.train
+    found = {
+        "the file writes axes.pipeline": "pipeline" not in strategy.axes.open,
+        "train.engine is eager": train.engine != "graph",
+        "train.compile is true": train.compile is True,
+        "train.profile is set": train.profile is not None,
+        "memory.device sets a budget": strategy.memory.device is not None,
+        "memory.recompute_layers is set": strategy.memory.recompute_layers is not None,
+    }
+    return next((key for key, holds in found.items() if holds), None)
+
+
+def _fixed(config: RunConfig, layers: int, pipelines: range) -> dict[str, Any]:
+    """Columns of the strategy that the file writes. `layers`: of the model; `pipelines`: degrees where that is open."""
     strategy = config.strategy
     axes, chosen = strategy.axes, strategy.chosen
     fixed: dict[str, Any] = {
         axis: axes.degree(axis) for axis in (*AXIS_NAMES, "expert") if axis not in axes.open
     }
-    # Pipelines are written, not chosen.
-    fixed["pipeline"] = axes.pipeline
+    fixed["pipeline"] = pipelines if "pipeline" in axes.open else axes.pipeline
+    named = {schedule: name for name, schedule in PIPELINES.items()}
+    if fixed["pipeline"] != range(1, 2) and strategy.pipeline.schedule in named:
+        fixed["schedule"] = named[strategy.pipeline.schedule]
+    if fixed["pipeline"] != range(1, 2) and strategy.pipeline.virtual is not None:
+        fixed["virtual"] = strategy.pipeline.virtual
     if config.train.micro_batch is not None:
         fixed["micro"] = config.train.micro_batch
     if "memory.shard" not in chosen:
         fixed["zero"] = (0, _LEVELS[strategy.memory.shard])
     if "memory.recompute" not in chosen:
-        fixed["recompute"] = "full" if strategy.memory.recompute == "layer" else "none"
+        fixed |= recompute_columns(strategy, layers)
     if "context.method" not in chosen and strategy.context.method != "auto":
         fixed["method"] = strategy.context.method
     if "sequence" not in chosen and not strategy.sequence and axes.tensor_y == 1:

@@ -15,11 +15,17 @@ Overrides = Mapping[str, Any]
 """What is laid on a run file: the section `strategy`, and of `train` the micro-batch."""
 
 
-def overrides_of(config: RunConfig, found: Figures, cluster: Cluster) -> dict[str, Any]:
-    """What is laid on the run file for a strategy of the planner's: only keys that the file leaves open."""
-    made = strategy_of(found, cluster, [])
+def overrides_of(config: RunConfig, found: Figures, cluster: Cluster, layers: int) -> dict[str, Any]:
+    """What is laid on the run file for a strategy of the planner's: only keys that the file leaves open.
+
+    `layers`: of the model.
+    """
+    made = strategy_of(found, cluster, layers, [])
     strategy: dict[str, Any] = {"axes": made["axes"] or {"replicate": 1}}
-    for key in config.strategy.chosen:
+    chosen = set(config.strategy.chosen)
+    if "memory.recompute" in chosen:
+        chosen.add("memory.recompute_layers")
+    for key in sorted(chosen):
         section, _, name = key.rpartition(".")
         if not section:
             strategy[name] = made.get(name, False)
@@ -38,6 +44,8 @@ def resolved(config: RunConfig, laid: Overrides, source: str = "the planned stra
     }
     for key, value in laid["strategy"].items():
         inside = isinstance(value, Mapping) and key != "axes"
-        strategy[key] = {**strategy[key], **value} if inside else value
+        strategy[key] = {**strategy.get(key, {}), **value} if inside else value
+    if "pipeline" in strategy and "pipeline" not in strategy["axes"]:
+        del strategy["pipeline"]
     train = {**data["train"], **laid["train"]}
     return files.from_dict({**data, "strategy": strategy, "train": train}, source=source)

@@ -56,7 +56,7 @@ def _resumes(out: Path) -> bool:
 def _agree(config: RunConfig, laid: Overrides) -> bool:
     """Whether what was chosen then leaves alone what the run file writes now."""
     axes, then = config.strategy.axes, resolved(config, laid)
-    written = [axis for axis in (*axes.order, "expert") if axis not in axes.open]
+    written = [axis for axis in ("pipeline", *axes.order, "expert") if axis not in axes.open]
     micro = config.train.micro_batch
     return all(then.strategy.axes.degree(axis) == axes.degree(axis) for axis in written) and (
         micro is None or micro == then.train.micro_batch

@@ -5,13 +5,13 @@ latencies are corrections fitted on published runs (`planner.constants`): `insid
 bandwidth that collectives reach, `crowding` is what each doubling of nodes takes from the network, `hop` and
 `net_hop` are the latency of each doubling of ranks.
 
-A group of n ranks of which `inside` lie between neighbours has, on each level,
+A group of n ranks with stride `inside` between neighbours has, on each level,
 
     g_node = clip(node / inside, 1, n)     g_super = clip(supernode / (inside · g_node), 1, n / g_node)
     g_net  = n / (g_node · g_super)                                                            `RankGroup`
 
-B bytes of result are gathered level by level (`legs`) in the time that scattering B bytes takes, an all-reduce takes
-twice that. The latency is that of trees (`RankGroup.latency`), to which NCCL turns for small messages:
+An all-gather of B bytes of result runs level by level (`legs`) and takes as long as a reduce-scatter of B bytes; an
+all-reduce takes twice that. The latency is that of trees (`RankGroup.latency`), which NCCL uses for small messages:
 
     gather(B) = Σ_levels (g − 1) / g · B_level / rate_level + log₂(g) · hop_level              `RankGroup.gather`
     B_node = B,  B_super = B / g_node,  B_net = B / (g_node · g_super)
@@ -21,7 +21,8 @@ An exchange in which each rank sends B bytes directly, equally to all (`direct_s
     exchange(B) = B · ((g_node − 1) / n / rate_node + (g_super − 1) g_node / n / rate_super
                        + (1 − 1 / g_net) c / rate_net)
 
-where c is how many copies of what crosses the network there are for each that is needed (`RankGroup.exchange`).
+where c is the share of the bytes for other nodes that crosses the network (`RankGroup.exchange`), below 1 where a row
+is sent once to a node and distributed there.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class RankGroup:
         return {"node": self.node_rate, "supernode": self.supernode_rate, "network": self.network_rate}
 
     def gather(self, bytes: Array) -> Array:
-        """Seconds until every rank has `bytes`, of which each had its share; of a reduce-scatter too."""
+        """Seconds of an all-gather whose result has `bytes`, and of a reduce-scatter of `bytes`."""
         seconds = self.latency
         for leg in legs("reduce_scatter", bytes, self._radices):
             seconds = seconds + reduce_scatter(leg.ranks, leg.bytes, 0.0, self._rates[leg.level])
@@ -95,8 +96,8 @@ class RankGroup:
     def exchange(self, bytes: Array, copies: Array | float = 1.0) -> Array:
         """Seconds of an all-to-all in which each rank gives `bytes`.
 
-        `copies`: what crosses the network, as a share of what goes to ranks of other nodes; below 1 where a row goes
-        once to a node and is handed out there.
+        `copies`: the share of the bytes for other nodes that crosses the network, below 1 where a row is sent once to
+        a node and distributed there.
         """
         each = {level: share / self._rates[level] for level, share in direct_shares(self._radices).items()}
         seconds: Array = each["node"] + each["supernode"] + each["network"] * copies

@@ -74,5 +74,5 @@ class Products:
 
 
 def moved(t: Table, k: Constants, bytes: Array) -> Array:
-    """Seconds of reading and writing so many bytes in all."""
+    """Seconds to read and write `bytes` in total, at the device's memory bandwidth."""
     return bytes / (t.hbm * k.memory)

@@ -1,4 +1,4 @@
-"""The pipeline: how long a rank computes in a step, and how long it waits.
+"""Pipeline time: the pace of the slowest stage, and the bubble.
 
 A stage of ℓ layers takes F + B a micro-batch. With m micro-batches, p stages and v parts a rank the bubble is
 
@@ -13,11 +13,11 @@ A stage of ℓ layers takes F + B a micro-batch. With m micro-batches, p stages 
 with W the products of the weights' gradients, which no other stage waits for, here half of the backward's products;
 none is below 0. (`bubble`)
 
-**Uneven stages.** The slowest stage sets the pace. Layers do not divide evenly as a rule, and the last stage has the
-head. Where a framework cuts stages by cost (`balanced`) the head takes the place of so many layers, and the pace is
-that of the share (L + head / layer) / p in whole layers. Where blocks go to a stage until its share is exceeded
-(`greedy`), it is one layer more than the share's whole part (nanotron's `build_model`). Else it is that of max(⌈L /
-p⌉ layers, the last stage's layers and the head). (`pace`)
+**Uneven stages.** The slowest stage sets the pace. Layers seldom divide evenly, and the last stage has the head. Where
+a framework cuts stages by cost (`balanced`), the head counts as head / layer layers, and the pace is that of the share
+(L + head / layer) / p, rounded up where its fraction exceeds a quarter. Where blocks go to a stage until its share is
+exceeded (`greedy`), the slowest stage has ⌊share⌋ + 1 layers (nanotron's `build_model`). Otherwise the pace is that of
+max(⌈L / p⌉ layers, the last stage's layers and the head). (`pace`)
 """
 
 from __future__ import annotations

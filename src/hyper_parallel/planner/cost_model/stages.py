@@ -1,6 +1,6 @@
 """Pipeline stages: layers, in-flight micro-batches, embedding and head.
 
-**Waiting.** Of m micro-batches, stage i of p has so many whose backward pass is still to come (`waiting`):
+**In flight.** Stage i of p holds the activations of at most this number of the m micro-batches (`waiting`):
 
     1F1B, ZB-H1   min(m, p - i)                                 arXiv 2104.04473, section 2.2; 2401.10241, section 2.3
     interleaved   min(m, (2 (p - i - 1) + (v - 1) p + 1) / v)   2104.04473, section 2.3; on stage 0 that is
@@ -14,9 +14,9 @@ as many layers as it has times a layer's parameters, and at most ⌈share⌉ lay
 `build_model`) a stage takes blocks until they cost more than its share, so that the first has ⌊share⌋ + 1 layers. In
 ZB-V and DualPipe the rank with the first stage also has the last.
 
-**Work for all** (`placed`). Each part of the pipeline needs a layer. Cut greedily, a stage can stay empty though there
-are layers enough: each block moves on by one stage at most, and after the layers only the head and the cast of its
-logits do. Such a run fails, and so does one of fewer micro-batches than p - 1 (nanotron's 1F1B engine).
+**Work for all** (`placed`). Each part of the pipeline needs a layer. A greedy cut can leave a stage empty although
+there are enough layers: each block moves on by one stage at most, and after the layers only the head and the cast of
+its logits do. Such a run fails, and so does one of fewer micro-batches than p - 1 (nanotron's 1F1B engine).
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ _WATTS = {"a100": 400, "a100-40gb": 400, "h100": 700, "h200": 700, "h800": 700, 
 
 
 def machine(cells: Cells) -> tuple[str, Mapping[str, float], dict[str, str]]:
-    """The preset's name, the table's columns of the machine, and what of it was taken from elsewhere than the row.
+    """The preset's name, the table's columns of the machine, and the source of what the row did not give.
 
-    Raises ConfigError for a machine of which nothing is published, with what comes nearest.
+    Raises ConfigError, with the nearest name, for a machine without published figures.
     """
     name = preset_of(cells.text("hardware"))
     columns = dict(_columns(name))
@@ -105,7 +105,7 @@ def network_rate(interconnect: str, node: float) -> float | None:
 
 
 def _form(cells: Cells, name: str, columns: dict[str, float], filled: dict[str, str]) -> None:
-    """What a card for PCI Express has instead: another peak, and no links of its own to the others of its node."""
+    """Correct the columns for a PCI Express card: another peak, and without NVLink the host's rate in the node."""
     text = cells.text("hardware").lower()
     if "pcie" not in text or name not in _PCIE_FORMS:
         return

@@ -92,9 +92,10 @@ def blocks(
     documents: Documents | None = None,
     tile: int = TILE,
 ) -> list[AttentionBlock]:
-    """The blocks of one step: queries and keys are given as the intervals of positions of which they are made.
+    """The attention blocks of one step.
 
-    A tensor holds its intervals one after the other, in order of position.
+    `queries` and `keys`: the intervals of positions in each tensor, which holds them one after the other in order of
+    position.
     """
     hull_q, hull_k = (queries[0][0], queries[-1][1]), (keys[0][0], keys[-1][1])
     all_q, all_k = _length(queries), _length(keys)

@@ -94,7 +94,7 @@ def _apart(draft: PlanBuilder, name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Inner(PositionSplit):
-    """Positions of which the tensor axes split `outer` runs first, and the context axis each of these."""
+    """Split of positions in which the tensor axes cut `outer` runs and the context axis splits each run."""
 
     outer: int = 1
 

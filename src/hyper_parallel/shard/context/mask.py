@@ -26,7 +26,7 @@ from hyper_parallel.shard.context.position_split import PositionSplit, position_
 
 
 class Positions:
-    """The positions of one forward pass: how they are split, and of which document each is."""
+    """The positions of one forward pass: their split over ranks, and their documents."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class Positions:
         documents: tuple[Tensor, Tensor] | None = None,
         padded: bool = False,
     ) -> None:
-        """`ring` gives a rank's ring index; `position_ids` [..., S] are those of whole rows. Documents, of queries and
-        of keys, are int64 [B, S] of whole rows, never falling; None for one document a row. `padded`: they tell what is
-        padding, which no model passes over."""
+        """`ring`: a rank to its ring index. `position_ids` [..., S] of whole rows. `documents`: of queries and of keys,
+        int64 [B, S] of whole rows, non-decreasing; None for one document a row. `padded`: `documents` mark padding
+        instead of packed documents."""
         self.padded = padded
         self.split, self.position_ids = split, position_ids
         self.length = position_ids.size(-1)

@@ -63,7 +63,7 @@ class ContextRoot:
         unknown = sorted(key for key, value in kwargs.items() if key not in _READ and _holds_tensors(value))
         if unknown:
             raise StrategyError(
-                f"the decoder is given {', '.join(unknown)}, of which axes.context cannot tell the positions; "
+                f"the decoder is given {', '.join(unknown)}, and axes.context does not know their dim of positions; "
                 "set axes.context to 1 for this model"
             )
         whole = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
@@ -103,7 +103,7 @@ class ContextRoot:
     def around_model(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """The wrapper of the root: logits of all positions and the loss of the whole rows, as on one device.
 
-        The loss of a request (`shard.loss`) is left as it is, this rank's part.
+        The loss of a request (`shard.loss`) stays this rank's part.
         """
         kwargs = by_name(args, kwargs)
         refuse_caches(kwargs)
@@ -114,7 +114,7 @@ class ContextRoot:
             return output
         if isinstance(output, tuple) or not isinstance(output, Mapping):
             raise StrategyError(
-                "with axes.context the model's outputs are told apart by name; leave return_dict out"
+                "axes.context needs the model's outputs by name, not as a tuple; leave return_dict out"
             )
         found: Any = output
         if found.get("loss") is not None:

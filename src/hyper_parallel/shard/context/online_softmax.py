@@ -25,7 +25,7 @@ from hyper_parallel.shard.context.block_attention import accumulation, shares
 
 
 class Runs:
-    """What the blocks so far give to queries [B, H, S, ...], for values of so many features."""
+    """Running attention output of queries [B, H, S, ...] over the blocks so far; values have `features` features."""
 
     def __init__(self, queries: Tensor, features: int) -> None:
         self._queries, self._features = queries, features

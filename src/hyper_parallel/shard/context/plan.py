@@ -105,7 +105,7 @@ def _check(model: Any, config: Any) -> None:
 
 
 def _why_gathered(model: Any, config: Any, decoder: nn.Module, attentions: Mapping[str, Heads]) -> str | None:
-    """Why not everything in the decoder can compute with a part of the positions; None where it can."""
+    """Why some module of the decoder needs all positions; None where every module computes with a part of them."""
     name = type(model).__name__
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS)
     if others:
@@ -113,9 +113,9 @@ def _why_gathered(model: Any, config: Any, decoder: nn.Module, attentions: Mappi
     for module, what in mixing(decoder):
         return f"{module or 'the decoder'} is {what}, which mixes positions in other ways than attention"
     if not getattr(model, "_supports_attention_backend", False):
-        return f"{name} computes attention in code of its own, without Transformers' attention interface"
-    # Positions that are not given are counted from 0 along whole rows; families that count otherwise are told by the
-    # padding index of their table of positions.
+        return f"{name} computes attention in its own code, without Transformers' attention interface"
+    # Default positions count from 0 along whole rows. In families that count past padding, the table of positions has
+    # a padding index.
     table = model.get_input_embeddings()
     for module, embedding in decoder.named_modules():
         if (

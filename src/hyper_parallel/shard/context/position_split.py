@@ -26,7 +26,7 @@ def length_multiple(ring: int, ulysses: int) -> int:
 
 @dataclass(frozen=True)
 class PositionSplit:
-    """How positions are dealt over `context`, of which `ulysses` ranks exchange heads."""
+    """Split of positions over the axis `context`, in which groups of `ulysses` ranks exchange heads."""
 
     context: Axis
     ulysses: int = 1

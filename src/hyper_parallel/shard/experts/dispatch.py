@@ -185,7 +185,7 @@ def _replicated(weight: torch.Tensor, replicas: tuple[int, ...], expert: Axis) -
     owned = (index >= 0) & (index < local)
     mine = weight.index_select(0, index.clamp(0, local - 1))
     mine = mine.masked_fill(~owned.view(-1, *[1] * (weight.dim() - 1)), 0)
-    # Every rank uses the sum for rows of its own, so the gradient is a sum over the ranks too.
+    # Each rank uses the sum for its own rows, so the gradient is summed over the ranks too.
     return expert.copy(expert.reduce(mine))
 
 

@@ -94,7 +94,7 @@ def grouped_linear(
 def apply_experts(
     module: nn.Module, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, counts: list[int]
 ) -> torch.Tensor:
-    """[R, h] to [R, h]: rows sorted by expert through the experts of which `weights` has the parameters by name."""
+    """[R, h] to [R, h]: apply the experts to rows sorted by expert, `counts` rows each; `weights` by parameter name."""
     experts: Any = module
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     inner = grouped_linear(rows, weights[up], counts, weights.get(f"{up}_bias"), experts.is_transposed)

@@ -139,7 +139,7 @@ def auxiliary_loss(handle: ShardedModel) -> torch.Tensor:
 def loads(handle: ShardedModel) -> torch.Tensor:
     """float32[sum of E over the layers]: this rank's rows for each expert since `take_loads`; no collective.
 
-    The sum over all axes is the load of the whole batch: of ranks that see the same tokens one tells.
+    The sum over all axes is the load of the whole batch: of the ranks that see the same tokens, one counts them.
     """
     routing = handle.routing
     if routing is None:
@@ -158,7 +158,7 @@ def loads(handle: ShardedModel) -> torch.Tensor:
 
 
 def take_loads(handle: ShardedModel) -> torch.Tensor:
-    """What `loads` says, of which nothing is kept."""
+    """Return `loads` and reset the counts."""
     told = loads(handle)
     if handle.routing is not None:
         handle.routing.counts.clear()

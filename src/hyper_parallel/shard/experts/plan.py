@@ -34,9 +34,9 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def is_concatenated(experts: nn.Module) -> bool:
-    """Whether gate and up lie one behind the other in `gate_up_proj`, not in turns."""
+    """Whether `gate_up_proj` holds all of gate before all of up, instead of interleaving them."""
     told = getattr(experts, "is_concatenated", None)
-    # Early releases of Transformers 5 (5.6 among them) do not say; GPT-OSS was the one whose lie in turns.
+    # Early releases of Transformers 5 (such as 5.6) lack the attribute, and only GPT-OSS interleaved them.
     return type(experts).__name__ != "GptOssExperts" if told is None else bool(told)
 
 
@@ -184,7 +184,7 @@ class _ExpertsPlanner:
             )
         for child, inner in module.named_modules(prefix=name):
             if child != name and self.tensor > 1 and (self.own_tokens or self.expert > 1):
-                # Each rank computes with it on rows of its own.
+                # Each rank applies it to its own rows.
                 for own in inner._parameters:
                     self.draft.set(child, own, summed=(self.mesh.tensor,))
                 self.draft.pointwise.add(child)
@@ -203,9 +203,10 @@ class _ExpertsPlanner:
     def _pairs(
         self, module: Any, own: str, shape: tuple[int, ...]
     ) -> tuple[int, tuple[Intervals, ...]] | None:
-        """Where gate and up lie in turns and the tensor axes do not divide the pairs: stored whole, and each rank
-        computes with the pairs whose product it has a part of `down_proj` for. Those of ranks that have fewer are
-        filled up with the first pairs, which zeros in `down_proj` leave without effect. None everywhere else."""
+        """(dim, intervals of each rank) where gate and up are interleaved and the tensor axes do not divide the pairs;
+        None everywhere else. The parameter is then stored whole, and each rank computes with the pairs that match its
+        part of `down_proj`. Ranks with fewer pairs repeat the first ones, without effect: `down_proj` is padded with
+        zeros."""
         if not module.has_gate or is_concatenated(module) or own.startswith("down_proj"):
             return None
         dim = 1 if own.endswith("_bias") or not module.is_transposed else 2

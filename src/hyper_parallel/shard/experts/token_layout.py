@@ -93,15 +93,15 @@ class _Boundary:
         return tensor.reduce_split(out, 0) if self.plan.own_tokens else tensor.reduce(out)
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """The parameters at hand, by name. Where results are summed over the tensor axes, one of the ranks adds the
-        bias: it is a term of each chosen expert's result, which the token's weight multiplies."""
+        """The parameters by name. Where results are summed over the tensor axes, only the first rank adds the bias: it
+        is a term of each chosen expert's result, which the token's weight multiplies."""
         own = {name: weight for name, weight in self.module._parameters.items() if weight is not None}
         weights: dict[str, torch.Tensor] = dict(own)
         if not self.plan.features:
             return weights
         experts: Any = self.module
         if experts.has_gate and not is_concatenated(experts):
-            # As many features as pairs of gate and up, some of which may be there to fill up (see the plan).
+            # As many features as pairs of gate and up, padding included (`experts.plan`).
             pairs = weights["gate_up_proj"].size(2 if experts.is_transposed else 1) // 2
             weights["down_proj"] = _pad(weights["down_proj"], 1 if experts.is_transposed else 2, pairs)
         bias = weights.get("down_proj_bias")

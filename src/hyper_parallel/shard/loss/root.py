@@ -40,7 +40,7 @@ CHUNK_LOGITS = 1 << 27
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of one forward pass: the loss of these labels, divided by `tokens`."""
+    """Loss request of one forward pass: the loss of these labels, divided by `tokens`."""
 
     labels: Tensor
     """int64 [B, S], already shifted, of whole rows."""
@@ -51,7 +51,7 @@ class Request:
 
 
 class LossRoot:
-    """What is known of a model's head, and the loss that is asked of the forward pass at hand."""
+    """A model's base and head, and the loss request of the current forward pass."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LossRoot:
 
     @contextlib.contextmanager
     def requested(self, request: Request) -> Iterator[None]:
-        """Inside, a call of the model returns the loss that is asked for, and no logits."""
+        """Inside, a call of the model returns the requested loss, and no logits."""
         before, self._request = self._request, request
         try:
             yield
@@ -82,7 +82,7 @@ class LossRoot:
 
     @property
     def request(self) -> Request | None:
-        """What is asked of the forward pass at hand; None where it is to return what the model's own does."""
+        """The request of the current forward pass; None where the model returns its usual outputs."""
         return self._request
 
     def around_model(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class LossRoot:
 
     def _in_chunks(self, logits: Callable[[], Tensor], labels_N: Tensor, chunk: int) -> Tensor:
         try:
-            # The head, of which nothing is needed yet, sees one position only.
+            # This pass needs no logits, so the head computes one position only.
             self._instead = lambda output: _with_hidden(output, _hidden(output)[:1, :1])
             first = logits()
             if self._output is None or first.shape[:-1] != (1, 1):
@@ -172,11 +172,11 @@ def apply_loss(
     dtypes: Mapping[str, torch.dtype],
     cut: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Let a Transformers model with an output head compute its loss; other modules are left as they are.
+    """Let a Transformers model with an output head compute its loss; other modules do not change.
 
-    Applied before the parameters' access, so that it finds in the modules what they compute with. `cut` takes from
-    labels [B, S] of whole rows the positions that this rank computes. In a head that computes in a dtype of its own, or
-    drops activations by position, all positions are computed at once.
+    Call it before `apply_access`, whose wrapper then encloses this one, so that the loss reads the parameters that the
+    modules compute with. `cut` selects this rank's positions from labels [B, S] of whole rows. A head with another
+    compute dtype than the model, or with dropout, computes all positions at once.
     """
     if not is_transformers(model):
         return

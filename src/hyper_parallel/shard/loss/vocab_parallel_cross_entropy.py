@@ -44,12 +44,13 @@ def cross_entropy_sum(
     """The loss summed over the positions, in nats: a zero-dim tensor of fp32, or of fp64 for fp64 logits.
 
     `logits_NV` [N, V_local]: this rank's chunk, by `Axis.interval`, of a vocabulary of `size` tokens that the axis
-    `vocabulary` splits; it may be empty. Left out: the whole. `labels_N` int64 [N]: tokens of the whole vocabulary, or
-    -100, which bears no loss. `positions`: an axis that splits the positions; the sum is then over all of its ranks,
-    each of which holds its own N. The result is the same on all ranks of both axes; gradients reach this rank's logits.
+    `vocabulary` splits; it may be empty. Without `vocabulary`: the whole. `labels_N` int64 [N]: tokens of the whole
+    vocabulary, or -100 for positions without loss. `positions`: an axis that splits the positions; the sum is then over
+    all of its ranks, each with its own N. The result is the same on all ranks of both axes; gradients reach this rank's
+    logits.
 
-    A label that is no token of the vocabulary is an error where the vocabulary is whole, and makes the loss NaN where
-    it is split: no rank can tell without waiting for the device.
+    A label outside the vocabulary is an error where the vocabulary is whole, and makes the loss NaN where it is split,
+    since no rank can detect it without waiting for the device.
     """
     axis = vocabulary if vocabulary is not None and vocabulary.size > 1 else None
     assert axis is None or size is not None, "the size of a vocabulary that is split"

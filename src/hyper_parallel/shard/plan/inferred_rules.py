@@ -1,13 +1,13 @@
 """Inferred rules: modules without a rule are classified before planning.
 
-Rules are inferred from a family's own plan and from names (`shard.rules`). Two things are left to find out for each
+Rules are inferred from a family's own plan and from names (`shard.rules`). This pass then decides two things for each
 attention or MLP, the modules with a first and a last projection:
 
 - What the weights between its projections see. A norm of one head's features is applied to split activations
   (`shared`); one over the features of all heads, or of the whole MLP, has its statistics summed over ranks (`norm`).
-- Whether it can be split at all. One that holds weights of which nothing is known (an indexer, a convolution), or whose
-  features are mixed between the projections, is left whole on every rank, with a line in the log. Where the user gave
-  a rule inside, that is refused instead.
+- Whether it can be split at all. A module that holds unknown weights (an indexer, a convolution), or mixes features
+  between its projections, stays whole on every rank, with a line in the log. If the user gave a rule inside it, that
+  rule is refused instead.
 """
 
 from __future__ import annotations

@@ -344,8 +344,8 @@ class _TensorPlanner:
     # Activations split along the sequence between regions.
 
     def _sequence(self, layers: str) -> None:
-        """Every child of a layer sees one position at a time or is a region that gathers them; one that is neither, and
-        may mix positions in a way of its own, is given all of them."""
+        """Classify the children of each layer: one that sees one position at a time, or is a region that gathers them,
+        stays as it is; any other may mix positions in its own way and gets all of them."""
         for index, layer in self.names[layers].named_children():
             name = f"{layers}.{index}"
             leaves = [child for child, module in layer.named_children() if not list(module.children())]
@@ -393,6 +393,6 @@ class _TensorPlanner:
         if any(experts == name or experts.startswith(f"{name}.") for experts in self.draft.experts):
             raise StrategyError(
                 f"{self.why} gives {name!r} ({type(self.names[name]).__name__}) all positions, since it may mix "
-                "them in a way of its own, and the experts in it take tokens of their own; leave it out"
+                "them in its own way, and the experts in it need different tokens on each rank; leave it out"
             )
         self.draft.give_all_positions(name)

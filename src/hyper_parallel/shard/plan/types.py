@@ -33,7 +33,7 @@ class ParameterPlan:
 
     @property
     def storage_dim(self) -> int | None:
-        """The dim of which the storage is split; None when every rank stores the whole."""
+        """The dim along which the storage is split; None when every rank stores the whole."""
         return next((dim for dim, axes in enumerate(self.layout.dims) if self.storage in axes), None)
 
     @property

@@ -1,7 +1,7 @@
 """2D tensor-parallel plan: which 1D regions are upgraded, and their weight layouts.
 
-Every child of a layer is an attention or an MLP that 2D knows, a norm of the residual, something without weights, or
-a region that is entered by a swap of split features for split positions, inside of which the 1D plan holds.
+Every child of a layer is an attention or an MLP that 2D supports, a norm of the residual, a module without weights, or
+a region that exchanges split features for split positions at its entry and runs the 1D plan inside.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def gather_again(
 ) -> tuple[torch.Tensor, Callable[[], AbstractContextManager[None]]]:
     """`gather(shard)`, and a context in which autograd saves that tensor as its shard.
 
-    Saved tensors of the same storage are told by it, so that a view as a matrix counts; a transposed one does not.
+    Saved tensors are recognised by their storage, so that a view as a matrix counts; a transposed view does not.
     """
     whole = gather(shard)
     if not torch.is_grad_enabled() or whole is shard:

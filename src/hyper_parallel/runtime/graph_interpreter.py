@@ -1,0 +1,87 @@
+"""Runs a rank's step that was written out as one graph: the host of its transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, fx
+
+from hyper_parallel.graph.execute import Executable, Host
+from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.program import Program, Recv, Send, Wait
+from hyper_parallel.runtime.positions import errors_placed, positions
+from hyper_parallel.runtime.rank_transfers import RankTransfers
+from hyper_parallel.runtime.stage_runner import flat
+
+
+class GraphInterpreter:
+    """One rank's part of a Program as one graph, step after step."""
+
+    def __init__(
+        self,
+        program: Program,
+        runs: Executable,
+        transfers: RankTransfers,
+        begins: Callable[[int], None] = lambda place: None,
+    ) -> None:
+        """`runs`: what `RankWriter` wrote, or what a pass has made of it. `begins`: as of `Interpreter`."""
+        self._runs, self._transfers, self._begins = runs, transfers, begins
+        self._instructions = program.instructions[transfers.group.name]
+        self.positions = positions(program, transfers.group.name)
+
+    def run(
+        self, tensors: Mapping[str, Tensor], host: Host | None = None, name: Callable[[], str] = str
+    ) -> dict[str, Tensor]:
+        """Run a step on `tensors`, by the names of the graph's inputs; its outputs, by name. `host`: is asked what is
+        no transfer. `name`: of the step, in errors, which have positions as those of `Interpreter` up to the end of
+        the schedule."""
+        transfers = _Transfers(self, host)
+        with errors_placed(name, self.positions, lambda: transfers.place):
+            return self._runs.run(tensors, transfers)
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """As of `Executable`."""
+        return self._runs.node_of(error)
+
+    def ask(self, place: int, point: HostPoint, values: Sequence[Tensor]) -> Tensor | None:
+        """What the instruction at a place has to do with another rank."""
+        if place == len(self._instructions):
+            self._transfers.drain()
+            return None
+        match self._instructions[place]:
+            case Recv() as one if point is HostPoint.POST:
+                return self._transfers.post(one)
+            case Send() as one if point is HostPoint.SEND:
+                self._transfers.send(one, flat(values[0], self._transfers.port(one.port)))
+            case Wait() as one if point is HostPoint.WAIT:
+                self._transfers.wait(one)
+            case other:
+                raise AssertionError(f"{other} asks the host at {point!r}")
+        return None
+
+    def begins(self, place: int) -> None:
+        """An instruction begins."""
+        self._begins(place)
+
+
+class _Transfers:
+    """The host of one step."""
+
+    def __init__(self, of: GraphInterpreter, host: Host | None) -> None:
+        self._of, self._host = of, host
+        self.place: int | None = 0
+        """Of the instruction at hand; None behind the schedule."""
+        self._next = 0
+
+    def __call__(self, point: HostPoint, values: Sequence[Tensor]) -> Tensor | None:
+        if point is HostPoint.BEGIN:
+            self.place, self._next = self._next, self._next + 1
+            self._of.begins(self.place)
+            return None
+        if point in (HostPoint.POST, HostPoint.SEND, HostPoint.WAIT):
+            assert self.place is not None, "transfers are part of the schedule"
+            return self._of.ask(self.place, point, values)
+        if self._next == len(self._of.positions):
+            self.place = None
+        assert self._host is not None, f"the graph asks the host at {point!r}"
+        return self._host(point, values)

@@ -1,0 +1,67 @@
+"""Gradients of a rank's parameters from the sums that its stages come to, as tensors or as nodes of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.gradient_sums import GRADIENT
+from hyper_parallel.graph.ir import Value
+from hyper_parallel.step.pipeline_plan import PipelinePlan
+from hyper_parallel.step.pipeline_stages import parameter_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Arithmetic(Generic[T]):
+    """What is done with the sums."""
+
+    run: Callable[[StepGraph, Mapping[str, T]], Mapping[str, T]]
+    """(graph, its inputs by name) to its outputs."""
+    added: Callable[[T, T], T]
+    zeros: Callable[[Value], T]
+
+
+def reduced_gradients(sums: Mapping[str, T], reduce: StepGraph | None, does: Arithmetic[T]) -> dict[str, T]:
+    """Gradients by parameter. `sums`: of the stages' gradients over the micro-batches, by name; `reduce`: as of
+    `PipelineStages.reduce`."""
+    known = {} if reduce is None else given_to(reduce)
+    found = {name: value for name, value in sums.items() if GRADIENT + name not in known}
+    if reduce is None:
+        return found
+    given = {
+        name: sums[key]
+        if (key := name.removeprefix(GRADIENT)) in sums
+        # A part of the gradient that other stages have.
+        else does.zeros(value)
+        for name, value in known.items()
+    }
+    for output, value in does.run(reduce, given).items():
+        name = parameter_of(output)
+        found[name] = does.added(found[name], value) if name in found else value
+    return found
+
+
+def given_to(step: StepGraph) -> dict[str, Value]:
+    """What a graph is given, by name."""
+    return {
+        entry.name: node.meta["value"] for entry, node in zip(step.inputs, step.placeholders, strict=True)
+    }
+
+
+def shared_gradients(plan: PipelinePlan) -> dict[str, tuple[int, ...]]:
+    """Parameters with a gradient that several device groups hold, and these; in one order on all ranks."""
+    outputs = {name for stage in plan.stages.partition.stages for name in stage.step.outputs}
+    trained = {*plan.stages.reduced, *(name.removeprefix(GRADIENT) for name in outputs)}
+    return {
+        name: holders for name, holders in sorted(plan.owners.items()) if len(holders) > 1 and name in trained
+    }
+
+
+def gradient_value(plan: PipelinePlan, parameter: str) -> Value:
+    """What the captured micro-batch has as the gradient of a parameter."""
+    value: Value = plan.stages.whole.returned[GRADIENT + parameter].meta["value"]
+    return value

@@ -1,0 +1,204 @@
+"""The graphs of a pipeline's steps under a memory budget: on each rank one graph of its whole step.
+
+The gathers, the schedule written out (`runtime.rank_graph`), the reductions and the update are one graph, over which a
+budget is planned as over that of plain training. Each rank plans for itself: moves change neither the order of
+instructions nor that of collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import BudgetError, DataError
+from hyper_parallel.graph import StepGraph, executable
+from hyper_parallel.graph.dynamic_sizes import uncertain
+from hyper_parallel.graph.execute import Executable, Host
+from hyper_parallel.graph.gradient_sums import GRADIENT
+from hyper_parallel.graph.ir import CollectiveGroup, values_of
+from hyper_parallel.launch.heartbeat import pulse
+from hyper_parallel.offloading import Runtime
+from hyper_parallel.offloading.schedule.no_gc import uncollected
+from hyper_parallel.runtime.graph_interpreter import GraphInterpreter
+from hyper_parallel.runtime.rank_graph import RankWriter
+from hyper_parallel.runtime.rank_transfers import RankTransfers
+from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.shard import sharded
+from hyper_parallel.shard.sharded_model import attach
+from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.capture_train_step import BatchShape
+from hyper_parallel.step.capture_update import SharedGradient, capture_update
+from hyper_parallel.step.graph_cache import Captured, Graphs
+from hyper_parallel.step.memory_budget import Budget
+from hyper_parallel.step.micro_batch import micro_input
+from hyper_parallel.step.pipeline_build import BuiltPipeline
+from hyper_parallel.step.pipeline_gradients import (
+    Arithmetic,
+    gradient_value,
+    reduced_gradients,
+    shared_gradients,
+)
+from hyper_parallel.step.pipeline_plan import MicroBatchShape, PipelinePlan
+from hyper_parallel.step.recipe import Recipe
+
+
+class PipelineGraphs(Graphs):
+    """The graphs of one rank of a pipeline. All ranks must ask for the same shapes in the same order, since its ranks
+    agree on the plan of each: `ready` is a collective where a shape is new."""
+
+    def __init__(
+        self, shadow: Recipe, pipeline: BuiltPipeline, device: torch.device | str, budget: Budget
+    ) -> None:
+        """`shadow`: with a handle that knows which parameters this rank holds."""
+        super().__init__(shadow, device, budget=budget)
+        self._pipeline = pipeline
+        self._of: dict[StepGraph, tuple[PipelinePlan, RankTransfers]] = {}
+
+    def shape_of(self, micro: Sequence[MicroBatch]) -> BatchShape:
+        """As of `Graphs`; whether rows hold several documents is the same on all ranks."""
+        shapes = tuple((one.input_ids.size(0), one.input_ids.size(1)) for one in micro)
+        return BatchShape(shapes, (self._pipeline.shape.documents,) * len(shapes))
+
+    @property
+    def orders_collectives(self) -> bool:
+        """As of `Graphs`: what orders a pipeline's collectives is its plan, on which the ranks agree."""
+        return False
+
+    def _capture(self, shape: BatchShape) -> Captured:
+        kinds = set(shape.each)
+        if len(kinds) > 1:
+            raise DataError(
+                "the micro-batches of a step differ in shape, and a pipeline's are planned for one; pad rows to one "
+                "length"
+            )
+        (kind,) = kinds
+        plan = self._pipeline.plan_of(MicroBatchShape(kind.rows, kind.length, shape.count, kind.documents))
+        handle = self.shadow.handle
+        transfers = RankTransfers(
+            plan.program,
+            plan.stages.partition,
+            handle.rank,
+            ProcessTransfers(handle.rank),
+            torch.device(self._device),
+            plan.turns,
+        )
+        transfers.compare()
+        plain = rank_step(plan, self.shadow, self._pipeline, self._device)
+        if uncertain(plain):
+            raise BudgetError(
+                "strategy.memory.device: the rows of each expert depend on the data, and a pipeline's budget is "
+                "planned for sizes that are known; leave axes.expert, the pipeline or the budget out"
+            )
+        self._of[plain] = plan, transfers
+        assert self.budget is not None
+        return self._planned(plain, self.budget, 1.0)
+
+    def runs(self, plain: StepGraph, step: StepGraph, runtime: Runtime) -> PipelineExecutable:
+        """As of `Graphs`."""
+        plan, transfers = self._of[plain]
+        return PipelineExecutable(plan, executable(step, cache=runtime), transfers)
+
+
+class PipelineExecutable:
+    """Runs a rank's step, as `Executable` runs that of plain training."""
+
+    def __init__(self, plan: PipelinePlan, runs: Executable, transfers: RankTransfers) -> None:
+        self._interpreter = GraphInterpreter(plan.program, runs, transfers, pulse.instruction)
+
+    def run(self, tensors: Mapping[str, Tensor], host: Host | None = None) -> dict[str, Tensor]:
+        """As of `Executable`. Errors name the step, the stage, the micro-batch and the instruction."""
+        with pulse.schedule(self._interpreter.positions):
+            return self._interpreter.run(tensors, host, lambda: f"step {int(tensors['step']) + 1}")
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """As of `Executable`."""
+        return self._interpreter.node_of(error)
+
+
+@uncollected()
+def rank_step(
+    plan: PipelinePlan, recipe: Recipe, pipeline: BuiltPipeline, device: torch.device | str
+) -> StepGraph:
+    """The graph of this rank's step. Its inputs are named as those of `capture_one`."""
+    place = recipe.handle.pipeline
+    assert place is not None, "the shadow was parallelized for a pipeline"
+    mine = [stage for stage, index in enumerate(plan.schedule.placement) if index == place.index]
+    gather, reduce = plan.stages.gather(mine), plan.stages.reduce(mine)
+    writer = RankWriter(
+        plan.program, plan.stages.partition, place.devices, plan.turns, _name_of, gather, plan.stages.whole
+    )
+    sums = writer.schedule()
+    does = Arithmetic[fx.Node](writer.copy, writer.added, writer.zeros)
+    stages = {k.removeprefix(GRADIENT): v for k, v in sums.items() if k.startswith(GRADIENT)}
+    gradients = reduced_gradients(stages, reduce, does)
+    given = {name: node for name, node in sums.items() if not name.startswith(GRADIENT)}
+    given |= {GRADIENT + name: node for name, node in gradients.items()}
+    values = {name: next(values_of(node)) for name, node in given.items()}
+    shared = {
+        name: SharedGradient(
+            gradient_value(plan, name),
+            CollectiveGroup(
+                str(group.group_name),
+                "pipeline",
+                tuple(place.groups[at].ranks[place.devices.place(recipe.handle.rank)] for at in holders),
+            ),
+        )
+        for name, holders in shared_gradients(plan).items()
+        if (group := pipeline.peers.get(holders)) is not None
+    }
+    update = capture_update(recipe, values, shared, device)
+    # Also what nothing uses takes memory; buffers are on every rank.
+    held = [
+        one.name for one in update.inputs if one.kind != "parameter" or place.owns(one.name.partition(".")[2])
+    ]
+    writer.copy(update, {**writer.inputs, **given}, held)
+    return writer.finished()
+
+
+def _name_of(name: str, micro_batch: int) -> str:
+    """Of an input of a stage: `micro.input_ids` is one for each micro-batch, `step` and `tokens` are the step's."""
+    kind, _, field = name.partition(".")
+    return micro_input(micro_batch, field) if kind == "micro" else name
+
+
+def pipeline_graphs(config: RunConfig, pipeline: BuiltPipeline, device: torch.device | str) -> PipelineGraphs:
+    """The graphs of a run's steps, with the plan of the first. A collective.
+
+    Raises BudgetError, on every rank, where the plan of some rank does not meet the budget.
+    """
+    shadow = pipeline.shadow
+    attach(replace(shadow.handle, pipeline=replace(pipeline.place, owners=pipeline.plan.owners)))
+    handle = sharded(shadow.model)
+    budget = Budget(config.effective_strategy, device, str(Path(config.out).absolute()), handle.rank)
+    shape = pipeline.shape
+    first = BatchShape(((shape.rows, shape.length),) * shape.count, (shape.documents,) * shape.count)
+    try:
+        graphs = PipelineGraphs(Recipe.of(config, shadow.model), pipeline, device, budget)
+        refused: BudgetError | None = None
+        try:
+            graphs.begin(first, not graphs.ready(first))
+        except BudgetError as error:
+            refused = error
+        floor = -1.0 if refused is None else float(refused.floor or 0)
+        worst = handle.over_all_ranks(torch.tensor(floor, dtype=torch.float64, device=device), "max").item()
+        if refused is not None and floor == worst:
+            raise refused
+        if worst >= 0:
+            raise BudgetError(_elsewhere(int(worst)), floor=int(worst) or None) from refused
+    except BaseException:
+        budget.close()
+        raise
+    return graphs
+
+
+def _elsewhere(floor: int) -> str:
+    needs = f": they need at least {floor:,} bytes" if floor else ""
+    return (
+        f"strategy.memory.device is too small for the stages of another worker{needs}; set it to as much, or see that "
+        "worker's log"
+    )
