@@ -1,7 +1,7 @@
 """The simplest of the strategies that tie: of estimates that the cost model cannot tell apart, which to show first.
 
-On published runs the cost model is off by several times `TIE` (docs/fidelity.md). So strategies whose estimated steps are
-within `TIE` of the quickest one are equal, and the one that asks for the least comes first:
+On published runs the cost model is off by several times `TIE` (docs/fidelity.md). So strategies whose estimated steps
+are within `TIE` of the quickest one are equal, and the one that asks for the least comes first:
 
 1. the fewest axes beside data (replicate and shard), a second tensor axis counting as one more; of these none with
    context, and the smallest degrees. An axis whose removal costs no more than `TIE` goes too, so that each axis of the
@@ -10,7 +10,7 @@ within `TIE` of the quickest one are equal, and the one that asks for the least 
    recomputed; 1F1B before other schedules; axes laid in the usual order; weights shared among all data ranks, or those
    of a node.
 
-Each step is a search of its own, limited to what ties.
+Each step is a separate search, limited to what ties.
 """
 
 from __future__ import annotations
