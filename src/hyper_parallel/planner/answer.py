@@ -174,7 +174,7 @@ def ties(one: PrintedAnswer) -> list[str]:
         )
     sets = f"{one.tied.sets} sets of axes tie" if one.tied.sets > 1 else "one set of axes is the best"
     return [
-        f"{sets}: steps within {one.question.tie:.0%} of each other are not told apart by estimates, and the simplest "
+        f"{sets}: steps within {one.question.tie:.0%} of each other count as equal, and the simplest "
         f"strategy comes first; {first} (--quickest puts it first)"
     ]
 

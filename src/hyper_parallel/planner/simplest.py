@@ -26,7 +26,7 @@ from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import answer, within
 
 TIE = 0.02
-"""A share of a step; estimates of one model and cluster that differ by less are not told apart."""
+"""A share of a step; estimates of one model and cluster that differ by less count as equal."""
 
 AXES = ("context", "tensor_y", "pipeline", "expert", "tensor_x")
 """Axes beside data, what is given up first in front."""
