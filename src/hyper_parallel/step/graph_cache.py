@@ -22,6 +22,7 @@ from hyper_parallel.graph.accumulate import Accumulation
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.dynamic_sizes import uncertain
 from hyper_parallel.graph.execute import Host
+from hyper_parallel.graph.no_gc import uncollected
 from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
@@ -129,7 +130,7 @@ class Graphs:
         if shape not in self._captured:
             begun = time.perf_counter()
             try:
-                with pulse.operation("capturing a step"):
+                with pulse.operation("capturing a step"), uncollected():
                     self._captured[shape] = self._capture(shape)
                 self._note_shape(shape, time.perf_counter() - begun)
             except (CaptureError, GraphError) as error:
