@@ -2,7 +2,7 @@
 
 1. `hyper-parallel calibrate` measures this machine's operators and collectives (no model); `--cluster FILE` takes an
    earlier measurement instead.
-2. Each case below is predicted from its run file and that cluster file, as `hyper-parallel simulate --ordered` does.
+2. Each case below is predicted from its run file and that cluster file, as `hyper-parallel simulate` does.
 3. Each case runs on real workers: the graph engine's whole steps, each in fresh processes, nothing beside them; the
    median of the steps is taken.
 
@@ -297,9 +297,7 @@ def main() -> None:
             done[name] = {"workers": case.workers, "measured": statistics.median(times), "steps": times}
             PARTIAL.write_text(json.dumps(done))
         # Predicted anew: it is quick, and the cost model may have changed.
-        done[name]["predicted"] = predict_run(
-            case.run, cluster.for_workers(case.workers), ordered=True
-        ).timeline.step
+        done[name]["predicted"] = predict_run(case.run, cluster.for_workers(case.workers)).timeline.step
         print(_line(name, done[name]), flush=True)
     if given.only:
         return

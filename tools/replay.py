@@ -68,7 +68,7 @@ SIMULATED: dict[str, list[str]] = {
     "llama-8b-ascend": ["examples/simulate/llama-8b.yaml", "--cluster", "cloudmatrix384", "--ranks", "64"],
     "llama-70b": ["examples/simulate/llama-70b.yaml", "--cluster", "h100x64"],
     "mixtral": ["examples/simulate/mixtral-8x7b.yaml", "--cluster", "h100x64"],
-    "quickstart-ordered": ["examples/quickstart.yaml", "--cluster", "h100x4", "--ordered"],
+    "quickstart-as-written": ["examples/quickstart.yaml", "--cluster", "h100x4", "--as-written"],
     "quickstart-budget": [
         *("examples/quickstart.yaml", "--cluster", "h100x4"),
         *("strategy.memory.device=60MiB", "strategy.memory.host=1GiB", "--explain"),

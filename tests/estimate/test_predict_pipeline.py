@@ -305,14 +305,12 @@ def test_json_has_the_pipeline() -> None:
             ("strategy.memory={recompute: layer, recompute_layers: 4}",),
             "recompute_layers: 4 is too large: the largest stage has . layers",
         ),
-        (("--ordered",), "leave --ordered out"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(arguments: tuple[str, ...], told: str) -> None:
-    ordered = "--ordered" in arguments
-    run = config.load(QUICKSTART, (*SMALL, *CUT, *(one for one in arguments if not one.startswith("--"))))
+    run = config.load(QUICKSTART, (*SMALL, *CUT, *arguments))
     with pytest.raises(HyperParallelError, match=told):
-        predict_run(run, Cluster.named("h100"), ordered=ordered)
+        predict_run(run, Cluster.named("h100"))
 
 
 def test_an_unknown_schedule_is_told_with_the_nearest() -> None:

@@ -66,21 +66,19 @@ def test_model_flops_are_those_of_the_one_convention() -> None:
     )
 
 
-def test_collectives_are_ordered_as_training_would_if_asked() -> None:
+def test_collectives_are_in_the_order_of_training_unless_asked_otherwise() -> None:
     cluster = Cluster.preset("h100")
-    plain = predict_run(config.load(QUICKSTART, SMALL), cluster)
-    assert any("--ordered" in note for note in plain.notes)
+    plain = predict_run(config.load(QUICKSTART, SMALL), cluster, as_written=True)
+    assert any("--as-written" in note for note in plain.notes)
     assert plain.timeline.masked.blocked == pytest.approx(0.0)
-    ordered = predict_run(config.load(QUICKSTART, SMALL), cluster, ordered=True)
-    assert not any("--ordered" in note for note in ordered.notes)
+    ordered = predict_run(config.load(QUICKSTART, SMALL), cluster)
+    assert not any("--as-written" in note for note in ordered.notes)
     assert ordered.timeline.step < plain.timeline.step and ordered.timeline.masked.blocked > 0.2
     # A run that asks for no order has none.
-    none = predict_run(
-        config.load(QUICKSTART, (*SMALL, "strategy.overlap.schedule=none")), cluster, ordered=True
-    )
+    none = predict_run(config.load(QUICKSTART, (*SMALL, "strategy.overlap.schedule=none")), cluster)
     assert none.timeline.step == pytest.approx(plain.timeline.step)
     # On the machine that was measured, training takes the usual order unless a file names the cluster.
-    usual = predict_run(config.load(QUICKSTART, SMALL), replace(cluster, name=MEASURED), ordered=True)
+    usual = predict_run(config.load(QUICKSTART, SMALL), replace(cluster, name=MEASURED))
     assert ordered.timeline.step < usual.timeline.step < plain.timeline.step
 
 

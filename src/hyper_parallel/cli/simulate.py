@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     "--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page that works offline."
 )
 @click.option(
-    "--ordered",
+    "--as-written",
     is_flag=True,
-    help="Order the collectives as training would, beside computation: every layer is captured, which takes longer.",
+    help="Keep the order of the model's code, where each collective is waited for; training orders them beside "
+    "computation.",
 )
 @click.option(
     "--explain",
@@ -56,14 +57,15 @@ def simulate(
     ranks: int | None,
     trace: Path | None,
     html: Path | None,
-    ordered: bool,
+    as_written: bool,
     explain: bool,
     as_json: bool,
 ) -> None:
     """Predict the time and memory of FILE's step on a cluster that you need not have.
 
     The command captures one rank's whole step as a graph on fake tensors, prices each operator on the cluster's
-    device and each collective on its links, and simulates the step. A table shows the time, the memory and whether
+    device and each collective on its links, and simulates the step with its collectives in the order in which
+    training runs them. A table shows the time, the memory and whether
     the step fits. Every number is predicted; the output names the source of the cluster's constants. Axes that are
     'auto' are planned for the cluster first.
 
@@ -99,7 +101,7 @@ def simulate(
     if run.open:
         run = _planned(run, cluster, ranks, progress)
     machine = cluster_of(cluster, run, ranks)
-    found = predict_run(run, machine, ordered=ordered, explain=explain, progress=progress)
+    found = predict_run(run, machine, as_written=as_written, explain=explain, progress=progress)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     from hyper_parallel.report import page, perfetto
 

@@ -34,16 +34,16 @@ def predict_run(
     cluster: Cluster,
     *,
     model: nn.Module | None = None,
-    ordered: bool = False,
+    as_written: bool = False,
     explain: bool = False,
     progress: Progress | None = None,
 ) -> Prediction:
     """What a step of a run would take on a cluster. Nothing is allocated, and no data or weights are read.
 
-    `model`: on the meta device, in place of the one that the file describes. `ordered`: with the collectives in the
-    order that training on that cluster would choose, for which every layer is captured; otherwise in that of the
-    model's code, each waited for where it begins. `explain`: tell what a memory budget moves, and how far from the best
-    that is. `progress` is told what is being done.
+    Collectives are in the order that training on that cluster would choose, and the peak is that of this order; with
+    `as_written` both are of the order of the model's code, in which each collective is waited for where it begins.
+    `model`: on the meta device, in place of the one that the file describes. `explain`: tell what a memory budget
+    moves, and how far from the best that is. `progress` is told what is being done.
 
     Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
     """
@@ -68,7 +68,6 @@ def predict_run(
             plain,
             algorithm=_algorithm(strategy),
             views=views,
-            ordered=ordered,
             explain=explain,
             say=say,
             notes=notes,
@@ -79,12 +78,12 @@ def predict_run(
         config,
         classes=dict.fromkeys(range(world), "all"),
         views=views,
-        passes_of=lambda smaller: passes(smaller, cluster, ordered=ordered, offload=offload),
+        passes_of=lambda smaller: passes(smaller, cluster, ordered=not as_written, offload=offload),
         say=say,
         notes=notes,
     )
-    if world > 1 and not ordered and strategy.overlap.schedule != "none":
-        notes.append("collectives are waited for where they begin; --ordered orders them as training would")
+    if as_written and world > 1 and strategy.overlap.schedule != "none":
+        notes.append("collectives are waited for where they begin (--as-written); training orders them")
     if offload is not None:
         say("looking for bounds" if explain else "planned")
         notes += [explained(found) if explain else str(found) for found in offload.found]

@@ -42,7 +42,6 @@ def predict_pipeline(
     *,
     algorithm: str | None,
     views: bool,
-    ordered: bool,
     explain: bool,
     say: Callable[[str], None],
     notes: list[str],
@@ -51,7 +50,7 @@ def predict_pipeline(
 
     Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
     """
-    refuse_unsupported(config, ordered=ordered, explain=explain)
+    refuse_unsupported(config, explain=explain)
     strategy = config.effective_strategy
     groups = DeviceGroup.of_pipeline(strategy)
     count = count_micro_batches(config)

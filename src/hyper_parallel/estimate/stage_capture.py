@@ -262,12 +262,8 @@ class _Capture:
         return rewritten(step, passes(recomputing, ordered=False, recompute=recomputed))
 
 
-def refuse_unsupported(config: RunConfig, *, ordered: bool, explain: bool) -> None:
+def refuse_unsupported(config: RunConfig, *, explain: bool) -> None:
     """Raise ConfigError for what a simulated pipeline does not have yet."""
-    if ordered:
-        raise ConfigError(
-            "--ordered: the collectives of a pipeline's stages are not ordered yet; leave --ordered out"
-        )
     if explain or config.effective_strategy.memory.device is not None:
         raise ConfigError(
             "strategy.memory.device: the budget of a pipeline is planned when it runs, and not predicted yet; leave "

@@ -1,7 +1,7 @@
 """Refinement: simulates the planner's best strategies from their captured steps.
 
 The estimate is of closed forms; the prediction is of every operator that `train` would run, with the collectives in the
-order that training would choose (`estimate.extrapolated_order`). Neither is a measurement.
+order in which training runs them. Neither is a measurement.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.estimate.extrapolated_order import predicted_step
+from hyper_parallel.estimate import predict_run
 from hyper_parallel.planner.run_file import PlannedRunFile
 from hyper_parallel.planner.solve import Refined
 
@@ -31,7 +31,7 @@ def _refined(file: PlannedRunFile, cluster: Cluster, progress: Callable[[str], N
     try:
         run = config.from_dict(file.data, source="the planned file")
         world = run.effective_strategy.axes.world
-        found = predicted_step(run, cluster.for_workers(world), progress=progress)
+        found = predict_run(run, cluster.for_workers(world), progress=progress)
     except HyperParallelError as error:
         return Refined(None, None, f"cannot be simulated: {error}")
-    return Refined(found.seconds, found.peak, found.how, found.fits)
+    return Refined(found.timeline.step, found.timeline.peak.bytes, fits=found.fits)

@@ -48,12 +48,12 @@ def simulated(runs: Sequence[RunConfig], cluster: Cluster) -> list[Simulated]:
 
 
 def _one(task: tuple[str, Cluster]) -> Simulated:
-    from hyper_parallel.estimate import predicted_step
+    from hyper_parallel.estimate import predict_run
 
     text, cluster = task
     run = files.RunConfig.model_validate_json(text)
     try:
-        found = predicted_step(run, cluster)
+        found = predict_run(run, cluster)
     except HyperParallelError as error:
         return Simulated(None, reason=str(error))
-    return Simulated(found.seconds, found.fits, found.peak)
+    return Simulated(found.timeline.step, found.fits, found.timeline.peak.bytes)
