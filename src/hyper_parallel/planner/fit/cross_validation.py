@@ -12,7 +12,8 @@ Each source is held out whole, constants are fitted on the others (`solve`), and
 | `picked` | of the sets of such rows, those in which the row estimated to be best is within 10% of the best |
 | `ordered_alike`, `picked_alike` | the same for rows of one batch and length only, which are harder to tell apart |
 | `caught`, `alarms` | of the rows that failed, those called unfit; of those that ran, those called unfit |
-| `held` | of the rows, those within their 90% interval, which comes from the residuals of other sources |
+| `held` | of the rows, those within their 90% interval, of the residuals of other sources' rows of their kind |
+| `kinds` | for models with experts and without: rows; mean over groups of the mean error and of the median; `held` |
 
 Rows of an interactive figure whose repeats differ by 5–25% count by their upper envelope: what reaches `ENVELOPE` of
 the peak in model FLOPs.
@@ -27,8 +28,8 @@ from numpy.typing import NDArray
 
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import fits, memory
-from hyper_parallel.planner.cost_model.step import seconds_by_kind
-from hyper_parallel.planner.error_interval import quantiles
+from hyper_parallel.planner.cost_model.step import open_facts, seconds_by_kind
+from hyper_parallel.planner.error_interval import KINDS, quantiles
 from hyper_parallel.planner.fit.map_estimate import solve
 from hyper_parallel.planner.mfu import flops_per_token, peak
 from hyper_parallel.planner.table import Array, Table, sum_of
@@ -94,27 +95,29 @@ class Judgement:
     caught: tuple[int, int]
     alarms: tuple[int, int]
     held: tuple[float, ...]
+    kinds: dict[str, dict[str, float]]
     estimate: Array
     """Seconds of each row, its source held out."""
-    residuals: tuple[float, float]
-    """Quantiles of the logarithms of estimate over measured."""
+    residuals: dict[str, tuple[float, float]]
+    """By kind, quantiles of the logarithms of estimate over measured."""
 
 
 def judge(evidence: Evidence) -> Judgement:
     """Hold each source out in turn."""
     timed = evidence.timed
-    estimate, null = np.full(timed.size, np.nan), np.full(timed.size, np.nan)
+    estimate, null, fastest, slowest = (np.full(timed.size, np.nan) for _ in range(4))
     for source in np.unique(evidence.sources[timed]):
         own = timed & (evidence.sources == source)
         rest = timed & ~own
         constants = solve(evidence.table.take(rest), evidence.seconds[rest], evidence.groups[rest])
-        estimate[own] = seconds_of(evidence.table.take(own), constants)
+        table = evidence.table.take(own)
+        estimate[own] = seconds_of(table, constants)
+        fastest[own], slowest[own] = open_facts(table, constants, estimate[own])
         null[own] = _null(evidence, rest, own)
     residual = np.log(estimate / evidence.seconds)
     groups = np.unique(evidence.groups[timed])
     members = [timed & (evidence.groups == group) for group in groups]
-    weights = _weights(evidence.groups[timed])
-    held = _held(evidence, residual, timed)
+    held = _held(evidence, residual, np.log(estimate / fastest), np.log(slowest / estimate))
     return Judgement(
         groups=tuple(groups),
         rows=tuple(int(own.sum()) for own in members),
@@ -127,8 +130,14 @@ def judge(evidence: Evidence) -> Judgement:
         **_choices(evidence, estimate, alike=True),
         **_unfit(evidence),
         held=tuple(float(held[own].mean()) for own in members),
+        kinds=_kinds(evidence, estimate, held),
         estimate=estimate,
-        residuals=quantiles(residual[timed], weights),
+        residuals={
+            kind: quantiles(residual[own], _weights(evidence.groups[own]))
+            for kind, rows in _of_kinds(evidence).items()
+            # Without runs of a kind, those of the other tell of it.
+            for own in (rows if rows.any() else timed,)
+        },
     )
 
 
@@ -160,13 +169,37 @@ def _null(evidence: Evidence, rest: NDArray[np.bool_], own: NDArray[np.bool_]) -
     return np.asarray(ideal[own] / share[order][np.searchsorted(sums, sums[-1] / 2)])
 
 
-def _held(evidence: Evidence, residual: Array, timed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    held = np.zeros(timed.size, bool)
-    for source in np.unique(evidence.sources[timed]):
-        own = timed & (evidence.sources == source)
-        rest = timed & ~own
-        low, high = quantiles(residual[rest], _weights(evidence.groups[rest]))
-        held[own] = (low <= residual[own]) & (residual[own] <= high)
+def _of_kinds(evidence: Evidence) -> dict[str, NDArray[np.bool_]]:
+    """Rows whose times count, of models without experts and with."""
+    mixture = np.broadcast_to(evidence.table.experts > 0, evidence.timed.size)
+    return dict(zip(KINDS, (evidence.timed & ~mixture, evidence.timed & mixture), strict=True))
+
+
+def _kinds(evidence: Evidence, estimate: Array, held: NDArray[np.bool_]) -> dict[str, dict[str, float]]:
+    found = {}
+    for kind, rows in _of_kinds(evidence).items():
+        groups = [rows & (evidence.groups == name) for name in np.unique(evidence.groups[rows])]
+        errors = [_errors(estimate[own], evidence.seconds[own]) for own in groups]
+        if not errors:
+            continue
+        found[kind] = {
+            "rows": int(rows.sum()),
+            "mean": float(np.mean([one.mean() for one in errors])),
+            "median": float(np.mean([np.median(one) for one in errors])),
+            "held": float(np.mean([held[own].mean() for own in groups])),
+        }
+    return found
+
+
+def _held(evidence: Evidence, residual: Array, faster: Array, slower: Array) -> NDArray[np.bool_]:
+    """Rows within their interval; `faster` and `slower` are what open facts widen it by, of its logarithm."""
+    held = np.zeros(evidence.timed.size, bool)
+    for rows in _of_kinds(evidence).values():
+        for source in np.unique(evidence.sources[rows]):
+            own = rows & (evidence.sources == source)
+            rest = rows & ~own
+            low, high = quantiles(residual[rest], _weights(evidence.groups[rest]))
+            held[own] = (low - slower[own] <= residual[own]) & (residual[own] <= high + faster[own])
     return held
 
 
