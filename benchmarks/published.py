@@ -21,8 +21,9 @@ from pages import DOCS, put
 from hyper_parallel.planner.constants import FITTED, Constants
 from hyper_parallel.planner.cost_model.memory import memory
 from hyper_parallel.planner.cost_model.step import open_facts, sum_of
+from hyper_parallel.planner.error_interval import KINDS
 from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
-from hyper_parallel.planner.fit.cross_validation import Evidence, Judgement, judge, seconds_of
+from hyper_parallel.planner.fit.cross_validation import Evidence, Judgement, Residuals, judge, seconds_of
 from hyper_parallel.planner.fit.map_estimate import solve
 from hyper_parallel.planner.fit.published_runs import evidence
 from hyper_parallel.planner.table import Array
@@ -56,10 +57,11 @@ def main() -> None:
     parser.add_argument("--print-only", action="store_true", help="write nothing")
     given = parser.parse_args()
     runs = evidence(RUNS, RECIPES)
-    found = judge(runs)
+    others = evidence(TRANSCRIBED)
     constants = solve(runs.table.take(runs.timed), runs.seconds[runs.timed], runs.groups[runs.timed])
+    found = judge(runs, (others, seconds_of(others.table, constants)))
     result = outcome(runs, found, constants)
-    result["unseen"] = unseen(evidence(TRANSCRIBED), constants, found.residuals)
+    result["unseen"] = unseen(others, constants, found.residuals)
     print("\n".join(lines(result)))
     if given.print_only:
         return
@@ -74,7 +76,8 @@ def _constants(constants: Constants, found: Judgement) -> dict[str, Any]:
         "constants": {name: _rounded(value) for name, value in asdict(constants).items()},
         "residuals": {
             kind: {"low": _rounded(low), "high": _rounded(high)}
-            for kind, (low, high) in found.residuals.items()
+            for kind in KINDS
+            for low, high in (found.residuals.interval(kind),)
         },
     }
 
@@ -121,19 +124,26 @@ def outcome(runs: Evidence, found: Judgement, constants: Constants) -> dict[str,
         "axes": _by_axis(runs, found),
         "worst": _worst(runs, found),
         "constants": asdict(constants),
-        "interval": {kind: list(between) for kind, between in found.residuals.items()},
+        "interval": {kind: list(found.residuals.interval(kind)) for kind in KINDS},
     }
 
 
-def unseen(
-    runs: Evidence, constants: Constants, between: Mapping[str, tuple[float, float]]
-) -> dict[str, dict[str, float]]:
-    """Errors of the estimates by source, kind and hardware, for runs on which nothing was fitted."""
+def unseen(runs: Evidence, constants: Constants, residuals: Residuals) -> dict[str, dict[str, float]]:
+    """Errors of the estimates by source, kind and hardware, for runs on which nothing was fitted.
+
+    A row's interval is of the residuals of other sources.
+    """
     told = seconds_of(runs.table, constants)
     fastest, slowest = open_facts(runs.table, constants, told)
     ratio = told / runs.seconds
     mixture = np.broadcast_to(runs.table.experts > 0, runs.table.n)
-    low, high = (np.where(mixture, between["mixture"][i], between["dense"][i]) for i in (0, 1))
+    between = np.array(
+        [
+            residuals.interval(KINDS[int(kind)], without=str(source))
+            for kind, source in zip(mixture, runs.sources, strict=True)
+        ]
+    )
+    low, high = between[:, 0], between[:, 1]
     peak = np.broadcast_to(sum_of(memory(runs.table)), runs.table.n) / runs.peak
     held = (fastest * np.exp(-high) <= runs.seconds) & (runs.seconds <= slowest * np.exp(-low))
     found = {}
@@ -228,6 +238,11 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
     for kind, text in (("dense", "without experts"), ("mixture", "mixtures of experts")):
         rows, *cells = (summary[f"{kind}_{name}"] for name in ("rows", "mean", "median", "held"))
         yield f"| {text} | {rows:,.0f} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |"
+    yield ""
+    yield (
+        "Intervals are of residuals of held-out sources and of the runs below that no constant is fitted on; a row's "
+        "own source is left out of its interval."
+    )
     yield ""
     yield (
         "Step time, the interval and the null model are means over the groups of S01 to S30. With P6, an addition, "

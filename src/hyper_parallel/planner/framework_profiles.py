@@ -19,6 +19,7 @@ GENERIC = Profile(
     ),
     dedup=0.5,
     overlap_expert=0.5,
+    fused_routing=0.5,
     even=0.5,
     tuned=0.5,
     defaults=Defaults(zero=1, sequence_parallel=True),
@@ -29,10 +30,12 @@ MEGATRON_LM = Profile(
     source=(
         "Megatron Core's guide: recommended are --use-distributed-optimizer, --overlap-grad-reduce and "
         "--sequence-parallel; gradients of bfloat16 are summed in float32; fused kernels of Transformer Engine; its "
-        "MoE guide offers an all-to-all or DeepEP, --overlap-moe-expert-parallel-comm and forced balance, all as asked"
+        "MoE guide offers an all-to-all or DeepEP, --overlap-moe-expert-parallel-comm, --moe-router-fusion and forced "
+        "balance, all as asked"
     ),
     dedup=0.5,
     overlap_expert=0.5,
+    fused_routing=0.5,
     even=0.5,
     tuned=1,
     defaults=Defaults(zero=1, sequence_parallel=True),
@@ -73,6 +76,24 @@ NEMO = Profile(
     even=0.5,
     tuned=1,
     defaults=Defaults(zero=1, sequence_parallel=True, expert_tensor="tensor"),
+)
+
+AUTOMODEL = Profile(
+    name="nemo-automodel",
+    source=(
+        "NeMo AutoModel, examples/benchmark/configs: FSDP2 with parameters and Adam's moments in bfloat16, Transformer "
+        "Engine's products, norms and attention, the loss without a float32 copy, DeepEP or HybridEP where enabled, "
+        "weights gathered once a step in pipelines; torch.optim.Adam, no master copy"
+    ),
+    dedup=0.5,
+    fused_routing=0.5,
+    even=0.5,
+    weight_bytes=2,
+    state_bytes=4,
+    logit_bytes=4,
+    regathers=0,
+    tuned=1,
+    defaults=Defaults(zero=3, vocabulary=128256, gathered_in_pipelines=True),
 )
 
 MEGATRON_BRIDGE = Profile(
@@ -241,6 +262,7 @@ HAI_LLM = Profile(
         "to a node once and in 8 bits with a scale for each 128 elements (section 3.3.3), ZeRO-1; gradients and their "
         "sums in float32, moments in bfloat16"
     ),
+    fused_routing=1,
     overlap_expert=1,
     dedup=1,
     dispatch_bytes=1 + 4 / 128,
@@ -293,6 +315,7 @@ _BY_PATTERN: tuple[tuple[str, Profile], ...] = (
     (r"bridge-nvl72", MEGATRON_BRIDGE_NVL72),
     (r"bridge-mixtures", MEGATRON_BRIDGE_MIXTURES),
     (r"bridge", MEGATRON_BRIDGE),
+    (r"auto[-_ ]?model", AUTOMODEL),
     (r"nemo", NEMO),
     (r"megascale", MEGASCALE),
     (r"mindspeed|mindformers|modellink", MINDSPEED),

@@ -37,7 +37,7 @@ class Defaults:
     micro-batch to its last."""
 
 
-UNKNOWN = ("overlap_expert", "graphs", "dedup", "even")
+UNKNOWN = ("overlap_expert", "graphs", "fused_routing", "dedup", "even")
 """Facts of a mixture's step that a run's source may leave open; each is the faster at 1."""
 
 
@@ -67,6 +67,9 @@ class Profile:
     """They travel beside shared experts."""
     graphs: float = 0.0
     """Kernels are launched from recorded graphs."""
+    fused_routing: float = 0.0
+    """A routed layer's top-k, probabilities and permutations are few kernels (Megatron's --moe-router-fusion and
+    --moe-permute-fusion)."""
     balanced: float = 0.0
     """Pipeline stages are cut by cost, the head's included, and not by a number of layers."""
     greedy: float = 0.0

@@ -153,6 +153,7 @@ class Table:
     overlap_expert: Array
     overlap_shared: Array
     graphs: Array
+    fused_routing: Array
     balanced: Array
     greedy: Array
     dedup: Array

@@ -57,6 +57,8 @@ abstract and figures 5 and 6)."""
 BACKWARD_BYTES = 1.6
 """Bytes of the backward pass of elementwise operators to those of the forward pass."""
 BACKWARD_LAUNCHES = 1.7
+FUSED_ROUTING = 0.5
+"""Launches of routing that fused routers and permutations take the place of."""
 RECORDED = 0.7
 """Launches of a layer that recorded graphs take the place of: those of attention, router and preprocessing (the scope
 of Megatron-Bridge's recipes), but not of experts and exchanges."""
@@ -163,8 +165,9 @@ def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Arr
 def _bytes(t: Table, k: Constants, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
     """Bytes read and written by a layer's elementwise operators, forward, 2 an element."""
     outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
-    # A row of an expert is copied into its place, weighted, copied back and added.
-    routed = t.chosen * (3 * t.expert_ffn + 8 * t.hidden * k.permute) * load(t, k) + 3 * t.shared_ffn
+    # Rows are sorted by rank, then by expert, and back; libraries that send one a node sort by rank as they send.
+    sorted_rows = 8 * t.hidden * k.permute * (1 - 0.5 * t.dedup)
+    routed = t.chosen * (3 * t.expert_ffn + sorted_rows) * load(t, k) + 3 * t.shared_ffn
     wide = (with_experts * routed + (1 - with_experts) * 3 * t.ffn) / ranks.tensor
     return 2 * (9 * outside * t.hidden + tokens * wide + 3 * tokens * t.heads * t.head_dim / ranks.tensor)
 
@@ -184,4 +187,5 @@ def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
 def _kernels(t: Table, k: Constants, with_experts: Array) -> Array:
     """Launches of a layer's forward pass."""
     plain = np.where(t.fused > 0, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
-    return (plain + with_experts * k.routing) * (1 - RECORDED * t.graphs)
+    routing = k.routing * (1 - FUSED_ROUTING * t.fused_routing)
+    return (plain + with_experts * routing) * (1 - RECORDED * t.graphs)

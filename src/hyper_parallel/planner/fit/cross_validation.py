@@ -78,6 +78,37 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Residuals:
+    """Logarithms of estimate over measured, of rows whose source the constants have not seen."""
+
+    values: Array
+    sources: NDArray[np.str_]
+    groups: NDArray[np.str_]
+    mixture: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, evidence: Evidence, estimate: Array) -> Residuals:
+        """Of the rows whose times count."""
+        rows = evidence.timed
+        mixture = np.broadcast_to(evidence.table.experts > 0, rows.size)
+        values = np.log(estimate[rows] / evidence.seconds[rows])
+        return cls(values, evidence.sources[rows], evidence.groups[rows], mixture[rows])
+
+    def and_of(self, other: Residuals) -> Residuals:
+        """Both."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
+        return Residuals(*(np.concatenate(pair) for pair in pairs))
+
+    def interval(self, kind: str, without: str = "") -> tuple[float, float]:
+        """Quantiles of a kind's rows, of all sources but one; each group weighs the same."""
+        others = self.sources != without
+        rows = others & (self.mixture == (kind == "mixture"))
+        # Without runs of a kind, those of the other tell of it.
+        rows = rows if rows.any() else others
+        return quantiles(self.values[rows], _weights(self.groups[rows]))
+
+
+@dataclass(frozen=True)
 class Judgement:
     """What `judge` found; see the module's table."""
 
@@ -98,12 +129,11 @@ class Judgement:
     kinds: dict[str, dict[str, float]]
     estimate: Array
     """Seconds of each row, its source held out."""
-    residuals: dict[str, tuple[float, float]]
-    """By kind, quantiles of the logarithms of estimate over measured."""
+    residuals: Residuals
 
 
-def judge(evidence: Evidence) -> Judgement:
-    """Hold each source out in turn."""
+def judge(evidence: Evidence, unseen: tuple[Evidence, Array] | None = None) -> Judgement:
+    """Hold each source out in turn. `unseen`: other runs, that no constant is fitted on, and their estimates."""
     timed = evidence.timed
     estimate, null, fastest, slowest = (np.full(timed.size, np.nan) for _ in range(4))
     for source in np.unique(evidence.sources[timed]):
@@ -117,7 +147,10 @@ def judge(evidence: Evidence) -> Judgement:
     residual = np.log(estimate / evidence.seconds)
     groups = np.unique(evidence.groups[timed])
     members = [timed & (evidence.groups == group) for group in groups]
-    held = _held(evidence, residual, np.log(estimate / fastest), np.log(slowest / estimate))
+    residuals = Residuals.of(evidence, estimate)
+    if unseen is not None:
+        residuals = residuals.and_of(Residuals.of(*unseen))
+    held = _held(evidence, residual, residuals, np.log(estimate / fastest), np.log(slowest / estimate))
     return Judgement(
         groups=tuple(groups),
         rows=tuple(int(own.sum()) for own in members),
@@ -132,12 +165,7 @@ def judge(evidence: Evidence) -> Judgement:
         held=tuple(float(held[own].mean()) for own in members),
         kinds=_kinds(evidence, estimate, held),
         estimate=estimate,
-        residuals={
-            kind: quantiles(residual[own], _weights(evidence.groups[own]))
-            for kind, rows in _of_kinds(evidence).items()
-            # Without runs of a kind, those of the other tell of it.
-            for own in (rows if rows.any() else timed,)
-        },
+        residuals=residuals,
     )
 
 
@@ -191,14 +219,15 @@ def _kinds(evidence: Evidence, estimate: Array, held: NDArray[np.bool_]) -> dict
     return found
 
 
-def _held(evidence: Evidence, residual: Array, faster: Array, slower: Array) -> NDArray[np.bool_]:
+def _held(
+    evidence: Evidence, residual: Array, residuals: Residuals, faster: Array, slower: Array
+) -> NDArray[np.bool_]:
     """Rows within their interval; `faster` and `slower` are what open facts widen it by, of its logarithm."""
     held = np.zeros(evidence.timed.size, bool)
-    for rows in _of_kinds(evidence).values():
+    for kind, rows in _of_kinds(evidence).items():
         for source in np.unique(evidence.sources[rows]):
             own = rows & (evidence.sources == source)
-            rest = rows & ~own
-            low, high = quantiles(residual[rest], _weights(evidence.groups[rest]))
+            low, high = residuals.interval(kind, without=str(source))
             held[own] = (low - slower[own] <= residual[own]) & (residual[own] <= high + faster[own])
     return held
 
