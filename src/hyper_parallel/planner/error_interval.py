@@ -4,7 +4,8 @@
 
 r₅ and r₉₅ are quantiles of the residuals of published runs, each of a source that was held out while constants were
 fitted (`fit.judge`), each source on one kind of hardware weighing the same. They are written beside the constants, for
-models with experts and without (`KINDS`), since the former are harder to estimate.
+models with experts and without (`KINDS`), since the former are harder to estimate. What open facts explain of a run is
+no residual.
 
 s₀ and s₁ are the estimate with every fact that the framework leaves open against it, and for it
 (`cost_model.step.open_facts`). Both are the estimate where nothing is open.

@@ -79,7 +79,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Residuals:
-    """Logarithms of estimate over measured, of rows whose source the constants have not seen."""
+    """Logarithms of estimate over measured, of rows whose source the constants have not seen.
+
+    Where facts are open, of the nearest estimate that some answer to them gives: what they explain is no residual.
+    """
 
     values: Array
     sources: NDArray[np.str_]
@@ -87,11 +90,13 @@ class Residuals:
     mixture: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, evidence: Evidence, estimate: Array) -> Residuals:
-        """Of the rows whose times count."""
+    def of(cls, evidence: Evidence, between: tuple[Array, Array]) -> Residuals:
+        """Of the rows whose times count; `between`: seconds with open facts for a step, and against it."""
         rows = evidence.timed
         mixture = np.broadcast_to(evidence.table.experts > 0, rows.size)
-        values = np.log(estimate[rows] / evidence.seconds[rows])
+        fastest, slowest = (side[rows] for side in between)
+        measured = evidence.seconds[rows]
+        values = np.log(np.clip(measured, fastest, slowest) / measured)
         return cls(values, evidence.sources[rows], evidence.groups[rows], mixture[rows])
 
     def and_of(self, other: Residuals) -> Residuals:
@@ -132,8 +137,8 @@ class Judgement:
     residuals: Residuals
 
 
-def judge(evidence: Evidence, unseen: tuple[Evidence, Array] | None = None) -> Judgement:
-    """Hold each source out in turn. `unseen`: other runs, that no constant is fitted on, and their estimates."""
+def judge(evidence: Evidence, unseen: Residuals | None = None) -> Judgement:
+    """Hold each source out in turn. `unseen`: of other runs, that no constant is fitted on."""
     timed = evidence.timed
     estimate, null, fastest, slowest = (np.full(timed.size, np.nan) for _ in range(4))
     for source in np.unique(evidence.sources[timed]):
@@ -147,10 +152,10 @@ def judge(evidence: Evidence, unseen: tuple[Evidence, Array] | None = None) -> J
     residual = np.log(estimate / evidence.seconds)
     groups = np.unique(evidence.groups[timed])
     members = [timed & (evidence.groups == group) for group in groups]
-    residuals = Residuals.of(evidence, estimate)
-    if unseen is not None:
-        residuals = residuals.and_of(Residuals.of(*unseen))
-    held = _held(evidence, residual, residuals, np.log(estimate / fastest), np.log(slowest / estimate))
+    own = Residuals.of(evidence, (fastest, slowest))
+    residuals = own if unseen is None else own.and_of(unseen)
+    held = np.zeros(timed.size, bool)
+    held[timed] = _held(own, residuals)
     return Judgement(
         groups=tuple(groups),
         rows=tuple(int(own.sum()) for own in members),
@@ -219,16 +224,14 @@ def _kinds(evidence: Evidence, estimate: Array, held: NDArray[np.bool_]) -> dict
     return found
 
 
-def _held(
-    evidence: Evidence, residual: Array, residuals: Residuals, faster: Array, slower: Array
-) -> NDArray[np.bool_]:
-    """Rows within their interval; `faster` and `slower` are what open facts widen it by, of its logarithm."""
-    held = np.zeros(evidence.timed.size, bool)
-    for kind, rows in _of_kinds(evidence).items():
-        for source in np.unique(evidence.sources[rows]):
-            own = rows & (evidence.sources == source)
+def _held(own: Residuals, residuals: Residuals) -> NDArray[np.bool_]:
+    """Which rows are within the interval of other sources' residuals."""
+    held = np.zeros(own.values.size, bool)
+    for kind in KINDS:
+        for source in np.unique(own.sources):
+            rows = (own.sources == source) & (own.mixture == (kind == "mixture"))
             low, high = residuals.interval(kind, without=str(source))
-            held[own] = (low - slower[own] <= residual[own]) & (residual[own] <= high + faster[own])
+            held[rows] = (low <= own.values[rows]) & (own.values[rows] <= high)
     return held
 
 
