@@ -349,9 +349,9 @@ def test_the_published_runs_that_state_shape_devices_and_batch_are_covered() -> 
 
 def test_the_transcribed_runs_are_all_covered() -> None:
     (_, found), (_, recipes) = rows(TRANSCRIBED), rows(RECIPES)
-    assert (len(found), len(recipes)) == (71, 98)
+    assert (len(found), len(recipes)) == (94, 98)
     assert not [row for row in (*found, *recipes) if row.unsupported]
-    assert {row.source for row in found} == {"P1", "P2", "P3", "P4", "P5", "P6"}
+    assert {row.source for row in found} == {"M1", "M2", "M3", "P1", "P2", "P3", "P4", "P5", "P6"}
 
 
 def test_scrambled_measurements_change_nothing_of_the_published_runs() -> None:

@@ -107,6 +107,7 @@ def _named(name: str) -> Cluster:
         ("llama-3-405b", 512, "h100"),
         ("llama-3-8b", 32, "cut by cost"),
         ("llama-3-70b", 128, "upside down"),
+        ("deepseek-v3", 256, "upside down"),
         ("deepseek-v3", 256, "h800"),
         ("mixtral-8x7b", 64, "cloudmatrix384"),
     ],

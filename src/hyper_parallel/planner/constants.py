@@ -54,7 +54,7 @@ class Constants:
         140.0, 0.25, "terms", "inner size of a product at which half of its rate is reached"
     )
     grouped: float = _number(
-        1.5, 0.2, "ratio", "an expert's product beside a plain one of its shape: 1.1 on A100, 1.6 on B200"
+        1.0, 0.05, "ratio", "an expert's product beside a plain one of its shape: 1.1 on A100, 0.9 on B200"
     )
     attention: float = _number(1.0, 0.2, "ratio", "fused attention beside its published rate")
     memory: float = _number(0.75, 0.15, "share of bandwidth", "operators that only move bytes")
@@ -62,6 +62,7 @@ class Constants:
         1.0, 0.2, "ratio", "bytes of norms, activations and residuals beside the count"
     )
     unfused: float = _number(2.2, 0.3, "ratio", "bytes of these where a framework does not fuse them")
+    permute: float = _number(1.5, 0.3, "ratio", "bytes of sorting rows by expert and back beside the count")
     launch: float = _number(22e-6, 0.3, "s", "what a kernel costs the host that launches it")
     routing: float = _number(
         200.0, 0.3, "kernels", "launches of a routed layer, its waits counted as launches"
@@ -70,6 +71,9 @@ class Constants:
         0.75, 0.15, "share of bandwidth", "collectives on links inside a node or supernode"
     )
     across: float = _number(0.65, 0.2, "share of bandwidth", "collectives on the network")
+    dispatch: float = _number(
+        0.88, 0.08, "share of bandwidth", "tokens on the network, sent by a library made for it"
+    )
     crowding: float = _number(0.2, 0.5, "share", "what each doubling of nodes takes from the network's rate")
     hop: float = _number(
         14e-6, 0.4, "s", "a collective's latency for each doubling of its ranks inside a node"

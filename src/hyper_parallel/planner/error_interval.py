@@ -1,9 +1,14 @@
-"""Error interval of an estimate: covers 90% of measured runs.
+"""Error interval of an estimate: covers 90% of measured runs of its kind.
 
-    r = log(estimate / measured)        seconds in [s · exp(−r₉₅), s · exp(−r₅)]          `between`
+    r = log(estimate / measured)        seconds in [s₁ · exp(−r₉₅), s₀ · exp(−r₅)]        `between`
 
 r₅ and r₉₅ are quantiles of the residuals of published runs, each of a source that was held out while constants were
-fitted (`fit.judge`), each source on one kind of hardware weighing the same. They are written beside the constants.
+fitted (`fit.judge`), each source on one kind of hardware weighing the same. They are written beside the constants, for
+models with experts and without (`KINDS`), since the former are harder to estimate. What open facts explain of a run is
+no residual.
+
+s₀ and s₁ are the estimate with every fact that the framework leaves open against it, and for it
+(`cost_model.step.open_facts`). Both are the estimate where nothing is open.
 """
 
 from __future__ import annotations
@@ -14,22 +19,26 @@ from functools import cache
 import numpy as np
 
 from hyper_parallel.planner.constants import FITTED
-from hyper_parallel.planner.table import Array
+from hyper_parallel.planner.cost_model.step import Estimate
+from hyper_parallel.planner.table import Array, Table
 
 LOW, HIGH = 0.05, 0.95
+KINDS = ("dense", "mixture")
+"""Models without experts, and with."""
 
 
 @cache
-def residuals() -> tuple[float, float]:
-    """r₅ and r₉₅."""
+def residuals() -> dict[str, tuple[float, float]]:
+    """r₅ and r₉₅ by kind."""
     found = json.loads(FITTED.read_text())["residuals"]
-    return float(found["low"]), float(found["high"])
+    return {kind: (float(found[kind]["low"]), float(found[kind]["high"])) for kind in KINDS}
 
 
-def between(seconds: Array) -> tuple[Array, Array]:
-    """Seconds that nine of ten steps with such an estimate take at least and at most."""
-    low, high = residuals()
-    return seconds * np.exp(-high), seconds * np.exp(-low)
+def between(t: Table, told: Estimate) -> tuple[Array, Array]:
+    """Seconds that nine of ten steps with such estimates take at least and at most."""
+    found = residuals()
+    low, high = (np.where(t.experts > 0, found["mixture"][i], found["dense"][i]) for i in (0, 1))
+    return told.fastest * np.exp(-high), told.slowest * np.exp(-low)
 
 
 def quantiles(residuals: Array, weights: Array) -> tuple[float, float]:

@@ -1,87 +1,15 @@
 """Framework profiles: default settings of Megatron, DeepSpeed and others, from their documentation.
 
-A `Profile` has two sorts of facts. Those of `Profile` itself say how a step runs whatever its user asks for, and are
-columns of the table. Its `Defaults` say what an option is that the user has not written, and what a word of theirs
-means; rows of published runs are filled with them, and the output names each.
+What a profile says is in `profile`. Each names its source; the first pattern that a framework's name has decides.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 from hyper_parallel.errors import ConfigError, nearest
-from hyper_parallel.workload.workload import Precision
-
-
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """Options as they are where nobody has set them."""
-
-    zero: int = 0
-    """0 to 3, over the ranks that see different data."""
-    sequence_parallel: bool = False
-    """Where tensor parallelism is used."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    precision: Precision = "bf16"
-    schedule: Literal["1f1b", "interleaved", "dualpipe"] = "1f1b"
-    """Of pipelines."""
-    vocabulary: int = 50257
-    """Tokens; 50257 is GPT-2's, which Megatron and what follows it are shipped with."""
-    selective: float = 0.0
-    """What the word "selective" means of recomputation. 0: the scores of attention, as in Megatron. Else a share of the
-    layers, whole, or as much of each."""
-    gathered_in_pipelines: bool = False
-    """With a pipeline weights that are split for good stay gathered, and gradients whole, from a step's first
-    micro-batch to its last."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What a framework does, beyond what its user spreads over which axes.
-
-    Shares are 0 or 1 where documentation says that something is not done, or done.
-    """
-
-    name: str
-    source: str
-    """Where its facts stand."""
-    fused: float = 1.0
-    """Elementwise operators and norms are fused into few kernels."""
-    flash: float = 1.0
-    """Attention's scores stay on the chip: 1 by the best kernels that a device has; a share of their rate by others; 2
-    by FlashAttention-2, PyTorch's copy or its own package, which knows no instruction that is newer than Ampere."""
-    overlap_data: float = 1.0
-    """Gradients are reduced, and weights gathered, beside computation."""
-    overlap_tensor: float = 0.0
-    """The collectives of a layer's split products run beside them, in parts."""
-    overlap_expert: float = 0.0
-    """Tokens travel to experts and back beside the computation of others."""
-    graphs: float = 0.0
-    """Kernels are launched from recorded graphs."""
-    balanced: float = 0.0
-    """Pipeline stages are cut by cost, the head's included, and not by a number of layers."""
-    greedy: float = 0.0
-    """That cut fills a stage until it exceeds its share of the cost; where the last are never reached, a run fails."""
-    dedup: float = 0.0
-    """A token that goes to several experts of a node crosses the network once."""
-    gradient_bytes: float = 4.0
-    """Bytes of a gradient's element, as it is summed over micro-batches and ranks."""
-    weight_bytes: float = 2.0
-    """Bytes of a parameter as ranks keep it between steps, a float32 master in the optimizer's state not counted."""
-    state_bytes: float = 12.0
-    """Bytes of a parameter's optimizer state, a float32 master included: AdamW's two moments and a master are 12."""
-    logit_bytes: float = 8.0
-    """Bytes of a logit while the loss goes back: in 16 bits and in float32, the float32 gradient in its copy's place,
-    and the gradient in 16 bits. A loss that keeps a float32 copy more takes 12, one within the 16-bit logits 4."""
-    regathers: float = 1.0
-    """A product whose input is split by tokens keeps its part, and gathers it again for its gradient."""
-    tuned: float = 0.0
-    """Kernels of products are chosen for Hopper by Transformer Engine or XLA, not as PyTorch's library offers them; a
-    half says that it is not known."""
-    defaults: Defaults = field(default_factory=Defaults)
-
+from hyper_parallel.planner.profile import Defaults, Profile
 
 GENERIC = Profile(
     name="generic",
@@ -89,6 +17,10 @@ GENERIC = Profile(
         "what most frameworks for large models share: fused attention, reduction beside the backward pass, float32 "
         "gradients, the optimizer's state split over data-parallel ranks, activations split beside tensor parallelism"
     ),
+    dedup=0.5,
+    overlap_expert=0.5,
+    fused_routing=0.5,
+    even=0.5,
     tuned=0.5,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
@@ -97,8 +29,14 @@ MEGATRON_LM = Profile(
     name="megatron-lm",
     source=(
         "Megatron Core's guide: recommended are --use-distributed-optimizer, --overlap-grad-reduce and "
-        "--sequence-parallel; gradients of bfloat16 are summed in float32; fused kernels of Transformer Engine"
+        "--sequence-parallel; gradients of bfloat16 are summed in float32; fused kernels of Transformer Engine; its "
+        "MoE guide offers an all-to-all or DeepEP, --overlap-moe-expert-parallel-comm, --moe-router-fusion and forced "
+        "balance, all as asked"
     ),
+    dedup=0.5,
+    overlap_expert=0.5,
+    fused_routing=0.5,
+    even=0.5,
     tuned=1,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
@@ -130,23 +68,45 @@ NEMO = Profile(
     name="nemo",
     source=(
         "NVIDIA NeMo 24.07, performance guide: ub_tp_comm_overlap, the distributed optimizer with "
-        "overlap_grad_sync, sequence_parallel; its launcher's configs have grad_sync_dtype bf16"
+        "overlap_grad_sync, sequence_parallel; its launcher's configs have grad_sync_dtype bf16; experts by an "
+        "all-to-all, their features split as tensor parallelism splits others (Megatron Core's default)"
     ),
     overlap_tensor=1,
     gradient_bytes=2,
+    even=0.5,
     tuned=1,
-    defaults=Defaults(zero=1, sequence_parallel=True),
+    defaults=Defaults(zero=1, sequence_parallel=True, expert_tensor="tensor"),
+)
+
+AUTOMODEL = Profile(
+    name="nemo-automodel",
+    source=(
+        "NeMo AutoModel, examples/benchmark/configs: FSDP2 with parameters and Adam's moments in bfloat16, Transformer "
+        "Engine's products, norms and attention, the loss without a float32 copy, DeepEP or HybridEP where enabled, "
+        "weights gathered once a step in pipelines; torch.optim.Adam, no master copy"
+    ),
+    dedup=0.5,
+    fused_routing=0.5,
+    even=0.5,
+    weight_bytes=2,
+    state_bytes=4,
+    logit_bytes=4,
+    regathers=0,
+    tuned=1,
+    defaults=Defaults(zero=3, vocabulary=128256, gathered_in_pipelines=True),
 )
 
 MEGATRON_BRIDGE = Profile(
     name="megatron-bridge",
     source=(
         "Megatron-Bridge, performance guide: overlap of tensor and data parallelism, the distributed optimizer; its "
-        "flex dispatcher sends a token to a node once; its recipes of mixtures have the precision-aware optimizer: "
-        "gradients and moments in bfloat16, a float32 master"
+        "flex dispatcher sends a token to a node once, its alltoall does not; its recipes of mixtures have the "
+        "precision-aware optimizer: gradients and moments in bfloat16, a float32 master"
     ),
     overlap_tensor=1,
-    dedup=1,
+    dedup=0.5,
+    overlap_expert=0.5,
+    even=0.5,
     gradient_bytes=2,
     state_bytes=8,
     tuned=1,
@@ -158,17 +118,40 @@ MEGATRON_BRIDGE_RECIPES = replace(
     name="megatron-bridge-recipes",
     source=(
         "Megatron-Bridge, scripts/performance: recorded graphs of kernels, grad_reduce_in_fp32 false, layers laid "
-        "out so that embedding and loss count as layers; DeepEP or HybridEP, which send a token to a node once"
+        "out so that embedding and loss count as layers, routing forced to be even"
     ),
     graphs=1,
     balanced=1,
-    gradient_bytes=2,
+    even=1,
+)
+
+MEGATRON_BRIDGE_MIXTURES = replace(
+    MEGATRON_BRIDGE_RECIPES,
+    name="megatron-bridge-mixtures",
+    source=(
+        "Megatron-Bridge, scripts/performance/configs, workload_base_configs of DeepSeek-V3, Qwen3 and gpt-oss: on "
+        "H100, B200 and B300 moe_token_dispatcher_type alltoall in some and DeepEP or HybridEP in others, "
+        "moe_a2a_overlap and recorded graphs in some"
+    ),
+    graphs=0.5,
+)
+
+MEGATRON_BRIDGE_NVL72 = replace(
+    MEGATRON_BRIDGE_RECIPES,
+    name="megatron-bridge-nvl72",
+    source=(
+        "Megatron-Bridge, the same files for GB200 and GB300: HybridEP, moe_a2a_overlap false but for the newest of "
+        "DeepSeek-V3, graphs of attn, moe_router, moe_preprocess"
+    ),
+    dedup=1,
+    overlap_expert=0,
 )
 
 MEGATRON_BRIDGE_HYBRIDEP = replace(
     MEGATRON_BRIDGE_RECIPES,
     name="megatron-bridge-hybridep",
     source=f"{MEGATRON_BRIDGE_RECIPES.source}; with HybridEP exchanges of experts run beside computation",
+    dedup=1,
     overlap_expert=1,
 )
 
@@ -263,9 +246,12 @@ MINDSPEED = Profile(
     name="mindspeed-llm",
     source=(
         "MindSpeed-LLM 1.0: its table of performance has MC2 on, which runs collectives of tensor parallelism beside "
-        "products; fused attention, RMSNorm, rotation and SwiGLU; its scripts pass --use-distributed-optimizer"
+        "products; fused attention, RMSNorm, rotation and SwiGLU; its scripts pass --use-distributed-optimizer; "
+        "--moe-alltoall-overlap-comm is an option"
     ),
     overlap_tensor=1,
+    overlap_expert=0.5,
+    even=0.5,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
 
@@ -273,10 +259,13 @@ HAI_LLM = Profile(
     name="hai-llm",
     source=(
         "DeepSeek-V3, arXiv 2412.19437, section 3.2: DualPipe, exchanges of experts beside computation, a token sent "
-        "to a node once, ZeRO-1; gradients and their sums in float32, moments in bfloat16"
+        "to a node once and in 8 bits with a scale for each 128 elements (section 3.3.3), ZeRO-1; gradients and their "
+        "sums in float32, moments in bfloat16"
     ),
+    fused_routing=1,
     overlap_expert=1,
     dedup=1,
+    dispatch_bytes=1 + 4 / 128,
     state_bytes=8,
     defaults=Defaults(zero=1, precision="fp8", schedule="dualpipe", vocabulary=129280),
 )
@@ -323,7 +312,10 @@ _BY_PATTERN: tuple[tuple[str, Profile], ...] = (
     (r"megatron[-_ ]?deepspeed", MEGATRON_DEEPSPEED),
     (r"bridge.*hybridep", MEGATRON_BRIDGE_HYBRIDEP),
     (r"bridge.*(nemo|recipes)", MEGATRON_BRIDGE_RECIPES),
+    (r"bridge-nvl72", MEGATRON_BRIDGE_NVL72),
+    (r"bridge-mixtures", MEGATRON_BRIDGE_MIXTURES),
     (r"bridge", MEGATRON_BRIDGE),
+    (r"auto[-_ ]?model", AUTOMODEL),
     (r"nemo", NEMO),
     (r"megascale", MEGASCALE),
     (r"mindspeed|mindformers|modellink", MINDSPEED),

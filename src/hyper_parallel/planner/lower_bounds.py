@@ -116,6 +116,8 @@ class Bounds:
             best = np.maximum(np.maximum(base.node_rate, base.supernode_rate), base.network_rate)
             base = base.replaced(node=np.inf, node_rate=best)
             share, hop = max(constants.inside, constants.across), min(constants.hop, constants.net_hop)
+            # Dispatch uses the links of a node and the network at once: no single link's rate bounds it.
+            share = np.inf if np.any(base.experts > 0) else share
             constants = replace(constants, inside=share, hop=hop)
         # Levels of ZeRO change nothing in the passes of a step without data ranks.
         some = split["zero"] == split["zero"].min() if parent.size else np.zeros(0, dtype=bool)

@@ -89,6 +89,7 @@ def read_off(cluster: Cluster, precision: Precision) -> tuple[Cluster, Constants
         launch=max(device.launch, _NOTHING),
         inside=1.0,
         across=1.0,
+        dispatch=1.0,
         crowding=_NOTHING,
         hop=hop,
         net_hop=hop,

@@ -100,7 +100,7 @@ def figures(t: Table, estimate: Estimate) -> list[Figures]:
     speed, share = rows(tokens_per_second(t, estimate.seconds)), rows(mfu(t, estimate.seconds))
     micro_batches = rows(pipeline.micro_batches(t))
     devices, capacity, tokens = rows(t.devices), rows(t.capacity), rows(t.batch * t.sequence)
-    low, high = (rows(bound) for bound in between(estimate.seconds))
+    low, high = (rows(bound) for bound in between(t, estimate))
     return [
         Figures(
             strategy={name: _told(name, float(column[row])) for name, column in spread.items()},

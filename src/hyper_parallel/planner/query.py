@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.planner.codes import CODES
-from hyper_parallel.planner.framework_profiles import GENERIC, Profile
+from hyper_parallel.planner.framework_profiles import GENERIC
+from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.table import SPREAD
 from hyper_parallel.workload.workload import Workload
 

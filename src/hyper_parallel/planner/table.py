@@ -25,7 +25,7 @@ from hyper_parallel.planner.codes import (
     CODES,
     architecture,
 )
-from hyper_parallel.planner.framework_profiles import Profile
+from hyper_parallel.planner.profile import Profile
 from hyper_parallel.workload.workload import PRECISIONS, Workload
 
 __all__ = [
@@ -69,6 +69,9 @@ class Table:
     value: Array
     window: Array
     windowed: Array
+    expert_groups: Array
+    chosen_groups: Array
+    """Groups that a token's experts lie in, of `expert_groups`; 0 where routing is not limited."""
 
     sequence: Array
     """Tokens."""
@@ -119,6 +122,8 @@ class Table:
     """Parts of the model that a rank holds; 1: not interleaved."""
     expert: Array
     """Ranks over which experts are spread; folds over shard, context and tensor."""
+    expert_tensor: Array
+    """Ranks that split the features of each expert; inside `expert`. 1: each expert is whole."""
     zero: Array
     """What is split over `shard`: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     sequence_parallel: Array
@@ -146,10 +151,14 @@ class Table:
     overlap_data: Array
     overlap_tensor: Array
     overlap_expert: Array
+    overlap_shared: Array
     graphs: Array
+    fused_routing: Array
     balanced: Array
     greedy: Array
     dedup: Array
+    dispatch_bytes: Array
+    even: Array
     gradient_bytes: Array
     weight_bytes: Array
     state_bytes: Array
@@ -208,7 +217,7 @@ class Table:
         ConfigError for a cluster that does not describe its device.
         """
         columns: dict[str, Any] = {**of_workload(workload), **of_cluster(cluster), **of_profile(profile)}
-        columns |= {**SPREAD, **spread}
+        columns |= {**UNSEARCHED, **SPREAD, **spread}
         if "devices" not in columns:
             axes = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
             product = math.prod(np.asarray(columns[axis], dtype=np.float64) for axis in axes)
@@ -255,6 +264,9 @@ SPREAD: Mapping[str, float] = {
 }
 """Nothing is split, nothing computed again: what a strategy leaves out."""
 
+UNSEARCHED: Mapping[str, float] = {"expert_tensor": 1}
+"""Columns of how a run is spread that only published runs state; the search has no axis for them."""
+
 
 def _column(name: str, values: npt.ArrayLike) -> Array:
     column = np.atleast_1d(np.asarray(values, dtype=np.float64))
@@ -267,7 +279,10 @@ def _cell(column: Array, rows: npt.NDArray[np.intp]) -> Array:
     return column if column.size == 1 else column[rows]
 
 
-_SHAPE = (*COLUMNS[: COLUMNS.index("dense_layers") + 1], "window", "windowed")
+_SHAPE = (
+    *COLUMNS[: COLUMNS.index("dense_layers") + 1],
+    *("window", "windowed", "expert_groups", "chosen_groups"),
+)
 """The columns that are fields of Shape."""
 
 

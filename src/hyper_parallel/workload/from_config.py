@@ -134,7 +134,14 @@ def _experts(config: Mapping[str, Any], name: str, layers: int) -> dict[str, int
         "expert_ffn": features,
         "shared_ffn": shared or features * _find(config, "n_shared_experts", "num_shared_experts"),
         "dense_layers": _dense(config, layers),
+        **_groups(config),
     }
+
+
+def _groups(config: Mapping[str, Any]) -> dict[str, int]:
+    """Groups of experts that a token's choice is limited to; one group limits nothing."""
+    groups, chosen = _find(config, "n_group"), _find(config, "topk_group")
+    return {"expert_groups": groups, "chosen_groups": chosen} if 0 < chosen < groups else {}
 
 
 def _dense(config: Mapping[str, Any], layers: int) -> int:

@@ -73,6 +73,10 @@ def _moe(experts: int, chosen: int, features: int, shared: int = 0, dense: int =
     }
 
 
+def _groups(groups: int, chosen: int) -> dict[str, Any]:
+    return {"expert_groups": groups, "chosen_groups": chosen}
+
+
 def _windows(tokens: int, windowed: int, layers: int) -> dict[str, Any]:
     return {"window": tokens, "windowed": windowed / layers}
 
@@ -225,13 +229,13 @@ LINES: tuple[_Line, ...] = (
         "deepseek-v2",
         "deepseek-v2",
         *(60, 5120, 128, 128, 12288, 102400),
-        _moe(160, 6, 1536, 3072, 1) | {"latent": _LATENT, "positions": 163840},
+        _moe(160, 6, 1536, 3072, 1) | _groups(8, 3) | {"latent": _LATENT, "positions": 163840},
     ),
     (
         "deepseek-v3",
         "deepseek-v3",
         *(61, 7168, 128, 128, 18432, 129280),
-        _moe(256, 8, 2048, 2048, 3) | {"latent": _LATENT, "positions": 163840},
+        _moe(256, 8, 2048, 2048, 3) | _groups(8, 4) | {"latent": _LATENT, "positions": 163840},
     ),
     (
         "kimi-k2",

@@ -80,6 +80,10 @@ class Shape:
     """Share of the layers that attend to `window` tokens only, 0 to 1."""
     positions: int = 0
     """The model's maximum sequence length in tokens; 0: unknown."""
+    expert_groups: int = 0
+    """Equal groups of experts of which a token chooses `chosen_groups` first (DeepSeek-V2, arXiv 2405.04434, section
+    2.2.2); 0: a token may go to any experts."""
+    chosen_groups: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -98,6 +102,10 @@ class Shape:
             )
         if self.experts and self.chosen > self.experts:
             raise self._error(f"a token cannot go through {self.chosen} of {self.experts} experts")
+        if self.chosen_groups > self.expert_groups:
+            raise self._error(
+                f"a token cannot choose {self.chosen_groups} of {self.expert_groups} groups of experts"
+            )
         if self.dense_layers > self.layers:
             raise self._error(f"{self.dense_layers} of its {self.layers} layers cannot be dense")
         if self.experts and self.dense_layers and not self.ffn:

@@ -63,15 +63,13 @@ def _latent(shape: Shape) -> dict[str, Any]:
         "qk_rope_head_dim": latent.rotary,
         "v_head_dim": latent.value,
         **_routed(shape),
-        # Groups of experts that a token may choose of are a matter of routing alone.
-        "n_group": 1,
-        "topk_group": 1,
+        **_groups(shape),
     }
 
 
 def _experts(shape: Shape) -> dict[str, Any]:
     if shape.shared_ffn or shape.dense_layers:
-        return {"model_type": "glm4_moe", **_routed(shape), "n_group": 1, "topk_group": 1}
+        return {"model_type": "glm4_moe", **_routed(shape), **_groups(shape)}
     some = 0 < shape.windowed < 1
     return {
         "model_type": "gpt_oss" if some else "mixtral",
@@ -81,6 +79,10 @@ def _experts(shape: Shape) -> dict[str, Any]:
         "sliding_window": shape.window if shape.windowed else None,
         **({"layer_types": _layer_types(shape)} if some else {}),
     }
+
+
+def _groups(shape: Shape) -> dict[str, Any]:
+    return {"n_group": max(1, shape.expert_groups), "topk_group": max(1, shape.chosen_groups)}
 
 
 def _routed(shape: Shape) -> dict[str, Any]:

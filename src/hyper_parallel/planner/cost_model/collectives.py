@@ -19,10 +19,9 @@ all-reduce takes twice that. The latency is that of trees (`RankGroup.latency`),
 An exchange in which each rank sends B bytes directly, equally to all (`direct_shares`), costs
 
     exchange(B) = B · ((g_node − 1) / n / rate_node + (g_super − 1) g_node / n / rate_super
-                       + (1 − 1 / g_net) c / rate_net)
+                       + (1 − 1 / g_net) / rate_net)                         `RankGroup.exchange`
 
-where c is the share of the bytes for other nodes that crosses the network (`RankGroup.exchange`), below 1 where a row
-is sent once to a node and distributed there.
+Tokens go to experts by forms of their own (`dispatch`).
 """
 
 from __future__ import annotations
@@ -93,14 +92,10 @@ class RankGroup:
         """Seconds of an all-reduce of `bytes` on each rank."""
         return 2 * self.gather(bytes)
 
-    def exchange(self, bytes: Array, copies: Array | float = 1.0) -> Array:
-        """Seconds of an all-to-all in which each rank gives `bytes`.
-
-        `copies`: the share of the bytes for other nodes that crosses the network, below 1 where a row is sent once to
-        a node and distributed there.
-        """
+    def exchange(self, bytes: Array) -> Array:
+        """Seconds of an all-to-all in which each rank gives `bytes`."""
         each = {level: share / self._rates[level] for level, share in direct_shares(self._radices).items()}
-        seconds: Array = each["node"] + each["supernode"] + each["network"] * copies
+        seconds: Array = each["node"] + each["supernode"] + each["network"]
         return bytes * seconds + self.latency
 
     def send(self, bytes: Array) -> Array:

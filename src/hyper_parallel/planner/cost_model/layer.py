@@ -5,6 +5,7 @@ Products, in the shapes that a rank of the tensor axes (P = x · y of them) mult
     attention   [T, h] · [h, (H + 2K) d / P]  and  [T, H d / P] · [H d / P, h]         `_projections`
     MLP         [T, h] · [h, (1 + gated) f / P]  and  [T, f / P] · [f / P, h]          `_dense`
     experts     E / expert of them, each with its share of T · chosen rows             `_routed`
+                and f_e / expert_tensor features; the fullest rank's share where routing is not forced to be even
 
 A backward pass multiplies twice as much. Multi-head latent attention (arXiv 2405.04434, section 2.1) has its own five
 products. Attention's scores and sums over values are 2 T H (d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a
@@ -16,8 +17,9 @@ over P where the sequence is; activations of the MLP as wide as its features; ro
 layers of 8 and 4 bits read their inputs once more to scale them.
 
 Host: a layer's kernels cost the host `launch` each (`_kernels`); where that is longer than the device is busy, it is
-what a pass takes, and collectives come on top, since ranks wait for the slowest host. Recorded graphs, which hold
-attention and routers but not the experts, launch for half.
+what a pass takes; exchanges of experts run while the host launches what is behind them, and other collectives come on
+top, since ranks wait for the slowest host. Recorded graphs, which hold
+attention and routers but not the experts, take the place of RECORDED of them.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import numpy as np
 from hyper_parallel.planner.codes import ARCHITECTURES
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.dims import keys_seen, routed_share
+from hyper_parallel.planner.cost_model.dispatch import load
 from hyper_parallel.planner.cost_model.kernels import Products, moved
 from hyper_parallel.planner.cost_model.layer_collectives import Exchanged, exchanged
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
@@ -54,6 +57,11 @@ abstract and figures 5 and 6)."""
 BACKWARD_BYTES = 1.6
 """Bytes of the backward pass of elementwise operators to those of the forward pass."""
 BACKWARD_LAUNCHES = 1.7
+FUSED_ROUTING = 0.5
+"""Launches of routing that fused routers and permutations take the place of."""
+RECORDED = 0.7
+"""Launches of a layer that recorded graphs take the place of: those of attention, router and preprocessing (the scope
+of Megatron-Bridge's recipes), but not of experts and exchanges."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +88,21 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     with_experts = routed_share(t)
     multiply = Products(t, k)
     products = _projections(t, ranks, multiply, tokens)
-    products = products + (1 - with_experts) * _dense(t, ranks, multiply, tokens)
+    shared: Array = np.zeros(1)
     if np.any(t.experts > 0):
-        products = products + with_experts * _routed(t, k, ranks, multiply, tokens)
+        shared = _mlp(t.shared_ffn, t, ranks, multiply, tokens)
+        products = products + with_experts * (_routed(t, k, ranks, multiply, tokens) + shared)
+    products = products + (1 - with_experts) * _mlp(t.ffn, t, ranks, multiply, tokens)
     attention, unfused = _attention(t, k, ranks, tokens)
-    elementwise = moved(t, k, _bytes(t, ranks, tokens, with_experts)) * k.elementwise
+    elementwise = moved(t, k, _bytes(t, k, ranks, tokens, with_experts)) * k.elementwise
     elementwise = elementwise * np.where(t.fused > 0, 1.0, k.unfused) + unfused
     scaled = moved(t, k, _scaled(t, ranks, tokens, with_experts))
-    apart = exchanged(t, k, ranks, tokens, with_experts, attention)
-    launches = _kernels(t, k, with_experts) * k.launch
     busy = products + attention + elementwise + scaled
+    apart = exchanged(t, k, ranks, tokens, with_experts, attention, busy, shared)
+    launches = _kernels(t, k, with_experts) * k.launch
     back = 2 * products + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
-    forward = np.maximum(busy, launches) + apart.forward
-    backward = np.maximum(back, BACKWARD_LAUNCHES * launches) + apart.backward
+    forward = np.maximum(busy + apart.expert, launches) + apart.forward - apart.expert
+    backward = np.maximum(back + apart.expert, BACKWARD_LAUNCHES * launches) + apart.backward - apart.expert
     again = np.where(t.recompute == 2, forward, np.where(t.recompute == 1, unfused + 0.2 * elementwise, 0.0))
     return Layer(
         products, attention, elementwise + scaled, launches, apart, forward, backward, again * t.recomputed
@@ -121,22 +131,21 @@ def _projections(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> A
     return np.where(has_latent, latent, plain)
 
 
-def _dense(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
-    features = t.ffn / ranks.tensor
+def _mlp(features: Array, t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
+    """An MLP that all tokens go through, split over the tensor axes."""
+    features = features / ranks.tensor
     return multiply(tokens, (1 + t.gated) * features, t.hidden) + multiply(tokens, t.hidden, features)
 
 
 def _routed(t: Table, k: Constants, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
-    """Routed and shared experts of a layer, forward."""
+    """Routed experts of a layer, forward."""
     held = np.maximum(t.experts / t.expert, 1.0)
-    # Ranks of the tensor axes that are not used to spread experts split their features; either way each does 1/P.
-    rows = tokens * t.chosen / ranks.tensor / held
-    one = multiply(rows, (1 + t.gated) * t.expert_ffn, t.hidden) + multiply(rows, t.hidden, t.expert_ffn)
-    # A framework that exchanges tokens ahead of time is timed with routing that is forced to be even.
-    uneven = np.where(t.graphs > 0, 1.0, k.imbalance)
-    shared = t.shared_ffn / ranks.tensor
-    besides = multiply(tokens, (1 + t.gated) * shared, t.hidden) + multiply(tokens, t.hidden, shared)
-    return held * one * k.grouped * uneven + besides
+    # Where nothing spreads experts, the tensor axes split their features.
+    split = np.where(ranks.of_experts > 1, t.expert_tensor, ranks.tensor)
+    rows = tokens * t.chosen / ranks.tensor * split / held
+    features = t.expert_ffn / split
+    one = multiply(rows, (1 + t.gated) * features, t.hidden) + multiply(rows, t.hidden, features)
+    return held * one * k.grouped * load(t, k)
 
 
 def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Array, Array]:
@@ -153,10 +162,12 @@ def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Arr
     return seconds, np.where(t.flash > 0, 0.0, moved(t, k, 2 * 7 * scores))
 
 
-def _bytes(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
+def _bytes(t: Table, k: Constants, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
     """Bytes read and written by a layer's elementwise operators, forward, 2 an element."""
     outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
-    routed = t.chosen * (3 * t.expert_ffn + 8 * t.hidden) + 3 * t.shared_ffn
+    # Rows are sorted by rank, then by expert, and back; libraries that send one a node sort by rank as they send.
+    sorted_rows = 8 * t.hidden * k.permute * (1 - 0.5 * t.dedup)
+    routed = t.chosen * (3 * t.expert_ffn + sorted_rows) * load(t, k) + 3 * t.shared_ffn
     wide = (with_experts * routed + (1 - with_experts) * 3 * t.ffn) / ranks.tensor
     return 2 * (9 * outside * t.hidden + tokens * wide + 3 * tokens * t.heads * t.head_dim / ranks.tensor)
 
@@ -176,4 +187,5 @@ def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
 def _kernels(t: Table, k: Constants, with_experts: Array) -> Array:
     """Launches of a layer's forward pass."""
     plain = np.where(t.fused > 0, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
-    return (plain + with_experts * k.routing) * np.where(t.graphs > 0, 0.5, 1.0)
+    routing = k.routing * (1 - FUSED_ROUTING * t.fused_routing)
+    return (plain + with_experts * routing) * (1 - RECORDED * t.graphs)

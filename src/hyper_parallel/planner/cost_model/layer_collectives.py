@@ -10,15 +10,13 @@ whose U is T · h / (x · y) elements:
              (y − 1) U + (y − 1) U         the MLP's
     over x   ((x − 1) ((H + 2 K) d + H d) / h) U + ((x − 1) (2 e + e) / h) U
 
-**Experts.** Each token goes to `chosen` experts and back: two exchanges of T · chosen · h · 2 bytes over the expert
-axis in each pass. Where copies for experts of one node are sent once (DeepEP), a token crosses the network to each of
-the k nodes with probability 1 − (1 − 1/k)^chosen.
+**Experts.** Dispatch and combine are a model of their own (`dispatch`).
 
 **Context.** A ring passes keys and values round and hides behind the attention that they are for; Ulysses exchanges
 heads for positions (docs/context.md has both counts).
 
 Frameworks that run a collective beside the products that it serves hide a part of it (`hidden_tensor`,
-`hidden_expert`). DualPipe hides all of an exchange behind another micro-batch (arXiv 2412.19437, section 3.2.1).
+`hidden_expert`).
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.planner.codes import CONTEXT_METHODS, SCHEDULES
+from hyper_parallel.planner.codes import CONTEXT_METHODS
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.activations import element_bytes
+from hyper_parallel.planner.cost_model.dispatch import exchanged_experts
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.table import Array, Table
 
 RING = CONTEXT_METHODS.index("ring")
-DUALPIPE = SCHEDULES.index("dualpipe")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Exchanged:
     tensor: Array
     """In each pass."""
     expert: Array
-    """In each pass."""
+    """In each pass, the mean of both."""
     context_forward: Array
     context_backward: Array
 
@@ -60,14 +58,21 @@ class Exchanged:
 
 
 def exchanged(
-    t: Table, k: Constants, ranks: Ranks, tokens: Array, with_experts: Array, attention: Array
+    t: Table,
+    k: Constants,
+    ranks: Ranks,
+    tokens: Array,
+    with_experts: Array,
+    attention: Array,
+    compute: Array,
+    shared: Array,
 ) -> Exchanged:
-    """What the collectives of a layer add, beside `attention` seconds of attention."""
+    """What the collectives of a layer add, beside `attention` seconds of attention, `compute` of all arithmetic and
+    `shared` of shared experts, forward."""
     tensor = _tensor(t, ranks, tokens, with_experts) * (1 - k.hidden_tensor * t.overlap_tensor)
     expert: Array = np.zeros(1)
-    if np.any(t.expert > 1):
-        hidden = np.where(t.schedule == DUALPIPE, 1.0, k.hidden_expert * t.overlap_expert)
-        expert = _expert(t, ranks, tokens) * with_experts * (1 - hidden)
+    if np.any(t.expert * t.expert_tensor > 1):
+        expert = exchanged_experts(t, k, ranks, tokens, compute, shared) * with_experts
     forward: Array = np.zeros(1)
     backward = forward
     if np.any(t.context > 1):
@@ -78,7 +83,7 @@ def exchanged(
 def _tensor(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
     whole = element_bytes(t) * tokens * t.hidden
     # With experts of their own ranks a layer has one block under the tensor axes, not two.
-    blocks = 2.0 - with_experts * np.where(t.expert > 1, 1.0, 0.0)
+    blocks = 2.0 - with_experts * np.where(ranks.of_experts > 1, 1.0, 0.0)
     one_axis = blocks * ranks.x.reduce(whole)
     if not np.any(t.tensor_y > 1):
         return np.where(t.tensor_x > 1, one_axis, 0.0)
@@ -88,15 +93,6 @@ def _tensor(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
     features = (2 * attended + 2 * t.kv_heads * t.head_dim + 3 * t.ffn) / t.hidden
     over_x = np.where(x > 1, ranks.x.gather(whole / y * features / 4) * 4, 0.0)
     return np.where(y > 1, over_y + over_x, np.where(x > 1, one_axis, 0.0))
-
-
-def _expert(t: Table, ranks: Ranks, tokens: Array) -> Array:
-    group = ranks.experts
-    bytes = element_bytes(t) * tokens * t.chosen * t.hidden / ranks.tensor
-    nodes = np.maximum(group.network, 1.0)
-    needed = nodes * (1 - (1 - 1 / nodes) ** t.chosen) / np.maximum(t.chosen, 1.0)
-    copies = np.where(t.dedup > 0, np.minimum(needed, 1.0), 1.0)
-    return np.where(t.expert > 1, 2 * group.exchange(bytes, copies), 0.0)
 
 
 def _context(t: Table, ranks: Ranks, tokens: Array, attention: Array) -> tuple[Array, Array]:

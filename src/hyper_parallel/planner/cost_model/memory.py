@@ -117,8 +117,9 @@ def _held(t: Table) -> _Held:
     ranks = t.tensor_x * t.tensor_y
     wide = (2 + t.gated) * t.hidden
     attention = attention_parameters(t) / ranks + 2 * t.hidden
-    # Without an expert axis the tensor axes split the experts' features.
-    expert = wide * t.expert_ffn / np.where(t.expert > 1, 1.0, ranks)
+    # Where nothing spreads experts, the tensor axes split their features.
+    spread = t.expert * t.expert_tensor > 1
+    expert = wide * t.expert_ffn / np.where(spread, t.expert_tensor, ranks)
     return _Held(
         attention + wide * t.ffn / ranks,
         attention + wide * t.shared_ffn / ranks + t.hidden * t.experts,
@@ -152,7 +153,8 @@ def _state(t: Table, stage: Stage, held: _Held) -> dict[str, Array]:
     spread = stage.routed * held.experts
     share = t.shard * t.context
     ranks = t.tensor_x * t.tensor_y
-    apart = np.where(t.expert > 1, np.maximum(share * ranks / np.maximum(t.expert, 1.0), 1.0), share)
+    holding = t.expert * t.expert_tensor
+    apart = np.where(holding > 1, np.maximum(share * ranks / holding, 1.0), share)
 
     def split(level: int) -> Array:
         """Elements on a rank where ZeRO splits them from this level on."""

@@ -74,7 +74,7 @@ def reduced(
     seconds = np.where(ranks.same > 1, ranks.reducing.gather(bytes * elements), 0.0)
     if np.any(t.experts > 0):
         experts = stage_layers * held.experts
-        shared = ranks.same * ranks.tensor > t.expert
+        shared = ranks.same * ranks.tensor > ranks.of_experts
         seconds = seconds + np.where(
             (t.experts > 0) & shared, ranks.reducing_experts.gather(bytes * experts), 0.0
         )
@@ -100,7 +100,7 @@ def updated(
 ) -> tuple[Array, Array]:
     """Seconds of the update, and bytes of state that it works on, on a rank."""
     sharded = np.where(t.zero >= 1, t.shard * t.context, 1.0)
-    experts_sharded = np.where(t.zero >= 1, np.maximum(sharded * ranks.tensor / t.expert, 1.0), 1.0)
+    experts_sharded = np.where(t.zero >= 1, np.maximum(sharded * ranks.tensor / ranks.of_experts, 1.0), 1.0)
     elements = (
         stage_layers * held.layer + held.embedding
     ) / sharded + stage_layers * held.experts / experts_sharded

@@ -48,8 +48,8 @@ def held(t: Table) -> ParameterCounts:
     wide = (2 + t.gated) * t.hidden
     dense = wide * ((1 - routed) * t.ffn + routed * t.shared_ffn)
     experts = routed * wide * t.expert_ffn * t.experts / np.maximum(t.expert, 1.0)
-    # Without an expert axis the tensor axes split the experts' features.
-    experts = experts / np.where(t.expert > 1, 1.0, tensor)
+    # Where nothing spreads experts, the tensor axes split their features.
+    experts = experts / np.where(t.expert * t.expert_tensor > 1, t.expert_tensor, tensor)
     return ParameterCounts(
         (attention_parameters(t) + dense) / tensor, experts, t.vocabulary * t.hidden / tensor
     )

@@ -1,8 +1,8 @@
 """Rank groups: the ranks of each axis, by the order of axes on the machine.
 
 An axis' neighbouring ranks have the product of the degrees of all axes inside it between them (`table.ORDERS`). The
-`expert` axis folds over the inner ones from the inside; an expert's gradients are reduced over what of data, context
-and tensor is left, expert ranks apart.
+`expert` axis folds over the inner ones from the inside, outside of `expert_tensor`; an expert's gradients are reduced
+over what of data, context and tensor is left, the ranks of both apart.
 """
 
 from __future__ import annotations
@@ -63,8 +63,18 @@ class Ranks:
 
     @cached_property
     def experts(self) -> RankGroup:
-        """Ranks over which experts are spread."""
-        return RankGroup.of(self.t, self.k, self.t.expert, np.ones(1))
+        """Ranks over which experts are spread; those that split one expert's features lie between them."""
+        return RankGroup.of(self.t, self.k, self.t.expert, self.t.expert_tensor)
+
+    @cached_property
+    def expert_tensor(self) -> RankGroup:
+        """Ranks that split the features of each expert."""
+        return RankGroup.of(self.t, self.k, self.t.expert_tensor, np.ones(1))
+
+    @cached_property
+    def of_experts(self) -> Array:
+        """Ranks that hold one copy of a layer's experts together."""
+        return self.t.expert * self.t.expert_tensor
 
     @cached_property
     def reducing(self) -> RankGroup:
@@ -74,8 +84,8 @@ class Ranks:
     @cached_property
     def reducing_experts(self) -> RankGroup:
         """Ranks that reduce the same experts' gradients."""
-        ranks = np.maximum(self.same * self.tensor / self.t.expert, 1.0)
-        return RankGroup.of(self.t, self.k, ranks, self.t.expert)
+        ranks = np.maximum(self.same * self.tensor / self.of_experts, 1.0)
+        return RankGroup.of(self.t, self.k, ranks, self.of_experts)
 
     @cached_property
     def gathering(self) -> RankGroup:

@@ -44,6 +44,7 @@ from hyper_parallel.planner.cost_model.optimizer_step import (
 from hyper_parallel.planner.cost_model.parameters import held
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
+from hyper_parallel.planner.profile import UNKNOWN
 from hyper_parallel.planner.table import Array, Table, sum_of
 
 
@@ -53,6 +54,9 @@ class Estimate:
 
     seconds: Array
     """Of a step."""
+    fastest: Array
+    """The same with every fact that the framework leaves open for it, and against it (`open_facts`)."""
+    slowest: Array
     parts: dict[str, Array]
     """Seconds by kind; they add up to `seconds`."""
     memory: dict[str, Array]
@@ -65,9 +69,28 @@ class Estimate:
 def estimate(t: Table, k: Constants) -> Estimate:
     """Time and memory of each row."""
     parts = seconds_by_kind(t, k)
+    seconds = sum_of(parts)
     bytes = memory(t)
     peak = sum_of(bytes)
-    return Estimate(sum_of(parts), parts, bytes, peak, fits(t, peak, k))
+    return Estimate(seconds, *open_facts(t, k, seconds), parts, bytes, peak, fits(t, peak, k))
+
+
+def open_facts(t: Table, k: Constants, seconds: Array) -> tuple[Array, Array]:
+    """Seconds with every fact that is open for a step, and against it; both are `seconds` where none is open.
+
+    Open is a column of UNKNOWN between 0 and 1, in a model with experts: whether routing is even, a token crosses the
+    network once, exchanges run beside computation, kernels are recorded.
+    """
+    values = {name: getattr(t, name) for name in UNKNOWN}
+    unsettled = {name: (value > 0) & (value < 1) & (t.experts > 0) for name, value in values.items()}
+    if not any(np.any(rows) for rows in unsettled.values()):
+        return seconds, seconds
+
+    def settled(value: float) -> Array:
+        facts = {name: np.where(rows, value, values[name]) for name, rows in unsettled.items()}
+        return sum_of(seconds_by_kind(t.replaced(**facts), k))
+
+    return np.minimum(settled(1.0), seconds), np.maximum(settled(0.0), seconds)
 
 
 def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:

@@ -12,7 +12,8 @@ Each source is held out whole, constants are fitted on the others (`solve`), and
 | `picked` | of the sets of such rows, those in which the row estimated to be best is within 10% of the best |
 | `ordered_alike`, `picked_alike` | the same for rows of one batch and length only, which are harder to tell apart |
 | `caught`, `alarms` | of the rows that failed, those called unfit; of those that ran, those called unfit |
-| `held` | of the rows, those within their 90% interval, which comes from the residuals of other sources |
+| `held` | of the rows, those within their 90% interval, of the residuals of other sources' rows of their kind |
+| `kinds` | for models with experts and without: rows; mean over groups of the mean error and of the median; `held` |
 
 Rows of an interactive figure whose repeats differ by 5–25% count by their upper envelope: what reaches `ENVELOPE` of
 the peak in model FLOPs.
@@ -27,8 +28,8 @@ from numpy.typing import NDArray
 
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import fits, memory
-from hyper_parallel.planner.cost_model.step import seconds_by_kind
-from hyper_parallel.planner.error_interval import quantiles
+from hyper_parallel.planner.cost_model.step import open_facts, seconds_by_kind
+from hyper_parallel.planner.error_interval import KINDS, quantiles
 from hyper_parallel.planner.fit.map_estimate import solve
 from hyper_parallel.planner.mfu import flops_per_token, peak
 from hyper_parallel.planner.table import Array, Table, sum_of
@@ -77,6 +78,42 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Residuals:
+    """Logarithms of estimate over measured, of rows whose source the constants have not seen.
+
+    Where facts are open, of the nearest estimate that some answer to them gives: what they explain is no residual.
+    """
+
+    values: Array
+    sources: NDArray[np.str_]
+    groups: NDArray[np.str_]
+    mixture: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, evidence: Evidence, between: tuple[Array, Array]) -> Residuals:
+        """Of the rows whose times count; `between`: seconds with open facts for a step, and against it."""
+        rows = evidence.timed
+        mixture = np.broadcast_to(evidence.table.experts > 0, rows.size)
+        fastest, slowest = (side[rows] for side in between)
+        measured = evidence.seconds[rows]
+        values = np.log(np.clip(measured, fastest, slowest) / measured)
+        return cls(values, evidence.sources[rows], evidence.groups[rows], mixture[rows])
+
+    def and_of(self, other: Residuals) -> Residuals:
+        """Both."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
+        return Residuals(*(np.concatenate(pair) for pair in pairs))
+
+    def interval(self, kind: str, without: str = "") -> tuple[float, float]:
+        """Quantiles of a kind's rows, of all sources but one; each group weighs the same."""
+        others = self.sources != without
+        rows = others & (self.mixture == (kind == "mixture"))
+        # Without runs of a kind, those of the other tell of it.
+        rows = rows if rows.any() else others
+        return quantiles(self.values[rows], _weights(self.groups[rows]))
+
+
+@dataclass(frozen=True)
 class Judgement:
     """What `judge` found; see the module's table."""
 
@@ -94,27 +131,31 @@ class Judgement:
     caught: tuple[int, int]
     alarms: tuple[int, int]
     held: tuple[float, ...]
+    kinds: dict[str, dict[str, float]]
     estimate: Array
     """Seconds of each row, its source held out."""
-    residuals: tuple[float, float]
-    """Quantiles of the logarithms of estimate over measured."""
+    residuals: Residuals
 
 
-def judge(evidence: Evidence) -> Judgement:
-    """Hold each source out in turn."""
+def judge(evidence: Evidence, unseen: Residuals | None = None) -> Judgement:
+    """Hold each source out in turn. `unseen`: of other runs, that no constant is fitted on."""
     timed = evidence.timed
-    estimate, null = np.full(timed.size, np.nan), np.full(timed.size, np.nan)
+    estimate, null, fastest, slowest = (np.full(timed.size, np.nan) for _ in range(4))
     for source in np.unique(evidence.sources[timed]):
         own = timed & (evidence.sources == source)
         rest = timed & ~own
         constants = solve(evidence.table.take(rest), evidence.seconds[rest], evidence.groups[rest])
-        estimate[own] = seconds_of(evidence.table.take(own), constants)
+        table = evidence.table.take(own)
+        estimate[own] = seconds_of(table, constants)
+        fastest[own], slowest[own] = open_facts(table, constants, estimate[own])
         null[own] = _null(evidence, rest, own)
     residual = np.log(estimate / evidence.seconds)
     groups = np.unique(evidence.groups[timed])
     members = [timed & (evidence.groups == group) for group in groups]
-    weights = _weights(evidence.groups[timed])
-    held = _held(evidence, residual, timed)
+    own = Residuals.of(evidence, (fastest, slowest))
+    residuals = own if unseen is None else own.and_of(unseen)
+    held = np.zeros(timed.size, bool)
+    held[timed] = _held(own, residuals)
     return Judgement(
         groups=tuple(groups),
         rows=tuple(int(own.sum()) for own in members),
@@ -127,8 +168,9 @@ def judge(evidence: Evidence) -> Judgement:
         **_choices(evidence, estimate, alike=True),
         **_unfit(evidence),
         held=tuple(float(held[own].mean()) for own in members),
+        kinds=_kinds(evidence, estimate, held),
         estimate=estimate,
-        residuals=quantiles(residual[timed], weights),
+        residuals=residuals,
     )
 
 
@@ -160,13 +202,36 @@ def _null(evidence: Evidence, rest: NDArray[np.bool_], own: NDArray[np.bool_]) -
     return np.asarray(ideal[own] / share[order][np.searchsorted(sums, sums[-1] / 2)])
 
 
-def _held(evidence: Evidence, residual: Array, timed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    held = np.zeros(timed.size, bool)
-    for source in np.unique(evidence.sources[timed]):
-        own = timed & (evidence.sources == source)
-        rest = timed & ~own
-        low, high = quantiles(residual[rest], _weights(evidence.groups[rest]))
-        held[own] = (low <= residual[own]) & (residual[own] <= high)
+def _of_kinds(evidence: Evidence) -> dict[str, NDArray[np.bool_]]:
+    """Rows whose times count, of models without experts and with."""
+    mixture = np.broadcast_to(evidence.table.experts > 0, evidence.timed.size)
+    return dict(zip(KINDS, (evidence.timed & ~mixture, evidence.timed & mixture), strict=True))
+
+
+def _kinds(evidence: Evidence, estimate: Array, held: NDArray[np.bool_]) -> dict[str, dict[str, float]]:
+    found = {}
+    for kind, rows in _of_kinds(evidence).items():
+        groups = [rows & (evidence.groups == name) for name in np.unique(evidence.groups[rows])]
+        errors = [_errors(estimate[own], evidence.seconds[own]) for own in groups]
+        if not errors:
+            continue
+        found[kind] = {
+            "rows": int(rows.sum()),
+            "mean": float(np.mean([one.mean() for one in errors])),
+            "median": float(np.mean([np.median(one) for one in errors])),
+            "held": float(np.mean([held[own].mean() for own in groups])),
+        }
+    return found
+
+
+def _held(own: Residuals, residuals: Residuals) -> NDArray[np.bool_]:
+    """Which rows are within the interval of other sources' residuals."""
+    held = np.zeros(own.values.size, bool)
+    for kind in KINDS:
+        for source in np.unique(own.sources):
+            rows = (own.sources == source) & (own.mixture == (kind == "mixture"))
+            low, high = residuals.interval(kind, without=str(source))
+            held[rows] = (low <= own.values[rows]) & (own.values[rows] <= high)
     return held
 
 

@@ -47,8 +47,13 @@ MEASURED = (
 NEEDED = ("hardware", "n_devices")
 """Without these columns no row can be estimated."""
 
-_OPTIONS = re.compile(r"\b(task|mp_mode)=([\w-]+)")
-"""What notes say of how a run was done; the rest of them may speak of results."""
+_OPTIONS = re.compile(r"\b(task|mp_mode|etp)=([\w-]+)")
+WORDS = re.compile(
+    r"(?<!\w)(deep-?ep|hybrid-?ep|all-?to-?all|(?:a2a|1f1b|ep)[- ]overlap|forced?[- ]balanc\w*|balanced gate|"
+    r"\(token ?drop\))",
+    re.IGNORECASE,
+)
+"""What notes say of how a run was done: options, and words of dispatch; the rest of them may speak of results."""
 
 _LARGEST = 1e12
 
@@ -110,7 +115,8 @@ def blind(record: Mapping[str, str]) -> dict[str, str]:
     """A row without what was measured: the columns of `INPUTS`, and of its notes the options alone."""
     kept = {column: record[column].strip() for column in INPUTS if record.get(column)}
     if "notes" in kept:
-        kept["notes"] = "; ".join(f"{name}={value}" for name, value in _OPTIONS.findall(kept["notes"]))
+        options = [f"{name}={value}" for name, value in _OPTIONS.findall(kept["notes"])]
+        kept["notes"] = "; ".join([*options, *WORDS.findall(kept["notes"])])
     return kept
 
 

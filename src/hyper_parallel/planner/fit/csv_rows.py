@@ -19,15 +19,11 @@ import numpy as np
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.planner.codes import code
 from hyper_parallel.planner.fit.csv_cells import Cells, read
+from hyper_parallel.planner.fit.expert_facts import expert_tensor, profile_of_mixture, stated
 from hyper_parallel.planner.fit.hardware import machine
 from hyper_parallel.planner.fit.models import sequence_of, shape_of
-from hyper_parallel.planner.framework_profiles import (
-    MEGATRON_LM,
-    TORCHTITAN,
-    TORCHTITAN_COMPILED,
-    Profile,
-    profile_of,
-)
+from hyper_parallel.planner.framework_profiles import MEGATRON_LM, TORCHTITAN, TORCHTITAN_COMPILED, profile_of
+from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.table import COLUMNS, PRECISIONS, SPREAD, Table, of_profile, of_workload
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Precision, Workload
@@ -102,12 +98,13 @@ def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float], 
     cluster, made, filled = machine(cells)
     shape, taken = shape_of(cells, profile)
     filled |= taken
+    profile = profile_of_mixture(profile, shape, made["supernode"])
     sequence = sequence_of(cells, shape, filled)
     spread = _spread(cells, profile, shape, made["node"], filled)
     precision = _precision(cells, cluster, profile, filled)
     batch = spread.pop("batch")
     workload = Workload(shape, int(batch), sequence, precision)
-    facts = of_profile(profile)
+    facts = of_profile(profile) | (stated(cells) if shape.experts else {})
     if spread["pipeline"] > 1 and spread["zero"] == 3 and profile.defaults.gathered_in_pipelines:
         # What is split between steps only: the float32 parameters, which count as the optimizer's state.
         spread["zero"] = 1.0
@@ -148,6 +145,7 @@ def _spread(
     data = devices // model
     zero, shard = _zero(cells, profile, data, node, filled)
     micro, batch = _batch(cells, data, zero, filled)
+    expert = _expert(cells, shape, devices // degrees["pp"], filled)
     made = {
         "devices": devices,
         "batch": batch,
@@ -158,7 +156,10 @@ def _spread(
         "replicate": data // shard,
         "shard": shard,
         "zero": zero,
-        "expert": _expert(cells, shape, devices // degrees["pp"], filled),
+        "expert": expert,
+        "expert_tensor": expert_tensor(
+            cells, profile, shape, degrees["tp"], devices // degrees["pp"] // expert, filled
+        ),
         "sequence_parallel": _sequence_parallel(cells, profile, degrees["tp"], filled),
         **_pipeline(cells, profile, shape, degrees["pp"], filled),
         **_recompute(cells, profile, shape, degrees["pp"], filled),

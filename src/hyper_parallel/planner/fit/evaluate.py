@@ -30,7 +30,7 @@ def evaluate(
     if table.layers.size == 0:
         return [_object(row, {}) for row in found]
     told = estimate(table, constants or fitted())
-    least, most = between(told.seconds)
+    least, most = between(table, told)
     columns: dict[str, Array] = {
         "step_time_s": told.seconds,
         "tokens_per_s_per_device": tokens_per_second(table, told.seconds),

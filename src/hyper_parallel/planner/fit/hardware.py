@@ -36,6 +36,11 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
 _PCIE_FORMS = {"a100": "NVIDIA A100 PCIe", "a100-40gb": "NVIDIA A100 PCIe", "h100": "NVIDIA H100 PCIe"}
 """Presets whose card for PCI Express has a name by which its peak is known."""
 
+_RATE = r"(\d+(?:\.\d+)?)\s*([GgTt])([Bb](?:ps|/s|it/s)?)?(?![A-Za-z0-9])"
+"""A number, a prefix, and a unit of bits or bytes."""
+
+_INSIDE = re.compile(r"nvlink|nvswitch|hccs|pcie", re.IGNORECASE)
+
 _WATTS = {"a100": 400, "a100-40gb": 400, "h100": 700, "h200": 700, "h800": 700, "b200": 1000}
 """What a device may draw, of its maker's datasheet."""
 
@@ -91,17 +96,29 @@ def preset_of(hardware: str) -> str:
 def network_rate(interconnect: str, node: float) -> float | None:
     """B/s of a device on the network, one way, where words such as `800 Gb/s per node` or `8x200G` say it.
 
+    A capital B means bytes: `8x50 GB/s` is as much as `8x400 Gb/s`, eight adapters of 400 gigabits.
+
     >>> network_rate("NVLink; inter-node 800 Gb/s per node", 8)
     12500000000.0
+    >>> network_rate("InfiniBand 8x50 GB/s", 8) == network_rate("8x400G NIC per node", 8)
+    True
     """
-    text = interconnect.lower()
-    if found := re.search(r"(\d+)\s*x\s*(\d+)\s*gb?(?:ps|/s)?\b", text):
-        return int(found[1]) * int(found[2]) * 1e9 / 8 / node
-    if found := re.search(r"(\d+)\s*gb(?:ps|/s)\s*(?:per\s*)?node", text):
-        return int(found[1]) * 1e9 / 8 / node
-    if found := re.search(r"(\d+)\s*gb(?:ps|/s)\s*per\s*(?:[gn]pu|device)", text):
-        return int(found[1]) * 1e9 / 8
+    parts = re.split(r"[;,]", interconnect)
+    # What is said of the links inside a node is not the network's.
+    text = ";".join(part for part in parts if not _INSIDE.search(part) or "inter-node" in part)
+    if found := re.search(rf"(\d+)\s*[x×]\s*{_RATE}", text):
+        return int(found[1]) * _bytes(found[2], found[3], found[4]) / node
+    if found := re.search(rf"{_RATE}\s*(?:(?:per|a|/)\s*)?[\w-]*\s*node\b", text):
+        return _bytes(*found.groups()) / node
+    if found := re.search(rf"{_RATE}\s*[\w-]*\s*(?:per|a|/)\s*(?:[gGnN][pP][uU]|device|rank)", text):
+        return _bytes(*found.groups())
     return None
+
+
+def _bytes(number: str, prefix: str, unit: str | None) -> float:
+    """B/s of a rate; a rate without a unit, `400G`, is in bits as adapters are named."""
+    times = 1e12 if prefix.upper() == "T" else 1e9
+    return float(number) * times / (1 if unit and unit.startswith("B") else 8)
 
 
 def _form(cells: Cells, name: str, columns: dict[str, float], filled: dict[str, str]) -> None:

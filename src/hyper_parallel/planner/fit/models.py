@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.planner.fit.csv_cells import Cells
-from hyper_parallel.planner.framework_profiles import Profile
+from hyper_parallel.planner.profile import Profile
 from hyper_parallel.workload.published import known
 from hyper_parallel.workload.shape import Shape
 
@@ -43,6 +43,8 @@ _UNSTATED = (
     "tied",
     "gated",
     "positions",
+    "expert_groups",
+    "chosen_groups",
 )
 """Dimensions that a published model has and a row's columns have not."""
 
