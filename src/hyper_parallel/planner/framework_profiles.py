@@ -80,6 +80,9 @@ class Profile:
     tuned: float = 0.0
     """Kernels of products are chosen for Hopper by Transformer Engine or XLA, not as PyTorch's library offers them; a
     half says that it is not known."""
+    scans: float = 1.0
+    """Token mixers such as Mamba run in kernels that keep a chunk's products on the chip; 0: reference code, which
+    writes each intermediate."""
     defaults: Defaults = field(default_factory=Defaults)
 
 
@@ -315,6 +318,7 @@ HYPER_PARALLEL = Profile(
     state_bytes=8,
     logit_bytes=12,
     regathers=0,
+    scans=0,
     defaults=Defaults(zero=3),
 )
 

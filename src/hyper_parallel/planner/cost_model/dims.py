@@ -13,7 +13,38 @@ _FOUR = [PRECISIONS.index(name) for name in ("nvfp4",)]
 
 def routed_share(t: Table) -> Array:
     """The share of the layers that have experts, 0 to 1."""
-    return np.where(t.experts > 0, (t.layers - t.dense_layers) / t.layers, 0.0)
+    return np.where(t.experts > 0, (t.mlp_layers - t.dense_layers) / t.layers, 0.0)
+
+
+def dense_share(t: Table) -> Array:
+    """The share of the layers that have an MLP without experts, 0 to 1."""
+    return t.mlp_layers / t.layers - routed_share(t)
+
+
+def expert_share(t: Table) -> Array:
+    """Of the layers behind the dense ones, the share that has experts: 1 unless blocks have either mixer or MLP."""
+    behind = np.maximum(t.layers - t.dense_layers, 1.0)
+    return np.where(t.experts > 0, (t.mlp_layers - t.dense_layers) / behind, 1.0)
+
+
+def attending(t: Table) -> Array:
+    """The share of the layers that have softmax attention, 0 to 1."""
+    return t.attention_layers / t.layers
+
+
+def mixing(t: Table) -> Array:
+    """The share of the layers that have another token mixer, 0 to 1."""
+    return t.mixer_layers / t.layers
+
+
+def blocks(t: Table) -> Array:
+    """Blocks of a mean layer, each with a norm and a sum into the hidden state; 2 with attention and an MLP."""
+    return (t.attention_layers + t.mixer_layers + t.mlp_layers) / t.layers
+
+
+def expert_width(t: Table) -> Array:
+    """Features of a token that routed experts take and give."""
+    return np.where(t.expert_hidden > 0, t.expert_hidden, t.hidden)
 
 
 def keys_seen(t: Table) -> Array:

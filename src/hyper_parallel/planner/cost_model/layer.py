@@ -6,10 +6,14 @@ Products, in the shapes that a rank of the tensor axes (P = x · y of them) mult
     MLP         [T, h] · [h, (1 + gated) f / P]  and  [T, f / P] · [f / P, h]          `_dense`
     experts     E / expert of them, each with its share of T · chosen rows             `_routed`
 
-A backward pass multiplies twice as much. Multi-head latent attention (arXiv 2405.04434, section 2.1) has its own five
-products. Attention's scores and sums over values are 2 T H (d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a
-query sees on average (`workload.flops`), 2.5 times as many backward (Dao, arXiv 2307.08691, section 3.1), at a rate by
-architecture (`FUSED`). Without a fused kernel the scores also go through memory seven times.
+    others      mixers of tokens beside attention (`mixers`)
+
+Each part counts for the share of the layers that have it. A backward pass multiplies twice as much; where the model is
+frozen and adapters are trained, once, beside the adapters' three products (arXiv 2106.09685). Multi-head latent
+attention (arXiv 2405.04434, section 2.1) has its own five products. Attention's scores and sums over values are 2 T H
+(d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a query sees on average (`workload.flops`), 2.5 times as many
+backward (Dao, arXiv 2307.08691, section 3.1), at a rate by architecture (`FUSED`). Without a fused kernel the scores
+also go through memory seven times.
 
 Elementwise operators are counted in bytes: norms, residuals and their gradients nine times the hidden state, split
 over P where the sequence is; activations of the MLP as wide as its features; rotations of queries and keys. Linear
@@ -28,9 +32,18 @@ import numpy as np
 
 from hyper_parallel.planner.codes import ARCHITECTURES
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.dims import keys_seen, routed_share
+from hyper_parallel.planner.cost_model.dims import (
+    attending,
+    blocks,
+    dense_share,
+    expert_width,
+    keys_seen,
+    mixing,
+    routed_share,
+)
 from hyper_parallel.planner.cost_model.kernels import Products, moved
 from hyper_parallel.planner.cost_model.layer_collectives import Exchanged, exchanged
+from hyper_parallel.planner.cost_model.mixers import SCAN_LAUNCHES, projected, scanned
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.table import PRECISIONS, Array, Table
 
@@ -54,6 +67,8 @@ abstract and figures 5 and 6)."""
 BACKWARD_BYTES = 1.6
 """Bytes of the backward pass of elementwise operators to those of the forward pass."""
 BACKWARD_LAUNCHES = 1.7
+ADAPTER_LAUNCHES = 20.0
+"""Kernels of a layer's adapters: two products and a sum of each of about seven linear layers."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,11 @@ class Layer:
 
     products: Array
     """Forward: matrix products of linear layers and experts."""
+    products_backward: Array
+    weights: Array
+    """Backward: those of the weights' gradients, which no other layer waits for."""
     attention: Array
+    """Forward: attention, and the recurrences of other token mixers."""
     elementwise: Array
     launches: Array
     """The host's, forward."""
@@ -79,24 +98,51 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     tokens = t.micro * t.sequence / t.context
     with_experts = routed_share(t)
     multiply = Products(t, k)
-    products = _projections(t, ranks, multiply, tokens)
-    products = products + (1 - with_experts) * _dense(t, ranks, multiply, tokens)
+    products = attending(t) * _projections(t, ranks, multiply, tokens)
+    products = products + dense_share(t) * _dense(t, ranks, multiply, tokens)
     if np.any(t.experts > 0):
         products = products + with_experts * _routed(t, k, ranks, multiply, tokens)
-    attention, unfused = _attention(t, k, ranks, tokens)
+    attention, unfused = (attending(t) * part for part in _attention(t, k, ranks, tokens))
     elementwise = moved(t, k, _bytes(t, ranks, tokens, with_experts)) * k.elementwise
     elementwise = elementwise * np.where(t.fused > 0, 1.0, k.unfused) + unfused
+    own: Array = np.zeros(1)
+    if np.any(t.mixer_layers > 0):
+        products = products + mixing(t) * projected(t, ranks.tensor, multiply, tokens)
+        scan = mixing(t) * scanned(t, k, ranks.tensor, tokens, _fused_rate(t, k))
+        # Reference code is elementwise operators, whose backward pass moves as much more as theirs.
+        attention = attention + np.where(t.scans > 0, scan, 0.0)
+        elementwise = elementwise + np.where(t.scans > 0, 0.0, scan)
+    if np.any(t.frozen > 0):
+        own = _adapters(t, ranks, multiply, tokens)
+        elementwise = elementwise + moved(t, k, 6 * tokens * t.adapter_outputs / ranks.tensor)
     scaled = moved(t, k, _scaled(t, ranks, tokens, with_experts))
     apart = exchanged(t, k, ranks, tokens, with_experts, attention)
     launches = _kernels(t, k, with_experts) * k.launch
-    busy = products + attention + elementwise + scaled
-    back = 2 * products + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
+    busy = products + own + attention + elementwise + scaled
+    products_backward = (2 - t.frozen) * products + 2 * own
+    back = products_backward + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
     forward = np.maximum(busy, launches) + apart.forward
     backward = np.maximum(back, BACKWARD_LAUNCHES * launches) + apart.backward
     again = np.where(t.recompute == 2, forward, np.where(t.recompute == 1, unfused + 0.2 * elementwise, 0.0))
     return Layer(
-        products, attention, elementwise + scaled, launches, apart, forward, backward, again * t.recomputed
+        products + own,
+        products_backward,
+        (1 - t.frozen) * products + own,
+        attention,
+        elementwise + scaled,
+        launches,
+        apart,
+        forward,
+        backward,
+        again * t.recomputed,
     )
+
+
+def _adapters(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
+    """Adapters of a mean layer, forward."""
+    into = multiply(tokens, t.adapter_rank, t.adapter_inputs / ranks.tensor)
+    out = multiply(tokens, t.adapter_outputs / ranks.tensor, t.adapter_rank)
+    return np.where(t.frozen > 0, into + out, 0.0)
 
 
 def _projections(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
@@ -105,7 +151,8 @@ def _projections(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> A
     has_latent = t.key_rank > 0
     plain: Array = np.zeros(1)
     if not np.all(has_latent):
-        plain = multiply(tokens, (heads + 2 * keys) * t.head_dim, t.hidden)
+        gate = t.gate / ranks.tensor
+        plain = multiply(tokens, (heads + 2 * keys) * t.head_dim + gate, t.hidden)
         plain = plain + multiply(tokens, t.hidden, heads * t.head_dim)
     if not np.any(has_latent):
         return plain
@@ -130,25 +177,33 @@ def _routed(t: Table, k: Constants, ranks: Ranks, multiply: Products, tokens: Ar
     """Routed and shared experts of a layer, forward."""
     held = np.maximum(t.experts / t.expert, 1.0)
     # Ranks of the tensor axes that are not used to spread experts split their features; either way each does 1/P.
-    rows = tokens * t.chosen / ranks.tensor / held
-    one = multiply(rows, (1 + t.gated) * t.expert_ffn, t.hidden) + multiply(rows, t.hidden, t.expert_ffn)
+    rows, width = tokens * t.chosen / ranks.tensor / held, expert_width(t)
+    one = multiply(rows, (1 + t.gated) * t.expert_ffn, width) + multiply(rows, width, t.expert_ffn)
     # A framework that exchanges tokens ahead of time is timed with routing that is forced to be even.
     uneven = np.where(t.graphs > 0, 1.0, k.imbalance)
     shared = t.shared_ffn / ranks.tensor
     besides = multiply(tokens, (1 + t.gated) * shared, t.hidden) + multiply(tokens, t.hidden, shared)
+    latent = t.expert_hidden / ranks.tensor
+    besides = besides + multiply(tokens, latent, t.hidden) + multiply(tokens, t.hidden, latent)
     return held * one * k.grouped * uneven + besides
+
+
+def _fused_rate(t: Table, k: Constants) -> Array:
+    """FLOP/s of fused attention by the best kernels."""
+    shares = np.array([FUSED.get(name, 0.5) for name in ARCHITECTURES])[t.architecture.astype(np.intp)]
+    rate: Array = t.peak16 * shares * k.attention
+    return rate
 
 
 def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Array, Array]:
     """Seconds of attention's arithmetic, and of its scores' way through memory where no kernel fuses them."""
-    shares = np.array([FUSED.get(name, 0.5) for name in ARCHITECTURES])[t.architecture.astype(np.intp)]
     heads = t.heads / ranks.tensor
     width = np.where(t.key_rank > 0, t.plain + t.rotary + t.value, 2 * t.head_dim)
     flops = 2 * tokens * heads * width * keys_seen(t)
     quality = np.where((t.flash > 0) & (t.flash < 1), t.flash, 1.0)
     since = np.isin(t.architecture, [ARCHITECTURES.index(name) for name in SINCE_HOPPER])
     quality = np.where((t.flash == 2) & since, OF_SECOND, quality)
-    seconds = flops / (t.peak16 * shares * k.attention * quality)
+    seconds = flops / (_fused_rate(t, k) * quality)
     scores = t.micro * heads * t.sequence**2 / t.context
     return seconds, np.where(t.flash > 0, 0.0, moved(t, k, 2 * 7 * scores))
 
@@ -156,9 +211,10 @@ def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Arr
 def _bytes(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
     """Bytes read and written by a layer's elementwise operators, forward, 2 an element."""
     outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
-    routed = t.chosen * (3 * t.expert_ffn + 8 * t.hidden) + 3 * t.shared_ffn
-    wide = (with_experts * routed + (1 - with_experts) * 3 * t.ffn) / ranks.tensor
-    return 2 * (9 * outside * t.hidden + tokens * wide + 3 * tokens * t.heads * t.head_dim / ranks.tensor)
+    routed = t.chosen * (3 * t.expert_ffn + 8 * expert_width(t)) + 3 * t.shared_ffn
+    wide = (with_experts * routed + dense_share(t) * 3 * t.ffn) / ranks.tensor
+    turned = attending(t) * 3 * (t.heads * t.head_dim + t.gate) / ranks.tensor
+    return 2 * (4.5 * blocks(t) * outside * t.hidden + tokens * wide + tokens * turned)
 
 
 def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
@@ -167,13 +223,17 @@ def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
     if not few.any():
         return np.zeros(1)
     outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
-    routed = t.chosen * (t.expert_ffn + t.hidden)
-    wide = (with_experts * routed + (1 - with_experts) * t.ffn) + t.heads * t.head_dim
-    blocks = np.where(t.precision > PRECISIONS.index("fp8"), 1.3, 1.0)
-    return np.where(few, 4 * blocks * (2 * outside * t.hidden + tokens * wide / ranks.tensor), 0.0)
+    routed = t.chosen * (t.expert_ffn + expert_width(t))
+    wide = with_experts * routed + dense_share(t) * t.ffn + attending(t) * t.heads * t.head_dim
+    wide = wide + mixing(t) * t.mixer_inner
+    scales = np.where(t.precision > PRECISIONS.index("fp8"), 1.3, 1.0)
+    return np.where(few, 4 * scales * (blocks(t) * outside * t.hidden + tokens * wide / ranks.tensor), 0.0)
 
 
 def _kernels(t: Table, k: Constants, with_experts: Array) -> Array:
     """Launches of a layer's forward pass."""
     plain = np.where(t.fused > 0, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
+    # Half are those of a block, whatever it has.
+    plain = plain * blocks(t) / 2 + mixing(t) * SCAN_LAUNCHES
+    plain = plain + np.where(t.frozen > 0, ADAPTER_LAUNCHES, 0.0)
     return (plain + with_experts * k.routing) * np.where(t.graphs > 0, 0.5, 1.0)
