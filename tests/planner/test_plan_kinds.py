@@ -12,6 +12,7 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.constants import Constants, fitted
+from hyper_parallel.planner.cost_model.dims import product_bytes
 from hyper_parallel.planner.cost_model.memory import memory
 from hyper_parallel.planner.cost_model.parameters import adapters, held, mixer_parameters
 from hyper_parallel.planner.cost_model.step import estimate, seconds_by_kind
@@ -22,7 +23,7 @@ from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.mfu import flops_per_token
 from hyper_parallel.planner.mixer_axes import left_out
 from hyper_parallel.planner.space import StrategySpace
-from hyper_parallel.planner.table import COLUMNS, Table, sum_of
+from hyper_parallel.planner.table import COLUMNS, Table, of_cluster, sum_of
 from hyper_parallel.workload.adapters import ALL, Adapter
 from hyper_parallel.workload.mixers import LayerMix
 from hyper_parallel.workload.published import shape
@@ -279,3 +280,44 @@ def test_every_part_is_finite_and_none_negative() -> None:
                 assert np.all(np.isfinite(part) & (part >= 0))
             assert np.isfinite(sum_of(seen.memory)).all()
     assert {"mixer_inputs", "frozen", "prediction_modules"} <= set(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kept", "copies"),
+    [("bf16", 2.0, 0.0), ("fp8", 1.0, 0.0), ("mxfp8", 1 + 1 / 32, 1 / 16), ("nvfp4", 1 / 2 + 1 / 16, 9 / 8)],
+)
+def test_bytes_of_formats_with_their_scales(precision: Any, kept: float, copies: float) -> None:
+    t = table(DENSE, work={"precision": precision}, shard=1, zero=0, devices=1)
+    assert product_bytes(t) == kept
+    wide = table(DENSE, shard=1, zero=0, devices=1)
+    linear = DENSE.parameters - 2 * DENSE.vocabulary * DENSE.hidden
+    more = memory(t)["parameters"] - memory(wide)["parameters"]
+    assert float(more[0]) == pytest.approx(copies * linear, rel=1e-3, abs=1)
+    tokens, inputs = 4096, 2 * DENSE.hidden + DENSE.ffn
+    result = DENSE.heads * DENSE.head_dim * (kept if kept < 2 else 0)
+    less = DENSE.layers * tokens * ((2 - kept) * inputs - result)
+    fewer = memory(wide)["activations"] - memory(t)["activations"]
+    assert float(fewer[0]) == pytest.approx(less, rel=1e-6, abs=1)
+    # Where weights are split for good, copies are of the layer at work.
+    split = memory(table(DENSE, work={"precision": precision}, zero=3))
+    assert split["parameters"] == memory(table(DENSE, zero=3))["parameters"]
+
+
+def test_fewer_bits_are_no_slower_on_blackwell() -> None:
+    for preset in ("b200x8", "gb300x8"):
+        seconds = [
+            float(seconds_by_kind(table(DENSE, preset, work={"precision": name}), K)["products"][0])
+            for name in ("bf16", "fp8", "nvfp4")
+        ]
+        assert seconds[0] > seconds[1] > seconds[2]
+    mx, plain = (estimate(table(DENSE, "b200x8", work={"precision": name}), K) for name in ("mxfp8", "fp8"))
+    assert mx.seconds > plain.seconds
+    assert mx.peak > plain.peak
+
+
+@pytest.mark.parametrize(("preset", "four"), [("b200", 4), ("gb200", 4), ("b300", 6), ("gb300", 6)])
+def test_peaks_of_blackwell_by_format(preset: str, four: float) -> None:
+    """Dense rates: 8 bits twice 16 bits; NVFP4 four times, and one and a half of that on Blackwell Ultra."""
+    columns = of_cluster(Cluster.preset(preset))
+    assert columns["peak8"] == 2 * columns["peak16"]
+    assert columns["peak4"] == four * columns["peak16"]

@@ -45,6 +45,14 @@ ALSO = {
     "c_attn": "qkv",
     "gate_up_proj": "mlp",
     "c_fc": "up_proj",
+    "fc1": "up_proj",
+    "fc2": "down_proj",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+    "dense": "o_proj",
+    "in_proj_qkvz": "in_proj",
+    "in_proj_qkv": "in_proj",
 }
 """Names that families give the same linear layers."""
 

@@ -1,9 +1,9 @@
 """Activation memory of a layer, in bytes per token of a micro-batch.
 
 Korthikanti et al. (arXiv 2205.05198, section 4.1) count 34 s b h + 5 a s² b for GPT-3's layer: every input of a
-product, of a norm and of an activation function, in 2 bytes, and masks of dropouts. The same count for today's
-layers, with b bytes an element, c of what a product keeps of its input (1 below 16 bits), d a head's size, a and k
-heads of queries and of keys, e = features of an MLP, and P ranks of the tensor axes:
+product, of a norm and of an activation function, in 2 bytes, and masks of dropouts. The same count for today's layers,
+with b bytes an element, c of what a product keeps of its input (`dims.FORMAT_BYTES` below 16 bits), d a head's size, a
+and k heads of queries and of keys, e = features of an MLP, and P ranks of the tensor axes:
 
     norms          2 b h · o              their inputs                                              `saved_activations`
     products       2 c h · g              inputs of attention's and of the MLP's first product      `saved_activations`
@@ -30,20 +30,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.planner.codes import RECOMPUTE
-from hyper_parallel.planner.cost_model.dims import attending, expert_share, expert_width, mixing
-from hyper_parallel.planner.table import PRECISIONS, Array, Table
+from hyper_parallel.planner.cost_model.dims import (
+    attending,
+    element_bytes,
+    expert_share,
+    expert_width,
+    mixing,
+    product_bytes,
+)
+from hyper_parallel.planner.table import Array, Table
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
-
-
-def element_bytes(t: Table) -> Array:
-    """Bytes of an activation's element."""
-    return np.where(t.precision == PRECISIONS.index("fp32"), 4.0, 2.0)
-
-
-def product_bytes(t: Table) -> Array:
-    """Bytes that a product keeps of an element of its input."""
-    return np.where(t.precision >= PRECISIONS.index("fp8"), 1.0, element_bytes(t))
 
 
 @dataclass(frozen=True)

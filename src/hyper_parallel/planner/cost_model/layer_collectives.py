@@ -29,8 +29,7 @@ import numpy as np
 
 from hyper_parallel.planner.codes import CONTEXT_METHODS, SCHEDULES
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.activations import element_bytes
-from hyper_parallel.planner.cost_model.dims import attending, blocks, expert_width, mixing
+from hyper_parallel.planner.cost_model.dims import attending, blocks, element_bytes, expert_width, mixing
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.table import Array, Table
 

@@ -5,7 +5,8 @@
 1910.02054, section 3.1; Megatron's distributed optimizer has 6 + 12 / d). ZeRO 1 splits the state over d = shard ·
 context, 2 also the gradients, 3 also the parameters (section 5). Experts are held by fewer ranks and split over what
 is left, d · P / expert of them. In 8 bits a weight is kept once for each direction of its product, in place of its 16
-bits: as many bytes (Transformer Engine's 8-bit primary weights).                                         (`_state`)
+bits: as many bytes (Transformer Engine's 8-bit primary weights); scales of blocks, and 4-bit copies beside 16-bit
+weights, are `dims.KEPT_BESIDE`.                                         (`_state`)
 
 A frozen weight takes `frozen_bytes` and neither gradient nor state: those are of its adapters alone (arXiv 2106.09685,
 section 4.2). A module that predicts one token more is a layer on the stage of the head, with a copy of the embedding
@@ -39,8 +40,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.activations import SavedActivations, element_bytes, saved_activations
-from hyper_parallel.planner.cost_model.dims import blocks, expert_share, expert_width
+from hyper_parallel.planner.cost_model.activations import SavedActivations, saved_activations
+from hyper_parallel.planner.cost_model.dims import (
+    blocks,
+    copy_bytes,
+    element_bytes,
+    expert_share,
+    expert_width,
+)
 from hyper_parallel.planner.cost_model.parameters import adapters, mixing_parameters
 from hyper_parallel.planner.cost_model.stages import Stage, placed, stages
 from hyper_parallel.planner.table import Array, Table, sum_of
@@ -198,8 +205,11 @@ def _state(t: Table, stage: Stage, held: _Held) -> dict[str, Array]:
     gathered = np.where(t.zero == 2, t.gradient_bytes * layer, gathered)
     gathered = np.where(t.zero >= 3, 3 * size * layer, gathered)
     whole = np.where((t.zero >= 2) & (share <= 1), 0.0, gathered)
+    # Copies in fewer bits are of linear layers; where weights are split for good, of the layer at work.
+    copied = copy_bytes(t) * (dense * held.dense + with_experts * (held.besides + held.experts))
+    whole = whole + np.where(t.zero >= 3, copy_bytes(t) * layer, 0.0)
     kinds = {
-        "parameters": t.weight_bytes * split(3),
+        "parameters": t.weight_bytes * split(3) + np.where(t.zero >= 3, 0.0, copied),
         "gradients": gradient * split(2),
         "optimizer": t.state_bytes * (1 - t.state_on_host) * split(1),
         "gathered": whole,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.activations import element_bytes
+from hyper_parallel.planner.cost_model.dims import element_bytes
 from hyper_parallel.planner.cost_model.memory import handed
 from hyper_parallel.planner.cost_model.parameters import ParameterCounts
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
