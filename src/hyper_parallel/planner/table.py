@@ -85,6 +85,7 @@ class Table:
     mixer_scanned: Array
     mixer_moved: Array
     mixer_reference: Array
+    mixer_reference_scanned: Array
     mixer_saved: Array
     prediction_modules: Array
 

@@ -22,7 +22,7 @@ SHAPE = (
 )
 """Fields and properties of Shape."""
 LATENT = ("query_rank", "key_rank", "plain", "rotary", "value")
-MIXER = ("inputs", "inner", "scanned", "moved", "reference", "saved")
+MIXER = ("inputs", "inner", "scanned", "moved", "reference", "reference_scanned", "saved")
 ADAPTER = (
     *("frozen", "frozen_bytes", "adapter_rank", "adapter_inputs", "adapter_outputs"),
     *("adapted_attention", "adapted_output", "adapted_mlp", "adapted_down"),

@@ -21,7 +21,7 @@ reference code, which Transformers runs where such kernels are not installed, wr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MixerKind = Literal["mamba2", "linear", "gated_delta", "kimi_delta", "mamba", "recurrent_unit", "convolution"]
@@ -107,17 +107,26 @@ class Mixer:
     def reference(self) -> float:
         """Elements of 2 bytes that reference code reads and writes for a token, forward.
 
-        Mamba-2's code in Transformers computes scores of a chunk as a product of all pairs that is summed over the
-        state; the delta rule's computes decays of all pairs; Mamba's and the recurrent unit's keep a state for each
-        token. All is in float32.
+        Counted in the graphs of Transformers' code, which computes in float32: for Mamba-2 about 18 passes over the
+        decays and scores of a chunk's pairs, 12 over keys and 16 over values; for delta rules 20 over pairs, 48 over
+        keys and values. Mamba's and the recurrent unit's code keeps a state for each token. The backward pass of delta
+        rules also writes zeros for each chunk's slice, which grows with the number of chunks and is not counted.
         """
-        pairs: dict[str, float] = {
-            "mamba2": 3.0 * self.chunk * self.heads * self.key + 2.0 * self.chunk * self.inner
-        }
-        delta = 10.0 * self.chunk * self.heads
-        pairs |= {**dict.fromkeys(map(str, DELTA), delta), "linear": 6.0 * self.chunk * self.heads}
+        keys, values = self.heads * self.key, self.heads * self.value
+        pairs = self.chunk * self.heads
+        around = 2.0 * self.channels + 3.0 * self.inner
+        if self.kind in DELTA:
+            return around + 2.0 * (20.0 * pairs + 48.0 * (keys + values))
+        if self.kind in CHUNKED:
+            return around + 2.0 * (18.0 * pairs + 12.0 * keys + 16.0 * values)
         plain = {"mamba": 8.0 * self.inner * self.key, "recurrent_unit": 20.0 * self.inner}
-        return self.moved + 2.0 * (pairs.get(self.kind) or plain.get(self.kind, 0.0))
+        return self.moved + 2.0 * plain.get(self.kind, 0.0)
+
+    @property
+    def reference_scanned(self) -> float:
+        """FLOPs of products of the recurrence in reference code, which computes scores for each head."""
+        alone = replace(self, groups=self.heads) if self.kind == "mamba2" else self
+        return alone.scanned
 
     @property
     def saved(self) -> float:

@@ -129,10 +129,10 @@ def _wide(t: Table, features: Array, kept: Array | None = None) -> Array:
 
 
 def _mixer(t: Table, ranks: Array) -> Array:
-    """What another token mixer keeps; reference code keeps its intermediates, as many as it writes."""
+    """What another token mixer keeps; reference code keeps about half of the intermediates that it writes."""
     size, inner = element_bytes(t), t.mixer_inner / ranks
     fused = size * t.mixer_saved / ranks + _input_kept(t, t.adapted_output) * product_bytes(t) * inner
-    written = size * (t.mixer_reference - t.mixer_moved) / 2 / ranks
+    written = size * np.maximum(t.mixer_reference - t.mixer_moved, 0.0) / 4 / ranks
     return np.where(t.scans > 0, fused, fused + written)
 
 

@@ -108,10 +108,9 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     own: Array = np.zeros(1)
     if np.any(t.mixer_layers > 0):
         products = products + mixing(t) * projected(t, ranks.tensor, multiply, tokens)
-        scan = mixing(t) * scanned(t, k, ranks.tensor, tokens, _fused_rate(t, k))
-        # Reference code is elementwise operators, whose backward pass moves as much more as theirs.
-        attention = attention + np.where(t.scans > 0, scan, 0.0)
-        elementwise = elementwise + np.where(t.scans > 0, 0.0, scan)
+        scan, besides = scanned(t, k, ranks.tensor, tokens, _fused_rate(t, k))
+        attention = attention + mixing(t) * scan
+        elementwise = elementwise + mixing(t) * besides
     if np.any(t.frozen > 0):
         own = _adapters(t, ranks, multiply, tokens)
         elementwise = elementwise + moved(t, k, 6 * tokens * t.adapter_outputs / ranks.tensor)
