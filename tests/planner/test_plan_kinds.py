@@ -11,6 +11,7 @@ import pytest
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.planner import format
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.dims import product_bytes
 from hyper_parallel.planner.cost_model.memory import memory
@@ -321,3 +322,12 @@ def test_peaks_of_blackwell_by_format(preset: str, four: float) -> None:
     columns = of_cluster(Cluster.preset(preset))
     assert columns["peak8"] == 2 * columns["peak16"]
     assert columns["peak4"] == four * columns["peak16"]
+
+
+def test_what_is_trained_is_said() -> None:
+    assert format.trained(Workload(DENSE, 8, 4096)) == ""
+    adapted = format.trained(Workload(DENSE, 8, 4096, adapter=Adapter(16, ("qkv",))))
+    assert adapted == "; frozen in bf16, 884.7K trained in adapters of rank 16 on qkv"
+    assert "with a module for one token more" in format.trained(
+        Workload(DENSE, 8, 4096, prediction_modules=1)
+    )
