@@ -172,3 +172,14 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path):
 def test_an_empty_folder_is_taken(tmp_path):
     (tmp_path / "out").mkdir()
     assert (export(write(tmp_path / "run", {"model_config": {}}), tmp_path / "out") / "config.json").exists()
+
+
+def test_adapters_within_their_base_model_are_refused(tmp_path):
+    """No plain folder has them: what is advised is Trainer's save_model, which tests/integration covers."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        next(iter(MODELS.values()))(), peft.LoraConfig(target_modules="all-linear", r=2)
+    )
+    with pytest.raises(CheckpointError, match="holds adapters within their base model"):
+        export(saved(tmp_path / "run", model, MESHES[0]), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -10,12 +10,35 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.space import Columns, StrategySpace, taken
 from hyper_parallel.planner.table import SPREAD, Table
+from hyper_parallel.workload.adapters import Adapter
+from hyper_parallel.workload.mixers import LayerMix, Mixer
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Workload
 
 DENSE = Shape("dense", 6, 2048, 16, 4, 128, ffn=8192, gated=True, vocabulary=64000)
 ROUTED = {"experts": 8, "chosen": 2, "expert_ffn": 4096, "shared_ffn": 2048, "dense_layers": 1}
 EXPERTS = replace(DENSE, name="experts", layers=5, **ROUTED)
+MAMBA = Mixer(
+    kind="mamba2",
+    inputs=4096 + 4608 + 64,
+    inner=4096,
+    channels=4608,
+    kernel=4,
+    heads=64,
+    key=64,
+    value=64,
+    groups=4,
+    chunk=128,
+)
+HYBRID = replace(DENSE, name="hybrid", mix=LayerMix(mixer=MAMBA, mixing=4, attending=2, feeding=6, norms=12))
+BLOCKS = replace(
+    EXPERTS,
+    name="blocks",
+    layers=6,
+    dense_layers=0,
+    mix=LayerMix(mixer=MAMBA, mixing=2, attending=1, feeding=3, norms=6),
+)
+"""Layers with either a token mixer or experts."""
 
 
 def cluster(gib: float, slower: float = 1, host_gib: float | None = None) -> Cluster:
@@ -35,10 +58,12 @@ def question(
     devices: int = 8,
     slower: float = 1,
     host_gib: float | None = None,
+    adapter: Adapter | None = None,
+    prediction_modules: int = 0,
     **options: Any,
 ) -> Question:
     """A question of few points."""
-    work = Workload(model, batch=16, sequence=4096)
+    work = Workload(model, batch=16, sequence=4096, adapter=adapter, prediction_modules=prediction_modules)
     return Question(workload=work, cluster=cluster(gib, slower, host_gib), devices=devices, **options)
 
 

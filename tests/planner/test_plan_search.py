@@ -20,9 +20,10 @@ from hyper_parallel.planner.run_file import PIPELINES
 from hyper_parallel.planner.search import _Found, answer
 from hyper_parallel.planner.space import Array, Columns, StrategySpace, taken
 from hyper_parallel.planner.table import SPREAD
+from hyper_parallel.workload.adapters import Adapter
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
-from planner.plan_cases import EXPERTS, base, listed, question
+from planner.plan_cases import BLOCKS, EXPERTS, HYBRID, base, listed, question
 
 K = Constants()
 SMALL = {"state_on_host": (0.0, 1.0), "activations_on_host": (0.0, 0.5), "micro": (1, 2)}
@@ -38,6 +39,12 @@ CASES = [
     pytest.param(question(gib=14.0, runnable=True), id="runnable"),
     pytest.param(question(gib=9.0, host_gib=2.0, slower=20, fix=SMALL), id="small host"),
     pytest.param(question(gib=7.0, host_gib=4.0, objective="memory", fix=SMALL), id="memory, small host"),
+    pytest.param(question(HYBRID, gib=14.0, fix=SMALL), id="hybrid"),
+    pytest.param(question(BLOCKS, gib=14.0, devices=4, fix=SMALL), id="hybrid of blocks with experts"),
+    pytest.param(question(gib=8.0, adapter=Adapter(16), fix=SMALL), id="adapters"),
+    pytest.param(
+        question(EXPERTS, gib=16.0, devices=4, prediction_modules=1, fix=SMALL), id="one token more"
+    ),
 ]
 
 
@@ -110,11 +117,18 @@ def _named(name: str) -> Cluster:
         ("deepseek-v3", 256, "upside down"),
         ("deepseek-v3", 256, "h800"),
         ("mixtral-8x7b", 64, "cloudmatrix384"),
+        ("nemotron-3-nano", 64, "h100"),
+        ("llama-3-70b, adapters", 64, "h100"),
+        ("deepseek-v3, one token more", 256, "h800"),
+        ("nemotron-3-super, one token more", 256, "cut by cost"),
     ],
 )
 @pytest.mark.parametrize("constants", [K, fitted()], ids=["prior", "fitted"])
 def test_bounds_are_not_above_estimates(name: str, devices: int, cluster: str, constants: Constants) -> None:
-    work = Workload(shape(name), batch=1024, sequence=4096)
+    model, _, kind = name.partition(", ")
+    work = Workload(shape(model), batch=1024, sequence=4096)
+    adapter = Adapter(16, ("attention",)) if kind == "adapters" else None
+    work = replace(work, adapter=adapter, prediction_modules=int(kind == "one token more"))
     profile = replace(GENERIC, balanced=float(cluster == "cut by cost"))
     asked = Question(workload=work, cluster=_named(cluster), devices=devices, profile=profile)
     space, common = StrategySpace(asked), base(asked)

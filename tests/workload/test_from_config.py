@@ -135,9 +135,13 @@ def test_files_of_published_models_have_the_published_shapes() -> None:
         ({"model_type": "t5", **SHAPE, "is_encoder_decoder": True}, "an encoder and a decoder"),
         (
             {"model_type": "x", **SHAPE, "layer_types": ["linear_attention", "full_attention"]},
-            "linear_attention",
+            "sizes its config does not give",
         ),
-        ({"model_type": "bamba", **SHAPE, "mamba_d_state": 16}, "mamba_d_state"),
+        ({"model_type": "x", **SHAPE, "layer_types": ["hybrid", "full_attention"]}, "hybrid"),
+        ({"model_type": "x", **SHAPE, "linear_num_value_heads": 4}, "which layers these are"),
+        ({"model_type": "bamba", **SHAPE, "mamba_d_state": 16}, "neither mamba_n_heads"),
+        ({"model_type": "zamba2", **SHAPE, "num_mem_blocks": 1}, "share their weights"),
+        ({"model_type": "rwkv", **SHAPE}, "in a way that no formula here describes"),
     ],
 )
 def test_what_is_no_decoder_of_attention_and_mlps_is_refused(config: dict[str, Any], said: str) -> None:

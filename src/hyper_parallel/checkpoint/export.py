@@ -67,6 +67,11 @@ def export(
         raise CheckpointError(
             f"{source.path} holds a tensor that is called {stream.METADATA!r}, as no file can name one"
         )
+    if any(name.startswith(f"{MODEL}base_model.model.") for name in model):
+        raise CheckpointError(
+            f"{source.path} holds adapters within their base model, which no plain folder has; resume the run from it, "
+            "or train inside Transformers' Trainer, whose save_model writes PEFT's folder (docs/transformers.md)"
+        )
     if not model:
         raise CheckpointError(f"{source.path} holds no tensor whose name begins with {MODEL!r}")
     kinds = {name: _kind(source, name, dtype) for name in model}

@@ -16,6 +16,7 @@ from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
     from hyper_parallel.planner.query import Question
+    from hyper_parallel.workload.adapters import Adapter
     from hyper_parallel.workload.shape import Shape
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -36,6 +37,27 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16, fp8, mxfp8 or nvfp4.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw or muon.")
+@click.option("--lora-rank", metavar="N", help="Train adapters of this rank; the model stays frozen.")
+@click.option(
+    "--lora-targets",
+    metavar="NAMES",
+    default="all-linear",
+    show_default=True,
+    help="Linear layers with adapters: all-linear, attention, qkv, mlp, or names such as q_proj,v_proj.",
+)
+@click.option(
+    "--frozen",
+    default="bf16",
+    show_default=True,
+    help="How frozen weights are kept: bf16, fp32, int8 or nf4.",
+)
+@click.option(
+    "--prediction-modules",
+    metavar="N",
+    default="0",
+    show_default=True,
+    help="Modules that each predict one token more, trained behind the last layer.",
+)
 @click.option("--devices", metavar="N", help="Number of devices; 64..4096 shows how the step scales.")
 @click.option("--fit", is_flag=True, help="Find the fewest devices on which the model fits.")
 @click.option(
@@ -85,6 +107,7 @@ def plan(
       hyper-parallel plan --model deepseek-v3 --cluster h800 --batch 4096 --fit
       hyper-parallel plan --model llama-3-70b --cluster h100 --batch 1024 --devices 64..4096 --price 2.5 --tokens 15T
       hyper-parallel plan --model llama-3-8b --cluster h100x64 --batch 256 --sequence 8k..1M
+      hyper-parallel plan --model llama-3-70b --cluster h100x8 --batch 64 --lora-rank 16 --lora-targets attention
       hyper-parallel plan --evaluate runs.csv --json
 
     \b
@@ -152,6 +175,8 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
             sequence,
             options["precision"],
             options["optimizer"],
+            _adapter(options),
+            numbers.whole("--prediction-modules", options["prediction_modules"], least=0),
         ),
         cluster=machine,
         profile=profile(options["framework"]) if options["framework"] else GENERIC,
@@ -163,6 +188,17 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
         runnable=options["runnable"],
         tie=0.0 if options["quickest"] else TIE,
     )
+
+
+def _adapter(options: dict[str, Any]) -> Adapter | None:
+    """What is trained in place of the whole model."""
+    from hyper_parallel.planner import numbers
+    from hyper_parallel.workload.adapters import Adapter
+
+    if options["lora_rank"] is None:
+        return None
+    targets = tuple(name.strip() for name in options["lora_targets"].split(",") if name.strip())
+    return Adapter(numbers.whole("--lora-rank", options["lora_rank"]), targets, options["frozen"])
 
 
 def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:

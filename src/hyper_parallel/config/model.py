@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy.section import PathText, Section
@@ -17,6 +17,19 @@ LARGEST = 16 * 2**20
 _MOST_OF_ANY = 2**31
 _MOST = (("layer", 10_000), ("expert", 100_000))
 """Part of a field's name, and the largest value that such a field may have."""
+
+
+class AdapterConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685) of the library peft; the model's own weights are frozen."""
+
+    rank: PositiveInt
+    """Columns of an adapter's first matrix."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers that have one, by the ends of their names, such as q_proj; `all-linear`: all but the head."""
+    alpha: PositiveInt | None = None
+    """What the adapter's result is multiplied with, times 1 / rank. Default: twice the rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that is dropped while it trains."""
 
 
 class ModelConfig(Section):
@@ -30,6 +43,9 @@ class ModelConfig(Section):
     """A folder with `config.json` and safetensors weights, as `save_pretrained` writes it."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Transformers' attention implementation; `auto` is Transformers' choice for the family."""
+
+    adapter: AdapterConfig | None = None
+    """Adapters that are trained in place of the whole model."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -26,12 +26,13 @@ from hyper_parallel import compat
 from hyper_parallel.compat.collectives import device_type
 from hyper_parallel.compat.store import broadcast_from_rank_0
 from hyper_parallel.config import RunConfig, from_dict
-from hyper_parallel.errors import HyperParallelError, IntegrationError
+from hyper_parallel.errors import ConfigError, HyperParallelError, IntegrationError
 from hyper_parallel.launch import Worker
 from hyper_parallel.planner.auto import choose, resolved
 from hyper_parallel.planner.auto.machine import machine_of
-from hyper_parallel.shard.lora_adapters import without_adapters
+from hyper_parallel.shard.lora_adapters import adapted_layers, adapters_of, without_adapters
 from hyper_parallel.strategy import Strategy
+from hyper_parallel.workload.adapters import Adapter as PlannedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def _run(asked: AutoRequest, folder: str) -> RunConfig:
         {
             "version": 1,
             "out": folder,
-            "model": {"path": folder},
+            "model": {"path": folder, "adapter": _adapter(asked.model)},
             # Only how long rows are is read of it.
             "data": {"train": "python-stdlib", "sequence": asked.length},
             "train": {"batch": asked.batch, "micro_batch": asked.rows},
@@ -98,6 +99,21 @@ def _run(asked: AutoRequest, folder: str) -> RunConfig:
         },
         source="strategy",
     )
+
+
+def _adapter(model: nn.Module) -> dict[str, Any] | None:
+    """The section `model.adapter` of a model with adapters; None without them, or for layers unknown to the planner."""
+    layers = list(adapted_layers(model))
+    names = sorted({name.rpartition(".")[2] for name, _ in layers})
+    ranks = {adapter.a.out_features for _, layer in layers for adapter in adapters_of(layer)}
+    if not ranks:
+        return None
+    try:
+        PlannedAdapter(max(ranks), tuple(names))
+    except ConfigError as error:
+        log.info("strategy: every parameter counts as trained: %s", error)
+        return None
+    return {"rank": max(ranks), "targets": names}
 
 
 def _chosen(run: RunConfig, world: int) -> str:

@@ -23,7 +23,7 @@ def heading(one: PrintedAnswer) -> str:
     question, work = one.question, one.question.workload
     shape = work.shape
     active = f", {format_count(shape.active_parameters)} a token" if shape.experts else ""
-    what = f"{shape.name or 'the model'} ({format_count(shape.parameters)} parameters{active})"
+    what = f"{shape.name or 'the model'} ({format_count(shape.parameters)} parameters{active}{format.trained(work)})"
     step = f"{work.batch:,} × {work.sequence:,} tokens, {work.precision}, {work.optimizer}"
     where = question.cluster.name or question.cluster.source
     return f"{WORD} steps of {what}, {step}, on {question.devices:,} devices of {where}"
@@ -194,6 +194,7 @@ def to_json(one: PrintedAnswer) -> dict[str, Any]:
         "model": work.shape.name,
         "parameters": work.shape.parameters,
         "active_parameters": work.shape.active_parameters,
+        "trained_parameters": work.trained_parameters,
         "batch": work.batch,
         "sequence": work.sequence,
         "precision": work.precision,

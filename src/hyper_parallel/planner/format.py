@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hyper_parallel.planner.metrics import Figures
-from hyper_parallel.units import format_bytes, format_duration
+from hyper_parallel.units import format_bytes, format_count, format_duration
+from hyper_parallel.workload.workload import Workload
 
 Strategy = Mapping[str, float | str]
 """The columns of a strategy; codes by name."""
@@ -14,7 +15,7 @@ AXES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline", "ex
 
 MEANING = {
     "products": "matrix products of layers",
-    "attention": "attention's core",
+    "attention": "attention's core, and recurrences of other token mixers",
     "elementwise": "norms, activations, residuals",
     "again": "computed once more in the backward pass",
     "head": "embedding, head and loss",
@@ -125,3 +126,15 @@ def joined(words: Iterable[str]) -> str:
     """`a, b and c`"""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def trained(work: Workload) -> str:
+    """What a step trains where that is not the model alone, to follow its parameters; else empty."""
+    if work.adapter is not None:
+        targets = ", ".join(work.adapter.targets)
+        own = format_count(work.trained_parameters)
+        return f"; frozen in {work.adapter.base}, {own} trained in adapters of rank {work.adapter.rank} on {targets}"
+    if work.prediction_modules:
+        modules = "a module" if work.prediction_modules == 1 else f"{work.prediction_modules} modules"
+        return f"; {format_count(work.trained_parameters)} with {modules} for one token more each"
+    return ""

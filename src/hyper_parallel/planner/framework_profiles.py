@@ -304,6 +304,7 @@ HYPER_PARALLEL = Profile(
     state_bytes=8,
     logit_bytes=12,
     regathers=0,
+    scans=0,
     defaults=Defaults(zero=3),
 )
 

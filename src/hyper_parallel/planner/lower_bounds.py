@@ -47,7 +47,7 @@ from hyper_parallel.planner.codes import ORDERS, SCHEDULES
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import HOST_PART, by_stage
 from hyper_parallel.planner.cost_model.optimizer_step import gathered
-from hyper_parallel.planner.cost_model.parameters import held
+from hyper_parallel.planner.cost_model.parameters import held, trained
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.cost_model.step import seconds_by_kind
@@ -178,10 +178,13 @@ class Bounds:
         """A lower bound of the seconds that recomputing the share `again` of the layers adds to a layer's passes."""
         times = micro_batches(table) * table.layers / table.pipeline
         exchanged = (parts["tensor"] + parts["expert"]) / 2
+        # Of a frozen model's products the forward pass has a third to a half.
         forward = parts["products"] / 3 + parts["attention"] / 3.5 + parts["elementwise"] / 2.6 + exchanged
-        backward = 2 * parts["products"] / 3 + 2.5 * parts["attention"] / 3.5
+        share = np.where(table.frozen > 0, 1 / 2, 2 / 3)
+        backward = share * parts["products"] + 2.5 * parts["attention"] / 3.5
         backward = backward + 1.6 * parts["elementwise"] / 2.6 + exchanged
-        gathers = gathered(table, Ranks(table, self.constants), held(table)).backward
+        own = held(table)
+        gathers = gathered(table, Ranks(table, self.constants), own, trained(table, own)).backward
         # Gathers that take longer than the backward pass hide what comes beside them.
         covered = np.maximum(gathers - (1 + self.constants.beside) * backward / times, 0.0)
         longer: Array = np.maximum(again * forward / times - covered, 0.0)
@@ -213,7 +216,8 @@ class Bounds:
         # Where a rank has both ends of the model, its stages are others.
         ends = (
             [0.0, float(ZB_V)]
-            if np.any(rows["pipeline"] > 1) and np.any(self.base.dense_layers > 0)
+            if np.any(rows["pipeline"] > 1)
+            and np.any((self.base.dense_layers > 0) | (self.base.prediction_modules > 0))
             else [0.0]
         )
         modes = {mode for mode, _ in space.again}

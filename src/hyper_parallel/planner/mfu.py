@@ -5,28 +5,31 @@
 
 The convention is that of `workload.flops`: N counts the elements of the matrices that a token is multiplied with (the
 head also when it is tied, of experts those that are chosen, and the router), attention counts the keys that the mask
-keeps, and recomputation is not counted. In latent attention Q is the mean of a head's dims of keys and of values. The
-peak is that of the precision of the linear layers; in float32 it is the 16-bit one, since a table has no other.
+keeps, and recomputation is not counted. In latent attention Q is the mean of a head's dims of keys and of values.
+Products of other mixers' recurrences are those of `workload.mixers`. Where a model is frozen the gradients of its
+weights are not computed: 4 N, and 6 for each element of the adapters. Each module that predicts one token more counts
+as a layer and a head. The peak is that of the precision of the linear layers; in float32 it is the 16-bit one, since a
+table has no other.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from hyper_parallel.planner.cost_model.dims import in_eight_bits, in_four_bits, keys_seen, routed_share
-from hyper_parallel.planner.cost_model.parameters import attention_parameters
+from hyper_parallel.planner.cost_model.dims import in_eight_bits, in_four_bits, keys_seen
+from hyper_parallel.planner.cost_model.parameters import adapters, layer_matrices, module_matrices
 from hyper_parallel.planner.table import Array, Table
 
 
 def flops_per_token(t: Table) -> Array:
     """Model FLOPs of training on one token, forward and backward, of [n] or [1]."""
-    wide = (2 + t.gated) * t.hidden
-    sparse = wide * (t.chosen * t.expert_ffn + t.shared_ffn) + t.hidden * t.experts
-    routed = routed_share(t) * t.layers
-    matrices = t.layers * attention_parameters(t) + routed * sparse + (t.layers - routed) * wide * t.ffn
-    matrices = matrices + t.vocabulary * t.hidden
+    matrices = t.layers * layer_matrices(t) + t.vocabulary * t.hidden
     size = np.where(t.key_rank > 0, (t.plain + t.rotary + t.value) / 2, t.head_dim)
-    return 6 * matrices + 12 * t.layers * t.heads * size * keys_seen(t)
+    one_more = module_matrices(t) + 2 * t.hidden * t.hidden + t.vocabulary * t.hidden
+    matrices = matrices + t.prediction_modules * one_more
+    times = 6 - 2 * t.frozen
+    mixed = 12 * t.attention_layers * t.heads * size * keys_seen(t) + 3 * t.mixer_layers * t.mixer_scanned
+    return times * matrices + 6 * t.layers * adapters(t) + mixed
 
 
 def peak(t: Table) -> Array:

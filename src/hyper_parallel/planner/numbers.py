@@ -11,16 +11,16 @@ _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
-def whole(option: str, text: str) -> int:
-    """`8192`, or `8k` for as many; a count of devices, sequences or tokens of a sequence, at least 1.
+def whole(option: str, text: str, least: int = 1) -> int:
+    """`8192`, or `8k` for as many; a count of devices, sequences or tokens of a sequence, at least `least`.
 
     Raises ConfigError, which names `option`.
     """
     found = _NUMBER.fullmatch(text.strip())
-    value = float(found[1]) * _BINARY.get(found[2].lower(), 0) if found else 0.0
-    if value < 1 or not value.is_integer():
+    value = float(found[1]) * _BINARY.get(found[2].lower(), 0) if found else -1.0
+    if value < least or not value.is_integer():
         raise ConfigError(
-            f"{option}: {text!r} is no whole number of at least 1; write 8192, or 8k for the same"
+            f"{option}: {text!r} is no whole number of at least {least}; write 8192, or 8k for the same"
         )
     return int(value)
 

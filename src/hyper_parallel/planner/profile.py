@@ -94,4 +94,7 @@ class Profile:
     tuned: float = 0.0
     """Kernels of products are chosen for Hopper by Transformer Engine or XLA, not as PyTorch's library offers them; a
     half says that it is not known."""
+    scans: float = 1.0
+    """Token mixers such as Mamba run in kernels that keep a chunk's products on the chip; 0: reference code, which
+    writes each intermediate."""
     defaults: Defaults = field(default_factory=Defaults)

@@ -19,6 +19,7 @@ from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.strategy import ScheduleName
 from hyper_parallel.strategy.axes import AUTO
+from hyper_parallel.workload.adapters import Adapter
 from hyper_parallel.workload.to_config import to_config
 
 GIB = 1 << 30
@@ -69,6 +70,10 @@ def planned_run_file(
         notes.append(
             f"model.config has the dimensions of {shape.name or 'the model'} in the plainest family that has them"
         )
+    if work.adapter is not None:
+        model = {**model, "adapter": _adapter(work.adapter, notes)}
+    if work.prediction_modules:
+        notes.append("train builds the model without the modules that predict one token more")
     train: dict[str, Any] = {
         "batch": work.batch,
         "micro_batch": int(found.strategy["micro"]),
@@ -83,6 +88,8 @@ def planned_run_file(
         }
         notes.append("what lies on the host is written as a budget; which bytes move is planned by train")
     strategy["precision"] = _DTYPES.get(work.precision, _DTYPES["bf16"])
+    if work.adapter is not None and work.adapter.base != "fp32":
+        strategy["precision"] = {**strategy["precision"], "param": "bfloat16"}
     if work.precision not in _DTYPES:
         notes.append(
             f"train does not compute in {work.precision} yet; the file says bfloat16, which is slower"
@@ -104,6 +111,15 @@ def planned_run_file(
     ]
     text = "".join(f"# {line}\n" for line in head) + yaml12.write(data)
     return PlannedRunFile(data, text, tuple(notes))
+
+
+def _adapter(adapter: Adapter, notes: list[str]) -> dict[str, Any]:
+    """The section `model.adapter`."""
+    names = sorted(adapter.linear)
+    if adapter.base not in ("fp32", "bf16"):
+        notes.append(f"train does not keep frozen weights in {adapter.base}; the file says bfloat16")
+    whole = adapter.targets == ("all-linear",)
+    return {"rank": adapter.rank, "targets": "all-linear" if whole else names}
 
 
 def strategy_of(found: Figures, cluster: Cluster, layers: int, notes: list[str]) -> dict[str, Any]:

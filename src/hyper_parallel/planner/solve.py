@@ -14,6 +14,7 @@ from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.explain import Explanation, explain
 from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.mixer_axes import left_out
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
 from hyper_parallel.planner.run_file import PlannedRunFile, planned_run_file
 from hyper_parallel.planner.simplest import Tied, simplest
@@ -104,7 +105,14 @@ def solve(
         ],
         compared=None if other is None else _figures(other, known),
         tokens=tokens,
-        notes=[*runnable.note((str(place), one) for place, one in enumerate(best, 1)), *notes],
+        notes=[
+            *(
+                f"not searched: {reason}"
+                for reason in left_out(question.workload.shape.mixer, question.runnable)
+            ),
+            *runnable.note((str(place), one) for place, one in enumerate(best, 1)),
+            *notes,
+        ],
     )
 
 

@@ -14,6 +14,10 @@ What is legal is what HyperShard needs (its axes, tensor2d, context and experts)
   rounds of `pipeline` (Narayanan et al., arXiv 2104.04473, section 2.2); ZB-V and DualPipe give a rank two parts, and
   DualPipe feeds an even number of stages from both ends with at least 2 · pipeline micro-batches (2412.19437).
 
+* other token mixers than attention (`workload.mixers`): tensor divides the groups of heads that share keys, and context
+  is Ulysses with as many ranks as divide the heads that tensor leaves; mixers without heads are split over neither
+  axis, nor is any that `train` is to run (`mixer_axes`).
+
 Two names of one strategy are one point: without ranks that share a copy there is no ZeRO level, without ranks of
 `context` no method, and an order counts only where it lays the axes differently.
 """
@@ -29,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hyper_parallel.planner.codes import CONTEXT_METHODS, ORDERS, RECOMPUTE, SCHEDULES, code
+from hyper_parallel.planner.mixer_axes import context_divides, tensor_divides
 from hyper_parallel.planner.query import Question
 
 Array = npt.NDArray[np.float64]
@@ -167,12 +172,14 @@ class StrategySpace:
         context, method = c["context"], c["method"]
         ring = self.sequence % (2 * context) == 0
         heads = self.shape.heads / tensor
-        ulysses = heads % context == 0
+        ulysses = (heads % context == 0) | (self.shape.attention_layers == 0)
         # A hybrid's inner degree is the largest that sends no head twice, and is neither none nor all of the axis.
         inner = np.gcd(
             context.astype(np.int64), np.maximum(1, self.shape.kv_heads // tensor).astype(np.int64)
         )
         hybrid = (inner > 1) & (inner < context) & (self.sequence % (2 * context) == 0)
+        if self.shape.mixer is not None:
+            ring, hybrid = ring & False, hybrid & False
         chosen: Mask = np.select([method == _RING, method == _ULYSSES], [ring, ulysses], hybrid)
         return np.where(context > 1, chosen, method == (self.question.allowed("method") or (0.0,))[0])
 
@@ -252,7 +259,7 @@ class StrategySpace:
         takes("pipeline", lambda c: c["pipeline"] <= shape.layers)
         takes("tensor_x", lambda c: self._tensor(c["tensor_x"]))
         takes("tensor_y", self._second)
-        takes("context", lambda c: self.sequence % c["context"] == 0)
+        takes("context", self._context)
         # What is left sees other data.
         rows = {name: column[self.batch % rows["left"] == 0] for name, column in rows.items()}
         takes("shard", lambda c: c["shard"] > 0)
@@ -269,7 +276,18 @@ class StrategySpace:
     def _tensor(self, tensor: Array) -> Mask:
         heads, keys = self.shape.heads, self.shape.kv_heads
         found: Mask = (heads % tensor == 0) & ((keys % tensor == 0) | (tensor % keys == 0))
-        return found
+        mixer = self.shape.mixer
+        if mixer is None:
+            return found
+        alone = self.shape.attention_layers == 0
+        return (found | alone) & tensor_divides(mixer, tensor, self.question.runnable)
+
+    def _context(self, c: Columns) -> Mask:
+        found: Mask = self.sequence % c["context"] == 0
+        if self.shape.mixer is None:
+            return found
+        tensor = c["tensor_x"] * c["tensor_y"]
+        return found & context_divides(self.shape.mixer, c["context"], tensor, self.question.runnable)
 
     def _second(self, c: Columns) -> Mask:
         tensor = c["tensor_x"] * c["tensor_y"]

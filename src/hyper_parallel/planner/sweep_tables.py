@@ -123,7 +123,8 @@ def _made(points: Sequence[Point], sheet: Sheet, sentences: tuple[str, ...]) -> 
     question = points[0].question
     shape, work = question.workload.shape, question.workload
     heading = (
-        f"estimated steps of {shape.name or 'the model'} ({format_count(shape.parameters)} parameters; "
+        f"estimated steps of {shape.name or 'the model'} ({format_count(shape.parameters)} parameters"
+        f"{format.trained(work)}; "
         f"{format_count(work.tokens)} tokens, {work.precision}) on {question.cluster.name or question.cluster.source}"
     )
     shown = [(f"the best on row {place}", _best(point)) for place, point in enumerate(points, 1)]

@@ -26,6 +26,7 @@ from hyper_parallel.planner.codes import (
     architecture,
 )
 from hyper_parallel.planner.profile import Profile
+from hyper_parallel.planner.workload_columns import of_workload
 from hyper_parallel.workload.workload import PRECISIONS, Workload
 
 __all__ = [
@@ -72,6 +73,41 @@ class Table:
     expert_groups: Array
     chosen_groups: Array
     """Groups that a token's experts lie in, of `expert_groups`; 0 where routing is not limited."""
+    gate: Array
+    expert_hidden: Array
+    """0: experts take the hidden state as it is."""
+    attention_layers: Array
+    mixer_layers: Array
+    """Layers with another token mixer than attention; its sizes, as in `workload.mixers.Mixer`, are 0 without one."""
+    mlp_layers: Array
+    """Layers with an MLP or experts."""
+    mixer_inputs: Array
+    mixer_inner: Array
+    mixer_rest: Array
+    """Elements of a mixer's other matrices and vectors."""
+    mixer_scanned: Array
+    mixer_moved: Array
+    mixer_reference: Array
+    mixer_reference_scanned: Array
+    mixer_saved: Array
+    prediction_modules: Array
+
+    frozen: Array
+    """1: only adapters are trained; 0: the whole model, and what follows is 0."""
+    frozen_bytes: Array
+    """Bytes of a frozen weight."""
+    adapter_rank: Array
+    adapter_inputs: Array
+    """Input features of all adapted linear layers of a mean layer."""
+    adapter_outputs: Array
+    adapted_attention: Array
+    """1: the first linear layers of attention or of a mixer have adapters, whose gradients need their input."""
+    adapted_output: Array
+    """1: the last linear layer of attention or of a mixer has one."""
+    adapted_mlp: Array
+    """1: the first linear layers of MLPs have them."""
+    adapted_down: Array
+    """1: the last linear layer of MLPs has one."""
 
     sequence: Array
     """Tokens."""
@@ -165,6 +201,7 @@ class Table:
     logit_bytes: Array
     regathers: Array
     tuned: Array
+    scans: Array
 
     def __post_init__(self) -> None:
         for name in COLUMNS:
@@ -277,24 +314,6 @@ def _column(name: str, values: npt.ArrayLike) -> Array:
 
 def _cell(column: Array, rows: npt.NDArray[np.intp]) -> Array:
     return column if column.size == 1 else column[rows]
-
-
-_SHAPE = (
-    *COLUMNS[: COLUMNS.index("dense_layers") + 1],
-    *("window", "windowed", "expert_groups", "chosen_groups"),
-)
-"""The columns that are fields of Shape."""
-
-
-def of_workload(workload: Workload) -> dict[str, float]:
-    """The columns of what is trained."""
-    shape, latent = workload.shape, workload.shape.latent
-    columns = {name: float(getattr(shape, name)) for name in _SHAPE}
-    for name in ("query_rank", "key_rank", "plain", "rotary", "value"):
-        columns[name] = float(getattr(latent, name)) if latent else 0.0
-    columns |= {"sequence": workload.sequence, "batch": workload.batch}
-    columns["precision"] = PRECISIONS.index(workload.precision)
-    return columns
 
 
 def of_cluster(cluster: Cluster) -> dict[str, float]:

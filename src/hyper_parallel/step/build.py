@@ -21,6 +21,7 @@ from hyper_parallel.offloading.runtime.parameter_paging import lend
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
 from hyper_parallel.shard.rules import has_encoder
+from hyper_parallel.step.adapters import with_adapters
 from hyper_parallel.step.compile_options import artifacts_of
 from hyper_parallel.step.engine import check_length, try_graph
 from hyper_parallel.step.graph_cache import Graphs
@@ -234,6 +235,8 @@ def on_meta(hf: Any, config: RunConfig) -> nn.Module:
         reason = f"{type(error).__name__}: {_line(error)}"
         raise ConfigError(f"model: Transformers cannot build it: {reason}") from error
     assert isinstance(model, nn.Module)
+    if config.model.adapter is not None:
+        model = with_adapters(model, config.model.adapter)
     if has_encoder(model):
         raise ConfigError(
             f"model: {_UNSUPPORTED.format(hf.model_type)}; as a decoder it takes is_decoder: true in model.config"

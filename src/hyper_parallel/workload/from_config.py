@@ -7,9 +7,12 @@ head is tied, which layers have a window.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.workload import hybrids
+from hyper_parallel.workload.mixers import LayerMix
 from hyper_parallel.workload.shape import Latent, Shape
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -37,7 +40,7 @@ _WITHOUT_GATES = frozenset(
         "falcon",
         "starcoder2",
     )
-) | {"nemotron", "persimmon", "biogpt"}
+) | {"nemotron", "nemotron_h", "persimmon", "biogpt"}
 """Families whose MLPs have two matrix products; their default width is four times the hidden size."""
 
 _TIED = frozenset(
@@ -48,16 +51,6 @@ _TIED = frozenset(
 _WINDOWED = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
 """Families in which every n-th layer has no window, if a config does not list these layers."""
 
-_OTHER_LAYERS = (
-    "ssm_cfg",
-    "mamba_d_state",
-    "mamba_n_heads",
-    "state_size",
-    "linear_num_key_heads",
-    "ssm_state_size",
-)
-"""Keys of configs with layers that are neither attention nor MLPs."""
-
 
 def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
     """The shape that a config describes; see `Shape.of_config`."""
@@ -67,22 +60,27 @@ def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
         # A vision-language model: its language model is planned.
         config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
     family = str(config.get("model_type", ""))
-    _refuse(config, name)
-    layers, hidden, heads = (_need(config, name, *keys) for keys in (_LAYERS, _HIDDEN, _HEADS))
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"the model {name!r} has an encoder and a decoder; give a decoder alone")
+    layers = _find(config, *_LAYERS) or len(hybrids.kinds(config, 0)) or _need(config, name, *_LAYERS)
+    hidden = _need(config, name, *_HIDDEN)
+    mix = hybrids.layer_mix(config, name, layers, hidden)
+    # Models of mixers alone have no heads: their attention is that of no layer.
+    heads = _need(config, name, *_HEADS) if mix is None or mix.attending else 1
     latent = _latent(config, name)
     size = latent.plain + latent.rotary if latent else _find(config, *_HEAD_DIM)
     gated = family not in _WITHOUT_GATES
-    experts = _experts(config, name, layers)
+    experts = _experts(config, name, layers, mix)
     window, windowed = _windows(config, family, layers)
     tied = config.get("tie_word_embeddings")
-    return Shape(
+    shape = Shape(
         name=name,
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_find(config, *_KV_HEADS) or heads,
+        kv_heads=(_find(config, *_KV_HEADS) or heads) if heads > 1 else 1,
         head_dim=size or hidden // heads,
-        ffn=(0 if gated else _find(config, *_FFN) or 4 * hidden) or _need(config, name, *_FFN),
+        ffn=_features(config, name, family, hidden, gated, bool(experts), mix),
         gated=gated,
         vocabulary=_need(config, name, *_VOCABULARY),
         tied=family in _TIED if tied is None else bool(tied),
@@ -90,22 +88,51 @@ def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
         window=window,
         windowed=windowed,
         positions=_find(config, *_POSITIONS),
+        gate=hybrids.gate_columns(family, heads, size or hidden // heads),
+        expert_hidden=_find(config, "moe_latent_size") if experts else 0,
+        mix=mix,
         source=f"the config of {name}",
         **experts,
     )
+    return shape if mix is None else _with_vectors(shape, config, family)
 
 
-def _refuse(config: Mapping[str, Any], name: str) -> None:
-    types = set(config.get("layer_types") or ())
-    strange = sorted(types - {"full_attention", "sliding_attention", "chunked_attention"})
-    found = strange or [key for key in _OTHER_LAYERS if config.get(key)]
-    if found:
-        raise ConfigError(
-            f"the model {name!r} has layers that are neither attention nor MLPs ({', '.join(found)}), which no formula "
-            "here describes; give a model of attention and MLPs"
-        )
-    if config.get("is_encoder_decoder"):
-        raise ConfigError(f"the model {name!r} has an encoder and a decoder; give a decoder alone")
+def _with_vectors(shape: Shape, config: Mapping[str, Any], family: str) -> Shape:
+    """With the biases and norms of heads that configs of other mixers state."""
+    attention = hybrids.attention_vectors(config, family, shape.heads, shape.kv_heads, shape.head_dim)
+    dense = hybrids.mlp_vectors(config, family, shape.hidden, shape.ffn, shape.gated)
+    vectors = shape.attention_layers * attention
+    vectors += (shape.mlp_layers - shape.expert_layers) * dense
+    vectors += shape.expert_layers * hybrids.expert_vectors(config, family, shape.hidden)
+    return replace(shape, vectors=vectors)
+
+
+def _features(
+    config: Mapping[str, Any],
+    name: str,
+    family: str,
+    hidden: int,
+    gated: bool,
+    experts: bool,
+    mix: LayerMix | None,
+) -> int:
+    """Features of an MLP without experts; 0 where no layer has one."""
+    if mix is not None and not mix.feeding:
+        return 0
+    found = _find(config, *_FFN)
+    if not experts and (shared := _find(config, "shared_intermediate_size")):
+        # The MLP of a family that may have experts beside it.
+        return shared
+    if config.get("block_auto_adjust_ff_dim"):
+        found = int(2 * found / 3 * (config.get("block_ffn_dim_multiplier") or 1.0))
+        multiple = _find(config, "block_multiple_of") or 1
+        found = -(-found // multiple) * multiple
+    if family == "recurrent_gemma":
+        # It writes the features of gate and product together.
+        return found // 2
+    if experts and mix is not None:
+        return found or _find(config, "moe_intermediate_size")
+    return found or (4 * hidden if not gated else _need(config, name, *_FFN))
 
 
 def _latent(config: Mapping[str, Any], name: str) -> Latent | None:
@@ -120,20 +147,27 @@ def _latent(config: Mapping[str, Any], name: str) -> Latent | None:
     )
 
 
-def _experts(config: Mapping[str, Any], name: str, layers: int) -> dict[str, int]:
+def _experts(config: Mapping[str, Any], name: str, layers: int, mix: LayerMix | None) -> dict[str, int]:
     """The fields of a Shape that describe experts."""
     experts = _find(config, *_EXPERTS)
-    if experts < 2:
+    kinds = hybrids.kinds(config, layers)
+    blocks = mix is not None and mix.feeding < layers
+    if experts < 2 or (blocks and not any(kind in ("moe", "E") for kind in kinds)):
         return {}
     features = _find(config, "moe_intermediate_size", "expert_intermediate_size")
     features = features or _need(config, name, *_FFN)
-    shared = _find(config, "shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = _find(
+        config,
+        "moe_shared_expert_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    )
     return {
         "experts": experts,
         "chosen": _need(config, name, *_CHOSEN),
         "expert_ffn": features,
         "shared_ffn": shared or features * _find(config, "n_shared_experts", "num_shared_experts"),
-        "dense_layers": _dense(config, layers),
+        "dense_layers": sum(kind in ("mlp", "-") for kind in kinds) if blocks else _dense(config, layers),
         **_groups(config),
     }
 
@@ -148,19 +182,26 @@ def _dense(config: Mapping[str, Any], layers: int) -> int:
     """The number of layers without experts: the first ones, or those that a list or a step excludes."""
     if types := config.get("mlp_layer_types"):
         return sum(kind == "dense" for kind in types)
-    if config.get("first_k_dense_replace") is not None:
-        return min(int(config["first_k_dense_replace"]), layers)
+    for key in ("first_k_dense_replace", "num_dense_layers"):
+        if config.get(key) is not None:
+            return min(int(config[key]), layers)
+    if period := config.get("expert_layer_period"):
+        offset = config.get("expert_layer_offset", 0)
+        return sum(layer % period != offset for layer in range(layers))
     step, without = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
     return sum(layer in without or (layer + 1) % step != 0 for layer in range(layers))
 
 
 def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, float]:
     """Tokens of a window, and the share of the layers that have it."""
-    window = _find(config, "sliding_window", "attention_chunk_size")
+    window = _find(config, "sliding_window", "attention_chunk_size", "attention_window_size")
     if not window or config.get("use_sliding_window") is False:
         return 0, 0.0
     if types := config.get("layer_types"):
-        share = sum(kind != "full_attention" for kind in types) / layers
+        attending = [
+            kind for kind in types if kind in ("full_attention", "sliding_attention", "chunked_attention")
+        ]
+        share = sum(kind != "full_attention" for kind in attending) / max(1, len(attending))
     elif every := config.get("sliding_window_pattern") or _WINDOWED.get(family):
         share = 1 - layers // int(every) / layers
     elif config.get("use_sliding_window"):

@@ -6,10 +6,12 @@ Names ignore case and punctuation: `Llama-3.1-405B`, `llama3-405b` and `LLAMA_3_
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from hyper_parallel.errors import ConfigError, nearest
+from hyper_parallel.workload.published_hybrids import CONFIGS
 from hyper_parallel.workload.published_shapes import ALIASES, LINES, SOURCES
 from hyper_parallel.workload.shape import Shape
 
@@ -19,7 +21,7 @@ _ENDINGS = re.compile(r"(-(instruct|chat|base|hf|it|pt|v0\.\d|\d+k))+$")
 
 def names() -> list[str]:
     """The models' names."""
-    return [line[0] for line in LINES]
+    return [*(line[0] for line in LINES), *CONFIGS]
 
 
 def shape(name: str) -> Shape:
@@ -55,6 +57,10 @@ def _key(name: str) -> str:
 @cache
 def _shapes() -> dict[str, Shape]:
     made = {line[0]: _shape(*line) for line in LINES}
+    made |= {
+        name: replace(Shape.of_config(config, name), source=source)
+        for name, (source, config) in CONFIGS.items()
+    }
     made |= {alias: made[name] for alias, name in ALIASES.items()}
     keyed = {_key(name): shape for name, shape in made.items()}
     assert len(keyed) == len(made), "no two names are one without punctuation"

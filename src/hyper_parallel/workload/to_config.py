@@ -3,7 +3,8 @@
 A shape does not describe norms, biases or positions, so that the plainest family with its parts is chosen:
 `deepseek_v3` for latent attention, `glm4_moe` for shared experts or dense layers among experts, `mixtral` for other
 experts, `gpt_oss` where some of their layers have a window, `qwen3` where some layers without experts have one,
-`mistral` where all have, `gpt2` or `nemotron` for an MLP without a gate, else `llama`.
+`mistral` where all have, the published config of a model with other token mixers, `gpt2` or `nemotron` for an MLP
+without a gate, else `llama`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.workload.published_hybrids import CONFIGS
 from hyper_parallel.workload.shape import Shape
 
 POSITIONS = 131072
@@ -18,8 +21,18 @@ POSITIONS = 131072
 
 
 def to_config(shape: Shape, sequence: int = 0) -> dict[str, Any]:
-    """The config, with positions for at least `sequence` tokens."""
+    """The config, with positions for at least `sequence` tokens.
+
+    Raises ConfigError for a shape with other token mixers that is not a published model's.
+    """
     positions = max(shape.positions or POSITIONS, sequence)
+    if shape.mix is not None:
+        if shape.name not in CONFIGS:
+            raise ConfigError(
+                f"the dimensions of {shape.name or 'the model'!r} do not say which of its layers mix tokens without "
+                "attention; give its config.json"
+            )
+        return {**CONFIGS[shape.name][1], "max_position_embeddings": positions}
     if not shape.gated and not shape.experts and shape.kv_heads == shape.heads:
         return {
             "model_type": "gpt2",

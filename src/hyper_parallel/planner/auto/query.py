@@ -14,6 +14,7 @@ from hyper_parallel.planner.run_file import PIPELINES
 from hyper_parallel.planner.user_strategy import recompute_columns
 from hyper_parallel.step.build import transformers_config
 from hyper_parallel.strategy import AXIS_NAMES
+from hyper_parallel.workload.adapters import Adapter
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Precision, Workload
 
@@ -61,7 +62,17 @@ def workload_of(config: RunConfig) -> Workload:
         config.data.sequence,
         precision_of(config),
         config.train.optimizer.name,
+        adapter_of(config),
     )
+
+
+def adapter_of(config: RunConfig) -> Adapter | None:
+    """The adapters that a run trains; frozen weights are kept in the strategy's dtype of parameters."""
+    declared = config.model.adapter
+    if declared is None:
+        return None
+    targets = (declared.targets,) if isinstance(declared.targets, str) else declared.targets
+    return Adapter(declared.rank, targets, "fp32" if config.strategy.precision.param == "float32" else "bf16")
 
 
 def precision_of(config: RunConfig) -> Precision:

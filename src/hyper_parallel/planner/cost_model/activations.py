@@ -1,9 +1,9 @@
 """Activation memory of a layer, in bytes per token of a micro-batch.
 
 Korthikanti et al. (arXiv 2205.05198, section 4.1) count 34 s b h + 5 a s² b for GPT-3's layer: every input of a
-product, of a norm and of an activation function, in 2 bytes, and masks of dropouts. The same count for today's
-layers, with b bytes an element, c of what a product keeps of its input (1 below 16 bits), d a head's size, a and k
-heads of queries and of keys, e = features of an MLP, and P ranks of the tensor axes:
+product, of a norm and of an activation function, in 2 bytes, and masks of dropouts. The same count for today's layers,
+with b bytes an element, c of what a product keeps of its input (`dims.FORMAT_BYTES` below 16 bits), d a head's size, a
+and k heads of queries and of keys, e = features of an MLP, and P ranks of the tensor axes:
 
     norms          2 b h · o              their inputs                                              `saved_activations`
     products       2 c h · g              inputs of attention's and of the MLP's first product      `saved_activations`
@@ -18,8 +18,9 @@ heads of queries and of keys, e = features of an MLP, and P ranks of the tensor 
 o is 1/P with sequence parallelism, else 1. g is o where a product gathers its input again for its gradient
 (`regathers`; 2205.05198, section 4.2.2), else 1: it keeps the gathered one. Latent attention (arXiv 2405.04434,
 section 2.1) keeps its latents, which no tensor axis splits, and whole queries, keys and values; where their parts are
-not put together by one kernel, these too. Selective recompute forgets the scores; full recompute all but the layer's
-input, and has one layer at a time.
+not put together by one kernel, these too. Another token mixer keeps `Mixer.saved`, and its result as the input of its
+last product. Where the model is frozen, the input of a product is kept only for an adapter. Selective recompute forgets
+the scores; full recompute all but the layer's input, and has one layer at a time.
 """
 
 from __future__ import annotations
@@ -29,19 +30,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.planner.codes import RECOMPUTE
-from hyper_parallel.planner.table import PRECISIONS, Array, Table
+from hyper_parallel.planner.cost_model.dims import (
+    attending,
+    element_bytes,
+    expert_share,
+    expert_width,
+    mixing,
+    product_bytes,
+)
+from hyper_parallel.planner.table import Array, Table
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
-
-
-def element_bytes(t: Table) -> Array:
-    """Bytes of an activation's element."""
-    return np.where(t.precision == PRECISIONS.index("fp32"), 4.0, 2.0)
-
-
-def product_bytes(t: Table) -> Array:
-    """Bytes that a product keeps of an element of its input."""
-    return np.where(t.precision >= PRECISIONS.index("fp8"), 1.0, element_bytes(t))
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,22 @@ def saved_activations(t: Table) -> SavedActivations:
     size, narrow = element_bytes(t), product_bytes(t)
     outside = np.where(t.sequence_parallel > 0, 1 / ranks, 1.0)
     gathered = np.where(t.regathers > 0, outside, 1.0)
-    shared = 2 * size * t.hidden * outside + 2 * narrow * t.hidden * gathered + _attention(t, ranks)
-    scores = _scores(t, ranks)
-    dense = shared + _wide(t, t.ffn) / ranks
+    first, second = _input_kept(t, t.adapted_attention), _input_kept(t, t.adapted_mlp)
+    mixes, feeds = attending(t) + mixing(t), np.where(t.experts > 0, 1.0, t.mlp_layers / t.layers)
+    shared = mixes * (size * outside + first * narrow * gathered) * t.hidden
+    shared = shared + attending(t) * _attention(t, ranks)
+    if np.any(t.mixer_layers > 0):
+        shared = shared + mixing(t) * _mixer(t, ranks)
+    scores = attending(t) * _scores(t, ranks)
+    inputs = (size * outside + second * narrow * gathered) * t.hidden
+    dense = shared + feeds * (inputs + _wide(t, t.ffn) / ranks)
     routed = np.zeros(1)
     if np.any(t.experts > 0):
-        each = narrow * t.hidden + _wide(t, t.expert_ffn)
-        routed = shared + (t.chosen * each + _wide(t, t.shared_ffn)) / ranks + 8 * t.experts * outside
-        routed = np.where(t.experts > 0, routed, 0.0)
+        # Routed experts have no adapters.
+        each = (1 - t.frozen) * narrow * expert_width(t) + _wide(t, t.expert_ffn, 1 - t.frozen)
+        latent = (1 - t.frozen) * 2 * narrow * t.expert_hidden
+        routed = (t.chosen * each + _wide(t, t.shared_ffn) + latent) / ranks + 8 * t.experts * outside
+        routed = np.where(t.experts > 0, shared + expert_share(t) * (inputs + routed), 0.0)
     forgotten = np.where(t.recompute == SELECTIVE, t.recomputed, 0.0)
     whole = np.where(t.recompute == FULL, t.recomputed, 0.0)
     held = scores * (1 - forgotten)
@@ -91,8 +98,10 @@ def _attention(t: Table, ranks: Array) -> Array:
     keys = np.maximum(t.kv_heads / ranks, 1.0)
     # Models without gates add their positions, or bias the scores by them.
     rotated = np.where(t.fused > 0, 0.0, t.gated * size * (heads + keys) * t.head_dim)
-    again = np.where(narrow < size, narrow, 0.0)
+    again = np.where(narrow < size, narrow, 0.0) * _input_kept(t, t.adapted_output)
     plain: Array = size * (heads + 2 * keys) * t.head_dim + rotated + (size + again) * heads * t.head_dim
+    # A gate keeps itself and its product with the result.
+    plain = plain + 2 * size * t.gate / ranks
     if not np.any(t.key_rank > 0):
         return plain + 4 * heads
     whole = t.plain + t.rotary
@@ -110,8 +119,23 @@ def _scores(t: Table, ranks: Array) -> Array:
     return scores
 
 
-def _wide(t: Table, features: Array) -> Array:
+def _wide(t: Table, features: Array, kept: Array | None = None) -> Array:
+    """`kept`: 1 where the last product's input is, 0 where its weights have no gradient."""
     size = element_bytes(t)
     activated = np.where(t.fused > 0, 0.0, t.gated * size)
-    wide: Array = ((1 + t.gated) * size + activated + product_bytes(t)) * features
+    last = _input_kept(t, t.adapted_down) if kept is None else kept
+    wide: Array = ((1 + t.gated) * size + activated + last * product_bytes(t)) * features
     return wide
+
+
+def _mixer(t: Table, ranks: Array) -> Array:
+    """What another token mixer keeps; reference code keeps about half of the intermediates that it writes."""
+    size, inner = element_bytes(t), t.mixer_inner / ranks
+    fused = size * t.mixer_saved / ranks + _input_kept(t, t.adapted_output) * product_bytes(t) * inner
+    written = size * np.maximum(t.mixer_reference - t.mixer_moved, 0.0) / 4 / ranks
+    return np.where(t.scans > 0, fused, fused + written)
+
+
+def _input_kept(t: Table, adapted: Array) -> Array:
+    """1 where a product's input is kept for a weight's gradient: everywhere, or where an adapter is."""
+    return np.where(t.frozen > 0, adapted, 1.0)

@@ -41,7 +41,7 @@ import numpy as np
 
 from hyper_parallel.planner.codes import SCHEDULES
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.activations import element_bytes
+from hyper_parallel.planner.cost_model.dims import element_bytes, expert_width
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.table import Array, Table
 
@@ -96,7 +96,7 @@ def exchanged_experts(
     """
     size = element_bytes(t)
     narrow = np.where(t.dispatch_bytes < 2, t.dispatch_bytes, size)
-    each = load(t, k) * tokens / ranks.tensor * t.hidden
+    each = load(t, k) * tokens / ranks.tensor * expert_width(t)
     seconds = _one_way(t, k, ranks, each * narrow) + _one_way(t, k, ranks, each * size)
     if np.any(t.expert_tensor > 1):
         rows = each * t.chosen * t.expert_tensor

@@ -1,14 +1,14 @@
 """Kernel times: matrix products and memory-bound operators on one device.
 
     product(m, n, k) = max(2 m n k / (peak · r / ((1 + h_m s/m) (1 + h_n s/n) (1 + h_k s/k))),         `product`
-                           w (m k + k n + m n) / (hbm · e))
+                           (w (m k + k n) + 2 m n) / (hbm · e))
     bytes(B)         = B / (hbm · e)                                                                   `moved`
 
 r is the share of the peak that large products reach in a training step, by architecture, and on Hopper by who chooses
 their kernels (`large`); h are the sizes at which half of it is reached (Hockney's n_½, as in `cluster.efficiency`), and
 s = √(rate / 250 TFLOP/s), since a faster unit needs larger products to be as busy. The second term of the product is
-the roofline's memory side (Williams, Waterman and Patterson, CACM 52(4), 2009), with w bytes an element. e is the
-constant `memory`.
+the roofline's memory side (Williams, Waterman and Patterson, CACM 52(4), 2009), with w bytes an operand's element,
+scales included, and results in 16 bits. e is the constant `memory`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.planner.codes import ARCHITECTURES
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.dims import in_eight_bits, in_four_bits
+from hyper_parallel.planner.cost_model.dims import in_eight_bits, in_four_bits, product_bytes
 from hyper_parallel.planner.table import Table
 
 Array = NDArray[np.float64]
@@ -63,13 +63,15 @@ class Products:
         scale = np.sqrt(self.rate / 250e12)
         self.half = (k.half_rows * scale, k.half_columns * scale, k.half_depth * scale)
         self.bandwidth = t.hbm * k.memory
+        few = linear and bool(in_eight_bits(t).any() or in_four_bits(t).any())
+        self.operand = np.minimum(product_bytes(t), 2.0) if few else np.full(1, 2.0)
 
     def __call__(self, m: Array, n: Array, depth: Array) -> Array:
         """Seconds of [m, depth] · [depth, n]; 0 where a size is 0."""
         rows, columns, inner = self.half
         # m n k / share = (m + h_m) (n + h_n) (k + h_k): no division by a size that may be 0.
         flops = 2 * (m + rows) * (n + columns) * (depth + inner)
-        bytes = 2 * (m * n + n * depth + m * depth)
+        bytes = 2 * m * n + self.operand * (n + m) * depth
         return np.where(m * n * depth > 0, np.maximum(flops / self.rate, bytes / self.bandwidth), 0.0)
 
 

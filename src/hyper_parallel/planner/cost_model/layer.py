@@ -7,10 +7,14 @@ Products, in the shapes that a rank of the tensor axes (P = x · y of them) mult
     experts     E / expert of them, each with its share of T · chosen rows             `_routed`
                 and f_e / expert_tensor features; the fullest rank's share where routing is not forced to be even
 
-A backward pass multiplies twice as much. Multi-head latent attention (arXiv 2405.04434, section 2.1) has its own five
-products. Attention's scores and sums over values are 2 T H (d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a
-query sees on average (`workload.flops`), 2.5 times as many backward (Dao, arXiv 2307.08691, section 3.1), at a rate by
-architecture (`FUSED`). Without a fused kernel the scores also go through memory seven times.
+    others      mixers of tokens beside attention (`mixers`)
+
+Each part counts for the share of the layers that have it. A backward pass multiplies twice as much; where the model is
+frozen and adapters are trained, once, beside the adapters' three products (arXiv 2106.09685). Multi-head latent
+attention (arXiv 2405.04434, section 2.1) has its own five products. Attention's scores and sums over values are 2 T H
+(d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a query sees on average (`workload.flops`), 2.5 times as many
+backward (Dao, arXiv 2307.08691, section 3.1), at a rate by architecture (`FUSED`). Without a fused kernel the scores
+also go through memory seven times.
 
 Elementwise operators are counted in bytes: norms, residuals and their gradients nine times the hidden state, split
 over P where the sequence is; activations of the MLP as wide as its features; rotations of queries and keys. Linear
@@ -30,10 +34,19 @@ import numpy as np
 
 from hyper_parallel.planner.codes import ARCHITECTURES
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.dims import keys_seen, routed_share
+from hyper_parallel.planner.cost_model.dims import (
+    attending,
+    blocks,
+    dense_share,
+    expert_width,
+    keys_seen,
+    mixing,
+    routed_share,
+)
 from hyper_parallel.planner.cost_model.dispatch import load
 from hyper_parallel.planner.cost_model.kernels import Products, moved
 from hyper_parallel.planner.cost_model.layer_collectives import Exchanged, exchanged
+from hyper_parallel.planner.cost_model.mixers import SCAN_LAUNCHES, projected, scanned
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.table import PRECISIONS, Array, Table
 
@@ -62,6 +75,8 @@ FUSED_ROUTING = 0.5
 RECORDED = 0.7
 """Launches of a layer that recorded graphs take the place of: those of attention, router and preprocessing (the scope
 of Megatron-Bridge's recipes), but not of experts and exchanges."""
+ADAPTER_LAUNCHES = 20.0
+"""Kernels of a layer's adapters: two products and a sum of each of about seven linear layers."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,11 @@ class Layer:
 
     products: Array
     """Forward: matrix products of linear layers and experts."""
+    products_backward: Array
+    weights: Array
+    """Backward: those of the weights' gradients, which no other layer waits for."""
     attention: Array
+    """Forward: attention, and the recurrences of other token mixers."""
     elementwise: Array
     launches: Array
     """The host's, forward."""
@@ -87,26 +106,52 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     tokens = t.micro * t.sequence / t.context
     with_experts = routed_share(t)
     multiply = Products(t, k)
-    products = _projections(t, ranks, multiply, tokens)
+    products = attending(t) * _projections(t, ranks, multiply, tokens)
+    products = products + dense_share(t) * _mlp(t.ffn, t, ranks, multiply, tokens)
     shared: Array = np.zeros(1)
     if np.any(t.experts > 0):
         shared = _mlp(t.shared_ffn, t, ranks, multiply, tokens)
         products = products + with_experts * (_routed(t, k, ranks, multiply, tokens) + shared)
-    products = products + (1 - with_experts) * _mlp(t.ffn, t, ranks, multiply, tokens)
-    attention, unfused = _attention(t, k, ranks, tokens)
+    attention, unfused = (attending(t) * part for part in _attention(t, k, ranks, tokens))
     elementwise = moved(t, k, _bytes(t, k, ranks, tokens, with_experts)) * k.elementwise
     elementwise = elementwise * np.where(t.fused > 0, 1.0, k.unfused) + unfused
+    own: Array = np.zeros(1)
+    if np.any(t.mixer_layers > 0):
+        products = products + mixing(t) * projected(t, ranks.tensor, multiply, tokens)
+        scan, besides = scanned(t, k, ranks.tensor, tokens, _fused_rate(t, k))
+        attention = attention + mixing(t) * scan
+        elementwise = elementwise + mixing(t) * besides
+    if np.any(t.frozen > 0):
+        own = _adapters(t, ranks, multiply, tokens)
+        elementwise = elementwise + moved(t, k, 6 * tokens * t.adapter_outputs / ranks.tensor)
     scaled = moved(t, k, _scaled(t, ranks, tokens, with_experts))
-    busy = products + attention + elementwise + scaled
+    busy = products + own + attention + elementwise + scaled
     apart = exchanged(t, k, ranks, tokens, with_experts, attention, busy, shared)
     launches = _kernels(t, k, with_experts) * k.launch
-    back = 2 * products + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
+    products_backward = (2 - t.frozen) * products + 2 * own
+    back = products_backward + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
     forward = np.maximum(busy + apart.expert, launches) + apart.forward - apart.expert
     backward = np.maximum(back + apart.expert, BACKWARD_LAUNCHES * launches) + apart.backward - apart.expert
     again = np.where(t.recompute == 2, forward, np.where(t.recompute == 1, unfused + 0.2 * elementwise, 0.0))
     return Layer(
-        products, attention, elementwise + scaled, launches, apart, forward, backward, again * t.recomputed
+        products + own,
+        products_backward,
+        (1 - t.frozen) * products + own,
+        attention,
+        elementwise + scaled,
+        launches,
+        apart,
+        forward,
+        backward,
+        again * t.recomputed,
     )
+
+
+def _adapters(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
+    """Adapters of a mean layer, forward."""
+    into = multiply(tokens, t.adapter_rank, t.adapter_inputs / ranks.tensor)
+    out = multiply(tokens, t.adapter_outputs / ranks.tensor, t.adapter_rank)
+    return np.where(t.frozen > 0, into + out, 0.0)
 
 
 def _projections(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
@@ -115,7 +160,8 @@ def _projections(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> A
     has_latent = t.key_rank > 0
     plain: Array = np.zeros(1)
     if not np.all(has_latent):
-        plain = multiply(tokens, (heads + 2 * keys) * t.head_dim, t.hidden)
+        gate = t.gate / ranks.tensor
+        plain = multiply(tokens, (heads + 2 * keys) * t.head_dim + gate, t.hidden)
         plain = plain + multiply(tokens, t.hidden, heads * t.head_dim)
     if not np.any(has_latent):
         return plain
@@ -142,22 +188,29 @@ def _routed(t: Table, k: Constants, ranks: Ranks, multiply: Products, tokens: Ar
     held = np.maximum(t.experts / t.expert, 1.0)
     # Where nothing spreads experts, the tensor axes split their features.
     split = np.where(ranks.of_experts > 1, t.expert_tensor, ranks.tensor)
-    rows = tokens * t.chosen / ranks.tensor * split / held
-    features = t.expert_ffn / split
-    one = multiply(rows, (1 + t.gated) * features, t.hidden) + multiply(rows, t.hidden, features)
-    return held * one * k.grouped * load(t, k)
+    rows, width = tokens * t.chosen / ranks.tensor * split / held, expert_width(t)
+    features, latent = t.expert_ffn / split, t.expert_hidden / ranks.tensor
+    one = multiply(rows, (1 + t.gated) * features, width) + multiply(rows, width, features)
+    besides = multiply(tokens, latent, t.hidden) + multiply(tokens, t.hidden, latent)
+    return held * one * k.grouped * load(t, k) + besides
+
+
+def _fused_rate(t: Table, k: Constants) -> Array:
+    """FLOP/s of fused attention by the best kernels."""
+    shares = np.array([FUSED.get(name, 0.5) for name in ARCHITECTURES])[t.architecture.astype(np.intp)]
+    rate: Array = t.peak16 * shares * k.attention
+    return rate
 
 
 def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Array, Array]:
     """Seconds of attention's arithmetic, and of its scores' way through memory where no kernel fuses them."""
-    shares = np.array([FUSED.get(name, 0.5) for name in ARCHITECTURES])[t.architecture.astype(np.intp)]
     heads = t.heads / ranks.tensor
     width = np.where(t.key_rank > 0, t.plain + t.rotary + t.value, 2 * t.head_dim)
     flops = 2 * tokens * heads * width * keys_seen(t)
     quality = np.where((t.flash > 0) & (t.flash < 1), t.flash, 1.0)
     since = np.isin(t.architecture, [ARCHITECTURES.index(name) for name in SINCE_HOPPER])
     quality = np.where((t.flash == 2) & since, OF_SECOND, quality)
-    seconds = flops / (t.peak16 * shares * k.attention * quality)
+    seconds = flops / (_fused_rate(t, k) * quality)
     scores = t.micro * heads * t.sequence**2 / t.context
     return seconds, np.where(t.flash > 0, 0.0, moved(t, k, 2 * 7 * scores))
 
@@ -166,10 +219,11 @@ def _bytes(t: Table, k: Constants, ranks: Ranks, tokens: Array, with_experts: Ar
     """Bytes read and written by a layer's elementwise operators, forward, 2 an element."""
     outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
     # Rows are sorted by rank, then by expert, and back; libraries that send one a node sort by rank as they send.
-    sorted_rows = 8 * t.hidden * k.permute * (1 - 0.5 * t.dedup)
+    sorted_rows = 8 * expert_width(t) * k.permute * (1 - 0.5 * t.dedup)
     routed = t.chosen * (3 * t.expert_ffn + sorted_rows) * load(t, k) + 3 * t.shared_ffn
-    wide = (with_experts * routed + (1 - with_experts) * 3 * t.ffn) / ranks.tensor
-    return 2 * (9 * outside * t.hidden + tokens * wide + 3 * tokens * t.heads * t.head_dim / ranks.tensor)
+    wide = (with_experts * routed + dense_share(t) * 3 * t.ffn) / ranks.tensor
+    turned = attending(t) * 3 * (t.heads * t.head_dim + t.gate) / ranks.tensor
+    return 2 * (4.5 * blocks(t) * outside * t.hidden + tokens * wide + tokens * turned)
 
 
 def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
@@ -178,14 +232,18 @@ def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
     if not few.any():
         return np.zeros(1)
     outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
-    routed = t.chosen * (t.expert_ffn + t.hidden)
-    wide = (with_experts * routed + (1 - with_experts) * t.ffn) + t.heads * t.head_dim
-    blocks = np.where(t.precision > PRECISIONS.index("fp8"), 1.3, 1.0)
-    return np.where(few, 4 * blocks * (2 * outside * t.hidden + tokens * wide / ranks.tensor), 0.0)
+    routed = t.chosen * (t.expert_ffn + expert_width(t))
+    wide = with_experts * routed + dense_share(t) * t.ffn + attending(t) * t.heads * t.head_dim
+    wide = wide + mixing(t) * t.mixer_inner
+    scales = np.where(t.precision > PRECISIONS.index("fp8"), 1.3, 1.0)
+    return np.where(few, 4 * scales * (blocks(t) * outside * t.hidden + tokens * wide / ranks.tensor), 0.0)
 
 
 def _kernels(t: Table, k: Constants, with_experts: Array) -> Array:
     """Launches of a layer's forward pass."""
     plain = np.where(t.fused > 0, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
+    # Half are those of a block, whatever it has.
+    plain = plain * blocks(t) / 2 + mixing(t) * SCAN_LAUNCHES
+    plain = plain + np.where(t.frozen > 0, ADAPTER_LAUNCHES, 0.0)
     routing = k.routing * (1 - FUSED_ROUTING * t.fused_routing)
     return (plain + with_experts * routing) * (1 - RECORDED * t.graphs)

@@ -27,7 +27,7 @@ import numpy as np
 
 from hyper_parallel.planner.codes import CONTEXT_METHODS
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.activations import element_bytes
+from hyper_parallel.planner.cost_model.dims import attending, blocks, element_bytes, mixing
 from hyper_parallel.planner.cost_model.dispatch import exchanged_experts
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.table import Array, Table
@@ -83,8 +83,8 @@ def exchanged(
 def _tensor(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
     whole = element_bytes(t) * tokens * t.hidden
     # With experts of their own ranks a layer has one block under the tensor axes, not two.
-    blocks = 2.0 - with_experts * np.where(ranks.of_experts > 1, 1.0, 0.0)
-    one_axis = blocks * ranks.x.reduce(whole)
+    under = blocks(t) - with_experts * np.where(ranks.of_experts > 1, 1.0, 0.0)
+    one_axis = under * ranks.x.reduce(whole)
     if not np.any(t.tensor_y > 1):
         return np.where(t.tensor_x > 1, one_axis, 0.0)
     x, y = t.tensor_x, t.tensor_y
@@ -100,10 +100,14 @@ def _context(t: Table, ranks: Ranks, tokens: Array, attention: Array) -> tuple[A
     heads, keys = t.heads / ranks.tensor, np.maximum(t.kv_heads / ranks.tensor, 1.0)
     width = np.where(t.key_rank > 0, (t.plain + t.rotary + t.value) / 2, t.head_dim)
     size = element_bytes(t)
-    step = ranks.context.send(2 * size * tokens * keys * width)
+    step = attending(t) * ranks.context.send(2 * size * tokens * keys * width)
     ring = np.maximum((n - 1) * step - attention, 0.0)
     ring_back = np.maximum(2 * (n - 1) * step - 2.5 * attention, 0.0)
-    swap = 2 * ranks.context.exchange(size * tokens * (heads + keys) * width)
+    swap = attending(t) * 2 * ranks.context.exchange(size * tokens * (heads + keys) * width)
+    if np.any(t.mixer_layers > 0):
+        # Columns of the projection go to where all positions of a head are, and the result comes back.
+        columns = (t.mixer_inputs + t.mixer_inner) / ranks.tensor
+        swap = swap + mixing(t) * 2 * ranks.context.exchange(size * tokens * columns)
     is_ring = t.method == RING
     forward = np.where(is_ring, ring, swap)
     backward = np.where(is_ring, ring_back, swap)

@@ -5,7 +5,12 @@
 1910.02054, section 3.1; Megatron's distributed optimizer has 6 + 12 / d). ZeRO 1 splits the state over d = shard ·
 context, 2 also the gradients, 3 also the parameters (section 5). Experts are held by fewer ranks and split over what
 is left, d · P / expert of them. In 8 bits a weight is kept once for each direction of its product, in place of its 16
-bits: as many bytes (Transformer Engine's 8-bit primary weights).                                         (`_state`)
+bits: as many bytes (Transformer Engine's 8-bit primary weights); scales of blocks, and 4-bit copies beside 16-bit
+weights, are `dims.KEPT_BESIDE`.                                         (`_state`)
+
+A frozen weight takes `frozen_bytes` and neither gradient nor state: those are of its adapters alone (arXiv 2106.09685,
+section 4.2). A module that predicts one token more is a layer on the stage of the head, with a copy of the embedding
+where that is on another.                                                                        (`_frozen`, `_modules`)
 
 **Layers at work.** A framework that does not sum gradients within its products (`fused` is 0) has each gradient in the
 weights' format beside the sum; one that does still makes one of each shape, a layer's (Transformer Engine's dummy
@@ -35,8 +40,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.activations import SavedActivations, element_bytes, saved_activations
-from hyper_parallel.planner.cost_model.parameters import attention_parameters
+from hyper_parallel.planner.cost_model.activations import SavedActivations, saved_activations
+from hyper_parallel.planner.cost_model.dims import (
+    blocks,
+    copy_bytes,
+    element_bytes,
+    expert_share,
+    expert_width,
+)
+from hyper_parallel.planner.cost_model.parameters import adapters, mixing_parameters
 from hyper_parallel.planner.cost_model.stages import Stage, placed, stages
 from hyper_parallel.planner.table import Array, Table, sum_of
 
@@ -111,21 +123,27 @@ class _Held:
     """Of one expert."""
     table: Array
     """Of the embedding, or of the head."""
+    adapters: Array
+    """Of a mean layer's adapters, which are trained in place of all else."""
 
 
 def _held(t: Table) -> _Held:
     ranks = t.tensor_x * t.tensor_y
     wide = (2 + t.gated) * t.hidden
-    attention = attention_parameters(t) / ranks + 2 * t.hidden
+    mixes = mixing_parameters(t) / ranks + blocks(t) * t.hidden
+    feeds = np.where(t.experts > 0, 1.0, t.mlp_layers / t.layers)
+    routed = expert_share(t)
+    features = (2 + t.gated) * expert_width(t) * t.expert_ffn
     # Where nothing spreads experts, the tensor axes split their features.
-    spread = t.expert * t.expert_tensor > 1
-    expert = wide * t.expert_ffn / np.where(spread, t.expert_tensor, ranks)
+    expert = features / np.where(t.expert * t.expert_tensor > 1, t.expert_tensor, ranks)
+    shared = wide * t.shared_ffn / ranks + t.hidden * (t.experts + 2 * t.expert_hidden / ranks)
     return _Held(
-        attention + wide * t.ffn / ranks,
-        attention + wide * t.shared_ffn / ranks + t.hidden * t.experts,
-        expert * t.experts / np.maximum(t.expert, 1.0),
+        mixes + feeds * wide * t.ffn / ranks,
+        mixes + routed * shared,
+        routed * expert * t.experts / np.maximum(t.expert, 1.0),
         expert,
         t.vocabulary * t.hidden / ranks,
+        adapters(t) / ranks,
     )
 
 
@@ -135,9 +153,21 @@ def _counted(t: Table, stage: Stage, held: _Held, per_token: SavedActivations) -
     tokens = t.micro * t.sequence / t.context
     handed_on = element_bytes(t) * t.hidden / np.where(t.sequence_parallel > 0, ranks, 1.0)
     each = stage.dense * per_token.dense + stage.routed * per_token.routed + handed_on
+    each = each + _modules(t, stage) * (
+        np.where(t.experts > 0, per_token.routed, per_token.dense) + 4 * handed_on
+    )
     kinds = _state(t, stage, held)
     kinds["activations"] = stage.waiting * tokens * each * (1 - t.activations_on_host)
-    logits = stage.head * tokens * t.vocabulary / ranks * t.logit_bytes * element_bytes(t) / 2
+    logits = (
+        stage.head
+        * (1 + t.prediction_modules)
+        * tokens
+        * t.vocabulary
+        / ranks
+        * t.logit_bytes
+        * element_bytes(t)
+        / 2
+    )
     has_layers = stage.dense + stage.routed > 0
     working = np.where(has_layers, tokens * (_working(t, ranks) + per_token.again), 0.0)
     at_head = logits > working
@@ -149,8 +179,14 @@ def _counted(t: Table, stage: Stage, held: _Held, per_token: SavedActivations) -
 def _state(t: Table, stage: Stage, held: _Held) -> dict[str, Array]:
     """Parameters, gradients and optimizer state, and what exists whole while a layer is at work."""
     tables = stage.embedding + stage.head - stage.embedding * stage.head * t.tied
-    plain = stage.dense * held.dense + stage.routed * held.besides + tables * held.table
-    spread = stage.routed * held.experts
+    modules = _modules(t, stage)
+    dense = stage.dense + np.where(t.experts > 0, 0.0, modules)
+    with_experts = stage.routed + np.where(t.experts > 0, modules, 0.0)
+    projections = modules * 2 * t.hidden * t.hidden / (t.tensor_x * t.tensor_y)
+    # A module on another stage than the embedding has a copy of it.
+    copies = np.where(modules > 0, 1 - stage.embedding, 0.0)
+    plain = dense * held.dense + with_experts * held.besides + (tables + copies) * held.table + projections
+    spread = with_experts * held.experts
     share = t.shard * t.context
     ranks = t.tensor_x * t.tensor_y
     holding = t.expert * t.expert_tensor
@@ -169,18 +205,54 @@ def _state(t: Table, stage: Stage, held: _Held) -> dict[str, Array]:
     gathered = np.where((t.fused > 0) & (t.zero < 2), size * shapes, 0.0)
     gathered = np.where(t.zero == 2, t.gradient_bytes * layer, gathered)
     gathered = np.where(t.zero >= 3, 3 * size * layer, gathered)
-    return {
-        "parameters": t.weight_bytes * split(3),
+    whole = np.where((t.zero >= 2) & (share <= 1), 0.0, gathered)
+    # Copies in fewer bits are of linear layers; where weights are split for good, of the layer at work.
+    copied = copy_bytes(t) * (dense * held.dense + with_experts * (held.besides + held.experts))
+    whole = whole + np.where(t.zero >= 3, copy_bytes(t) * layer, 0.0)
+    kinds = {
+        "parameters": t.weight_bytes * split(3) + np.where(t.zero >= 3, 0.0, copied),
         "gradients": gradient * split(2),
         "optimizer": t.state_bytes * (1 - t.state_on_host) * split(1),
-        "gathered": np.where((t.zero >= 2) & (share <= 1), 0.0, gathered),
+        "gathered": whole,
     }
+    return kinds if not np.any(t.frozen > 0) else _frozen(t, stage, held, kinds, split(3), layer)
+
+
+def _frozen(
+    t: Table, stage: Stage, held: _Held, kinds: dict[str, Array], base: Array, layer: Array
+) -> dict[str, Array]:
+    """State where the model is frozen and adapters are trained; `base`: frozen elements of a rank, `layer`: of one."""
+    share = t.shard * t.context
+    own = (stage.dense + stage.routed) * held.adapters
+
+    def split(level: int) -> Array:
+        return np.where(t.zero >= level, own / share, own)
+
+    # Two layers' weights are gathered, without gradients; adapters' are small beside them.
+    size = np.minimum(t.frozen_bytes, element_bytes(t))
+    gathered = np.where((t.zero >= 3) & (share > 1), 2 * size * layer, 0.0)
+    # Weights of fewer bits are expanded before each product: one layer's at a time.
+    expanded = np.where(t.frozen_bytes < element_bytes(t), element_bytes(t) * layer, 0.0)
+    found = {
+        "parameters": t.frozen_bytes * base + t.weight_bytes * split(3),
+        "gradients": t.gradient_bytes * split(2),
+        "optimizer": t.state_bytes * (1 - t.state_on_host) * split(1),
+        "gathered": gathered + expanded,
+    }
+    return {kind: np.where(t.frozen > 0, bytes, kinds[kind]) for kind, bytes in found.items()}
+
+
+def _modules(t: Table, stage: Stage) -> Array:
+    """Modules that predict one token more, which lie beside the head."""
+    return stage.head * t.prediction_modules
 
 
 def _working(t: Table, ranks: Array) -> Array:
     """Bytes of a token while a layer goes back."""
     features = np.where(t.experts > 0, t.chosen * t.expert_ffn + t.shared_ffn, t.ffn)
-    rows = np.where(t.experts > 0, t.chosen * t.hidden, 0.0)
+    # One layer at a time: a mixer's columns where they are wider than an MLP's features.
+    features = np.maximum(features, np.where(t.mixer_layers > 0, t.mixer_inputs / (2 + t.gated), 0.0))
+    rows = np.where(t.experts > 0, t.chosen * expert_width(t), 0.0)
     passed = np.where(t.context > 1, 4 * np.maximum(t.kv_heads / ranks, 1.0) * t.head_dim, 0.0)
     wide: Array = ((2 + t.gated) * features + 2 * rows) / ranks + 2 * t.hidden + passed
     return element_bytes(t) * wide

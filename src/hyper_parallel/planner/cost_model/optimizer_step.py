@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.activations import element_bytes
+from hyper_parallel.planner.cost_model.dims import element_bytes
 from hyper_parallel.planner.cost_model.memory import handed
 from hyper_parallel.planner.cost_model.parameters import ParameterCounts
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
@@ -44,17 +44,21 @@ class Gathered:
     backward: Array
 
 
-def gathered(t: Table, ranks: Ranks, held: ParameterCounts) -> Gathered:
-    """Weights of a mean layer: gathered forward, and backward with gradients scattered."""
+def gathered(t: Table, ranks: Ranks, held: ParameterCounts, trained: ParameterCounts) -> Gathered:
+    """Weights of a mean layer: gathered forward, and backward with gradients of what is trained scattered."""
     if not np.any(t.zero >= 3):
         return Gathered(np.zeros(1), np.zeros(1))
     group = ranks.gathering
-    size = element_bytes(t)
-    once = group.gather(size * held.layer) + np.where(
-        held.experts > 0, ranks.reducing_experts.gather(size * held.experts), 0.0
-    )
-    once = np.where((t.zero >= 3) & (group.ranks > 1), once, 0.0)
-    return Gathered(once, 2 * once)
+    size = np.where(t.frozen > 0, np.minimum(t.frozen_bytes, element_bytes(t)), element_bytes(t))
+
+    def once(size: Array, counts: ParameterCounts) -> Array:
+        experts = ranks.reducing_experts.gather(size * counts.experts)
+        seconds = group.gather(size * counts.layer) + np.where(counts.experts > 0, experts, 0.0)
+        return np.where((t.zero >= 3) & (group.ranks > 1), seconds, 0.0)
+
+    forward = once(size, held)
+    scattered = once(element_bytes(t), trained) if trained is not held else forward
+    return Gathered(forward, forward + scattered)
 
 
 def overlapped_pass(k: Constants, busy: Array, collective: Array) -> Array:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hyper_parallel.planner.codes import SCHEDULES
-from hyper_parallel.planner.cost_model.parameters import attention_parameters
+from hyper_parallel.planner.cost_model.parameters import mixing_parameters
 from hyper_parallel.planner.cost_model.pipeline import micro_batches
 from hyper_parallel.planner.table import Array, Table
 
@@ -75,7 +75,11 @@ def stages(t: Table) -> list[Stage]:
     before = np.maximum(plain - first, 0.0)
     middle = np.where(t.pipeline > 2, np.where(by_cost, np.ceil(share), even), 0.0)
     second = Stage(np.minimum(middle, before), np.maximum(middle - before, 0.0), waiting(t, ones), zero, zero)
-    end = np.where(by_cost, np.maximum(np.floor(share - _head_in_layers(t)), 0.0), even)
+    # Modules that predict one token more stand in the place of as many layers.
+    at_end = _head_in_layers(t)
+    left = np.maximum(even - t.prediction_modules, 0.0)
+    at_end = at_end + t.prediction_modules * (1 + at_end)
+    end = np.where(by_cost, np.maximum(np.floor(share - at_end), 0.0), left)
     end = np.where(one, 0.0, end)
     routed = np.minimum(end, np.maximum(t.layers - plain, 0.0))
     last = Stage(end - routed, routed, waiting(t, t.pipeline - 1), zero, np.where(one | meet, 0.0, 1.0))
@@ -109,5 +113,5 @@ def share_of_cost(t: Table) -> Array:
 
 def _head_in_layers(t: Table) -> Array:
     mlp = np.where(t.experts > 0, t.chosen * t.expert_ffn + t.shared_ffn, t.ffn)
-    layer = attention_parameters(t) + (2 + t.gated) * t.hidden * mlp
+    layer = mixing_parameters(t) + t.mlp_layers / t.layers * (2 + t.gated) * t.hidden * mlp
     return t.vocabulary * t.hidden / np.maximum(layer, 1.0)

@@ -10,7 +10,7 @@ section 5). `parts` add up to the step; each is what it adds to the critical pat
 |---|---|
 | products, attention, elementwise | arithmetic of layers, forward and backward |
 | again | what is computed once more |
-| head | embedding, head and loss |
+| head | embedding, head and loss, and modules that predict one token more |
 | tensor, expert, context | collectives of layers that are not hidden |
 | gathers | weights that are split for good (ZeRO-3), beyond what computation hides |
 | launches | the host's, where the device waits for it |
@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.head import head
+from hyper_parallel.planner.cost_model.head import head, prediction_modules
 from hyper_parallel.planner.cost_model.layer import Layer, layer
 from hyper_parallel.planner.cost_model.memory import fits, memory
 from hyper_parallel.planner.cost_model.optimizer_step import (
@@ -41,7 +41,7 @@ from hyper_parallel.planner.cost_model.optimizer_step import (
     summed,
     updated,
 )
-from hyper_parallel.planner.cost_model.parameters import held
+from hyper_parallel.planner.cost_model.parameters import held, trained
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.profile import UNKNOWN
@@ -96,12 +96,13 @@ def open_facts(t: Table, k: Constants, seconds: Array) -> tuple[Array, Array]:
 def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
     """Seconds of a step by kind; see the module's table."""
     ranks, own = Ranks(t, k), held(t)
+    learning = trained(t, own)
     one = layer(t, k, ranks)
-    shared = gathered(t, ranks, own)
+    shared = gathered(t, ranks, own, learning)
     forward = overlapped_pass(k, one.forward, shared.forward)
     backward = overlapped_pass(k, one.backward + one.again, shared.backward)
     passes = forward + backward
-    top = head(t, k)
+    top = head(t, k) + prediction_modules(t, k, passes)
     m = micro_batches(t)
     stage = pace(t, passes, top)
     even = (t.layers * passes + top) / t.pipeline
@@ -114,9 +115,9 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
     )
     sends = 2 * t.virtual * one_way * (1 - 0.7 * np.minimum(t.overlap_tensor, 1.0))
     sends = np.where(t.pipeline > 1, sends, 0.0)
-    weights = t.layers / t.pipeline * one.products
+    weights = t.layers / t.pipeline * one.weights
     stage_layers = t.layers / t.pipeline
-    optimizer, state = updated(t, k, ranks, own, stage_layers)
+    optimizer, state = updated(t, k, ranks, learning, stage_layers)
     # How many layers' passes the slowest stage makes: copies to the host hide beside them, not beside the head.
     share = stage / np.maximum(passes, 1e-12) * (t.layers * passes / (t.layers * passes + top))
     parts = {
@@ -125,8 +126,8 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
         "uneven": m * np.maximum(stage - even, 0.0),
         "bubble": bubble(t, stage + sends, weights),
         "sends": m * sends,
-        "sums": m * summed(t, k, own, stage_layers),
-        "gradients": reduced(t, k, ranks, own, stage_layers, stage),
+        "sums": m * summed(t, k, learning, stage_layers),
+        "gradients": reduced(t, k, ranks, learning, stage_layers, stage),
         "optimizer": optimizer,
         "host": fetched(t, state, (share * forward, share * backward), m),
         "fixed": np.full(1, k.fixed),
@@ -138,7 +139,7 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
 def _of_layers(one: Layer, times: Array, passes: Array) -> dict[str, Array]:
     """What the passes of layers consist of; `times` of them on a rank in a step."""
     kinds = {
-        "products": 3 * one.products,
+        "products": one.products + one.products_backward,
         "attention": 3.5 * one.attention,
         "elementwise": 2.6 * one.elementwise,
         "again": one.again,

@@ -25,6 +25,9 @@ from hyper_parallel.planner.fit.models import sequence_of, shape_of
 from hyper_parallel.planner.framework_profiles import MEGATRON_LM, TORCHTITAN, TORCHTITAN_COMPILED, profile_of
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.table import COLUMNS, PRECISIONS, SPREAD, Table, of_profile, of_workload
+from hyper_parallel.workload.adapters import Adapter
+from hyper_parallel.workload.prediction_modules import of_published
+from hyper_parallel.workload.published import known
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Precision, Workload
 
@@ -93,8 +96,6 @@ def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float], 
     """The preset, the columns and what was filled in. Raises ConfigError or DataError for a row that is none."""
     if cells.extra:
         raise DataError(f"line {cells.line} has {cells.extra} cells more than the header has columns")
-    if re.search("lora", cells.option("task"), re.IGNORECASE):
-        raise ConfigError("it trains adapters (task=LoRA), whose step is not that of the whole model")
     cluster, made, filled = machine(cells)
     shape, taken = shape_of(cells, profile)
     filled |= taken
@@ -103,7 +104,9 @@ def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float], 
     spread = _spread(cells, profile, shape, made["node"], filled)
     precision = _precision(cells, cluster, profile, filled)
     batch = spread.pop("batch")
-    workload = Workload(shape, int(batch), sequence, precision)
+    adapter = _adapter(cells, filled)
+    modules = 0 if adapter else _prediction_modules(shape, profile, filled)
+    workload = Workload(shape, int(batch), sequence, precision, adapter=adapter, prediction_modules=modules)
     facts = of_profile(profile) | (stated(cells) if shape.experts else {})
     if spread["pipeline"] > 1 and spread["zero"] == 3 and profile.defaults.gathered_in_pipelines:
         # What is split between steps only: the float32 parameters, which count as the optimizer's state.
@@ -324,6 +327,27 @@ def _offload(cells: Cells) -> dict[str, float]:
     if not optimizer and not activations:
         raise cells.malformed("offload", "none, or the words optimizer or activations")
     return {"state_on_host": float(optimizer), "activations_on_host": float(activations)}
+
+
+def _adapter(cells: Cells, filled: dict[str, str]) -> Adapter | None:
+    """What is trained in place of the whole model; None where that is."""
+    if not re.search("lora", cells.option("task"), re.IGNORECASE):
+        return None
+    filled["adapter"] = (
+        "rank 32 on queries, keys and values, the default of NeMo's recipes; 16-bit frozen weights"
+    )
+    return Adapter(32, ("qkv",))
+
+
+def _prediction_modules(shape: Shape, profile: Profile, filled: dict[str, str]) -> int:
+    """Modules that predict one token more, which Megatron-Bridge's recipes train with the models that have them."""
+    model = known(shape.name)
+    if model is None or not profile.name.startswith("megatron-bridge"):
+        return 0
+    modules = of_published(model.name)
+    if modules:
+        filled["prediction modules"] = f"{modules}, of the published {model.name}"
+    return modules
 
 
 def _precision(cells: Cells, cluster: str, profile: Profile, filled: dict[str, str]) -> Precision:

@@ -15,7 +15,7 @@ _CUT = re.compile(r"-L\d+$")
 """Ends the name of a model that was trained with fewer layers than it has."""
 
 _HYBRID = re.compile(r"nemotron[-_ ]?(3[-_ ](nano|super|ultra)|h\b)|mamba|jamba|zamba", re.IGNORECASE)
-"""Models with layers of another sort than attention and MLPs."""
+"""Models with other token mixers than attention, whose sizes a row has no columns for."""
 
 _LONGEST = 8192
 """A model is seldom trained on more tokens a sequence than this, even if it is made for more."""
@@ -45,6 +45,10 @@ _UNSTATED = (
     "positions",
     "expert_groups",
     "chosen_groups",
+    "gate",
+    "expert_hidden",
+    "mix",
+    "vectors",
 )
 """Dimensions that a published model has and a row's columns have not."""
 
@@ -56,13 +60,14 @@ def shape_of(cells: Cells, profile: Profile) -> tuple[Shape, dict[str, str]]:
     DataError for a cell that is no number.
     """
     name = cells.text("model")
-    if _HYBRID.search(name):
-        raise ConfigError(
-            f"{name!r} has layers that are neither attention nor MLPs, which no formula here describes"
-        )
     stated = _stated(cells)
     filled: dict[str, str] = {}
     model = known(_CUT.sub("", name)) if name else None
+    if _HYBRID.search(name) and (model is None or stated.get("layers", model.layers) != model.layers):
+        raise ConfigError(
+            f"{name!r} has layers that are neither attention nor MLPs, and it is none of the published models of that "
+            "kind; a row has no columns for the sizes of such layers"
+        )
     if model is not None and not _agree(stated, model):
         filled["model"] = f"not the published {model.name}, whose dimensions differ: nothing is taken of it"
         model = None
@@ -138,6 +143,12 @@ def _take(fields: dict[str, Any], model: Shape, filled: dict[str, str]) -> None:
         filled["window"] = f"{model.window} tokens in {model.windowed:.0%} of the layers, of {model.name}"
     if model.shared_ffn:
         filled["shared experts"] = f"{model.shared_ffn} features, of {model.name}"
+    if model.mix is not None:
+        mix = model.mix
+        filled["layers"] = (
+            f"{fields['layers']} of {model.name}: {mix.attending} with attention, {mix.mixing} with another mixer, "
+            f"{mix.feeding} with an MLP or experts"
+        )
     if model.dense_layers:
         # A model that was cut keeps its sorts of layers in proportion, and one of each.
         share = model.dense_layers * fields["layers"] / model.layers
@@ -158,7 +169,7 @@ def _fill(fields: dict[str, Any], cells: Cells, profile: Profile, filled: dict[s
             )
         fields["head_dim"] = hidden // heads
     experts = bool(fields.get("experts"))
-    if not fields.get("ffn") and not experts:
+    if not fields.get("ffn") and not experts and not fields.get("mix"):
         fields["ffn"] = 4 * hidden
         filled["ffn"] = f"{4 * hidden}, four times hidden"
     if "gated" not in fields:

@@ -1,14 +1,13 @@
 """Published runs as tables: configurations and measurements.
 
 Seconds of a step come from `iter_time_s`, or from tokens/s of a device or of all. The peak is in bytes; a source says
-GB or GiB. Rows of the playbook's interactive figure (S01) count for times by their upper envelope only, and fine-tuning
-rows do not count, since their FLOPs are others.
+GB or GiB. Rows of the playbook's interactive figure (S01) count for times by their upper envelope only. Rows of whole
+models that are fine-tuned do not count, since they pack sequences of other lengths; rows of adapters do.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def evidence(*paths: str | Path) -> Evidence:
     seconds = np.where(np.isnan(seconds), table.batch * table.sequence / rate, seconds)
     sources = np.array([row.source for row, _ in supported])
     ran = np.array([record["status"] == "ok" for _, record in supported])
-    tuned = np.array([bool(re.search(r"task=(SFT|LoRA)", record["notes"])) for _, record in supported])
+    tuned = np.array(["task=SFT" in record["notes"] for _, record in supported])
     timed = ran & np.isfinite(seconds) & ~tuned
     timed &= ~((sources == INTERACTIVE) & (mfu(table, seconds) < ENVELOPE))
     return Evidence(

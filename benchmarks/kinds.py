@@ -1,0 +1,146 @@
+"""Hybrids, adapters and formats: simulated steps beside closed forms by class of work, and errors on published runs.
+
+    python benchmarks/kinds.py          writes benchmarks/results/kinds.json
+
+Simulated steps are those of small models as captured, on a preset's device; nothing is measured here but by the
+published runs' sources. The closed forms leave out `fixed`, the work of a step's host, which the simulator has not.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from measure import RESULTS, machine
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import from_dict
+from hyper_parallel.estimate.predict import predict_run
+from hyper_parallel.planner.auto.query import workload_of
+from hyper_parallel.planner.constants import fitted
+from hyper_parallel.planner.cost_model.step import estimate, seconds_by_kind
+from hyper_parallel.planner.evidence import RUNS
+from hyper_parallel.planner.fit.csv_cells import records
+from hyper_parallel.planner.fit.csv_rows import rows
+from hyper_parallel.planner.framework_profiles import profile
+from hyper_parallel.planner.table import Table
+from hyper_parallel.simulator.op_costs import Costs
+
+SIZES = {"vocab_size": 32000, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+    },
+    "llama, narrow": {"model_type": "llama", **SIZES, "intermediate_size": 8192, "num_hidden_layers": 4},
+    "lfm2": {
+        "model_type": "lfm2",
+        **SIZES,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+    "bamba": {
+        "model_type": "bamba",
+        **SIZES,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 2,
+        "mamba_n_heads": 64,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "attn_layer_indices": [1],
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **SIZES,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 2,
+        "head_dim": 128,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+CLASSES = {
+    "products and recurrences": ("products", "attention"),
+    "head": ("head",),
+    "elementwise": ("elementwise", "launches"),
+    "gradients and update": ("sums", "gradients", "optimizer"),
+}
+"""Parts of an estimate by class; `fixed`, the work of a step's host, is none of the simulator's."""
+
+
+def beside(name: str, folder: str, adapter: Any = None) -> dict[str, tuple[float, float]]:
+    """Seconds by class and in all (`step`): simulated, and estimated without the step's fixed part."""
+    run = from_dict(
+        {
+            "version": 1,
+            "out": folder,
+            "model": {"config": MODELS[name], "adapter": adapter},
+            "data": {"train": "python-stdlib", "sequence": 1024, "tokenizer": {"vocab_size": 300}},
+            "train": {"batch": 4},
+            "strategy": {"axes": {}, "precision": {"param": "bfloat16", "compute": "bfloat16"}},
+        },
+        source="kinds",
+    )
+    cluster = Cluster.named("h100x1")
+    predicted = predict_run(run, cluster)
+    table = Table.of(workload_of(run), cluster, profile("hyper-parallel"), micro=4.0)
+    parts = {kind: float(part[0]) for kind, part in seconds_by_kind(table, fitted()).items()}
+    costs, by_class = Costs(cluster), defaultdict(float)
+    for op in (op for ops in predicted.timeline.trace.ops.values() for op in ops):
+        if op.work is not None:
+            by_class[_class(op.module, op.phase, op.work.kind)] += costs.seconds(op)
+    found = {kind: (by_class[kind], sum(parts[part] for part in of)) for kind, of in CLASSES.items()}
+    return {**found, "step": (predicted.timeline.step, sum(parts.values()) - parts["fixed"])}
+
+
+def _class(module: str, phase: str, kind: str) -> str:
+    if phase in ("clip", "optimizer"):
+        return "gradients and update"
+    if phase == "loss" or module.endswith(("lm_head", "embed_tokens")):
+        return "head"
+    return "products and recurrences" if kind in ("matmul", "attention") else "elementwise"
+
+
+def published() -> list[dict[str, Any]]:
+    """Runs of hybrids and of adapters: estimated and measured seconds of a step."""
+    given = [run for run in records(RUNS) if "Nemotron_3" in run["model"] or "task=LoRA" in run["notes"]]
+    table, found = rows(given)
+    seconds = np.broadcast_to(estimate(table, fitted()).seconds, table.n)
+    told = []
+    for row, run in zip(found, given, strict=True):
+        assert row.index is not None, row.unsupported
+        at = row.index
+        tokens = float(table.batch[at] * table.sequence[at])
+        measured = tokens / float(run["tokens_per_s_per_device"]) / float(table.devices[at])
+        shown = {name: run[name] for name in ("row_id", "model", "hardware", "precision", "framework")}
+        error = round(float(seconds[at]) / measured - 1, 4)
+        told.append({**shown, "estimated_s": float(seconds[at]), "measured_s": measured, "error": error})
+    return told
+
+
+def main() -> None:
+    """Write the result file."""
+    cases = [(name, None) for name in MODELS] + [("llama", {"rank": 16}), ("llama, narrow", {"rank": 16})]
+    compared = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, adapter in cases:
+            classes = {
+                kind: {"simulated_ms": round(one * 1e3, 3), "estimated_ms": round(other * 1e3, 3)}
+                for kind, (one, other) in beside(name, folder, adapter).items()
+            }
+            compared.append({"model": name, "adapter": adapter, "classes": classes})
+    told = {"machine": machine(), "preset": "h100x1", "compared": compared, "published": published()}
+    (RESULTS / "kinds.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
