@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.workload import Shape
+from hyper_parallel.workload import Shape, flops_of_model
 
 CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -135,3 +135,22 @@ def test_the_advice_for_sizes_that_a_config_lacks_mends_it() -> None:
         Shape.of_config(config)
     assert "mamba_n_heads" in str(refused.value)
     assert Shape.of_config({**config, "mamba_n_heads": 8}).mixer_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "attending"),
+    [
+        ("nemotron_h", {}, 1),
+        ("bamba", {"attn_layer_indices": [3, 9]}, 2),
+        ("lfm2", {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4}, 1),
+        ("falcon_h1", {"num_hidden_layers": 3}, 3),
+        ("mamba2", {"num_hidden_layers": 2}, 0),
+        ("llama", {"num_hidden_layers": 2}, 2),
+    ],
+)
+def test_flops_count_attention_where_layers_have_it(
+    family: str, fields: dict[str, Any], attending: int
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    assert len(flops_of_model(model).windows) == attending

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.workload import hybrids
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,10 +111,26 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
     matrices = round(sum(multiplied.values()))
     if config is None:
         return Flops(matrices, 0, ())
-    layers = _field(config, "num_hidden_layers", "n_layer")
+    windows = _attention_windows(config)
+    if not windows:
+        return Flops(matrices, 0, ())
     heads = _field(config, "num_attention_heads", "n_head")
     size = config.get("head_dim") or _field(config, "hidden_size", "n_embd") // heads
-    return Flops(matrices, heads * size, _windows(config, layers))
+    return Flops(matrices, heads * size, windows)
+
+
+def _attention_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The windows of the layers that have attention; recurrences of other token mixers are not counted."""
+    kinds = hybrids.kinds(config, int(config.get("num_hidden_layers") or 0))
+    if str(config.get("model_type")) in hybrids.ALONE:
+        return ()
+    layers = len(kinds) if kinds else _field(config, "num_hidden_layers", "n_layer")
+    windows = _windows({**config, "layer_types": kinds} if kinds else config, layers)
+    if str(config.get("model_type")) in hybrids.BOTH or not kinds:
+        return windows
+    return tuple(
+        window for window, kind in zip(windows, kinds, strict=True) if kind not in hybrids.WITHOUT_ATTENTION
+    )
 
 
 def _experts_chosen(config: Mapping[str, Any] | None) -> int | None:

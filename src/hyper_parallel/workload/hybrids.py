@@ -17,14 +17,16 @@ from hyper_parallel.workload.mixers import LayerMix, Mixer
 
 Config = Mapping[str, Any]
 
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention", "*"}
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention", "*"}
 _MIXER = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "M"}
 _MLP, _EXPERTS = {"mlp", "-"}, {"moe", "E"}
+WITHOUT_ATTENTION = _MIXER | _MLP | _EXPERTS
+"""Kinds of layers without softmax attention."""
 _LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 
-_ALONE = frozenset(("mamba", "mamba2", "falcon_mamba"))
+ALONE = frozenset(("mamba", "mamba2", "falcon_mamba"))
 """Families whose layers are mixers and nothing else."""
-_BOTH = frozenset(("falcon_h1",))
+BOTH = frozenset(("falcon_h1",))
 """Families whose layers have attention and a mixer side by side."""
 _NORMED_HEADS = frozenset(
     ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe")
@@ -92,16 +94,16 @@ def layer_mix(config: Config, name: str, layers: int, hidden: int) -> LayerMix |
             f"the model {name!r} has layers that share their weights ({_SHARED_WEIGHTS[0]}), which no formula here "
             "describes; give a model whose layers have their own"
         )
-    strange = sorted(set(found) - _ATTENTION - _MIXER - _MLP - _EXPERTS)
+    strange = sorted(set(found) - ATTENTION - _MIXER - _MLP - _EXPERTS)
     if strange:
         raise ConfigError(
             f"the model {name!r} has layers of a kind that no formula here describes ({', '.join(strange)}); give a "
             "model of attention, MLPs, Mamba, delta rules, linear attention or short convolutions"
         )
     one = mixer(config, family, hidden)
-    if family in _ALONE:
+    if family in ALONE:
         return LayerMix(mixer=one, mixing=layers, attending=0, feeding=0, norms=layers)
-    if family in _BOTH:
+    if family in BOTH:
         return LayerMix(mixer=one, mixing=layers, attending=layers, feeding=layers, norms=2 * layers)
     mixing = sum(kind in _MIXER for kind in found)
     blocks = sum(kind in _MLP | _EXPERTS for kind in found)
@@ -115,7 +117,7 @@ def layer_mix(config: Config, name: str, layers: int, hidden: int) -> LayerMix |
     if not mixing and not blocks:
         # The family has such layers, and this config none: sizes without a layer.
         return None if found else _unplaced(name)
-    attending = sum(kind in _ATTENTION for kind in found)
+    attending = sum(kind in ATTENTION for kind in found)
     feeding = blocks or layers
     norms = layers if blocks else 2 * layers
     return LayerMix(mixer=one, mixing=mixing, attending=attending, feeding=feeding, norms=norms)
