@@ -193,8 +193,8 @@ def main() -> None:
             report = "first_step_whole" if asked.whole else "first_step"
             # After each row: a run that is stopped has measured what it has measured.
             write(report, {"rows": rows})
-    if rows and not asked.whole and asked.layers is None:
-        PAGE.write_text(page(rows))
+            if not asked.whole and asked.layers is None:
+                PAGE.write_text(page(rows))
 
 
 def _row(name: str, count: int, asked: argparse.Namespace) -> dict[str, Any]:

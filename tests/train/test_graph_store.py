@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -223,6 +224,29 @@ def _key(
         recipe = replace(Recipe.of(config, model), seed=seed)
         steps = passes(config.strategy, None, "cpu", ordered=ordered)
         return GraphStore(Path("unused")).key(recipe, shape, torch.device(device), steps, whole)
+
+
+_KEY = """
+import time
+from hyper_parallel.step import code_digest
+code_digest._BEGUN = time.time() + 3600
+import test_graph_store
+print(test_graph_store._key())
+"""
+
+
+def test_another_process_has_the_same_key() -> None:
+    """Whatever the seed of its hashes, by which sets and dictionaries of types are ordered."""
+    found = set()
+    for seed in ("1", "2"):
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, "-c", _KEY], env=environ, capture_output=True, text=True, check=True
+        )
+        found.add(done.stdout.strip())
+    (key,) = found
+    assert len(key) == 32
 
 
 def _frozen(model: nn.Module) -> None:

@@ -116,7 +116,8 @@ class _Description:
             ]
             return [_class(type(value)), fields]
         if hasattr(value, "__dict__"):
-            return [_class(type(value)), self.of(vars(value))]
+            held = {name: one for name, one in vars(value).items() if name not in _OF_THE_PROCESS}
+            return [_class(type(value)), self.of(held)]
         raise NoDigest(f"an object of {type(value).__module__}.{type(value).__qualname__} has no digest")
 
     def _module(self, module: nn.Module) -> list[Any]:
@@ -137,6 +138,8 @@ class _Description:
         ]
 
 
+_OF_THE_PROCESS = ("_original_object_hash",)
+"""What Transformers' generation configs hold and no other process has: a hash by a seed of the process."""
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, Path)
 _REGISTERED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
