@@ -46,7 +46,6 @@ from hyper_parallel.graph.period_pattern import (
     Pair,
     Pattern,
     Previous,
-    Reference,
     Renamer,
     Same,
     Unlike,
@@ -58,6 +57,7 @@ from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.same_graph import label
 
 _T = TypeVar("_T")
+_REFERENCES = frozenset({Same, Previous, Next})
 _Item = tuple[_T, int | None]
 """Something of A in the period of this number, A's own being 0; None for what is of no period, or stays as it is."""
 
@@ -196,21 +196,22 @@ class _Assembly:
 
     def _filled(self, pattern: Any, period: int) -> Any:
         """Arguments of a node of this period."""
-        if isinstance(pattern, Own | Same | Previous | Next):
+        kind = type(pattern)
+        if kind is Own:
+            return self._periods[period][pattern.at]
+        if kind in _REFERENCES:
             return self._referred(pattern, period)
-        if isinstance(pattern, Counted):
-            return pattern.start + period * pattern.step
-        if isinstance(pattern, Named):
-            return self._numbers(self._renamer.name(pattern.module, self._first[period]))[pattern.at]
-        if isinstance(pattern, tuple | list):
-            return type(pattern)([self._filled(one, period) for one in pattern])
-        if isinstance(pattern, dict):
+        if kind is tuple or kind is list:
+            return kind([self._filled(one, period) for one in pattern])
+        if kind is dict:
             return {key: self._filled(one, period) for key, one in pattern.items()}
+        if kind is Counted:
+            return pattern.start + period * pattern.step
+        if kind is Named:
+            return self._numbers(self._renamer.name(pattern.module, self._first[period]))[pattern.at]
         return pattern
 
-    def _referred(self, reference: Reference, period: int) -> fx.Node:
-        if isinstance(reference, Own):
-            return self._periods[period][reference.at]
+    def _referred(self, reference: Same | Previous | Next, period: int) -> fx.Node:
         if isinstance(reference, Previous):
             return self._node(reference.first) if period == 0 else self._periods[period - 1][reference.at]
         if isinstance(reference, Next):
