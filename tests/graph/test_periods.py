@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,6 @@ from torch import Tensor, nn
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.graph import StepGraph, executable
-from hyper_parallel.graph.period_pattern import Pair, Unlike
-from hyper_parallel.graph.periods import assembled
-from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.same_graph import difference
 from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.shard import parallelize
@@ -261,6 +257,18 @@ def test_a_layer_in_the_middle_with_another_number_in_a_list(monkeypatch: pytest
     assert _whole(_changed(_each_layer(change)), monkeypatch) == ""
 
 
+def test_a_loss_of_each_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loss computes of each layer stands outside of all, and there is more of it with more layers."""
+
+    def change(model: Any) -> None:
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config._experts_implementation = "grouped_mm"
+
+    recipe = _changed(change, "mixtral", 12, {"output_router_logits": True})
+    assert "periods of layers" in _whole(recipe, monkeypatch)
+
+
 def test_layers_that_share_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(model: Any) -> None:
         model.model.layers[7].mlp = model.model.layers[6].mlp
@@ -302,95 +310,3 @@ def test_a_model_that_leaves_one_of_its_layers_out(monkeypatch: pytest.MonkeyPat
 
     found = _whole(_changed(lambda model: _looped(model, call)), monkeypatch)
     assert "layer 7 runs 0 times" in found
-
-
-# What the comparison sees.
-
-
-def _few(layers: int, kept: int) -> tuple[StepGraph, Pair]:
-    """A step captured with the first `kept` - 1 layers and the last, and the first and the last of these."""
-    family = _family("llama", layers)
-    recipe = recipe_of(family, family_config(family, {"axes": {}}, {}))
-    (plan, *_), shape = capture_periods._plans(recipe.handle), MicroBatchShape(2, LENGTH, False)
-    few = plan._few(
-        recipe.handle,
-        lambda: capture_train_step._captured(recipe, shape, 1, "cpu"),
-        plan.between[: kept - 2],
-    )
-    return few, plan.pair
-
-
-@pytest.fixture(scope="module")
-def two() -> tuple[StepGraph, Pair]:
-    return _few(12, 2)
-
-
-@pytest.fixture(scope="module")
-def three() -> StepGraph:
-    return _few(12, 3)[0]
-
-
-def _nodes(step: StepGraph, target: Any, layer: str) -> list[Any]:
-    return [n for n in step.nodes if n.target is target and region_of(n).layer == layer]
-
-
-def test_a_period_more_is_that_of_the_capture(two: tuple[StepGraph, Pair], three: StepGraph) -> None:
-    assert difference(assembled(*two, [1]), three) is None
-    assert difference(assembled(*two, [2]), three) is not None
-    assert difference(assembled(*two, [1, 2]), three) is not None
-
-
-def _other_number(step: StepGraph) -> None:
-    (node, *_) = _nodes(step, torch.ops.aten.add.Tensor, "model.layers.0")
-    node.update_arg(1, 2e-6)
-
-
-def _other_operand(step: StepGraph) -> None:
-    *_, first, last = _nodes(step, torch.ops.aten.mm.default, "model.layers.0")
-    last.update_arg(0, first.args[0])
-
-
-def _other_order(step: StepGraph) -> None:
-    first, second, *_ = _nodes(step, torch.ops.aten.mm.default, "model.layers.0")
-    first.prepend(second)
-
-
-def _other_shape(step: StepGraph) -> None:
-    (node, *_) = _nodes(step, torch.ops.aten.mm.default, "model.layers.0")
-    value = node.meta["value"]
-    node.meta["value"] = replace(value, shape=(value.shape[0] + 1, *value.shape[1:]))
-
-
-def _other_storage(step: StepGraph) -> None:
-    first, second, *_ = _nodes(step, torch.ops.aten.mm.default, "model.layers.0")
-    second.meta["value"] = replace(second.meta["value"], storage=first.meta["value"].storage)
-
-
-def _other_region(step: StepGraph) -> None:
-    (node, *_) = _nodes(step, torch.ops.aten.mm.default, "model.layers.0")
-    node.meta["region"] = replace(node.meta["region"], micro_batch=3)
-
-
-def _other_gradient(step: StepGraph) -> None:
-    storage = next(iter(step.gradients))
-    step.gradients[storage] = "another"
-
-
-CHANGES = [_other_number, _other_operand, _other_order, _other_shape, _other_storage, _other_region]
-
-
-@pytest.mark.parametrize("change", [*CHANGES, _other_gradient])
-def test_graphs_that_differ_anywhere_are_told_apart(change: Any, three: StepGraph) -> None:
-    other = _few(12, 3)[0]
-    assert difference(three, other) is None
-    change(other)
-    assert difference(three, other) is not None
-    assert difference(other, three) is not None
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_periods_that_differ_are_refused(change: Any) -> None:
-    step, pair = _few(12, 2)
-    change(step)
-    with pytest.raises(Unlike):
-        assembled(step, pair, [1])

@@ -6,8 +6,9 @@
 Every run of A's nodes stands beside the run of B's that has the same nodes, and `period_pattern` says what they refer
 to; a copy between them refers likewise, to its own nodes, to those of its neighbours, or to what is outside of all. A
 node outside that takes a list with values of A and of B beside each other takes those of the copies between them; what
-it gives may then have another shape, and so what is computed from it: such shapes are inferred again by the fake
-kernels. Inputs, outputs, gradients and data-dependent sizes of the copies stand between those of A and B likewise.
+it gives may then have another shape, and so what is computed from it: such shapes are inferred again
+(`infer_values`). Inputs, outputs, gradients and data-dependent sizes of the copies stand between those of A and B
+likewise.
 
 That all this is so is not known from one capture; who assembles a graph compares it with a capture of one period more
 (`same_graph.difference`).
@@ -15,27 +16,17 @@ That all this is so is not known from one capture; who assembles a graph compare
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from hyper_parallel.compat.fake_kernels import fake_kernel
-from hyper_parallel.compat.fake_process_group import fake_mode
 from hyper_parallel.compat.graph_nodes import append_call
 from hyper_parallel.compat.symbolic_sizes import another_symbol, substituted
-from hyper_parallel.graph.ir import (
-    Even,
-    Input,
-    Size,
-    StepGraph,
-    Storage,
-    Value,
-    flat_values,
-    values_of,
-)
+from hyper_parallel.graph.infer_values import inferred
+from hyper_parallel.graph.ir import Even, Input, Size, StepGraph, Storage, Value
 from hyper_parallel.graph.period_pattern import (
     Counted,
     Made,
@@ -54,7 +45,6 @@ from hyper_parallel.graph.period_pattern import (
     pattern_of,
 )
 from hyper_parallel.graph.regions import region_of
-from hyper_parallel.graph.same_graph import label
 
 _T = TypeVar("_T")
 _REFERENCES = frozenset({Same, Previous, Next})
@@ -287,7 +277,12 @@ class _Assembly:
         )
         grown = len(made.all_input_nodes) != len(node.all_input_nodes)
         if grown or not self._changed.isdisjoint(made.all_input_nodes):
-            value = self._inferred(node, made, value)
+            before = value
+            value, sizes = inferred(made, before)
+            for storage, size in sizes.items():
+                self._storages[storage] = replace(self._storages[storage], bytes=size)
+            if value != before:
+                self._changed.add(made)
         made.meta["value"] = value
 
     def _taken(self, argument: Any) -> Any:
@@ -304,58 +299,6 @@ class _Assembly:
         if isinstance(argument, dict):
             return {key: self._taken(one) for key, one in argument.items()}
         return argument
-
-    def _inferred(self, node: fx.Node, made: fx.Node, value: Any) -> Any:
-        """The value of a node whose arguments have other shapes than those of `node`; `value`: what it would have
-        given otherwise."""
-        if made.target is operator.getitem:
-            source, index = made.args
-            found = source.meta["value"][index]  # type: ignore[union-attr]
-            return self._reshaped(made, value, found.shape, found.stride, None)
-        kernel = fake_kernel(made.target) or made.target
-        with fake_mode():
-            args, kwargs = fx.node.map_arg((made.args, made.kwargs), self._fake)
-            result = kernel(*args, **kwargs)  # type: ignore[operator]
-        results = result if isinstance(result, tuple | list) else [result]
-        tensors = [one for one in results if isinstance(one, torch.Tensor)]
-        values = flat_values(value)
-        if len(tensors) != len(values):
-            raise Unlike(f"{label(node)} gives {len(values)} tensors, and {len(tensors)} of more layers")
-        # What lies in memory of an argument lies there still.
-        lent = {one.storage for source in made.all_input_nodes for one in values_of(source)}
-        found_values = iter(
-            [
-                self._reshaped(
-                    made,
-                    one,
-                    tuple(tensor.shape),
-                    tensor.stride(),
-                    None if one.storage in lent else tensor.untyped_storage().nbytes(),
-                )
-                for one, tensor in zip(values, tensors, strict=True)
-            ]
-        )
-        return self._value(value, lambda _: next(found_values))
-
-    def _reshaped(
-        self, made: fx.Node, value: Value, shape: tuple[Size, ...], stride: tuple[Size, ...], size: Size
-    ) -> Value:
-        """A value that has this shape now, in a storage that has this size now where it is given."""
-        if (value.shape, value.stride) == (tuple(shape), tuple(stride)):
-            return value
-        self._changed.add(made)
-        if size is not None:
-            old = self._storages[value.storage]
-            self._storages[value.storage] = Storage(old.index, size, old.device, old.name)
-        return Value(tuple(shape), tuple(stride), value.dtype, value.device, value.storage)
-
-    def _fake(self, node: fx.Node) -> Any:
-        value = node.meta.get("value")
-        if not isinstance(value, Value) or not all(
-            isinstance(size, int) for size in (*value.shape, *value.stride)
-        ):
-            raise Unlike(f"the shape of {label(node)} cannot be inferred again")
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
 
     # What the graph says besides its nodes
 
