@@ -257,6 +257,18 @@ def test_a_layer_in_the_middle_with_another_number_in_a_list(monkeypatch: pytest
     assert _whole(_changed(_each_layer(change)), monkeypatch) == ""
 
 
+def test_a_loss_of_each_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loss computes of each layer stands outside of all, and there is more of it with more layers."""
+
+    def change(model: Any) -> None:
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config._experts_implementation = "grouped_mm"
+
+    recipe = _changed(change, "mixtral", 12, {"output_router_logits": True})
+    assert "periods of layers" in _whole(recipe, monkeypatch)
+
+
 def test_layers_that_share_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(model: Any) -> None:
         model.model.layers[7].mlp = model.model.layers[6].mlp

@@ -6,8 +6,9 @@
 Every run of A's nodes stands beside the run of B's that has the same nodes, and `period_pattern` says what they refer
 to; a copy between them refers likewise, to its own nodes, to those of its neighbours, or to what is outside of all. A
 node outside that takes a list with values of A and of B beside each other takes those of the copies between them; what
-it gives may then have another shape, and so what is computed from it: such shapes are inferred again by the fake
-kernels. Inputs, outputs, gradients and data-dependent sizes of the copies stand between those of A and B likewise.
+it gives may then have another shape, and so what is computed from it: such shapes are inferred again
+(`infer_values`). Inputs, outputs, gradients and data-dependent sizes of the copies stand between those of A and B
+likewise.
 
 That all this is so is not known from one capture; who assembles a graph compares it with a capture of one period more
 (`same_graph.difference`).
@@ -15,27 +16,17 @@ That all this is so is not known from one capture; who assembles a graph compare
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from hyper_parallel.compat.fake_kernels import fake_kernel
-from hyper_parallel.compat.fake_process_group import fake_mode
 from hyper_parallel.compat.graph_nodes import append_call
 from hyper_parallel.compat.symbolic_sizes import another_symbol, substituted
-from hyper_parallel.graph.ir import (
-    Even,
-    Input,
-    Size,
-    StepGraph,
-    Storage,
-    Value,
-    flat_values,
-    values_of,
-)
+from hyper_parallel.graph.infer_values import inferred
+from hyper_parallel.graph.ir import Even, Input, Size, StepGraph, Storage, Value
 from hyper_parallel.graph.period_pattern import (
     Counted,
     Made,
@@ -46,7 +37,6 @@ from hyper_parallel.graph.period_pattern import (
     Pair,
     Pattern,
     Previous,
-    Reference,
     Renamer,
     Same,
     Unlike,
@@ -55,9 +45,9 @@ from hyper_parallel.graph.period_pattern import (
     pattern_of,
 )
 from hyper_parallel.graph.regions import region_of
-from hyper_parallel.graph.same_graph import label
 
 _T = TypeVar("_T")
+_REFERENCES = frozenset({Same, Previous, Next})
 _Item = tuple[_T, int | None]
 """Something of A in the period of this number, A's own being 0; None for what is of no period, or stays as it is."""
 
@@ -196,21 +186,22 @@ class _Assembly:
 
     def _filled(self, pattern: Any, period: int) -> Any:
         """Arguments of a node of this period."""
-        if isinstance(pattern, Own | Same | Previous | Next):
+        kind = type(pattern)
+        if kind is Own:
+            return self._periods[period][pattern.at]
+        if kind in _REFERENCES:
             return self._referred(pattern, period)
-        if isinstance(pattern, Counted):
-            return pattern.start + period * pattern.step
-        if isinstance(pattern, Named):
-            return self._numbers(self._renamer.name(pattern.module, self._first[period]))[pattern.at]
-        if isinstance(pattern, tuple | list):
-            return type(pattern)([self._filled(one, period) for one in pattern])
-        if isinstance(pattern, dict):
+        if kind is tuple or kind is list:
+            return kind([self._filled(one, period) for one in pattern])
+        if kind is dict:
             return {key: self._filled(one, period) for key, one in pattern.items()}
+        if kind is Counted:
+            return pattern.start + period * pattern.step
+        if kind is Named:
+            return self._numbers(self._renamer.name(pattern.module, self._first[period]))[pattern.at]
         return pattern
 
-    def _referred(self, reference: Reference, period: int) -> fx.Node:
-        if isinstance(reference, Own):
-            return self._periods[period][reference.at]
+    def _referred(self, reference: Same | Previous | Next, period: int) -> fx.Node:
         if isinstance(reference, Previous):
             return self._node(reference.first) if period == 0 else self._periods[period - 1][reference.at]
         if isinstance(reference, Next):
@@ -286,7 +277,12 @@ class _Assembly:
         )
         grown = len(made.all_input_nodes) != len(node.all_input_nodes)
         if grown or not self._changed.isdisjoint(made.all_input_nodes):
-            value = self._inferred(node, made, value)
+            before = value
+            value, sizes = inferred(made, before)
+            for storage, size in sizes.items():
+                self._storages[storage] = replace(self._storages[storage], bytes=size)
+            if value != before:
+                self._changed.add(made)
         made.meta["value"] = value
 
     def _taken(self, argument: Any) -> Any:
@@ -303,58 +299,6 @@ class _Assembly:
         if isinstance(argument, dict):
             return {key: self._taken(one) for key, one in argument.items()}
         return argument
-
-    def _inferred(self, node: fx.Node, made: fx.Node, value: Any) -> Any:
-        """The value of a node whose arguments have other shapes than those of `node`; `value`: what it would have
-        given otherwise."""
-        if made.target is operator.getitem:
-            source, index = made.args
-            found = source.meta["value"][index]  # type: ignore[union-attr]
-            return self._reshaped(made, value, found.shape, found.stride, None)
-        kernel = fake_kernel(made.target) or made.target
-        with fake_mode():
-            args, kwargs = fx.node.map_arg((made.args, made.kwargs), self._fake)
-            result = kernel(*args, **kwargs)  # type: ignore[operator]
-        results = result if isinstance(result, tuple | list) else [result]
-        tensors = [one for one in results if isinstance(one, torch.Tensor)]
-        values = flat_values(value)
-        if len(tensors) != len(values):
-            raise Unlike(f"{label(node)} gives {len(values)} tensors, and {len(tensors)} of more layers")
-        # What lies in memory of an argument lies there still.
-        lent = {one.storage for source in made.all_input_nodes for one in values_of(source)}
-        found_values = iter(
-            [
-                self._reshaped(
-                    made,
-                    one,
-                    tuple(tensor.shape),
-                    tensor.stride(),
-                    None if one.storage in lent else tensor.untyped_storage().nbytes(),
-                )
-                for one, tensor in zip(values, tensors, strict=True)
-            ]
-        )
-        return self._value(value, lambda _: next(found_values))
-
-    def _reshaped(
-        self, made: fx.Node, value: Value, shape: tuple[Size, ...], stride: tuple[Size, ...], size: Size
-    ) -> Value:
-        """A value that has this shape now, in a storage that has this size now where it is given."""
-        if (value.shape, value.stride) == (tuple(shape), tuple(stride)):
-            return value
-        self._changed.add(made)
-        if size is not None:
-            old = self._storages[value.storage]
-            self._storages[value.storage] = Storage(old.index, size, old.device, old.name)
-        return Value(tuple(shape), tuple(stride), value.dtype, value.device, value.storage)
-
-    def _fake(self, node: fx.Node) -> Any:
-        value = node.meta.get("value")
-        if not isinstance(value, Value) or not all(
-            isinstance(size, int) for size in (*value.shape, *value.stride)
-        ):
-            raise Unlike(f"the shape of {label(node)} cannot be inferred again")
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
 
     # What the graph says besides its nodes
 

@@ -133,11 +133,22 @@ def _placement(
         full = f"{name}.{path}" if path else name
         planned = (plan.modules.get(full), plan.regions.get(full), plan.experts.get(full), frees.get(full))
         # A plan names other modules of its layer, which stand at the same place in each.
-        found[f"{path}:plan"] = repr((dtypes[full], *planned)).replace(f"{name}.", "")
+        found[f"{path}:plan"] = repr((dtypes[full], *planned, *_listed(full, plan))).replace(f"{name}.", "")
         for own in module._parameters:
             known = plan.parameters.get(f"{full}.{own}")
             if known is not None:
                 found[f"{path}:{own}:plan"] = f"{known.layout} {known.storage} {known.summed} {known.chosen}"
+    return found
+
+
+def _listed(name: str, plan: Plan) -> list[Any]:
+    """What the parts of a plan say of a module that list modules."""
+    found: list[Any] = [name in plan.whole]
+    if plan.context is not None:
+        found.append(name in plan.context.attentions)
+    if plan.tensor2d is not None:
+        two = plan.tensor2d
+        found += [two.attentions.get(name), two.mlps.get(name), two.norms.get(name), name in two.swapped]
     return found
 
 

@@ -30,6 +30,7 @@ from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.period_pattern import Pair, Unlike
 from hyper_parallel.graph.periods import assembled
 from hyper_parallel.graph.same_graph import difference
+from hyper_parallel.offloading.schedule.no_gc import uncollected
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.dropout import key_of
 from hyper_parallel.shard.layer_kinds import layer_kinds, layers_in
@@ -83,6 +84,7 @@ class _Plan:
         few = self.total - len(self.between) * self.pair.length
         return len(self.between) > 1 and 2 * few + self.pair.length <= GAIN * self.total
 
+    @uncollected()
     def captured(self, handle: ShardedModel, capture: Callable[[], StepGraph], seed: int) -> StepGraph:
         """The graph of all layers. Raises Unlike."""
 
