@@ -179,6 +179,8 @@ def run_file(one: Chosen) -> dict[str, Any]:
     if fields["model_type"] == "gpt2":
         # The published shapes state no dropout, and the family's default is 0.1.
         fields |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    # A framework makes one call of a collective, whose library goes level by level; with placement they are several.
+    data["strategy"].pop("placement", None)
     # A float32 sum of gradients is what most frameworks have; others reduce in the dtype that they compute in.
     if table.gradient_bytes[0] < 4:
         data["strategy"]["precision"]["reduce"] = "bfloat16"
