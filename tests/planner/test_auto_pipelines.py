@@ -14,10 +14,11 @@ from harness.commands import noted
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.launch import run
-from hyper_parallel.planner.auto.choose import TIE, Choice, choose
+from hyper_parallel.planner.auto.choose import Choice, choose
 from hyper_parallel.planner.auto.resolved import resolved
 from hyper_parallel.planner.auto.saved_choice import STRATEGY_FILE
 from hyper_parallel.planner.auto.simulate_candidates import Simulated
+from hyper_parallel.planner.simplest import TIE
 from hyper_parallel.schedule import check_pipeline
 
 WIDE = {

@@ -44,6 +44,9 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--runnable", is_flag=True, help="Search only what train can run: no DualPipe, nothing on the host."
 )
+@click.option(
+    "--quickest", is_flag=True, help="Show the quickest estimate first, also where a simpler strategy ties."
+)
 @click.option("--objective", default="time", show_default=True, help="time, memory or cost.")
 @click.option("--price", type=float, default=0.0, help="Price of a device hour.")
 @click.option(
@@ -129,6 +132,7 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
     from hyper_parallel.planner import numbers
     from hyper_parallel.planner.framework_profiles import GENERIC, profile
     from hyper_parallel.planner.query import Question
+    from hyper_parallel.planner.simplest import TIE
     from hyper_parallel.workload.workload import Workload
 
     machine = Cluster.named(cluster)
@@ -157,6 +161,7 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
         top=options["top"],
         price=options["price"],
         runnable=options["runnable"],
+        tie=0.0 if options["quickest"] else TIE,
     )
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.compat.pytree import leaves_of
+
+T = TypeVar("T")
 
 
 def next_sequence() -> int:
@@ -65,6 +66,26 @@ def kernel(operator: Any) -> Callable[..., Any]:
     return getattr(operator, "_op", operator)  # type: ignore[no-any-return]
 
 
+def once_each(question: Callable[[Any], T]) -> Callable[[Any], T]:
+    """A question about operators that is answered once for each: `functools.cache` by identity, since hashing an
+    operator takes longer than most answers. What was asked about is kept."""
+    known: dict[int, tuple[Any, T]] = {}
+
+    def answer(operator: Any) -> T:
+        found = known.get(id(operator))
+        if found is None:
+            found = known[id(operator)] = (operator, question(operator))
+        return found[1]
+
+    return answer
+
+
+@once_each
+def writes_nothing(operator: Any) -> bool:
+    """Whether an operator changes none of its arguments, whatever they are."""
+    return not _arguments_written(operator) and not _arguments_with_statistics(operator)
+
+
 def mutated_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """What an operator writes to, among its arguments: tensors, or the nodes that stand for them in a graph."""
     for at, name in _arguments_written(operator):
@@ -92,7 +113,7 @@ _CHANGES_STATISTICS = frozenset(
 """Operators that update running statistics in training, although their schemas do not declare it."""
 
 
-@functools.cache
+@once_each
 def _arguments_with_statistics(operator: Any) -> tuple[str, ...]:
     """The names of all arguments of an operator of `_CHANGES_STATISTICS`; none of another one."""
     schema = getattr(operator, "_schema", None)
@@ -101,7 +122,7 @@ def _arguments_with_statistics(operator: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in schema.arguments)
 
 
-@functools.cache
+@once_each
 def _arguments_written(operator: Any) -> tuple[tuple[int, str], ...]:
     """Places and names of those arguments; a schema takes long to ask."""
     schema = getattr(operator, "_schema", None)

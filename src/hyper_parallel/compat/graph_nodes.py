@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_arg
 
 
 def append_call(graph: fx.Graph, name: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -12,10 +14,28 @@ def append_call(graph: fx.Graph, name: str, target: Any, args: Any, kwargs: Any)
 
     What `Graph.create_node` does, without its walk through the arguments in search of these.
     """
-    graph._len += 1
+    return append_node(graph, name, "call_function", target, args, kwargs)
+
+
+def append_copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A copy of a node of another graph at this graph's insert point, with its name and a `meta` of its own.
+
+    `copies`: of the nodes that are its arguments.
+    """
+    copy_of = copies.__getitem__
+    args = map_arg(node.args, copy_of)
+    kwargs = map_arg(node.kwargs, copy_of) if node.kwargs else node.kwargs
+    made = append_node(graph, node.name, node.op, node.target, args, kwargs)
+    made.meta = dict(node.meta)
+    return made
+
+
+def append_node(graph: fx.Graph, name: str, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+    """A node of any kind at the graph's insert point, as of `append_call`."""
     name = graph._graph_namespace.create_name(name, None)
-    node = fx.Node(graph, name, "call_function", target, args, kwargs)
+    node = fx.Node(graph, name, op, target, args, kwargs)
     graph._graph_namespace.associate_name_with_obj(name, node)
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
     return node

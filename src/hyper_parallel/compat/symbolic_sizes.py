@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sympy
@@ -10,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import CleanDiv, FloorDiv
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min
 
 
 def expression(number: int | torch.SymInt) -> Any:
@@ -52,3 +53,68 @@ def floor_division(found: Any) -> bool:
 def fake_mode_with_symbols() -> FakeTensorMode:
     """A fake mode in which numbers read from tensors are symbols. Shapes that are given stay plain numbers."""
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+_FUNCTIONS = {kind.__name__: kind for kind in (sympy.Add, sympy.Mul, sympy.Pow, FloorDiv, CleanDiv, Max, Min)}
+"""The functions of which sizes are made."""
+
+
+def written(found: Any) -> Any:
+    """A size's expression as plain data: a number, the name of a symbol, or [function, arguments...].
+
+    Raises ValueError for one that cannot be read again.
+    """
+    if found.is_Integer:
+        return int(found)
+    if found.is_Symbol:
+        if not _UNBACKED.fullmatch(found.name):
+            raise ValueError(f"the size {found} is none that is read from a tensor")
+        return found.name
+    name = type(found).__name__
+    if _FUNCTIONS.get(name) is not type(found):
+        raise ValueError(f"the size {found} has the function {name}")
+    return [name, *map(written, found.args)]
+
+
+class SymbolReader:
+    """Reads what `written` gave, in a new environment of symbols."""
+
+    def __init__(self, not_negative_ones: Collection[str]) -> None:
+        """`not_negative_ones`: names of symbols that are known to be 0 or more."""
+        self._environment = ShapeEnv()
+        self._named: dict[str, torch.SymInt] = {}
+        self._numbers: dict[str, torch.SymInt] = {}
+        self._not_negative = frozenset(not_negative_ones)
+
+    def expression(self, data: Any) -> Any:
+        """The expression."""
+        if isinstance(data, int):
+            return sympy.Integer(data)
+        if isinstance(data, str):
+            return expression(self._symbol(data))
+        name, *arguments = data
+        # As it was, and not simplified by another version's rules.
+        return _FUNCTIONS[name](*map(self.expression, arguments), evaluate=False)
+
+    def number(self, data: Any) -> torch.SymInt:
+        """The symbolic number; the same one for the same data."""
+        key = repr(data)
+        if key not in self._numbers:
+            found = self.expression(data)
+            made: torch.SymInt = self._environment.create_symintnode(found, hint=None)  # type: ignore[assignment]
+            self._numbers[key] = made
+        return self._numbers[key]
+
+    def _symbol(self, name: str) -> torch.SymInt:
+        # The environment numbers its symbols itself.
+        while name not in self._named:
+            made = self._environment.create_unbacked_symint()
+            self._named[expression(made).name] = made
+            if len(self._named) > int(_UNBACKED.fullmatch(name)[1]) + 1:  # type: ignore[index]
+                raise ValueError(f"PyTorch calls no size {name}")
+            if expression(made).name in self._not_negative:
+                not_negative(made)
+        return self._named[name]
+
+
+_UNBACKED = re.compile(r"u(\d+)")

@@ -120,6 +120,9 @@ class TrainConfig(Section):
     results that differ in the last digits (docs/compile.md). Compiled code is cached in `data.cache`. `auto`
     compiles runs whose model is estimated to compute for five minutes or longer. A layer that cannot be
     compiled runs uncompiled."""
+    graph_cache: bool = True
+    """Whether captured steps are kept in `data.cache`, and taken from there by later runs of the same step
+    (docs/graph.md). False captures each time."""
     steps: PositiveInt = 100
     """Optimizer steps."""
     batch: PositiveInt = 32

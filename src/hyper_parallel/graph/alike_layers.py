@@ -9,34 +9,71 @@ are nodes, and alike if their operators, arguments, shapes and dtypes are (`like
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
+import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from hyper_parallel.graph.ir import Size, Value, values_of
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_TENSORS = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward", "_backward", "_state_dict", "_load_state_dict")
+"""How attributes of every nn.Module begin whose keys are numbers that are never given twice."""
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 # Layers as modules.
 
 
 def described(module: nn.Module) -> dict[str, str]:
-    """What a module computes, up to its values: classes, plain attributes and parameters of all its parts."""
+    """What a module computes, up to its values: classes, attributes, parameters and buffers of all its parts.
+
+    An object that is neither plain, nor a container or an object of such, is told by its identity: only what shares it
+    is alike.
+    """
     found: dict[str, str] = {}
     for path, part in module.named_modules():
         found[f"{path}:class"] = f"{type(part).__module__}.{type(part).__qualname__}"
-        found |= {
-            f"{path}:{key}": repr(value) for key, value in vars(part).items() if isinstance(value, _PLAIN)
-        }
+        for key, value in vars(part).items():
+            if key not in _TENSORS:
+                shown = list(value.values()) if key.startswith(_HOOKS) and isinstance(value, dict) else value
+                found[f"{path}:{key}"] = _attribute(shown, set())
         for own, p in part._parameters.items():
             if p is not None:
                 found[f"{path}:{own}"] = f"{tuple(p.shape)} {p.dtype} {p.requires_grad}"
+        for own, buffer in part._buffers.items():
+            if buffer is not None:
+                found[f"{path}:{own}"] = f"{tuple(buffer.shape)} {buffer.dtype} {buffer.device}"
     return found
+
+
+def _attribute(value: Any, inside: set[int]) -> str:
+    """What an attribute is; `inside`: the objects that it is part of."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if id(value) in inside:
+        return "itself"
+    inside = inside | {id(value)}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Mapping):
+        parts = [(_attribute(key, inside), _attribute(one, inside)) for key, one in value.items()]
+        return f"{kind}{parts}"
+    if isinstance(value, tuple | list):
+        return f"{kind}{[_attribute(one, inside) for one in value]}"
+    if isinstance(value, set | frozenset):
+        return f"{kind}{sorted(_attribute(one, inside) for one in value)}"
+    if isinstance(value, functools.partial):
+        return f"{kind}{_attribute([value.func, value.args, value.keywords], inside)}"
+    own = getattr(value, "__dict__", None)
+    if isinstance(value, type | types.FunctionType | torch.Tensor | nn.Module) or not own:
+        return f"{kind} {id(value)}"
+    return f"{kind}{_attribute(own, inside)}"
 
 
 def signature(module: nn.Module) -> str:
@@ -50,14 +87,40 @@ def kinds(
     """The indices of the layers by kind, in order of each kind's first layer.
 
     `more`: what else layers of one kind share, by index, such as their placement. A setting that is each layer's own
-    index, in every layer that has it, tells no kinds apart.
+    index, in every layer that has it, tells no kinds apart (`own_index`); nor do names of modules of the layer.
     """
-    facts = [{**described(layer), **more(index)} for index, layer in enumerate(layers)]
-    telling = {key for index, one in enumerate(facts) for key, value in one.items() if value != repr(index)}
+    facts = [{**_facts(layer, index), **more(index)} for index, layer in enumerate(layers)]
+    telling = _telling(facts)
     found: dict[Hashable, list[int]] = {}
     for index, one in enumerate(facts):
         found.setdefault(frozenset((k, v) for k, v in one.items() if k in telling), []).append(index)
     return list(found.values())
+
+
+def own_index(layers: Sequence[nn.Module]) -> list[dict[str, list[str]]]:
+    """Of each layer, by the names of the modules in it, the attributes that are the layer's own index, in every layer
+    that has them."""
+    facts = [_facts(layer, index) for index, layer in enumerate(layers)]
+    telling = _telling(facts)
+    found: list[dict[str, list[str]]] = []
+    for one in facts:
+        attributes: dict[str, list[str]] = {}
+        for key in one.keys() - telling:
+            path, _, name = key.rpartition(":")
+            attributes.setdefault(path, []).append(name)
+        found.append(attributes)
+    return found
+
+
+def _facts(layer: nn.Module, index: int) -> dict[str, str]:
+    """What a layer computes; in names of modules such as ``model.layers.3.mlp`` without the layer's own index."""
+    name = re.compile(rf"(?<=[a-z_]\.){index}(?=\.[a-z_])")
+    return {key: name.sub("*", value) for key, value in described(layer).items()}
+
+
+def _telling(facts: Iterable[Mapping[str, str]]) -> set[str]:
+    """What is not each layer's own index."""
+    return {key for index, one in enumerate(facts) for key, value in one.items() if value != repr(index)}
 
 
 # Periods.

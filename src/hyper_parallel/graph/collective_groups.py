@@ -6,11 +6,11 @@ the groups tells it which name means what (`shard.process_mesh.ProcessMesh.proce
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
+from hyper_parallel.compat.dispatch import once_each
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph.ir import CollectiveGroup, StepGraph
 
@@ -19,12 +19,12 @@ _ARGUMENT = "group_name"
 
 def is_collective(node: fx.Node) -> bool:
     """Whether a node begins a collective. Waiting for one is another node (`is_wait`)."""
-    return _functional(node) and not is_wait(node)
+    return _role(node.target) == "begins"
 
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits until a collective is done."""
-    return _functional(node) and "wait" in str(node.target)
+    return _role(node.target) == "waits"
 
 
 def group_of(step: StepGraph, node: fx.Node) -> CollectiveGroup:
@@ -50,9 +50,9 @@ def group_of(step: StepGraph, node: fx.Node) -> CollectiveGroup:
 def group_name(node: fx.Node) -> str:
     """The name of the process group of a node that begins a collective."""
     assert is_collective(node), f"{node.target} begins no collective"
-    target: Any = node.target
-    at = next(i for i, argument in enumerate(target._schema.arguments) if argument.name == _ARGUMENT)
-    return str(node.kwargs[_ARGUMENT] if _ARGUMENT in node.kwargs else node.args[at])
+    return str(
+        node.kwargs[_ARGUMENT] if _ARGUMENT in node.kwargs else node.args[_place_of_group(node.target)]
+    )
 
 
 def ranks_of(step: StepGraph) -> list[int]:
@@ -60,10 +60,15 @@ def ranks_of(step: StepGraph) -> list[int]:
     return sorted({rank for group in step.groups.values() for rank in group.ranks} | {0})
 
 
-def _functional(node: fx.Node) -> bool:
-    return _is_functional(node.target)
+@once_each
+def _role(target: Any) -> Literal["begins", "waits", ""]:
+    """What an operator does for a collective."""
+    if getattr(target, "namespace", "") != "_c10d_functional":
+        return ""
+    return "waits" if "wait" in str(target) else "begins"
 
 
-@functools.cache
-def _is_functional(target: Any) -> bool:
-    return getattr(target, "namespace", "") == "_c10d_functional"
+@once_each
+def _place_of_group(target: Any) -> int:
+    """Which argument of a collective is its group."""
+    return next(i for i, argument in enumerate(target._schema.arguments) if argument.name == _ARGUMENT)

@@ -175,9 +175,9 @@ class SourceWriter:
                     self.last.setdefault(node, []).append(source)
         if cache is not None:
             self.names["empty"] = _empty
+            dies = {source: node for node, sources in self.last.items() for source in sources}
             for node, behind in _let_go_late(step):
-                before = next(at for at, sources in self.last.items() if node in sources)
-                self.last[before].remove(node)
+                self.last[dies[node]].remove(node)
                 self.last.setdefault(behind, []).append(node)
                 self._emptied.setdefault(behind, []).append(node)
         self._early, self._pauses = early, frozenset(pauses)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import fx
 
+from hyper_parallel.compat.graph_nodes import append_copy
 from hyper_parallel.graph.tier_ops import Slot
 
 Size = Any
@@ -169,10 +170,8 @@ class StepGraph:
         """A copy, and which of its nodes each node of this graph became. Nodes keep their names."""
         graph = fx.Graph()
         known: dict[fx.Node, fx.Node] = {}
-        returned = graph.graph_copy(self.graph, known)
-        known[self.output] = graph.output(returned)
-        for old, new in known.items():
-            new.meta = dict(old.meta)
+        for old in self.graph.nodes:
+            known[old] = append_copy(graph, old, known)
         sizes = {symbol: known[node] for symbol, node in self.sizes.items()}
         made = StepGraph(
             graph,

@@ -9,35 +9,60 @@ host reads and writes its storages wherever they are, and touches none of them o
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
 from torch import fx
 
-from hyper_parallel.compat.dispatch import mutated_arguments
+from hyper_parallel.compat.dispatch import mutated_arguments, once_each, writes_nothing
 from hyper_parallel.graph import host_update
 from hyper_parallel.graph.collective_groups import is_collective, is_wait
-from hyper_parallel.graph.ir import values_of
+from hyper_parallel.graph.ir import Value, flat_values
 from hyper_parallel.graph.suspension import HOST
-from hyper_parallel.graph.tier_ops import detach, is_cache, prefetch, store
+from hyper_parallel.graph.tier_ops import OPERATORS, detach, is_cache, prefetch, store
 
 
 def touched(node: fx.Node) -> set[int]:
     """The storages that a node's arguments lie in, and must be on the device."""
     sources = host_update.host_arguments_of(node) if host_update.is_update(node) else node.all_input_nodes
-    return {value.storage for source in sources for value in values_of(source)}
+    return storages_of(sources)
+
+
+def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages of the values of some nodes."""
+    found: set[int] = set()
+    for node in nodes:
+        value = node.meta.get("value")
+        if isinstance(value, Value):
+            found.add(value.storage)
+        elif value is not None:
+            found.update(one.storage for one in flat_values(value))
+    return found
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node only gives memory that is there already another shape."""
     if node.op != "call_function" or is_wait(node) or node.target is HOST or writes(node):
         return False
-    results = {value.storage for value in values_of(node)}
-    return bool(results) and results <= touched(node)
+    return _lies_in(node, touched(node))
+
+
+def _lies_in(node: fx.Node, storages: Set[int]) -> bool:
+    """Whether a node gives values, all in these storages."""
+    value = node.meta.get("value")
+    if isinstance(value, Value):
+        return value.storage in storages
+    results = {one.storage for one in flat_values(value)}
+    return bool(results) and results <= storages
 
 
 def reads(node: fx.Node) -> set[int]:
     """The storages whose contents a node needs."""
+    if node.op == "call_function" and _plain(node.target) and "writes" not in node.meta:
+        # Nearly all nodes, and this is asked very often.
+        given = storages_of(node.all_input_nodes)
+        return set() if node.target is not HOST and _lies_in(node, given) else given
     if node.op != "output" and (is_view(node) or node.target in (detach, prefetch)):
         return set()
     found = touched(node)
@@ -52,22 +77,28 @@ def writes(node: fx.Node) -> set[int]:
     """The storages that a node changes."""
     if node.op != "call_function":
         return set()
-    if "writes" in node.meta:  # what is called has no schema to say it
-        return set(node.meta["writes"])
+    meta = node.meta
+    if "writes" in meta:  # what is called has no schema to say it
+        return set(meta["writes"])
+    target: Any = node.target
+    if _plain(target):
+        return set()
     if is_cache(node):
-        return set() if node.target is store else touched(node)
+        return set() if target is store else touched(node)
     if host_update.is_update(node):
         return set(host_update.writes_of(node))
     if is_wait(node):
         # Waiting for one result of a coalesced collective brings all of them, and may do so each time.
-        return {value.storage for value in values_of(begun(node))}
-    target: Any = node.target
-    return {
-        value.storage
-        for argument in mutated_arguments(target, node.args, node.kwargs)
-        if isinstance(argument, fx.Node)
-        for value in values_of(argument)
-    }
+        return storages_of([begun(node)])
+    arguments = mutated_arguments(target, node.args, node.kwargs)
+    return storages_of(argument for argument in arguments if isinstance(argument, fx.Node))
+
+
+@once_each
+def _plain(target: Any) -> bool:
+    """Whether nodes of a target change nothing, unless they say so."""
+    functional = getattr(target, "namespace", "") == "_c10d_functional"
+    return writes_nothing(target) and not functional and target not in (*OPERATORS, host_update.update)
 
 
 def begun(node: fx.Node) -> fx.Node:
@@ -85,13 +116,20 @@ def draws_random(node: fx.Node) -> bool:
 
     Attention is marked so for its dropout, and draws none where that is zero.
     """
-    target: Any = node.target
+    at, default = _dropout(node.target)
+    if at is None:
+        return bool(default)
+    given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", default)
+    return bool(given != 0)
+
+
+@once_each
+def _dropout(target: Any) -> tuple[int | None, Any]:
+    """Of an operator that draws as its `dropout_p` says, the argument's place and default; of another one, None and
+    whether it draws."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
+        return None, False
     for at, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            given = (
-                node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            )
-            return bool(given != 0)
-    return True
+            return at, argument.default_value
+    return None, True

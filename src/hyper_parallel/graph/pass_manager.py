@@ -29,6 +29,10 @@ SCHEDULE = "schedule"
 """What a pass provides that chooses the order of collectives too: the same on every rank, by what all ranks know."""
 
 
+Contents = dict[str, tuple[str, dict[int, str]]]
+"""Each node's name to its origin, and to the last write to each storage that it reads."""
+
+
 class Pass(Protocol):
     """One rewrite."""
 
@@ -84,11 +88,12 @@ def run_passes(step: StepGraph, passes: Sequence[Pass]) -> list[Ran]:
     """
     check_declared(passes)
     ran: list[Ran] = []
+    known: Contents | None = None
     for one in passes:
         before = ran[-1].after if ran else step
         after = one(before)
         try:
-            validate(before, after, chosen=SCHEDULE in one.provides)
+            known = _validated(before, after, SCHEDULE in one.provides, known)
         except GraphError as error:
             raise GraphError(f"pass {one.name!r}: {error}") from None
         ran.append(Ran(one.name, before, after))
@@ -125,6 +130,13 @@ def validate(before: StepGraph, after: StepGraph, *, chosen: bool = False) -> No
 
     `chosen`: the collectives of a group may be in another order than before.
     """
+    _validated(before, after, chosen, None)
+
+
+def _validated(before: StepGraph, after: StepGraph, chosen: bool, known: Contents | None) -> Contents:
+    """`validate`, with what is known of the contents of `before`, and returns those of `after`."""
+    if after is before:
+        return _writers_seen(before) if known is None else known
     try:
         after.graph.lint()
     except RuntimeError as error:
@@ -132,7 +144,7 @@ def validate(before: StepGraph, after: StepGraph, *, chosen: bool = False) -> No
     _same_ends(before, after)
     _check_meta(before, after)
     _same_order(before, after, [node for node in before.nodes if is_collective(node)] if chosen else [])
-    _same_contents(before, after)
+    return _same_contents(_writers_seen(before) if known is None else known, _writers_seen(after))
 
 
 def _same_ends(before: StepGraph, after: StepGraph) -> None:
@@ -173,24 +185,24 @@ def _same_order(before: StepGraph, after: StepGraph, free: Collection[fx.Node]) 
                 raise GraphError(f"{node} ({node.target}) now runs before {other} ({other.target})")
 
 
-def _same_contents(before: StepGraph, after: StepGraph) -> None:
-    known = _last_writers(before)
-    for name, (origin, seen) in _writers_seen(after).items():
+def _same_contents(before: Contents, after: Contents) -> Contents:
+    """Raise GraphError unless every node still reads what the same writes left in memory; else `after`."""
+    known = {name: seen for name, (_, seen) in before.items()}
+    nothing: dict[int, str] = {}
+    for name, (origin, seen) in after.items():
+        of_origin = known.get(origin, nothing)
         for storage, writer in seen.items():
-            expected = known.get(origin, {}).get(storage, writer)
+            expected = of_origin.get(storage, writer)
             if writer != expected:
                 raise GraphError(
                     f"{name} now reads memory as {writer or 'the step found it'}"
                     f"{' left it' if writer else ''}, and not as {expected or 'the step found it'}"
                     f"{' left it' if expected else ''}"
                 )
+    return after
 
 
-def _last_writers(step: StepGraph) -> dict[str, dict[int, str]]:
-    return {name: seen for name, (_, seen) in _writers_seen(step).items()}
-
-
-def _writers_seen(step: StepGraph) -> dict[str, tuple[str, dict[int, str]]]:
+def _writers_seen(step: StepGraph) -> Contents:
     """Each node's name to its origin, and to the last write to each storage that it reads, "" where there is none."""
     wrote: dict[int, str] = {}
     found = {}

@@ -57,9 +57,15 @@ class StepContext:
     recompute_in_graph: bool = False
     """Layers that the strategy recomputes are computed once: the graph that is captured computes them again, each
     operator as late as possible and only what is needed (`graph.recompute`). Else autograd does."""
+    skipped: frozenset[str] = frozenset()
+    """The layers that a capture leaves out, by name (`shard.skipped_layers`)."""
     even_sizes: dict[Any, Even] | None = None
     """A capture's record of what the sizes that depend on the data are likely to be; written by
     `dynamic_sizes.expected`."""
+
+    def runs(self, module: str) -> bool:
+        """Whether a module of this name is in none of the layers that are skipped."""
+        return not any(module.startswith(f"{layer}.") for layer in self.skipped)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

@@ -46,17 +46,21 @@ class FsdpBaseline:
         end = next((place[node] for node in nodes if region_of(node).phase == "clip"), len(nodes))
         begins = reductions(step)
         until: dict[fx.Node, float] = {}
-        for at, node in enumerate(begins):
-            following = (
-                place[other] + 0.5
-                for other in begins[at + 1 :]
-                if group_name(other) == group_name(node) and region_of(other).layer != region_of(node).layer
-            )
-            until[node] = next(following, end - 0.5)
+        behind: dict[str, tuple[str, float]] = {}
+        """Of each group the layer and the place of the reduction that comes next."""
+        other: dict[str, float] = {}
+        """Of each group the place of the first one of another layer."""
+        for node in reversed(begins):
+            group, layer = group_name(node), region_of(node).layer
+            if group in behind and behind[group][0] != layer:
+                other[group] = behind[group][1]
+            behind[group] = (layer, place[node])
+            until[node] = other[group] + 0.5 if group in other else end - 0.5
         for node in nodes:
             if is_wait(node) and begun(node) in until:
                 wish[node] = (until[begun(node)], place[node])
-        return reorder(step, priority_order(nodes, dependencies(step, free), wish), free)
+        needs = dependencies(step, free)
+        return reorder(step, priority_order(nodes, needs, wish), free, needs)
 
 
 def _layered(step: StepGraph) -> StepGraph:

@@ -16,11 +16,11 @@ from typing import Any
 from torch import fx
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.graph import StepGraph, lifetimes, values_of
+from hyper_parallel.graph import StepGraph, lifetimes
 from hyper_parallel.graph.collective_groups import is_collective, is_wait
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.dependencies import dependencies
-from hyper_parallel.graph.memory_effects import begun
+from hyper_parallel.graph.memory_effects import begun, storages_of
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job
 from hyper_parallel.trace import Collective
@@ -119,11 +119,11 @@ def _memory(
     uses: list[tuple[int, ...]] = []
     seen: set[int] = set()
     for node in nodes:
-        held = {value.storage for source in node.all_input_nodes for value in values_of(source)}
+        held = storages_of(node.all_input_nodes)
         if is_wait(node):
             # What a collective was given stays until it is done.
-            held |= {v.storage for source in begun(node).all_input_nodes for v in values_of(source)}
-        made = {value.storage for value in values_of(node)} & own.keys() - seen
+            held |= storages_of(begun(node).all_input_nodes)
+        made = {storage for storage in storages_of([node]) if storage in own and storage not in seen}
         seen |= made
         makes.append(tuple(sorted((storage, own[storage].bytes) for storage in made)))
         held = {storage for storage in held | made if storage in own and own[storage].died < len(nodes)}

@@ -7,9 +7,11 @@ time. A gradient is reduced, and nothing but the update needs the result, so tha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
+from hyper_parallel.compat.dispatch import once_each
 from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.collective_groups import group_name, is_collective, is_wait
 from hyper_parallel.graph.liveness import of_weights
@@ -34,7 +36,7 @@ def runs(step: StepGraph) -> list[Run]:
     nodes = list(step.nodes)
     weights = of_weights(step, nodes)
     found: list[Run] = []
-    asks: list[fx.Node] = []
+    asks: dict[fx.Node, None] = {}
     later: set[fx.Node] = set()
     waits: list[fx.Node] = []
 
@@ -47,17 +49,16 @@ def runs(step: StepGraph) -> list[Run]:
         later.clear()
 
     for node in nodes:
-        if is_view(node) and not _made_of(node, weights):
-            continue
         if not _made_of(node, weights):
-            close()
+            if not is_view(node):
+                close()
         elif is_wait(node) and begun(node) in asks:
             waits.append(node)
             later.add(node)
         elif later.intersection(node.all_input_nodes):
             later.add(node)
         else:
-            asks.append(node)
+            asks[node] = None
     close()
     return found
 
@@ -68,7 +69,7 @@ def reductions(step: StepGraph) -> list[fx.Node]:
     for node in reversed(list(step.nodes)):
         if region_of(node).phase not in ("forward", "loss", "backward"):
             continue
-        if _is_product(node) or any(user in needed for user in node.users):
+        if _multiplies(node.target) or any(user in needed for user in node.users):
             needed.add(node)
     return [
         node
@@ -101,9 +102,14 @@ def _made_of(node: fx.Node, weights: set[int]) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    return is_collective(node) and "reduce" in str(node.target)
+    return is_collective(node) and _reduces(node.target)
 
 
-def _is_product(node: fx.Node) -> bool:
-    name = str(node.target)
-    return any(part in name for part in ("mm", "bmm", "addmm", "attention", "conv"))
+@once_each
+def _reduces(target: Any) -> bool:
+    return "reduce" in str(target)
+
+
+@once_each
+def _multiplies(target: Any) -> bool:
+    return any(part in str(target) for part in ("mm", "bmm", "addmm", "attention", "conv"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.planner import format
 from hyper_parallel.planner.disagreement import APART, disagreement
-from hyper_parallel.planner.metrics import Figures
+from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.search import PRUNED
 from hyper_parallel.planner.solve import PrintedAnswer
 from hyper_parallel.report.sheets import NONE, Fact, Sheet
@@ -165,10 +165,29 @@ def sheets(one: PrintedAnswer) -> list[Sheet]:
     return [choices(one), *refined, *one.why.sheets, searched(one)]
 
 
+def ties(one: PrintedAnswer) -> list[str]:
+    """A sentence on how many sets of axes tie, and which is the quickest."""
+    if one.tied is None or (one.tied.sets == 1 and one.tied.quickest.seconds == one.best[0].seconds):
+        return []
+    quickest = figures(one.tied.quickest.table, one.tied.quickest.estimate)[0]
+    less = 1 - quickest.seconds / one.best[0].seconds
+    first = "it is the quickest too"
+    if less > 0:
+        first = (
+            f"the quickest by estimate, {format.axes(quickest.strategy)} ({format.settings(quickest.strategy)}), takes "
+            f"{less:.1%} less"
+        )
+    sets = f"{one.tied.sets} sets of axes tie" if one.tied.sets > 1 else "one set of axes is the best"
+    return [
+        f"{sets}: steps within {one.question.tie:.0%} of each other count as equal, and the simplest "
+        f"strategy comes first; {first} (--quickest puts it first)"
+    ]
+
+
 def text(one: PrintedAnswer, width: int = 140) -> str:
     """For the terminal. The first word is `estimated`."""
     body = text_of(heading(one), facts(one), sheets(one), WORD, width).rstrip()
-    ends = [*one.why.sentences, *(f"note: {note}" for note in one.notes)]
+    ends = [*ties(one), *one.why.sentences, *(f"note: {note}" for note in one.notes)]
     return "\n".join([body, "", *ends])
 
 
@@ -187,6 +206,13 @@ def to_json(one: PrintedAnswer) -> dict[str, Any]:
         "devices": question.devices,
         "objective": question.objective,
         "best": [found.to_json() for found in one.best],
+        "ties": None
+        if one.tied is None
+        else {
+            "within": one.question.tie,
+            "sets_of_axes": one.tied.sets,
+            "quickest": figures(one.tied.quickest.table, one.tied.quickest.estimate)[0].to_json(),
+        },
         "compared": None if one.compared is None else one.compared.to_json(),
         "predicted": [
             {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hyper_parallel.planner.codes import CODES
 from hyper_parallel.planner.cost_model.step import Estimate
@@ -65,6 +65,8 @@ class Answer:
     """That the search took."""
     smallest: Choice | None = None
     """Where nothing fits: the strategy with the least memory."""
+    ties: list[Choice] = field(default_factory=list)
+    """Of each set of degrees whose step takes no more than a given share longer than the best, the best; best first."""
 
     @property
     def gap(self) -> float:

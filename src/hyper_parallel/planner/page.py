@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from hyper_parallel.planner import format
-from hyper_parallel.planner.answer import WORD, choices, facts, heading, searched
+from hyper_parallel.planner.answer import WORD, choices, facts, heading, searched, ties
 from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.solve import PrintedAnswer
 from hyper_parallel.report.html import asset, badge, card, filled, sheet_table
@@ -68,7 +68,9 @@ def page(one: PrintedAnswer, front: Sequence[Figures]) -> str:
             for fact in facts(one)
         ),
         "choices": f'<div id="choices">{sheet_table(choices(one), badge(WORD))}</div>',
-        "sentences": "".join(f"<li>{escape(text)}</li>" for text in (*one.why.sentences, *one.notes)),
+        "sentences": "".join(
+            f"<li>{escape(text)}</li>" for text in (*ties(one), *one.why.sentences, *one.notes)
+        ),
         "badge": badge(WORD),
         "time": _bars(
             [

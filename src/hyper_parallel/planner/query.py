@@ -47,6 +47,9 @@ class Question:
     """Money for a device hour; 0: not known."""
     runnable: bool = False
     """Keep to what `train` can run: no DualPipe, nothing in the host's memory."""
+    tie: float = 0.0
+    """A share of a step's time: of strategies that are within it of the quickest one, the simplest comes first
+    (`planner.simplest`). 0: the quickest does."""
 
     def __post_init__(self) -> None:
         if not self.devices and not self.cluster.ranks:
@@ -61,6 +64,8 @@ class Question:
             raise ConfigError(f"objective is one of {', '.join(OBJECTIVES)}; got {self.objective!r}{hint}")
         if self.top < 1:
             raise ConfigError(f"top is the number of strategies to report, at least 1; got {self.top}")
+        if not 0 <= self.tie < 1:
+            raise ConfigError(f"tie is a share of a step, 0 to 1; got {self.tie}")
         if not 0 <= self.price < float("inf"):
             raise ConfigError(f"price is money for a device hour; got {self.price}")
         object.__setattr__(self, "fix", {ALSO.get(name, name): value for name, value in self.fix.items()})

@@ -50,13 +50,14 @@ PRUNED = {
 """Why points were left out, by bound."""
 
 
-def answer(question: Question, constants: Constants) -> Answer:
+def answer(question: Question, constants: Constants, tie: float = 0.0) -> Answer:
     """The best strategies of a question; none where nothing fits, and then what takes the least memory.
 
-    Raises ConfigError where no strategy is legal.
+    `tie`: a share of the best step's time; `Answer.ties` has each set of degrees whose step takes at most that much
+    longer. Raises ConfigError where no strategy is legal.
     """
     began = time.perf_counter()
-    search = _Search(question, constants)
+    search = _Search(question, constants, tie=tie)
     best = search.run()
     if not search.counted:
         raise ConfigError(_nothing_legal(question))
@@ -65,7 +66,14 @@ def answer(question: Question, constants: Constants) -> Answer:
         smallest = _Search(replace(question, objective="memory", top=1), constants, bounded=False).run()[0]
     bound = score(best[0], question) if best else float("inf")
     took = time.perf_counter() - began
-    return Answer(question, best, search.counted, search.pruned, search.weighed, bound, took, smallest)
+    ties = search.ties() if tie else []
+    return Answer(question, best, search.counted, search.pruned, search.weighed, bound, took, smallest, ties)
+
+
+def within(question: Question, constants: Constants, seconds: float) -> Choice | None:
+    """The quickest strategy of a question whose step takes at most so many seconds; None where there is none."""
+    search = _Search(replace(question, top=1), constants, most=seconds)
+    return next(iter(search.run()), None)
 
 
 def _nothing_legal(question: Question) -> str:
@@ -82,13 +90,14 @@ def _nothing_legal(question: Question) -> str:
 class _Found:
     """The best row of each set of degrees so far, and what is still worth looking at."""
 
-    def __init__(self, top: int, by_memory: bool, kinds: int) -> None:
-        """`kinds`: how many sets of degrees there are; rows say in a column `kind` which they have."""
-        self.top, self.by_memory = top, by_memory
+    def __init__(self, top: int, by_memory: bool, kinds: int, most: float = np.inf, tie: float = 0.0) -> None:
+        """`kinds`: how many sets of degrees there are; rows say in a column `kind` which they have. `most`: seconds
+        that a step may take. `tie`: rows are kept whose step takes at most this share longer than the best."""
+        self.top, self.by_memory, self.tie = top, by_memory, tie
         self.rows: dict[int, tuple[tuple[float, ...], dict[str, float]]] = {}
         self.own: Array = np.full(kinds, np.inf)
         """Seconds of the best of each set of degrees."""
-        self.worst: tuple[float, float] = (float("inf"), float("inf"))
+        self.worst: tuple[float, float] = (most, float("inf"))
         """Seconds of the last of the best; its bytes and seconds where bytes are minimised."""
 
     def limit(self, rows: Columns) -> Array:
@@ -124,9 +133,9 @@ class _Found:
         for rank, row in sorted(self.rows.values(), key=lambda one: one[0]):
             told.setdefault(_split(row), rank)
         if len(told) >= self.top:
-            last = list(told.values())[self.top - 1]
-            self.worst = last[:2]  # type: ignore[assignment]
-            self.rows = {kind: one for kind, one in self.rows.items() if one[0][0] <= last[0]}
+            first, last = next(iter(told.values())), list(told.values())[self.top - 1]
+            self.worst = max(last[:2], (first[0] * (1 + self.tie), 0.0))  # type: ignore[assignment]
+            self.rows = {kind: one for kind, one in self.rows.items() if one[0][0] <= self.worst[0]}
 
     def best(self) -> list[dict[str, float]]:
         """The rows, best first; of equally good rows that differ only in the axes that split tokens, the first."""
@@ -134,6 +143,11 @@ class _Found:
         for rank, row in sorted(self.rows.values(), key=lambda one: one[0]):
             told.setdefault((*rank[: 1 + self.by_memory], *_split(row)), row)
         return list(told.values())[: self.top]
+
+    def ties(self) -> list[dict[str, float]]:
+        """The rows whose step takes at most `tie` longer than the best, of each set of degrees the best."""
+        ranked = sorted(self.rows.values(), key=lambda one: one[0])
+        return [row for rank, row in ranked if rank[0] <= ranked[0][0][0] * (1 + self.tie)]
 
 
 def _split(row: Mapping[str, float]) -> tuple[float, ...]:
@@ -155,9 +169,17 @@ _DISTINCT = ("data", "pipeline", "tensor_x", "tensor_y", "context", "expert")
 class _Search:
     """One search: what has been found, and what was left out."""
 
-    def __init__(self, question: Question, constants: Constants, bounded: bool = True) -> None:
-        """`bounded`: by the device's memory."""
+    def __init__(
+        self,
+        question: Question,
+        constants: Constants,
+        bounded: bool = True,
+        most: float = np.inf,
+        tie: float = 0.0,
+    ) -> None:
+        """`bounded`: by the device's memory. `most`, `tie`: as of `_Found`."""
         self.question, self.constants, self.bounded = question, constants, bounded
+        self.most, self.tie = most, tie
         self.space = StrategySpace(question)
         self.base = Table.of(
             question.workload, question.cluster, question.profile, devices=float(question.devices)
@@ -177,7 +199,7 @@ class _Search:
         self.counted = int(points.sum())
         first, kind = unique({name: rows[name].astype(np.float64) for name in _DISTINCT})
         rows["kind"] = kind.astype(np.float64)
-        self.found = _Found(self.question.top, self.by_memory, first.size)
+        self.found = _Found(self.question.top, self.by_memory, first.size, self.most, self.tie)
         bound = self._smallest(rows) if self.by_memory else self.bounds.alone(rows)
         order = np.argsort(bound, kind="stable")
         if not self.by_memory:
@@ -196,6 +218,10 @@ class _Search:
             self._flush()
             start, size = start + size, min(2 * size, CHUNK // 4)
         return [self._choice(row) for row in self.found.best()]
+
+    def ties(self) -> list[Choice]:
+        """What ties with the best, best first."""
+        return [self._choice(row) for row in self.found.ties()]
 
     def _listed(self) -> tuple[Columns, Counts]:
         """Rows of degrees and micro-batch that have points below them, and how many."""

@@ -16,7 +16,7 @@ from hyper_parallel.planner.explain import Explanation, explain
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
 from hyper_parallel.planner.run_file import PlannedRunFile, planned_run_file
-from hyper_parallel.planner.search import answer
+from hyper_parallel.planner.simplest import Tied, simplest
 from hyper_parallel.planner.sweep import ask
 from hyper_parallel.planner.table import Table
 from hyper_parallel.planner.user_strategy import user_strategy
@@ -48,6 +48,8 @@ class PrintedAnswer:
 
     question: Question
     answer: Answer
+    tied: Tied | None
+    """What ties with the quickest strategy; None where the first of `best` is that."""
     best: Sequence[Figures]
     why: Explanation
     files: Sequence[PlannedRunFile]
@@ -88,13 +90,14 @@ def solve(
     notes: list[str] = []
     row = Table.of(question.workload, question.cluster, question.profile, devices=float(question.devices))
     other = None if compare is None else row.replaced(**user_strategy(compare, question, notes))
-    found = answer(question, known)
+    found, tied = simplest(question, known)
     if not found.best:
         raise NothingFitsError(_floor(found, known))
     best = [_figures(choice.table, known) for choice in found.best]
     return PrintedAnswer(
         question=question,
         answer=found,
+        tied=tied,
         best=best,
         why=explain(found.best[0].table, question, known),
         files=[

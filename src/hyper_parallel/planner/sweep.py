@@ -10,7 +10,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.choice import Answer
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
-from hyper_parallel.planner.search import answer
+from hyper_parallel.planner.simplest import simplest
 
 Progress = Callable[[str], None]
 
@@ -34,7 +34,7 @@ class Point:
 def ask(question: Question, constants: Constants) -> Point:
     """Answer a question for which there may be no legal strategy."""
     try:
-        found = answer(question, constants)
+        found, _ = simplest(question, constants)
     except ConfigError as error:
         return Point(question, None, str(error))
     if found.best:

@@ -52,19 +52,22 @@ def _current_draw(name: str) -> Draw:
     return draw
 
 
-def _dropout(x: torch.Tensor, p: float, name: str, indices: dict[int, torch.Tensor]) -> torch.Tensor:
-    """`x` [B, ...] with a share p of its elements zeroed and the others scaled by 1 / (1 − p).
+def _dropout(
+    x: torch.Tensor, p: float, site: tuple[str, int], indices: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """`x` [B, ...] with a share p of its elements zeroed and the others scaled by 1 / (1 − p). `site`: the module's
+    name and the number of the call.
 
     `indices` gives, for dims that are split, the int64 global indices of what is held; other dims are whole.
     """
+    name, call = site
     draw = _current_draw(name)
     if draw.rows.numel() != x.size(0):
         raise StrategyError(
             f"{name!r} drops activations of {x.size(0)} rows, but the batch has {draw.rows.numel()}: what is no row of "
             "the batch, an image's patches for one, cannot be dropped alike under every strategy; set its rate to 0"
         )
-    digest = hashlib.blake2b(f"{draw.seed}/{name}".encode(), digest_size=4).digest()
-    hashed = torch.full((), int.from_bytes(digest, "little"), dtype=torch.int64, device=x.device)
+    hashed = torch.full((), key_of(draw.seed, name, call), dtype=torch.int64, device=x.device)
     hashed = _mix(hashed + draw.step)
     for dim in range(x.dim()):
         index = draw.rows.to(x.device) if dim == 0 else indices.get(dim % x.dim())
@@ -73,6 +76,12 @@ def _dropout(x: torch.Tensor, p: float, name: str, indices: dict[int, torch.Tens
         hashed = _mix(hashed.unsqueeze(-1) + index * 0x9E3779B9)
     kept = hashed >= int(p * 2**32)
     return torch.where(kept, x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def key_of(seed: int, module: str, call: int = 1) -> int:
+    """The number of 32 bits that tells the masks of a module's dropouts from others; `call` as of `Site.drop`."""
+    name = module if call == 1 else f"{module}#{call}"
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little")
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -112,10 +121,9 @@ class Site:
 
     def drop(self, x: torch.Tensor, p: float, call: int = 1) -> torch.Tensor:
         """`x` without a share p of its elements; `call` tells the dropouts of one forward pass of a module apart."""
-        name = self.name if call == 1 else f"{self.name}#{call}"
         if x.dim() == 4 and self._splits_heads and x.size(1) * self.tensor.size == self.stretch.heads:
             return self.drop_weights(x, p, call)
-        return _dropout(x, p, name, self._indices(x))
+        return _dropout(x, p, (self.name, call), self._indices(x))
 
     def drop_weights(self, weights: torch.Tensor, p: float, call: int = 1) -> torch.Tensor:
         """Attention weights [batch, heads, queries, keys], likewise."""
@@ -124,11 +132,10 @@ class Site:
                 f"{self.name!r} drops attention weights, and attention that is spread over ranks drops none; "
                 "set its rate to 0, or axes.context to 1"
             )
-        name = self.name if call == 1 else f"{self.name}#{call}"
         heads = {}
         if self._splits_heads:
             heads = {1: self.tensor.indices(weights.size(1) * self.tensor.size, weights.device)}
-        return _dropout(weights, p, name, heads)
+        return _dropout(weights, p, (self.name, call), heads)
 
     @property
     def _splits_heads(self) -> bool:

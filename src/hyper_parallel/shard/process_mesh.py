@@ -100,6 +100,11 @@ class ProcessMesh(Mapping[str, Axis]):
         """Every axis, joint and fold that has been looked up, by name."""
         return dict(self._axes)
 
+    @property
+    def cluster(self) -> Cluster | None:
+        """The one along whose levels collectives run; None where each is one flat call."""
+        return self._cluster
+
     # Ranks.
 
     @property

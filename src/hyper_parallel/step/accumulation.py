@@ -19,7 +19,7 @@ from hyper_parallel.graph.execute import Host
 from hyper_parallel.graph.execute_loop import LoopExecutable, loop_executable
 from hyper_parallel.graph.expand import Numbered, expanded, unrolled
 from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED, gradient_sums
-from hyper_parallel.offloading.schedule.no_gc import uncollected
+from hyper_parallel.graph.no_gc import uncollected
 from hyper_parallel.step.micro_batch import LOSS, MICRO_FIELDS, ROWS, WEIGHT, micro_input
 from hyper_parallel.strategy.memory import ShardLevel
 

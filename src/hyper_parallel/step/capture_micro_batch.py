@@ -22,6 +22,7 @@ from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.capture_periods import captured_by_periods
 from hyper_parallel.step.micro_batch import (
     LOSS,
     MICRO_FIELDS,
@@ -55,6 +56,20 @@ def capture_micro_batch(
 
     Raises CaptureError where the micro-batch cannot be followed.
     """
+    return captured_by_periods(
+        recipe, lambda: _captured(recipe, rows, length, micro_batches, documents, device)
+    )
+
+
+def _captured(
+    recipe: GradientRecipe,
+    rows: int,
+    length: int,
+    micro_batches: int,
+    documents: bool,
+    device: torch.device | str,
+) -> StepGraph:
+    """As `capture_micro_batch`, of the layers that run."""
     mode = fake_mode_with_symbols()
     boundaries = GatherBoundaries()
     recipe = replace(recipe, handle=replace(recipe.handle, gathers=boundaries), model=recipe.model.train())

@@ -38,6 +38,7 @@ from hyper_parallel.shard.packed_documents import several_documents
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.accumulation import accumulating, whole_step
 from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.step.capture_periods import captured_by_periods
 from hyper_parallel.step.finish_step import finish_step
 from hyper_parallel.step.micro_batch import (
     MICRO_FIELDS,
@@ -125,6 +126,15 @@ def capture_one(
     `graph.executable`. Where it stands for several micro-batches, the graph returns what `accumulating` cuts it at: the
     outputs of `capture_micro_batch`. Raises CaptureError where the step cannot be followed.
     """
+    step = captured_by_periods(recipe, lambda: _captured(recipe, shape, micro_batches, device))
+    again = recompute_pass(recipe.handle.strategy, recomputed_modules(recipe.model, recipe.handle.strategy))
+    return step if again is None else rewritten(step, [again])
+
+
+def _captured(
+    recipe: Recipe, shape: MicroBatchShape, micro_batches: int, device: torch.device | str
+) -> StepGraph:
+    """As `capture_one`, of the layers that run, before any is computed again."""
     mode = fake_mode_with_symbols()
     boundaries = None if micro_batches == 1 else GatherBoundaries()
     if boundaries is not None:
@@ -166,8 +176,7 @@ def capture_one(
                 found.balanced = context.even_load is not None and bool(handle.plan.experts)
         finally:
             body.forget()
-    again = recompute_pass(handle.strategy, recomputed_modules(model, handle.strategy))
-    return found if again is None else rewritten(found, [again])
+    return found
 
 
 def capturable(optimizer: Optimizer) -> Optimizer:

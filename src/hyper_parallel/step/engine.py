@@ -24,6 +24,7 @@ from hyper_parallel.step.graph_cache import (
     over_budget,
     uncompiled_because,
 )
+from hyper_parallel.step.graph_store import GraphStore
 from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.recipe import Recipe
 
@@ -60,10 +61,11 @@ def try_graph(
     budget = None
     if memory.device is not None:
         budget = Budget(config.effective_strategy, device, str(Path(config.out).absolute()), handle.rank)
-    graphs = Graphs(
-        Recipe.of(config, shadow), device, artifacts, budget, whole=config.train.profile is not None
-    )
     train = config.train
+    store = GraphStore(Path(config.data.cache).expanduser() / "graphs") if train.graph_cache else None
+    graphs = Graphs(
+        Recipe.of(config, shadow), device, artifacts, budget, whole=train.profile is not None, store=store
+    )
     batches = Batches(text.train, text.order, train.batch, config.micro_batch, handle, torch.device("cpu"))
     shape = BatchShape.of(batches.load(0, 0).micro)
     try:

@@ -22,6 +22,7 @@ from hyper_parallel.graph.accumulate import Accumulation
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.dynamic_sizes import uncertain
 from hyper_parallel.graph.execute import Host
+from hyper_parallel.graph.no_gc import uncollected
 from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
@@ -35,6 +36,7 @@ from hyper_parallel.step.accumulation import (
 )
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_train_step import BatchShape, capture_one
+from hyper_parallel.step.graph_store import GraphStore
 from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.recipe import Recipe
 
@@ -84,16 +86,18 @@ class Graphs:
         budget: Budget | None = None,
         *,
         whole: bool = False,
+        store: GraphStore | None = None,
     ) -> None:
         """`shadow`: the run's recipe, of a model on the meta device; `device`: where the step will run; `artifacts`:
         the folder of what is compiled for it, None to compile nothing; `budget`: the memory that steps may use; with
         one nothing is compiled; `whole`: steps run as one graph of all their micro-batches, as they do under a budget,
-        and not as a loop. Where collectives are ordered, all ranks must ask for the same shapes in every step."""
+        and not as a loop; `store`: where captured steps are kept for later runs, None to keep none. Where collectives
+        are ordered, all ranks must ask for the same shapes in every step."""
         assert artifacts is None or budget is None, "what is compiled holds what no plan knows of"
         self.shadow, self._device, self._artifacts = shadow, device, artifacts
         self.ordered, self.budget = True, budget
         """Whether collectives may leave the order of the model's code, and the budget."""
-        self._whole = whole or budget is not None
+        self._whole, self._store = whole or budget is not None, store
         self._captured: dict[BatchShape, Captured] = {}
         self.refused: str | None = None
         """Why a shape could not be captured; None while every one could."""
@@ -129,7 +133,7 @@ class Graphs:
         if shape not in self._captured:
             begun = time.perf_counter()
             try:
-                with pulse.operation("capturing a step"):
+                with pulse.operation("capturing a step"), uncollected():
                     self._captured[shape] = self._capture(shape)
                 self._note_shape(shape, time.perf_counter() - begun)
             except (CaptureError, GraphError) as error:
@@ -145,28 +149,43 @@ class Graphs:
 
     def _capture(self, shape: BatchShape) -> Captured:
         begun = time.perf_counter()
-        kinds = list(dict.fromkeys(shape.each))
-        level, count = self.shadow.handle.strategy.memory.shard, shape.count
-        steps = [capture_one(self.shadow, kind, count, self._device) for kind in kinds]
-        loop = None
-        if count == 1:
-            plain = rewritten(steps[0], self._passes())
-        elif len(kinds) > 1:
-            loops = [accumulating(rewritten(step, self._passes()), level) for step in steps]
-            plain = whole_step([loops[kinds.index(kind)] for kind in shape.each])
-        else:
-            loop = rewritten_loop(steps[0], level, count, self._passes())
-            plain = repeated(loop, count) if self._whole else loop.body
-            loop = None if self._whole else loop
+        plain, loop, known = self._rewritten(shape)
         log.info(
-            "the step as a graph: %d nodes, captured in %.1f s (%s)",
-            len(list(plain.nodes)),
+            "the step as a graph: %d nodes, %s in %.1f s (%s)",
+            len(plain.graph.nodes),
+            "from the cache" if known else "captured",
             time.perf_counter() - begun,
             _described(shape),
         )
         if self.budget is not None:
             return self._planned(plain, self.budget, self.shadow.handle.strategy.memory.expert_load)
         return self._runnable(plain, shape, loop)
+
+    def _rewritten(self, shape: BatchShape) -> tuple[StepGraph, Accumulation | None, bool]:
+        """The step after all passes but the budget's, the loop whose body it is, and whether it was in the store."""
+        store, key, handle = self._store, None, self.shadow.handle
+        if store is not None:
+            key = store.key(self.shadow, shape, torch.device(self._device), self._passes(), self._whole)
+        if store is not None and key is not None:
+            found = store.load(key, handle)
+            if found is not None:
+                return *found, True
+        plain, loop = self._captured_anew(shape)
+        if store is not None and key is not None:
+            store.save(key, plain, loop)
+        return plain, loop, False
+
+    def _captured_anew(self, shape: BatchShape) -> tuple[StepGraph, Accumulation | None]:
+        kinds = list(dict.fromkeys(shape.each))
+        level, count = self.shadow.handle.strategy.memory.shard, shape.count
+        steps = [capture_one(self.shadow, kind, count, self._device) for kind in kinds]
+        if count == 1:
+            return rewritten(steps[0], self._passes()), None
+        if len(kinds) > 1:
+            loops = [accumulating(rewritten(step, self._passes()), level) for step in steps]
+            return whole_step([loops[kinds.index(kind)] for kind in shape.each]), None
+        loop = rewritten_loop(steps[0], level, count, self._passes())
+        return (repeated(loop, count), None) if self._whole else (loop.body, loop)
 
     def begin(self, shape: BatchShape, refused: bool) -> None:
         """State rests from now on where the plan of this shape wants it. `refused`: some rank has no graph for it.

@@ -21,9 +21,9 @@ from hyper_parallel.graph.dynamic_sizes import uncertain
 from hyper_parallel.graph.execute import Executable, Host
 from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.ir import CollectiveGroup, values_of
+from hyper_parallel.graph.no_gc import uncollected
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
-from hyper_parallel.offloading.schedule.no_gc import uncollected
 from hyper_parallel.runtime.graph_interpreter import GraphInterpreter
 from hyper_parallel.runtime.rank_graph import RankWriter
 from hyper_parallel.runtime.rank_transfers import RankTransfers

@@ -9,12 +9,12 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, balanced_sizes, validate
 from hyper_parallel.graph.dynamic_sizes import largest_sizes, uncertain
+from hyper_parallel.graph.no_gc import uncollected
 from hyper_parallel.offloading.schedule.allowed_rewrites import ANY, Choices, changes
 from hyper_parallel.offloading.schedule.build_problem import build_problem
 from hyper_parallel.offloading.schedule.graph_search import search
 from hyper_parallel.offloading.schedule.host_update_pass import on_host
 from hyper_parallel.offloading.schedule.insert_transfers import apply
-from hyper_parallel.offloading.schedule.no_gc import uncollected
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Problem
 from hyper_parallel.offloading.schedule.slot_allocator import Places, SlotAllocator
 from hyper_parallel.offloading.schedule.solve import choose

@@ -34,14 +34,13 @@ from hyper_parallel.planner.auto.resolved import Overrides
 from hyper_parallel.planner.auto.simulate_candidates import Simulated, simulated
 from hyper_parallel.planner.constants import fitted
 from hyper_parallel.planner.measured_constants import is_measured, read_off
+from hyper_parallel.planner.simplest import TIE
 from hyper_parallel.units import format_bytes, format_duration
 
 FEW = 12
 """Strategies that are simulated on a machine that was measured, where a step is small and estimates tell less."""
 FEWER = 4
 """On accelerators, whose steps take a minute each to order."""
-TIE = 0.02
-"""A pipeline that saves no more than this share of a step ties with the simple strategy."""
 
 Simulate = Callable[[Sequence[RunConfig], Cluster], list[Simulated]]
 

@@ -15,10 +15,11 @@ from hyper_parallel.errors import ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker
 from hyper_parallel.launch.stop import interruptible
 from hyper_parallel.planner.auto import saved_choice
-from hyper_parallel.planner.auto.choose import TIE, Choice, choose
+from hyper_parallel.planner.auto.choose import Choice, choose
 from hyper_parallel.planner.auto.machine import machine_of
 from hyper_parallel.planner.auto.measure_candidates import tried
 from hyper_parallel.planner.auto.resolved import Overrides, resolved
+from hyper_parallel.planner.simplest import TIE
 from hyper_parallel.train.entry import main as train
 from hyper_parallel.units import format_duration
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.context.attention import NAME, PASSED_ON, attention, give_axes
 from hyper_parallel.shard.context.documents import documents_of
 from hyper_parallel.shard.context.mask import Positions, context_mask, split_positions, watch_for_documents
@@ -91,9 +92,10 @@ class ContextRoot:
         kwargs["use_cache"] = False
         with split_positions(here):
             output = forward(**kwargs)
-        if here.attentions < len(self._plan.attentions):
+        expected = sum(map(current_step().runs, self._plan.attentions))
+        if here.attentions < expected:
             raise StrategyError(
-                f"of {len(self._plan.attentions)} attention modules only {here.attentions} computed attention over all "
+                f"of {expected} attention modules only {here.attentions} computed attention over all "
                 "positions: some layer mixes positions on its own; set axes.context to 1 for this model"
             )
         return output

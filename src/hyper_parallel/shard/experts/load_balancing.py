@@ -14,7 +14,7 @@ with the loads of the whole batch, equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from hyper_parallel.compat.local_tensor import per_rank
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.experts.dispatch import count
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.model_structure import text_config
@@ -136,6 +137,20 @@ def auxiliary_loss(handle: ShardedModel) -> torch.Tensor:
     return routing.coefficient * experts * (fractions * (mine / total)).sum()
 
 
+def _counted(routing: Routing) -> dict[str, ExpertsPlan]:
+    """The experts whose rows are counted: those of the layers that run."""
+    runs = current_step().runs
+    return {name: experts for name, experts in routing.experts.items() if runs(name)}
+
+
+def _by_layer(told: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Loads of all layers to those of each."""
+    if len(set(counts)) == 1:
+        every = told.view(-1, counts[0])
+        return [every[layer] for layer in range(len(counts))]
+    return list(told.split(list(counts)))
+
+
 def loads(handle: ShardedModel) -> torch.Tensor:
     """float32[sum of E over the layers]: this rank's rows for each expert since `take_loads`; no collective.
 
@@ -146,9 +161,9 @@ def loads(handle: ShardedModel) -> torch.Tensor:
         return torch.zeros(0, device=handle.device)
     zeros = {
         name: torch.zeros(e.count, dtype=torch.int64, device=handle.device)
-        for name, e in routing.experts.items()
+        for name, e in _counted(routing).items()
     }
-    told = torch.cat([routing.counts.get(name, zeros[name]) for name in routing.experts]).float()
+    told = torch.cat([routing.counts.get(name, zero) for name, zero in zeros.items()]).float()
     return (
         told
         if routing.own_tokens
@@ -183,8 +198,12 @@ def imbalance(handle: ShardedModel, told: torch.Tensor) -> torch.Tensor:
     `told` is what `take_loads` said, summed over all ranks.
     """
     assert handle.routing is not None
-    layers = told.split([experts.count for experts in handle.routing.experts.values()])
-    return torch.stack([load.max() / load.mean().clamp(min=1e-9) for load in layers]).max()
+    counts = [experts.count for experts in _counted(handle.routing).values()]
+    if len(set(counts)) == 1:
+        # A few operators for all layers, whose number is that of the graph's nodes.
+        every = told.view(-1, counts[0])
+        return (every.amax(1) / every.mean(1).clamp(min=1e-9)).max()
+    return torch.stack([load.max() / load.mean().clamp(min=1e-9) for load in told.split(counts)]).max()
 
 
 @torch.no_grad()
@@ -198,8 +217,9 @@ def update_biases(model: nn.Module, told: torch.Tensor, rate: float) -> None:
         raise StrategyError(
             f"{type(model).__name__} has no experts whose loads could correct a router's bias"
         )
-    layers = told.split([experts.count for experts in routing.experts.values()])
-    for (name, experts), load in zip(routing.experts.items(), layers, strict=True):
+    counted = _counted(routing)
+    layers = _by_layer(told, [experts.count for experts in counted.values()])
+    for (name, experts), load in zip(counted.items(), layers, strict=True):
         for module in model.get_submodule(name.rpartition(".")[0]).modules():
             bias = module._buffers.get(BIAS)
             if bias is not None and bias.shape == (experts.count,):

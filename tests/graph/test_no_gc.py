@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from hyper_parallel.offloading.schedule.no_gc import uncollected
+from hyper_parallel.graph.no_gc import uncollected
 
 
 @uncollected()

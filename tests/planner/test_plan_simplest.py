@@ -1,0 +1,147 @@
+"""Of strategies that tie the simplest comes first, as listing all finds it, and each of its axes pays for itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.planner.answer import text, ties, to_json
+from hyper_parallel.planner.constants import Constants, fitted
+from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.search import answer, within
+from hyper_parallel.planner.simplest import AXES, TIE, simplest
+from hyper_parallel.planner.solve import solve
+from hyper_parallel.planner.table import SPREAD
+from hyper_parallel.workload.published import shape
+from hyper_parallel.workload.workload import Workload
+from planner.plan_cases import EXPERTS, listed, question
+
+K = Constants()
+SMALL = {"state_on_host": (0.0, 1.0), "activations_on_host": (0.0, 0.5), "micro": (1, 2)}
+CASES = [
+    pytest.param(question(gib=80.0, fix=SMALL), id="roomy"),
+    pytest.param(question(gib=14.0, fix=SMALL), id="tight"),
+    pytest.param(question(gib=7.5, fix=SMALL), id="tighter"),
+    pytest.param(question(EXPERTS, gib=16.0, devices=4, fix=SMALL), id="experts"),
+    pytest.param(question(gib=14.0, runnable=True), id="runnable"),
+    pytest.param(question(gib=14.0, fix={**SMALL, "context": 2}), id="fixed axis"),
+]
+
+
+def _points(asked: Question) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """All points that fit: columns, and seconds of a step."""
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in SPREAD}
+    seconds = []
+    for table in listed(asked):
+        seen = estimate(table, K)
+        fits = np.broadcast_to(seen.fits, table.n)
+        seconds.append(np.broadcast_to(seen.seconds, table.n)[fits])
+        for name in SPREAD:
+            columns[name].append(np.broadcast_to(getattr(table, name), table.n)[fits])
+    return {name: np.concatenate(some) for name, some in columns.items()}, np.concatenate(seconds)
+
+
+@pytest.mark.parametrize("asked", CASES)
+@pytest.mark.parametrize("tie", [TIE, 0.2])
+def test_ties_are_those_of_listing_all(asked: Question, tie: float) -> None:
+    columns, seconds = _points(asked)
+    found = answer(asked, K, tie)
+    near = seconds <= seconds.min() * (1 + tie)
+    data = columns["replicate"] * columns["shard"]
+    kinds = np.stack([data, *(columns[axis] for axis in AXES)])[:, near]
+    assert len(found.ties) == len(np.unique(kinds, axis=1).T)
+    assert found.best[0].seconds == answer(asked, K).best[0].seconds
+
+
+@pytest.mark.parametrize("asked", CASES)
+@pytest.mark.parametrize("tie", [TIE, 0.2])
+def test_no_axis_of_the_answer_could_go_within_the_tie(asked: Question, tie: float) -> None:
+    columns, seconds = _points(asked)
+    found, tied = simplest(replace(asked, tie=tie), K)
+    first = found.best[0]
+    assert tied is not None
+    assert tied.quickest.seconds == pytest.approx(seconds.min(), rel=1e-9)
+    degrees = {axis: float(getattr(first.table, axis)[0]) for axis in AXES}
+    several = [axis for axis, degree in degrees.items() if degree > 1]
+    for axis in several:
+        if axis in asked.fix:
+            continue
+        kept = [columns[other] == 1 for other in AXES if other not in several or other == axis]
+        without = np.logical_and.reduce(kept)
+        if axis == "tensor_x":  # a second tensor axis needs a first one
+            without &= columns["tensor_y"] == 1
+        assert not (seconds[without] <= first.seconds * (1 + tie) * (1 - 1e-9)).any()
+    fewest = sum((columns[axis] > 1).astype(int) for axis in AXES)[seconds <= seconds.min() * (1 + tie)]
+    assert len(several) <= fewest.min()
+
+
+@pytest.mark.parametrize("asked", CASES)
+def test_nothing_is_moved_to_the_host_where_the_same_axes_tie_without(asked: Question) -> None:
+    columns, seconds = _points(asked)
+    found, tied = simplest(replace(asked, tie=TIE), K)
+    assert tied is not None
+    first = found.best[0]
+    same = np.logical_and.reduce([columns[axis] == float(getattr(first.table, axis)[0]) for axis in AXES])
+    stays = (columns["state_on_host"] == 0) & (columns["activations_on_host"] == 0)
+    most = max(first.seconds, tied.quickest.seconds * (1 + TIE))
+    possible = bool((seconds[same & stays] <= most * (1 - 1e-9)).any())
+    chosen = first.spread
+    assert (chosen["state_on_host"] == 0 and chosen["activations_on_host"] == 0) == possible
+
+
+def test_within_finds_the_quickest_or_nothing() -> None:
+    asked = question(gib=14.0, fix=SMALL)
+    best = answer(asked, K).best[0]
+    found = within(asked, K, best.seconds * 1.01)
+    assert found is not None
+    assert found.seconds == best.seconds
+    assert within(asked, K, best.seconds * 0.99) is None
+
+
+def test_llama_8b_on_64_devices_has_data_parallelism_alone() -> None:
+    asked = Question(
+        workload=Workload(shape("llama-3-8b"), 512, 8192), cluster=Cluster.named("h100x64"), tie=TIE
+    )
+    one = solve(asked)
+    assert [one.best[0].strategy[axis] for axis in AXES] == [1] * len(AXES)
+    assert one.best[0].strategy["state_on_host"] == 0
+    assert one.tied is not None
+    (said,) = ties(one)
+    assert f"{one.tied.sets} sets of axes tie" in said
+    assert said in text(one)
+    found: dict[str, Any] = to_json(one)
+    assert found["ties"]["quickest"]["step_time_s"] <= found["best"][0]["step_time_s"]
+    assert one.answer.gap <= TIE
+    axes = [tuple(best.strategy[axis] for axis in ("replicate", "shard", *AXES)) for best in one.best]
+    assert len(set(axes)) == len(axes)
+
+
+def test_no_tie_is_asked_for() -> None:
+    asked = question(gib=14.0, fix=SMALL)
+    one = solve(asked, K)
+    assert one.tied is None
+    assert ties(one) == []
+    assert to_json(one)["ties"] is None
+
+
+def test_a_tie_is_a_share() -> None:
+    with pytest.raises(ConfigError, match="tie is a share of a step, 0 to 1; got 2"):
+        question(gib=14.0, tie=2)
+
+
+def test_an_axis_goes_whose_removal_costs_less_than_a_tie() -> None:
+    # Context and tensor tie with the quickest; tensor alone is beyond that, and within a tie of both.
+    work = Workload(shape("llama-3-70b"), 1024, 8192)
+    asked = Question(workload=work, cluster=Cluster.named("h100x512"), tie=TIE)
+    first = simplest(asked, fitted())[0].best[0]
+    for axis in AXES:
+        if getattr(first.table, axis)[0] > 1:
+            others = {other: 1 for other in AXES if getattr(first.table, other)[0] == 1}
+            limited = replace(asked, tie=0.0, fix={**others, axis: 1})
+            assert within(limited, fitted(), first.seconds * (1 + TIE)) is None, axis
