@@ -15,8 +15,8 @@ MISS = 0.15
 Row = Mapping[str, Any]
 
 
-def lines(rows: Mapping[str, Row]) -> list[str]:
-    """What is written into the page."""
+def lines(rows: Mapping[str, Row], chosen: int) -> list[str]:
+    """What is written into the page; `chosen`: rows that the rule chooses, of which some may be left to simulate."""
     told = [one for one in rows.values() if "predicted" in one]
     refused = {name: one for name, one in rows.items() if "refused" in one}
     misses = {name: one for name, one in rows.items() if "predicted" in one and _off(one) > MISS}
@@ -33,7 +33,7 @@ def lines(rows: Mapping[str, Row]) -> list[str]:
     }
     mean, closed = _mean(told, "predicted"), _mean(told, "estimated")
     return [
-        f"{len(told)} published runs simulated, of {len(rows)} that were chosen: mean error of step time "
+        f"{len(told)} published runs simulated, of {chosen} that the rule chooses: mean error of step time "
         f"**{mean:.1%}** ({ASKED:.0%} was asked for), median {_median(told, 'predicted'):.1%}, "
         f"{len(misses)} off by more than {MISS:.0%}. The closed forms, whose constants have not seen the row's source: "
         f"mean {closed:.1%}, median {_median(told, 'estimated'):.1%} of the same rows.",
