@@ -80,6 +80,20 @@ def test_what_is_simulated_stands_beside_its_estimate(one: PrintedAnswer) -> Non
     assert "cannot be captured" in told
 
 
+def test_a_disagreement_names_the_collective_that_it_comes_from(one: PrintedAnswer) -> None:
+    from dataclasses import replace
+
+    best = one.best[0]
+    parts = {"products": best.seconds, "all_gather over shard": 0.3 * best.seconds}
+    apart = Refined(1.3 * best.seconds, 1e9, fits=True, parts=parts)
+    told = " ".join(text(replace(one, refined=[apart]), 400).split())
+    assert "they differ, mostly all_gather over shard:" in told
+    found = to_json(replace(one, refined=[apart]))["predicted"][0]
+    assert found["disagreement"]["part"] == "all_gather over shard" and found["parts_s"] == parts
+    near = replace(apart, seconds=1.1 * best.seconds, parts={"products": 1.1 * best.seconds})
+    assert "mostly" not in text(replace(one, refined=[near]), 400)
+
+
 def test_of_what_is_simulated_the_quickest_that_fits_is_written(one: PrintedAnswer) -> None:
     from dataclasses import replace
 

@@ -57,6 +57,7 @@ def trace_of(
     classes: Mapping[int, str],
     *,
     views: bool,
+    fused: bool = False,
     whole: bool = False,
     passes_of: Callable[[Strategy], Sequence[Pass]],
     say: Callable[[str], None] = lambda _: None,
@@ -65,7 +66,7 @@ def trace_of(
     """The Trace of a run's step on ranks of one class. `model` is on the meta device, and is not changed.
 
     `passes_of`: the passes of a step under a strategy, which is that of a smaller model where layers are repeated.
-    `say` is told what is being done; to `notes` is added what was
+    `fused`: as of `graph.lower.lowered`. `say` is told what is being done; to `notes` is added what was
     repeated. Errors are those of `capture_step`.
     """
     (name,) = set(classes.values())
@@ -88,7 +89,7 @@ def trace_of(
         say(f"capturing {shown}1 of {micro_batches} micro-batches as rank 0 of {len(classes)}")
         step = captured_step(smaller, config, smaller_strategy, captured, passes_of(smaller_strategy), say)
         try:
-            found = _repeated(step, plan.layers, kept, captured, micro_batches, views)
+            found = _repeated(step, plan.layers, kept, captured, micro_batches, views, fused)
         except Unlike as error:
             say(f"they are not alike ({error}); capturing all")
         else:
@@ -101,7 +102,7 @@ def trace_of(
     if found is None:
         say(f"capturing all layers as rank 0 of {len(classes)}")
         step = captured_step(model, config, strategy, micro_batches, rewrites, say)
-        one = lowered(step, views=views)
+        one = lowered(step, views=views, fused=fused)
         return Trace({name: one.ops}, dict(classes), {name: one.resident}, 0.0, micro_batches)
     return Trace({name: found.ops}, dict(classes), {name: found.resident}, 0.0, micro_batches)
 
@@ -148,8 +149,9 @@ def _repeated(
     captured: int,
     micro_batches: int,
     views: bool,
+    fused: bool,
 ) -> Repeated:
-    found = lowered(step, views=views)
+    found = lowered(step, views=views, fused=fused)
     micro = [region_of(node).micro_batch for node in found.nodes]
     made = Repeated(found.ops, found.resident, tuple(range(len(found.ops))))
     if kept is not None and prefix is not None:

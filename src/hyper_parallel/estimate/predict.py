@@ -36,6 +36,7 @@ def predict_run(
     model: nn.Module | None = None,
     as_written: bool = False,
     explain: bool = False,
+    fused: bool | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """What a step of a run would take on a cluster. Nothing is allocated, and no data or weights are read.
@@ -43,7 +44,8 @@ def predict_run(
     Collectives are in the order that training on that cluster would choose, and the peak is that of this order; with
     `as_written` both are of the order of the model's code, in which each collective is waited for where it begins.
     `model`: on the meta device, in place of the one that the file describes. `explain`: tell what a memory budget
-    moves, and how far from the best that is. `progress` is told what is being done.
+    moves, and how far from the best that is. `fused`: memory-bound operators are priced as fused kernels; left out,
+    where the file has them compiled (`train.compile: true`). `progress` is told what is being done.
 
     Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
     """
@@ -61,6 +63,8 @@ def predict_run(
     tokens = config.train.batch * config.data.sequence
     flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
     views = prices_views(cluster)
+    if fused is None:
+        fused = config.train.compile is True
     if strategy.axes.pipeline > 1:
         return predict_pipeline(
             config,
@@ -68,6 +72,7 @@ def predict_run(
             plain,
             algorithm=_algorithm(strategy),
             views=views,
+            fused=fused,
             explain=explain,
             say=say,
             notes=notes,
@@ -78,6 +83,7 @@ def predict_run(
         config,
         classes=dict.fromkeys(range(world), "all"),
         views=views,
+        fused=fused,
         passes_of=lambda smaller: passes(smaller, cluster, ordered=not as_written, offload=offload),
         say=say,
         notes=notes,

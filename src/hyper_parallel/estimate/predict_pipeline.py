@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -42,6 +43,7 @@ def predict_pipeline(
     *,
     algorithm: str | None,
     views: bool,
+    fused: bool,
     explain: bool,
     say: Callable[[str], None],
     notes: list[str],
@@ -66,7 +68,7 @@ def predict_pipeline(
     )
     say(f"pricing {len(found.partition.stages)} stages on {cluster.name or cluster.source}")
     apart = _places_apart(cluster, groups)
-    priced = _priced(found, cluster, apart, count > 1, algorithm, views)
+    priced = _priced(found, cluster, apart, count > 1, algorithm, views, fused)
     if len(apart) > 1:
         notes.append(
             "device groups lie differently on the links; a stage takes as long as on the slowest of them"
@@ -113,6 +115,7 @@ def predict_pipeline(
         head_of(plain),
         tuple(notes),
         pipeline=_figures(found, prices, schedule, made, timeline, groups),
+        tasks=_sums(one.parts for one in prices),
     )
 
 
@@ -171,8 +174,9 @@ def _priced(
     several: bool,
     algorithm: str | None,
     views: bool,
+    fused: bool,
 ) -> list[StagePrice]:
-    """The prices of the stages that differ, each on the slowest of the places of device groups. `several`: of
+    """The prices of the stages that differ, each on the slowest of the places of device groups. `several`, `fused`: of
     `price_stage`."""
     return [
         _slowest(
@@ -185,6 +189,7 @@ def _priced(
                     several=several,
                     algorithm=algorithm,
                     views=views,
+                    fused=fused,
                 )
                 for group in places
             ]
@@ -332,6 +337,15 @@ def _figures(
         tuple(told),
         sum(map(len, schedule.pairs)),
     )
+
+
+def _sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by part of all stages together."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for one in parts:
+        for name, seconds in one.items():
+            found[name] += seconds
+    return dict(found)
 
 
 def _in_flight(schedule: Schedule, rank: int) -> int:

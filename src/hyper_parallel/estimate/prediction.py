@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.graph import Kind, Lifetime
@@ -14,6 +15,7 @@ from hyper_parallel.report.table import render
 from hyper_parallel.step.out_of_memory import remedies
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Peak, Timeline
+from hyper_parallel.trace.step_parts import step_parts
 from hyper_parallel.units import format_bytes, format_count, format_duration
 
 
@@ -36,6 +38,13 @@ class Prediction:
     """What was assumed, a sentence each."""
     pipeline: PipelineFigures | None = None
     """Of a run with `axes.pipeline`, whose Timeline is of its tasks."""
+    tasks: Mapping[str, float] = field(default_factory=dict)
+    """Of such a run, the seconds of its stages' passes by part."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by class of operators, exposed collective and cause of waiting (`trace.step_parts`)."""
+        return step_parts(self.timeline, self.tasks)
 
     @property
     def tokens_per_second(self) -> float:

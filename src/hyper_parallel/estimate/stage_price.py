@@ -11,7 +11,7 @@ update    = Σ seconds of clipping and of the optimizer, for the stage's paramet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -34,6 +34,7 @@ from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.step.micro_batch import WEIGHT
 from hyper_parallel.trace import Collective, Op, Timeline, Trace
+from hyper_parallel.trace.step_parts import step_parts
 from hyper_parallel.workload.work import Work
 
 
@@ -47,6 +48,8 @@ class StagePrice:
     """Seconds of one micro-batch."""
     exposed: float
     """Of them, those in which only a collective of the stage's own mesh runs."""
+    parts: Mapping[str, float]
+    """Of them, by class of operators and collective (`trace.step_parts`)."""
     gather: float
     reduce: float
     update: float
@@ -90,13 +93,14 @@ def price_stage(
     several: bool = True,
     algorithm: str | None = None,
     views: bool = False,
+    fused: bool = False,
 ) -> StagePrice:
     """The prices of a captured stage on the device group of these global ranks.
 
-    `several`: a step has more than one micro-batch, so that gradients are summed.
+    `several`: a step has more than one micro-batch, so that gradients are summed. `fused`: as of `graph.lower.lowered`.
     """
     step = stage.step
-    timeline = _simulated(step, cluster, ranks, algorithm, views)
+    timeline = _simulated(step, cluster, ranks, algorithm, views, fused)
     ends = {span.op.name: span.end for span in timeline.spans if span.op.name in (_FORWARD, _INPUT)}
     gather, reduce = found.once(stage)
     return StagePrice(
@@ -104,6 +108,7 @@ def price_stage(
         input=ends[_INPUT] - ends[_FORWARD],
         weight=timeline.step - ends[_INPUT] + (_adding(step, cluster) if several else 0.0),
         exposed=timeline.exposed,
+        parts=step_parts(timeline),
         gather=_seconds(gather, cluster, ranks, algorithm),
         reduce=_seconds(reduce, cluster, ranks, algorithm),
         update=_update(found, stage, cluster, ranks, algorithm),
@@ -123,10 +128,10 @@ _FORWARD, _INPUT = f"host {HostPoint.FORWARD.value}", f"host {HostPoint.INPUT.va
 
 
 def _simulated(
-    step: StepGraph, cluster: Cluster, ranks: Sequence[int], algorithm: str | None, views: bool
+    step: StepGraph, cluster: Cluster, ranks: Sequence[int], algorithm: str | None, views: bool, fused: bool
 ) -> Timeline:
     """One micro-batch of a stage."""
-    found = lowered(step, sizes=balanced_sizes(step), views=views)
+    found = lowered(step, sizes=balanced_sizes(step), views=views, fused=fused)
     groups: dict[tuple[int, ...], tuple[int, ...]] = {}
     ops = tuple(_placed(op, ranks, groups) for op in found.ops)
     trace = Trace({"stage": ops}, dict.fromkeys(ranks, "stage"), {"stage": found.resident})

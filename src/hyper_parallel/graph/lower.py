@@ -24,6 +24,7 @@ from hyper_parallel import trace
 from hyper_parallel.graph import host_update
 from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.costs import costs
+from hyper_parallel.graph.fused_costs import fused_costs
 from hyper_parallel.graph.ir import Kind, StepGraph
 from hyper_parallel.graph.liveness import Lifetime, lifetimes
 from hyper_parallel.graph.matmuls import operator_name
@@ -88,12 +89,16 @@ def lowered(
     sizes: Mapping[Any, int] | None = None,
     views: bool = True,
     lives: list[Lifetime] | None = None,
+    fused: bool = False,
 ) -> Lowered:
     """The ops of one rank class; arguments and errors as of `lower`.
 
-    `lives`: the step's lifetimes where they are known already.
+    `lives`: the step's lifetimes where they are known already. `fused`: priced as compiled (`graph.fused_costs`).
     """
-    writer = _Writer(step, sizes, views, lifetimes(step, sizes) if lives is None else lives)
+    priced = costs(step, sizes)
+    if fused:
+        priced = fused_costs(step, priced, sizes)
+    writer = _Writer(step, priced, views, lifetimes(step, sizes) if lives is None else lives)
     for at, node in enumerate(step.nodes):
         writer.add(at, node)
     return Lowered(writer.ops, writer.nodes, writer.resident)
@@ -107,12 +112,16 @@ class _Writer:
     """Writes ops one after the other."""
 
     def __init__(
-        self, step: StepGraph, sizes: Mapping[Any, int] | None, views: bool, found: list[Lifetime]
+        self,
+        step: StepGraph,
+        priced: Mapping[fx.Node, Work | Collective],
+        views: bool,
+        found: list[Lifetime],
     ) -> None:
         self._written: list[_Draft] = []
         self._freed: dict[int, list[int]] = defaultdict(list)
         """Op to the storages that it frees."""
-        self._costs = costs(step, sizes)
+        self._costs = priced
         self._views = views
         self._born: dict[int, list[tuple[int, Lifetime]]] = defaultdict(list)
         """Node to the numbers of the storages that come to life with it, as a Trace counts them."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from hyper_parallel.planner import format
+from hyper_parallel.planner.disagreement import APART, disagreement
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.search import PRUNED
 from hyper_parallel.planner.solve import PrintedAnswer
@@ -104,6 +106,8 @@ def simulated(one: PrintedAnswer) -> Sheet:
             continue
         apart = found.seconds / best.seconds - 1
         said = "they differ" if abs(apart) > DIFFER else "they agree"
+        if found.parts and (differs := disagreement(found.parts, best.parts)) is not None:
+            said += f", {differs}"
         if found.fits is False:
             said += "; ITS PREDICTED PEAK DOES NOT FIT"
         rows.append(
@@ -121,7 +125,8 @@ def simulated(one: PrintedAnswer) -> Sheet:
         ("", "", "estimated", "predicted", "beside", "peak, estimate / predicted"),
         tuple(rows),
         left=2,
-        note=f"predicted: the step's graph, simulated; they differ where it is over {DIFFER:.0%} off{_quickest(one)}",
+        note=f"predicted: the step's graph, simulated; they differ where it is over {DIFFER:.0%} off, and over "
+        f"{APART:.0%} the operators or the collective are named from which most of it comes{_quickest(one)}",
     )
 
 
@@ -216,8 +221,11 @@ def to_json(one: PrintedAnswer) -> dict[str, Any]:
                 "peak_bytes": found.peak,
                 "fits": found.fits,
                 "reason": found.reason,
+                "parts_s": dict(found.parts),
+                "disagreement": None if differs is None else asdict(differs),
             }
-            for found in one.refined
+            for found, best in zip(one.refined, one.best, strict=False)
+            for differs in (disagreement(found.parts, best.parts) if found.parts else None,)
         ],
         "counted": one.answer.counted,
         "pruned": dict(one.answer.pruned),

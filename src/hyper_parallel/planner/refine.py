@@ -34,4 +34,4 @@ def _refined(file: PlannedRunFile, cluster: Cluster, progress: Callable[[str], N
         found = predict_run(run, cluster.for_workers(world), progress=progress)
     except HyperParallelError as error:
         return Refined(None, None, f"cannot be simulated: {error}")
-    return Refined(found.timeline.step, found.timeline.peak.bytes, fits=found.fits)
+    return Refined(found.timeline.step, found.timeline.peak.bytes, fits=found.fits, parts=found.parts)

@@ -39,6 +39,8 @@ class Refined:
     """Why there is no prediction, or what it leaves out."""
     fits: bool | None = None
     """Whether the predicted peak is within a device's memory; None where there is no prediction."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the predicted step by part (`trace.step_parts`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,9 @@ fill and drain are (P − 1)(F + B), the bubble of PipeDream-Flush (Narayanan et
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from hyper_parallel.trace.op import copy_tiers, is_comm, is_compute
 from hyper_parallel.trace.span import Span
@@ -70,6 +71,8 @@ class _Idle:
     """Waiting for peers in a group."""
     pair: float = 0.0
     """Waiting for a single peer, and at the end."""
+    calls: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The communication, by kind of collective and axis."""
 
 
 def bubbles(spans: Sequence[Span], step: float, busiest: float) -> Bubbles:
@@ -77,6 +80,22 @@ def bubbles(spans: Sequence[Span], step: float, busiest: float) -> Bubbles:
 
     `busiest` is the longest time, in seconds, that any rank of the step computes.
     """
+    found, running = _idle(spans, step)
+    behind = max(0.0, busiest - sum(end - start for start, end in running) - found.group)
+    uneven = min(found.pair, behind)
+    return Bubbles(
+        found.group + uneven, found.pair - uneven, found.communication, found.copies, found.runtime
+    )
+
+
+def exposed_calls(spans: Sequence[Span], step: float) -> dict[str, float]:
+    """Exposed communication of one rank in seconds by collective, such as `all_gather over shard`; the sum is
+    `Bubbles.communication`."""
+    return dict(_idle(spans, step)[0].calls)
+
+
+def _idle(spans: Sequence[Span], step: float) -> tuple[_Idle, list[tuple[float, float]]]:
+    """The idle time of one rank, and the intervals in which its kernels run."""
     found = _Idle()
     running = busy(spans, kernels=True)
     waits = _Waits(spans, step * _TINY)
@@ -92,11 +111,7 @@ def bubbles(spans: Sequence[Span], step: float, busiest: float) -> Bubbles:
             waits.account(last, cursor, last.end, found)
             waits.explain(last, cursor, last.start, found)
         found.pair += max(0.0, step - max(last.end, cursor))
-    behind = max(0.0, busiest - sum(end - start for start, end in running) - found.group)
-    uneven = min(found.pair, behind)
-    return Bubbles(
-        found.group + uneven, found.pair - uneven, found.communication, found.copies, found.runtime
-    )
+    return found, running
 
 
 def busy(spans: Sequence[Span], *, kernels: bool) -> list[tuple[float, float]]:
@@ -150,7 +165,10 @@ class _Waits:
         """The part of the interval from `start` to `end` in which `span` runs."""
         queue = span.op.queue
         kind = "communication" if is_comm(queue) else "copies" if copy_tiers(queue) else "runtime"
-        self._add(found, kind, max(start, span.start), min(end, span.end))
+        begin, end = max(start, span.start), min(end, span.end)
+        self._add(found, kind, begin, end)
+        if span.op.collective is not None and end > begin:
+            found.calls[f"{span.op.sort} over {span.op.collective.axis}"] += end - begin
 
     @staticmethod
     def _waiting(span: Span) -> str:

@@ -1,0 +1,332 @@
+"""The simulator beside published training runs: python benchmarks/simulate_published.py
+
+Rows of `hyper_parallel.planner.evidence` become run files: a model of the row's dimensions in the plainest family of
+Transformers that has them, its degrees, micro-batches, recomputation and precision, and of its framework whether
+attention is fused, memory-bound operators are fused, and gradients are reduced beside the backward pass. Each is
+captured and simulated on the row's machine, and set beside the measured seconds of a step and beside the closed forms,
+whose constants have not seen the row's source. A pipeline is captured as `hyper-parallel simulate` captures it. Of
+other runs steps of few layers are captured, and what a period of layers adds is taken for all (`Layers`):
+
+    step(l, r) = step(b, 0) + (l − b) · (step(b + p, 0) − step(b, 0)) / p + r · (step(b + p, p) − step(b + p, 0)) / p
+
+with l layers, of which r are computed again, p layers in a period, and b = p, at least 2, and the dense layers.
+
+The rows were chosen by this rule before any was simulated, and by nothing else:
+
+1. Candidates are rows with a measured step in bfloat16 or float16, without offload, whose strategy a run file can say.
+2. Of each (source, hardware, model, framework's profile) the candidate whose id has the lowest SHA-256.
+3. Of each (source, hardware) at most `MOST` of these, those with the lowest SHA-256.
+
+Rows whose step cannot be captured stay in the result with the reason, and count as chosen. A row takes seconds to a
+minute; each is written to benchmarks/results/simulate_published.json when it is done, and rows that are there with the
+same run file and machine are not simulated again (`--again` does so anyway). docs/fidelity.md is written at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from measure import RESULTS, write
+from pages import DOCS, put
+from published_tables import lines
+
+from hyper_parallel import config
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.estimate import predict_run
+from hyper_parallel.planner.codes import SCHEDULES
+from hyper_parallel.planner.constants import fitted
+from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
+from hyper_parallel.planner.fit.cross_validation import judge
+from hyper_parallel.planner.fit.csv_cells import read, records
+from hyper_parallel.planner.fit.csv_rows import RunRow, rows
+from hyper_parallel.planner.fit.models import shape_of
+from hyper_parallel.planner.fit.published_runs import Evidence, evidence
+from hyper_parallel.planner.framework_profiles import profile_of
+from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.run_file import PIPELINES, planned_run_file
+from hyper_parallel.planner.table import PRECISIONS, Table
+from hyper_parallel.workload.shape import Shape
+from hyper_parallel.workload.workload import Workload
+
+MOST = 8
+SIXTEEN = ("bf16", "fp16")
+NAME = "simulate_published"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A published run."""
+
+    row: RunRow
+    shape: Shape
+    table: Table
+    """Its one row."""
+    seconds: float
+    """Measured."""
+    closed: Figures
+    """The closed forms' estimate of its step."""
+
+    @property
+    def id(self) -> str:
+        """Of its source and row."""
+        return f"{self.row.source}:{self.row.id}"
+
+
+def main() -> None:
+    """Choose, simulate, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", help="rows whose source, model or framework contains this; the page is left as it is"
+    )
+    parser.add_argument("--again", action="store_true", help="simulate rows that are there already")
+    parser.add_argument("--list", action="store_true", help="print the chosen rows and stop")
+    parser.add_argument("--minutes", type=float, default=1e9, help="simulate no further row after this time")
+    given = parser.parse_args()
+    begun = time.monotonic()
+    rows = chosen()
+    if given.list:
+        for one in rows:
+            print(one.id, one.row.hardware, one.row.model, one.row.profile, one.seconds, sep="\t")
+        return
+    path = RESULTS / f"{NAME}.json"
+    done: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    for one in rows:
+        name = f"{one.id} {one.row.model} {one.row.profile}"
+        if given.only and given.only.lower() not in name.lower():
+            continue
+        data, cluster = run_file(one), machine(one)
+        digest = hashlib.sha256(f"{json.dumps(data, sort_keys=True)} {cluster}".encode()).hexdigest()[:16]
+        if given.again or done.get(one.id, {}).get("digest") != digest:
+            if time.monotonic() - begun > 60 * given.minutes:
+                done.pop(one.id, None)
+                continue
+            done[one.id] = {"digest": digest, **simulated(one, data, cluster)}
+            write(NAME, {"rows": done})
+        # Estimated anew: that takes no time, and the closed forms may have changed.
+        done[one.id] |= {"estimated": one.closed.seconds, "estimated_parts": dict(one.closed.parts)}
+        print(_line(name, done[one.id]), flush=True)
+    if given.only:
+        return
+    kept = {one.id: done[one.id] for one in rows if one.id in done}
+    write(NAME, {"rows": kept})
+    put(DOCS / "fidelity.md", f"{NAME}.py", lines(kept, len(rows)))
+
+
+def chosen() -> list[Chosen]:
+    """The rows, by the rule of the module."""
+    fit, unseen = evidence(RUNS, RECIPES), evidence(TRANSCRIBED)
+    closed = judge(fit).estimate
+    found = [
+        *_candidates(fit, [*records(RUNS), *records(RECIPES)], closed),
+        *_candidates(unseen, list(records(TRANSCRIBED)), None),
+    ]
+    first: dict[tuple[str, ...], Chosen] = {}
+    for one in sorted(found, key=_hash):
+        first.setdefault((one.row.source, one.row.hardware, one.row.model, one.row.profile), one)
+    kept: dict[tuple[str, str], list[Chosen]] = {}
+    for one in sorted(first.values(), key=_hash):
+        group = kept.setdefault((one.row.source, one.row.hardware), [])
+        if len(group) < MOST:
+            group.append(one)
+    return [one for group in sorted(kept) for one in kept[group]]
+
+
+def _hash(one: Chosen) -> str:
+    return hashlib.sha256(one.row.id.encode()).hexdigest()
+
+
+def _candidates(runs: Evidence, given: Sequence[Mapping[str, str]], held_out: Any) -> list[Chosen]:
+    """`held_out`: seconds by constants that have not seen the source; None where the fitted ones have not."""
+    table, told = rows(given)
+    found = []
+    for cells, row in zip(read(given), told, strict=True):
+        if row.index is None or not runs.timed[row.index]:
+            continue
+        own = table.take(row.index)
+        schedule = SCHEDULES[int(own.schedule[0])]
+        if (
+            PRECISIONS[int(own.precision[0])] not in SIXTEEN
+            or own.state_on_host[0]
+            or own.activations_on_host[0]
+            or (own.pipeline[0] > 1 and schedule not in PIPELINES)
+        ):
+            continue
+        shape, _ = shape_of(cells, profile_of(cells.text("framework")))
+        closed = figures(own, estimate(own, fitted()))[0]
+        if held_out is not None:
+            times = float(held_out[row.index]) / closed.seconds
+            parts = {name: part * times for name, part in closed.parts.items()}
+            closed = replace(closed, seconds=closed.seconds * times, parts=parts)
+        found.append(Chosen(row, shape, own, float(runs.seconds[row.index]), closed))
+    return found
+
+
+def run_file(one: Chosen) -> dict[str, Any]:
+    """The run file of a published run."""
+    table = one.table
+    work = Workload(one.shape, int(table.batch[0]), int(table.sequence[0]), "bf16")
+    cluster = replace(machine(one), ranks=one.closed.devices)
+    data = json.loads(json.dumps(planned_run_file(one.closed, Question(workload=work, cluster=cluster)).data))
+    fields = data["model"]["config"]
+    if fields["model_type"] == "gpt2":
+        # The published shapes state no dropout, and the family's default is 0.1.
+        fields |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    # A framework makes one call of a collective, whose library goes level by level; with placement they are several.
+    data["strategy"].pop("placement", None)
+    # A float32 sum of gradients is what most frameworks have; others reduce in the dtype that they compute in.
+    if table.gradient_bytes[0] < 4:
+        data["strategy"]["precision"]["reduce"] = "bfloat16"
+    if not table.flash[0]:
+        data["model"]["attention"] = "eager"
+    if one.closed.strategy["pipeline"] == 1:
+        data["strategy"]["overlap"] = {"schedule": "usual" if table.overlap_data[0] else "none"}
+    return dict(data)
+
+
+def machine(one: Chosen) -> Cluster:
+    """The row's machine: the preset, with what the row states of nodes, links, memory and clock."""
+    table, preset = one.table, Cluster.preset(one.row.cluster)
+    device = preset.device
+    assert device is not None
+    memory = replace(
+        device.memory,
+        bytes=float(table.capacity[0]),
+        read=float(table.hbm[0]),
+        write=float(table.hbm[0]),
+    )
+    clock = float(table.peak16[0]) / device.peak("bfloat16")
+    rates = {"node": table.node_rate, "supernode": table.supernode_rate, "network": table.network_rate}
+    links = {
+        level: replace(link, bandwidth=float(rates[level][0])) if level in rates else link
+        for level, link in preset.links.items()
+    }
+    return replace(
+        preset,
+        name=f"{one.row.cluster}x{one.closed.devices}",
+        ranks=one.closed.devices,
+        node=int(table.node[0]) if np.isfinite(table.node[0]) else preset.node,
+        device=replace(
+            device,
+            memory=memory,
+            matrix={name: rate * clock for name, rate in device.matrix.items()},
+        ),
+        links=links,
+    )
+
+
+def simulated(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
+    """What the simulator says of a run."""
+    given = one.closed.strategy
+    told: dict[str, Any] = {
+        "source": one.row.source,
+        "hardware": one.row.hardware,
+        "model": one.row.model,
+        "framework": one.row.profile,
+        "experts": one.shape.experts > 0,
+        "sequence": int(one.table.sequence[0]),
+        "spread": {name: given[name] for name in SHOWN if given[name] not in (1, 0, "none")},
+        "measured": one.seconds,
+    }
+    begun = time.monotonic()
+    fused = bool(one.table.fused[0])
+    try:
+        if given["pipeline"] != 1:
+            found = predict_run(config.from_dict(dict(data), source=one.id), cluster, fused=fused)
+            parts: Mapping[str, float] = found.parts
+        else:
+            parts = Layers(one.id, data, cluster, fused).parts()
+    except HyperParallelError as error:
+        return {**told, "refused": str(error)}
+    return {
+        **told,
+        "predicted": sum(parts.values()),
+        "parts": dict(parts),
+        "simulated_in": time.monotonic() - begun,
+    }
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A run without a pipeline, simulated with few of its layers."""
+
+    name: str
+    data: Mapping[str, Any]
+    cluster: Cluster
+    fused: bool
+
+    def parts(self) -> Counter[str]:
+        """Seconds of the whole step by part."""
+        fields, memory = self.data["model"]["config"], self.data["strategy"]["memory"]
+        layers = fields.get("n_layer") or fields["num_hidden_layers"]
+        types = fields.get("layer_types") or [""]
+        period = next(p for p in range(1, len(types) + 1) if types[: len(types) - p] == types[p:])
+        base = max(2, period) + fields.get("first_k_dense_replace", 0)
+        again = memory.get("recompute_layers")
+        if layers <= base + period:
+            return self._of(layers, again)
+        least = 0 if again is not None else None
+        low, high = self._of(base, least), self._of(base + period, least)
+        found = _plus(low, high, low, (layers - base) / period)
+        if again:
+            found = _plus(found, self._of(base + period, period), high, again / period)
+        return found
+
+    def _of(self, layers: int, again: int | None) -> Counter[str]:
+        data = json.loads(json.dumps(self.data))
+        fields, memory = data["model"]["config"], data["strategy"]["memory"]
+        fields["n_layer" if "n_layer" in fields else "num_hidden_layers"] = layers
+        if "layer_types" in fields:
+            fields["layer_types"] = fields["layer_types"][:layers]
+        if again == 0:
+            memory.pop("recompute_layers")
+            memory["recompute"] = "none"
+        elif again is not None:
+            memory["recompute_layers"] = again
+        found = predict_run(config.from_dict(data, source=self.name), self.cluster, fused=self.fused)
+        return Counter(found.parts)
+
+
+def _plus(base: Counter[str], more: Counter[str], fewer: Counter[str], times: float) -> Counter[str]:
+    """What `more` has beyond `fewer`, so many times, beside `base`."""
+    return Counter({name: base[name] + times * (more[name] - fewer[name]) for name in {*base, *more, *fewer}})
+
+
+SHOWN = (
+    "replicate",
+    "shard",
+    "zero",
+    "tensor_x",
+    "pipeline",
+    "virtual",
+    "context",
+    "expert",
+    "micro",
+    "recompute",
+)
+"""What is shown of a strategy."""
+
+
+def _line(name: str, one: Mapping[str, Any]) -> str:
+    if "refused" in one:
+        return f"{name:60s} {one['refused'][:150]}"
+    errors = [f"{one[key] / one['measured'] - 1:+7.1%}" for key in ("predicted", "estimated")]
+    parts = sorted(one["parts"].items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{kind} {seconds / one['predicted']:.0%}" for kind, seconds in parts[:6])
+    return f"{name:60s} {one['measured']:9.3f} s {one['predicted']:9.3f} s {' '.join(errors)}  {shown}"
+
+
+if __name__ == "__main__":
+    main()
