@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import write
+from measure import RESULTS, write
 
 COUNTS = (1, 4, 16, 64)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "first-step.md"
@@ -106,6 +106,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Name to the model's config and its strategy."""
+KEYS = ("model", "layers", "schedule", "micro_batches")
+"""What tells rows apart."""
 SCHEDULES = ("overlap", "usual")
 """Of collectives: simulated on the cluster, or FSDP's, as where nothing is known of the device."""
 
@@ -185,12 +187,16 @@ def main() -> None:
         row = measured(name, asked.layers, int(count), asked.schedule, asked.whole, Path(cache))
         print(json.dumps(row))
         return
-    rows = []
+    report = "first_step_whole" if asked.whole else "first_step"
+    path = RESULTS / f"{report}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
     for name in asked.models:
         for count in asked.counts:
-            rows.append(_row(name, count, asked))
-            print(rows[-1], flush=True)
-            report = "first_step_whole" if asked.whole else "first_step"
+            made = _row(name, count, asked)
+            print(made, flush=True)
+            # In the place of the row that was measured before.
+            rows = [one for one in rows if any(one.get(key) != made[key] for key in KEYS)]
+            rows = sorted([*rows, made], key=lambda one: [one[key] for key in KEYS])
             # After each row: a run that is stopped has measured what it has measured.
             write(report, {"rows": rows})
             if not asked.whole and asked.layers is None:
@@ -232,18 +238,20 @@ def page(rows: list[dict[str, Any]]) -> str:
         "What one rank does between the command and its first step, but for loading data and weights: capture, passes "
         "and executables of the step's graph ([graph.md](graph.md)). CPU seconds of the process and growth of its "
         "resident memory, measured on the meta device with a simulated process group of the strategy's world. "
-        "*Cached*: the step is read from the cache of captured steps.",
+        "*Cached*: the step is read from the cache of captured steps. The order of collectives is simulated on the "
+        "cluster (`overlap`), or that of FSDP (`usual`, where nothing is known of the device).",
         "",
         "Written by `python benchmarks/first_step.py`, which writes the figures and the machine to "
         "`benchmarks/results/first_step.json`.",
         "",
-        "| Model | Devices | Micro-batches | Nodes | Cold, s | Cached, s | Memory cold, MiB | Memory cached, MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| Model | Devices | Order | Micro-batches | Nodes | Cold, s | Cached, s "
+        "| Memory cold, MiB | Memory cached, MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         memory, kept = (row[key] / 2**20 for key in ("memory_bytes", "cached_memory_bytes"))
         lines.append(
-            f"| {row['model']} | {row['devices']} | {row['micro_batches']} | {row['nodes']:,} "
+            f"| {row['model']} | {row['devices']} | {row['schedule']} | {row['micro_batches']} | {row['nodes']:,} "
             f"| {row['cpu_seconds']:.1f} | {row['cached_cpu_seconds']:.1f} | {memory:.0f} | {kept:.0f} |"
         )
     return "\n".join([*lines, ""])
