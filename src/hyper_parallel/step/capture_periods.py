@@ -27,10 +27,10 @@ from hyper_parallel.graph.alike_layers import find_period, own_index
 from hyper_parallel.graph.gradient_sums import UNREDUCED, UNSUMMED
 from hyper_parallel.graph.ir import values_of
 from hyper_parallel.graph.module_state import module_state
+from hyper_parallel.graph.no_gc import uncollected
 from hyper_parallel.graph.period_pattern import Pair, Unlike
 from hyper_parallel.graph.periods import assembled
 from hyper_parallel.graph.same_graph import difference
-from hyper_parallel.offloading.schedule.no_gc import uncollected
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.dropout import key_of
 from hyper_parallel.shard.layer_kinds import layer_kinds, layers_in
