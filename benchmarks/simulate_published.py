@@ -107,7 +107,7 @@ def main() -> None:
         name = f"{one.id} {one.row.model} {one.row.profile}"
         if given.only and given.only.lower() not in name.lower():
             continue
-        data, cluster = run_file(one), machine(one)
+        data, cluster = run_file(one), machine(one).for_workers(one.closed.devices)
         digest = hashlib.sha256(f"{json.dumps(data, sort_keys=True)} {cluster}".encode()).hexdigest()[:16]
         if given.again or done.get(one.id, {}).get("digest") != digest:
             if time.monotonic() - begun > 60 * given.minutes:

@@ -260,14 +260,23 @@ class Cluster:
         sharing = min(ranks, self.host.ranks)
         return (work.read / self.host.read + work.written / self.host.write) * sharing / HOST_SHARE
 
+    def _taken(self, workers: int) -> int | None:
+        """Devices of a supernode that a job takes: the most that divide it, if that is at least half of them."""
+        if not self.supernode or workers <= self.supernode:
+            return self.supernode
+        equal = range(self.node or 1, self.supernode + 1, self.node or 1)
+        most = max((count for count in equal if workers % count == 0), default=0)
+        return most if 2 * most >= self.supernode else self.supernode
+
     def for_workers(self, workers: int) -> Cluster:
-        """This cluster as each of `workers` concurrent workers sees it; unchanged if each has its own device.
+        """This cluster as each of `workers` concurrent workers sees it; unchanged if each has its own device, except
+        that a job on several supernodes takes equally many devices of each: 256 workers 64 of a rack's 72.
 
         For a number that was not measured the next measured one is used, with its rates divided among more workers if
         it is smaller: an estimate.
         """
         if not self.shared or workers <= 1:
-            return self
+            return replace(self, supernode=self._taken(workers))
         measured = min((n for n in self.shared if n >= workers), default=max(self.shared))
         found = self.shared[measured]
         device = found.device if workers <= measured else found.device.slowed(workers / measured)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -24,7 +25,7 @@ from hyper_parallel.graph.alike_layers import Period, find_period
 from hyper_parallel.graph.lower import Lowered, lowered
 from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
 from hyper_parallel.graph.regions import region_of, storage_layers
-from hyper_parallel.graph.step_context import StepContext
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import of_whole_step
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
@@ -122,7 +123,7 @@ def captured_step(
         parallelize(model, strategy, lowering="traceable")
         check_length(sharded(model), config)
         shape = MicroBatchShape(micro_batch(config), config.data.sequence, False)
-        with StepContext(even_load=load_of(strategy)).installed():
+        with replace(current_step(), even_load=load_of(strategy)).installed():
             step = capture_one(Recipe.of(config, model), shape, micro_batches)
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
         if any(one.provides & ACROSS_LAYERS for one in passes):

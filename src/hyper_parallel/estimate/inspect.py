@@ -10,6 +10,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -29,6 +30,7 @@ from hyper_parallel.estimate.step_figures import (
     resident_of,
 )
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
@@ -136,7 +138,10 @@ class _Inspected:
 
     def _step(self, model: nn.Module, strategy: Strategy) -> StepGraph:
         rewrites = passes(strategy, ordered=False)
-        return captured_step(model, self._config, strategy, len(self._stands_for), rewrites, rank=self._rank)
+        with replace(current_step(), pads_values=True).installed():
+            return captured_step(
+                model, self._config, strategy, len(self._stands_for), rewrites, rank=self._rank
+            )
 
     def _figures(self, step: StepGraph) -> StepFigures:
         return figures_of(

@@ -19,6 +19,7 @@ from hyper_parallel.estimate.build_trace import load_of, trace_of
 from hyper_parallel.estimate.predict_pipeline import predict_pipeline
 from hyper_parallel.estimate.prediction import Prediction
 from hyper_parallel.estimate.run_inputs import micro_batch, model_of
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import described_offload, passes
 from hyper_parallel.offloading.schedule.explain import explained
 from hyper_parallel.simulator import simulate
@@ -49,7 +50,24 @@ def predict_run(
 
     Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
     """
-    say = progress or (lambda _: None)
+    # Views take time on a host only, which computes what was captured; other devices have attention as one kernel.
+    views = prices_views(cluster)
+    with replace(current_step(), pads_values=not views).installed():
+        return _predicted(
+            config, cluster, model, as_written, explain, fused, views, progress or (lambda _: None)
+        )
+
+
+def _predicted(
+    config: RunConfig,
+    cluster: Cluster,
+    model: nn.Module | None,
+    as_written: bool,
+    explain: bool,
+    fused: bool | None,
+    views: bool,
+    say: Progress,
+) -> Prediction:
     strategy = config.effective_strategy
     if explain and strategy.memory.device is None and strategy.axes.pipeline == 1:
         raise ConfigError(
@@ -62,7 +80,6 @@ def predict_run(
     parameters = sum(p.numel() for p in plain.parameters())
     tokens = config.train.batch * config.data.sequence
     flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
-    views = prices_views(cluster)
     if fused is None:
         fused = config.train.compile is True
     if strategy.axes.pipeline > 1:

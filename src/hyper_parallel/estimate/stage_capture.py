@@ -22,7 +22,7 @@ from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.pass_manager import rewritten
 from hyper_parallel.graph.stage_cut import NodeCost, balanced_cut, check_inner, layer_costs, layer_stages
 from hyper_parallel.graph.stage_graph import Partition, Stage
-from hyper_parallel.graph.step_context import StepContext
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.schedule import stages_of
 from hyper_parallel.shard import parallelize, sharded
@@ -202,7 +202,7 @@ class _Capture:
     def micro_batch(self, keep: Sequence[int] | None) -> StepGraph:
         """One micro-batch of the layers `keep`, or of all."""
         model, strategy = self._smaller(keep)
-        with fake_ranks(strategy.axes.world, 0), StepContext(even_load=1.0).installed():
+        with fake_ranks(strategy.axes.world, 0), replace(current_step(), even_load=1.0).installed():
             step = without_boundaries(self._captured(self._recipe(model, strategy)))
             return self._rewritten(step, strategy, [])
 
@@ -211,7 +211,7 @@ class _Capture:
     ) -> CapturedStages:
         """The stages of the layers `keep`, or of all, with `counts` layers each; of them `again` are recomputed."""
         model, strategy = self._smaller(keep)
-        with fake_ranks(strategy.axes.world, 0), StepContext(even_load=1.0).installed():
+        with fake_ranks(strategy.axes.world, 0), replace(current_step(), even_load=1.0).installed():
             recipe = self._recipe(model, strategy)
             shape = MicroBatchShape(micro_batch(self._config), self._config.data.sequence, False)
             whole = capture_one(recipe, shape, 1)

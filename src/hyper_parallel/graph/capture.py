@@ -29,6 +29,7 @@ from hyper_parallel.errors import CaptureError, HyperParallelError
 from hyper_parallel.graph.capture_errors import explained
 from hyper_parallel.graph.dead_code import trim
 from hyper_parallel.graph.dynamic_sizes import Sizes
+from hyper_parallel.graph.fused_attention import padded_values
 from hyper_parallel.graph.guards import Questions
 from hyper_parallel.graph.ir import CollectiveGroup, GivenTensor, Input, Kind, StepGraph, Storage, Value
 from hyper_parallel.graph.random_state import followed
@@ -81,7 +82,8 @@ def capture(
     device = next((tensor.device for _, tensor in tensors.values()), torch.device("cpu"))
     try:
         context = replace(current_step(), even_sizes=recorder.sizes.even)
-        with recorder.following(), context.installed(), followed(device), recorder, _NothingShown():
+        fused = padded_values() if context.pads_values else contextlib.nullcontext()
+        with recorder.following(), context.installed(), followed(device), recorder, _NothingShown(), fused:
             returned = dict(step())
     except CaptureError as error:
         raise recorder.explained(error) from error

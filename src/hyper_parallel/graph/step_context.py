@@ -51,6 +51,8 @@ class StepContext:
     even_load: float | None = None
     """For costs only, the sizes hold for no batch: every expert is chosen equally often, and this rank's get so many
     times the mean. None reads the routing."""
+    pads_values: bool = False
+    """For costs only: attention is captured as one kernel where a CPU has none (`graph.fused_attention`)."""
     report_load: Callable[[Tensor], None] | None = None
     """Is given this rank's expert load, fp32 [1], before each exchange of rows, and before there is memory for them. It
     may be a collective: every rank of the mesh comes to it."""
