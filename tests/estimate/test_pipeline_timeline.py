@@ -27,7 +27,7 @@ SAVED, LEFT = 100, 40
 
 def _price(forward: float = 1.0, input: float = 1.0, weight: float = 1.0, left: int = SAVED) -> StagePrice:
     memory = StageMemory(SAVED, left, (SAVED, SAVED, max(left, 1)))
-    return StagePrice(forward, input, weight, 0.0, 0.0, 0.0, 0.0, memory, Resident(0, 0, 0), 0)
+    return StagePrice(forward, input, weight, 0.0, {}, 0.0, 0.0, 0.0, memory, Resident(0, 0, 0), 0)
 
 
 def _step(

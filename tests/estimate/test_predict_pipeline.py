@@ -98,7 +98,14 @@ def _whole(tensor: int) -> StagePrice:
         name: getattr(first, name) + getattr(last, name) for name in ("forward", "input", "weight", "update")
     }
     return StagePrice(
-        **whole, exposed=0, gather=0, reduce=0, memory=first.memory, resident=first.resident, gathered=0
+        **whole,
+        exposed=0,
+        parts={},
+        gather=0,
+        reduce=0,
+        memory=first.memory,
+        resident=first.resident,
+        gathered=0,
     )
 
 
