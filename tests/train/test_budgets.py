@@ -152,7 +152,8 @@ def test_a_later_batch_without_a_graph_ends_the_run_and_not_the_budget(
         return capture_one(*args, **kwargs)
 
     monkeypatch.setattr("hyper_parallel.step.graph_cache.capture_one", once)
-    sections = _with_budget(folder, {"data": packed_text(folder)}, 600_000, "host")
+    given = {"data": packed_text(folder), "train": {"graph_cache": False}}
+    sections = _with_budget(folder, given, 600_000, "host")
     with pytest.raises(BudgetError, match="line 9 asks for a value"):
         run_engine(0, folder, "later", "graph", sections)
 

@@ -62,7 +62,11 @@ def try_graph(
     if memory.device is not None:
         budget = Budget(config.effective_strategy, device, str(Path(config.out).absolute()), handle.rank)
     train = config.train
-    store = GraphStore(Path(config.data.cache).expanduser() / "graphs") if train.graph_cache else None
+    # Of several ranks one could read its step and another capture it, and make process groups in another order.
+    alone = config.effective_strategy.axes.world == 1
+    store = (
+        GraphStore(Path(config.data.cache).expanduser() / "graphs") if train.graph_cache and alone else None
+    )
     graphs = Graphs(
         Recipe.of(config, shadow), device, artifacts, budget, whole=train.profile is not None, store=store
     )
