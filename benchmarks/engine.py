@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import queue
-import socket
 import statistics
 import tempfile
 import time
@@ -27,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measure import paired_ratio, timed, write
+from measure import answer_of, free_port, paired_ratio, timed, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hyper_parallel as hp
@@ -160,9 +158,7 @@ def worker(rank: int, world: int, port: int, case: Case, rounds: int, artifacts:
 
 def started(world: int, case: Case, rounds: int, artifacts: Path) -> Any:
     """What rank 0 of `world` new processes answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = mp.get_context("spawn")
     answers = context.Queue()
     processes = [
@@ -171,15 +167,7 @@ def started(world: int, case: Case, rounds: int, artifacts: Path) -> Any:
     ]
     for process in processes:
         process.start()
-    while True:
-        try:
-            answer = answers.get(timeout=5)
-            break
-        except queue.Empty:
-            assert all(process.exitcode in (None, 0) for process in processes), "a worker failed"
-    for process in processes:
-        process.join()
-    return answer
+    return answer_of(processes, answers)
 
 
 def run(world: int, case: Case, rounds: int) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import queue
 import random
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +61,28 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) 
         "theirs_s": statistics.median(theirs),
         "pairs": float(len(ratios)),
     }
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def answer_of(processes: Sequence[Any], answers: Any) -> Any:
+    """What one of the processes, which have been started, puts into the queue, when all have ended. Raises
+    AssertionError where one fails before."""
+    while True:
+        try:
+            answer = answers.get(timeout=5)
+            break
+        except queue.Empty:
+            assert all(process.exitcode in (None, 0) for process in processes), "a worker failed"
+    for process in processes:
+        process.join()
+    return answer
 
 
 def timed(step: Callable[[], object], world: int) -> float:

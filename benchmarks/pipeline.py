@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import random
-import socket
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from typing import Any
 
 import allocations
 import torch.multiprocessing as mp
-from measure import RESULTS, paired_ratio, write
+from measure import RESULTS, answer_of, free_port, paired_ratio, write
 from pipeline_timing import Block, Effort
 from pipeline_workers import PEERS, Case, worker
 
@@ -68,9 +66,7 @@ def ratio_of_medians(blocks: Sequence[tuple[float, float]], seed: int = 0) -> di
 
 def started(case: Case, names: Sequence[str], world: int, effort: Effort, library: Path | None) -> Any:
     """What rank 0 of `world` new processes answers. `library` is that of `allocations`, where they are counted."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = mp.get_context("spawn")
     answers = context.Queue()
     processes = [
@@ -86,15 +82,7 @@ def started(case: Case, names: Sequence[str], world: int, effort: Effort, librar
     finally:
         os.environ.clear()
         os.environ.update(usual)
-    while True:
-        try:
-            answer = answers.get(timeout=5)
-            break
-        except queue.Empty:
-            assert all(process.exitcode in (None, 0) for process in processes), "a worker failed"
-    for process in processes:
-        process.join()
-    return answer
+    return answer_of(processes, answers)
 
 
 def run(case: Case, names: Sequence[str], world: int, effort: Effort, library: Path | None) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import random
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measure import RESULTS, paired_ratio, timed, write
+from measure import RESULTS, answer_of, free_port, paired_ratio, timed, write
 from torch import Tensor
 
 from hyper_parallel import config
@@ -196,9 +194,7 @@ def worker(rank: int, port: int, schedule: str, links: Links, blocks: int, answe
 
 def measure(schedule: str, links: Links, blocks: int) -> dict[str, Any]:
     """Steps with pairs beside steps without, on emulated links."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = mp.get_context("spawn")
     answers = context.Queue()
     processes = [
@@ -207,14 +203,7 @@ def measure(schedule: str, links: Links, blocks: int) -> dict[str, Any]:
     ]
     for process in processes:
         process.start()
-    while True:
-        try:
-            found = answers.get(timeout=5)
-            break
-        except queue.Empty:
-            assert all(process.exitcode in (None, 0) for process in processes), "a worker failed"
-    for process in processes:
-        process.join()
+    found = answer_of(processes, answers)
     times = found.pop("times")
     waited = {name: seconds / (2 * blocks) for name, seconds in found.pop("waited").items()}
     return {
