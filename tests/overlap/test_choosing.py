@@ -6,21 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
+from llama_recipe import recipe_of
 
-import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_process_group import fake_ranks
-from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.estimate.build_trace import captured_step
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap import FsdpBaseline, overlap
 from hyper_parallel.overlap.chunked_matmul import NO_CHUNKS, WHOLE
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
-from hyper_parallel.step.lr_schedule import schedule
-from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model, family_config
 from hyper_parallel.verify.strategies import STRATEGIES
@@ -34,26 +29,9 @@ def step() -> StepGraph:
 
 def _step(micro_batches: int) -> StepGraph:
     """A step of a Llama of three layers, tensor 2 · shard 2, as rank 0 of ranks that are not there."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     with fake_ranks(4, 0):
-        with torch.device("meta"):
-            model = LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=2048,
-                    hidden_size=2048,
-                    intermediate_size=4096,
-                    num_hidden_layers=3,
-                    num_attention_heads=16,
-                    max_position_embeddings=4096,
-                )
-            )
-        strategy = {"version": 1, "axes": {"shard": 2, "tensor": 2}, "sequence": True}
-        hp.parallelize(model, hp.Strategy.model_validate(strategy), lowering="traceable")
-        optimizer = build_optimizer(model, AdamWConfig(lr=1e-3))
-        plan = schedule(ScheduleConfig(name="constant"), 10)
-        recipe = Recipe(model, hp.sharded(model), optimizer, plan, clip=1.0)
-        return capture_step(recipe, BatchShape(((1, 4096),) * micro_batches, (False,) * micro_batches))
+        shape = BatchShape(((1, 4096),) * micro_batches, (False,) * micro_batches)
+        return capture_step(recipe_of(3), shape)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, constrain_range
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min
 
 
@@ -26,7 +26,11 @@ def is_symbolic(number: int | torch.SymInt) -> bool:
 
 def not_negative(number: int | torch.SymInt) -> None:
     """Have a number taken for 0 or more wherever its symbol comes up."""
-    torch._check(number >= 0)
+    if isinstance(number, torch.SymInt) and number.node.expr.is_Symbol:
+        # As `torch._check(number >= 0)`, which takes a hundred times as long.
+        constrain_range(number, min=0)
+    else:
+        torch._check(number >= 0)
 
 
 def another_symbol(like: torch.SymInt) -> Any:

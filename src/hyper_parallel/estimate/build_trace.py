@@ -23,7 +23,7 @@ from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch
 from hyper_parallel.graph import Pass, StepGraph, values_of
 from hyper_parallel.graph.alike_layers import Period, find_period
 from hyper_parallel.graph.lower import Lowered, lowered
-from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
+from hyper_parallel.graph.pass_manager import ACROSS_LAYERS, rewritten
 from hyper_parallel.graph.regions import region_of, storage_layers
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import of_whole_step
@@ -37,8 +37,6 @@ from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Trace
 
-ACROSS_LAYERS = frozenset({SCHEDULE, "offload"})
-"""What passes provide that gather a layer ahead, or move storages: after them layers that were alike no longer are."""
 CAPTURED = 5
 """Periods of layers that are captured."""
 MICRO = 5

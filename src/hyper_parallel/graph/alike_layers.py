@@ -200,12 +200,11 @@ def find_period(found: Sequence[Sequence[int]], captured: int) -> Period | None:
 # Layers as nodes.
 
 
-def likeness(nodes: Iterable[fx.Node], tensor: Callable[[Value], Hashable] | None = None) -> Hashable:
+def likeness(nodes: Iterable[fx.Node]) -> Hashable:
     """What is equal for runs of nodes that do the same: operators, arguments and tensors, whatever they are called and
     wherever in a step they are.
 
-    Nodes, storages and symbols of sizes count by their first places in the run. `tensor`: what the runs share of a
-    tensor besides its storage; left out: shape, strides, dtype and device.
+    Nodes, storages and symbols of sizes count by their first places in the run.
     """
     places: dict[object, int] = {}
 
@@ -219,8 +218,7 @@ def likeness(nodes: Iterable[fx.Node], tensor: Callable[[Value], Hashable] | Non
         return (*map(size, value.shape), *map(size, value.stride), value.dtype, value.device)
 
     def seen(node: fx.Node) -> Hashable:
-        described = tensor or kind
-        return place(node), tuple((described(value), place(value.storage)) for value in values_of(node))
+        return place(node), tuple((kind(value), place(value.storage)) for value in values_of(node))
 
     def argument(arg: Any) -> Hashable:
         if isinstance(arg, fx.Node):

@@ -25,7 +25,6 @@ from hyper_parallel.compat.collective_counter import FUNCTIONAL
 from hyper_parallel.compat.dispatch import mutated_arguments
 from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.graph import host_update
-from hyper_parallel.graph.alike_layers import likeness
 from hyper_parallel.graph.collective_groups import group_of, is_collective, is_wait
 from hyper_parallel.graph.dynamic_sizes import known
 from hyper_parallel.graph.ir import StepGraph, Value, values_of
@@ -73,6 +72,8 @@ class _Sized:
     dtype: str
     bytes: int
     storage: int
+    like: int
+    """The same for values of one shape, stride and dtype."""
 
     @property
     def elements(self) -> int:
@@ -93,6 +94,7 @@ class Pricer:
         self._alive: list[Value] = []
         self._works: dict[Hashable, Work | None] = {}
         """By the likeness of the node: layers are alike."""
+        self._likes: dict[Hashable, int] = {}
 
     def cost(self, node: fx.Node) -> Work | Collective | None:
         """What a node does; None where it does nothing."""
@@ -102,14 +104,43 @@ class Pricer:
             return self._update(node)
         if is_wait(node) or node.target is HOST or not hasattr(node.target, "_schema"):
             return None
-        kind = likeness((node,), self._tensor)
+        kind = self._likeness(node)
         if kind not in self._works:
             self._works[kind] = self._work(node)
         return self._works[kind]
 
-    def _tensor(self, value: Value) -> Hashable:
-        sized = self._of(value)
-        return sized.shape, sized.stride, sized.dtype
+    def _likeness(self, node: fx.Node) -> Hashable:
+        """What is equal for nodes that do the same, whatever they are called: `alike_layers.likeness` of one node, in a
+        form that is quick to make."""
+        places: dict[fx.Node | int, int] = {}
+        """Of nodes and storages."""
+        made: list[Any] = [node.target]
+
+        def add(arg: Any) -> None:
+            if isinstance(arg, fx.Node):
+                made.append(fx.Node)
+                made.append(places.setdefault(arg, len(places)))
+                for value in values_of(arg):
+                    made.append(self._of(value).like)
+                    made.append(places.setdefault(value.storage, len(places)))
+            elif isinstance(arg, tuple | list):
+                made.append(tuple)
+                for part in arg:
+                    add(part)
+                made.append(None)
+            elif isinstance(arg, Mapping):
+                for key, value in arg.items():
+                    made.append(key)
+                    add(value)
+            else:
+                # 1, 1.0 and True are equal, and not the same.
+                made.append(type(arg))
+                made.append(arg)
+
+        add(node.args)
+        add(node.kwargs)
+        add(node)
+        return tuple(made)
 
     def _work(self, node: fx.Node) -> Work | None:
         target: Any = node.target
@@ -265,12 +296,16 @@ class Pricer:
         found = self._sized.get(id(value))
         if found is None:
             self._alive.append(value)
+            shape = tuple(known(size, self._sizes) for size in value.shape)
+            stride = tuple(known(size, self._sizes) for size in value.stride)
+            like = self._likes.setdefault((shape, stride, value.dtype), len(self._likes))
             found = self._sized[id(value)] = _Sized(
-                tuple(known(size, self._sizes) for size in value.shape),
-                tuple(known(size, self._sizes) for size in value.stride),
+                shape,
+                stride,
                 str(value.dtype).removeprefix("torch."),
                 known(value.bytes, self._sizes),
                 value.storage,
+                like,
             )
         return found
 

@@ -175,7 +175,15 @@ def known(number: Any, values: Mapping[Any, int]) -> int:
     if isinstance(number, int):
         return number
     found = expression(number)
-    missing = found.free_symbols - values.keys()
-    if missing:
-        raise KeyError(next(iter(missing)))
-    return int(found.xreplace({symbol: sympy.Integer(values[symbol]) for symbol in found.free_symbols}))
+    return _valued(found, tuple(values[symbol] for symbol in _symbols(found)))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _symbols(found: Any) -> tuple[Any, ...]:
+    return tuple(found.free_symbols)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _valued(found: Any, values: tuple[int, ...]) -> int:
+    numbers = map(sympy.Integer, values)
+    return int(found.xreplace(dict(zip(_symbols(found), numbers, strict=True))))

@@ -8,6 +8,7 @@ same questions have the same answers, and `Question.of` asks them again. An answ
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ class Questions:
 
         `graph`: so far, with its inputs, storages and constants.
         """
-        found = self._history(of, graph, inputs)
+        found = None if self._comes_from_elsewhere(of) else self._history(of, graph, inputs)
         if found is None:
             return None
         kept, given = found
@@ -80,6 +81,22 @@ class Questions:
         answer = question.of(self._tensors)
         self.asked.append(Question(asks, answer))
         return answer
+
+    @staticmethod
+    def _comes_from_elsewhere(of: fx.Node) -> bool:
+        """Whether what a node gives is computed from what no question can be answered from: said soon for the numbers
+        of an exchange, of which a model with many experts asks for thousands."""
+        seen, pending = {of}, deque([of])
+        while pending:
+            node = pending.popleft()
+            if is_collective(node) or (
+                node.op == "call_function" and (node.target is HOST or draws_random(node))
+            ):
+                return True
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            pending.extend(new)
+        return False
 
     def _history(
         self, of: fx.Node, graph: fx.Graph, inputs: list[Input]

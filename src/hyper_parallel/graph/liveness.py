@@ -19,7 +19,7 @@ from torch import fx
 from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.dynamic_sizes import known
 from hyper_parallel.graph.ir import Kind, StepGraph, values_of
-from hyper_parallel.graph.memory_effects import begun, touched, writes
+from hyper_parallel.graph.memory_effects import begun, storages_of, touched, writes
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.tier_ops import detach, prefetch
 from hyper_parallel.trace import live_bytes
@@ -114,7 +114,7 @@ def of_weights(step: StepGraph, nodes: list[fx.Node]) -> set[int]:
     kinds = {storage: entry.kind == "parameter" for storage, entry in step.outside.items()}
     found = set()
     for node in nodes:
-        sources = [value.storage for source in node.all_input_nodes for value in values_of(source)]
+        sources = storages_of(node.all_input_nodes)
         alone = bool(sources) and all(kinds.get(storage, False) for storage in sources)
         for storage in (*(value.storage for value in values_of(node)), *writes(node)):
             kinds[storage] = alone and kinds.get(storage, True)

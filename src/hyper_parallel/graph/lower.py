@@ -90,12 +90,15 @@ def lowered(
     views: bool = True,
     lives: list[Lifetime] | None = None,
     fused: bool = False,
+    priced: Mapping[fx.Node, Work | Collective] | None = None,
 ) -> Lowered:
     """The ops of one rank class; arguments and errors as of `lower`.
 
-    `lives`: the step's lifetimes where they are known already. `fused`: priced as compiled (`graph.fused_costs`).
+    `lives`, `priced`: the step's lifetimes and costs where they are known already. `fused`: priced as compiled
+    (`graph.fused_costs`).
     """
-    priced = costs(step, sizes)
+    if priced is None:
+        priced = costs(step, sizes)
     if fused:
         priced = fused_costs(step, priced, sizes)
     writer = _Writer(step, priced, views, lifetimes(step, sizes) if lives is None else lives)

@@ -37,8 +37,20 @@ def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
         if isinstance(value, Value):
             found.add(value.storage)
         elif value is not None:
-            found.update(one.storage for one in flat_values(value))
+            found |= _of_several(value)
     return found
+
+
+def _of_several(value: Any) -> frozenset[int]:
+    """The storages of a node that gives several values. It is asked for each of them, one after the other, so the last
+    answer is kept."""
+    global _last
+    if _last[0] is not value:
+        _last = (value, frozenset(one.storage for one in flat_values(value)))
+    return _last[1]
+
+
+_last: tuple[Any, frozenset[int]] = (None, frozenset())
 
 
 def is_view(node: fx.Node) -> bool:
@@ -53,7 +65,7 @@ def _lies_in(node: fx.Node, storages: Set[int]) -> bool:
     value = node.meta.get("value")
     if isinstance(value, Value):
         return value.storage in storages
-    results = {one.storage for one in flat_values(value)}
+    results = _of_several(value)
     return bool(results) and results <= storages
 
 

@@ -27,7 +27,8 @@ from hyper_parallel.graph.tier_ops import detach, is_cache, prefetch, slot_of, s
 
 SCHEDULE = "schedule"
 """What a pass provides that chooses the order of collectives too: the same on every rank, by what all ranks know."""
-
+ACROSS_LAYERS = frozenset({SCHEDULE, "offload"})
+"""What passes provide that gather a layer ahead, or move storages: after them layers that were alike no longer are."""
 
 Contents = dict[str, tuple[str, dict[int, str]]]
 """Each node's name to its origin, and to the last write to each storage that it reads."""
@@ -96,6 +97,8 @@ def run_passes(step: StepGraph, passes: Sequence[Pass]) -> list[Ran]:
             known = _validated(before, after, SCHEDULE in one.provides, known)
         except GraphError as error:
             raise GraphError(f"pass {one.name!r}: {error}") from None
+        if before.short is not None and not one.provides & ACROSS_LAYERS:
+            after.short = one(before.short)
         ran.append(Ran(one.name, before, after))
     return ran
 

@@ -4,6 +4,7 @@
 """
 
 from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline, layered
-from hyper_parallel.overlap.overlap_pass import Overlap, Overlapped, Tried, overlap
+from hyper_parallel.overlap.order_search import Tried
+from hyper_parallel.overlap.overlap_pass import Overlap, Overlapped, overlap
 
 __all__ = ["FsdpBaseline", "Overlap", "Overlapped", "Tried", "layered", "overlap"]

@@ -24,16 +24,22 @@ from hyper_parallel.graph.memory_effects import begun, storages_of
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job
 from hyper_parallel.trace import Collective
+from hyper_parallel.workload.work import Work
+
+Costs = Mapping[str, Work | Collective]
+"""What nodes do, by their names: the same in any order of a step."""
 
 
 @dataclass(frozen=True)
 class Jobs:
     """A step's nodes in its order, with the job that each is."""
 
+    step: StepGraph
     nodes: tuple[fx.Node, ...]
     jobs: tuple[Job, ...]
     lanes: int
     """Micro-batches."""
+    costs: Costs
 
 
 class Prices:
@@ -63,19 +69,26 @@ class Prices:
         return self._known[cost]
 
 
-def jobs_of(step: StepGraph, prices: Prices, sizes: Mapping[Any, int] | None = None) -> Jobs:
-    """The jobs of a step; `sizes` gives the symbols of its sizes values."""
+def costs_of(step: StepGraph, sizes: Mapping[Any, int] | None) -> Costs:
+    """What the nodes of a step do; `sizes` gives the symbols of its sizes values."""
+    return {node.name: cost for node, cost in costs(step, sizes).items()}
+
+
+def jobs_of(
+    step: StepGraph, prices: Prices, sizes: Mapping[Any, int] | None = None, done: Costs | None = None
+) -> Jobs:
+    """The jobs of a step; `sizes` gives the symbols of its sizes values, `done` is `costs_of` where that is known."""
     nodes = tuple(step.nodes)
     place = {node: at for at, node in enumerate(nodes)}
     # Which of a group's collectives comes first is for the new order to say.
     needs = dependencies(step, [node for node in nodes if is_collective(node)])
-    done = costs(step, sizes)
+    done = costs_of(step, sizes) if done is None else done
     makes, uses = _memory(step, nodes, dict(sizes or {}))
     lanes = lanes_of(step)
     jobs = []
     pieces: dict[tuple[str, int], int] = {}
     for at, node in enumerate(nodes):
-        cost = done.get(node)
+        cost = done.get(node.name)
         seconds = prices.seconds(cost) if cost is not None else 0.0
         after = {place[other] for other in needs[node]}
         queue = FREE if not seconds else COMPUTE
@@ -97,7 +110,7 @@ def jobs_of(step: StepGraph, prices: Prices, sizes: Mapping[Any, int] | None = N
                 lanes[node],
             )
         )
-    return Jobs(nodes, tuple(jobs), max(lanes.values(), default=0))
+    return Jobs(step, nodes, tuple(jobs), max(lanes.values(), default=0), done)
 
 
 def lanes_of(step: StepGraph) -> dict[fx.Node, int]:

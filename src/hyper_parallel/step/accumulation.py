@@ -55,8 +55,10 @@ def rewritten_loop(
     pairs = [one for one in passes if "overlap" in one.provides]
     if not pairs or micro_batches % 2:
         return accumulating(rewritten(step, passes), level)
-    alone = accumulating(rewritten(step, [one for one in passes if one not in pairs]), level)
-    loop = unrolled(alone, 2, _numbered(1))
+    alone = rewritten(step, [one for one in passes if one not in pairs])
+    loop = unrolled(accumulating(alone, level), 2, _numbered(1))
+    if alone.short is not None:
+        loop.body.short = unrolled(accumulating(alone.short, level), 2, _numbered(1)).body
     return loop.with_body(rewritten(loop.body, pairs))
 
 

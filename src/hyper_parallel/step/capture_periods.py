@@ -17,6 +17,7 @@ periods between them are taken for A and B.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 GAIN = 0.6
 """At most so much of the layers is captured, in both captures together: else all are, once."""
+SHORT = 4
+"""Layers, in whole periods, between A and B in the short step for trials."""
 CALLS = 8
 """Dropouts of one module whose keys are known."""
 _NUMBERED = (WEIGHT, UNREDUCED, UNSUMMED)
@@ -100,6 +103,9 @@ class _Plan:
             raise Unlike(differs)
         found = assembled(two, self.pair, self.between, _NUMBERED, numbers)
         _check_state(found, handle.model)
+        few = self.between[: math.ceil(SHORT / self.pair.length)]
+        if 2 * len(few) <= len(self.between):
+            found.short = assembled(two, self.pair, few, _NUMBERED, numbers)
         return found
 
     def _few(

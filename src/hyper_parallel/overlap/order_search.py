@@ -1,0 +1,222 @@
+"""Search for the order of a step's collectives: candidates are estimated, and the best of them simulated.
+
+Tried are the usual schedule, and, each with the others: collectives in buckets or alone, one or two micro-batches side
+by side, and how far collectives and kernels may run ahead. Each is priced by `arrange` (every collective alone on its
+link). For the best of each number of micro-batches, collectives in pieces are tried on a few layers
+(`overlap.chunk_counts`). The best few, and the step as it is, are simulated, where collectives share links.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.graph import StepGraph, lifetimes
+from hyper_parallel.graph.collective_groups import is_collective, ranks_of
+from hyper_parallel.graph.dependencies import reorder
+from hyper_parallel.graph.lower import lowered
+from hyper_parallel.graph.regions import region_of
+from hyper_parallel.overlap.buckets import Buckets
+from hyper_parallel.overlap.chunk_counts import chunks_for
+from hyper_parallel.overlap.chunked_matmul import NO_CHUNKS, WHOLE, Chunks
+from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline
+from hyper_parallel.overlap.jobs import Costs, Jobs, Prices, costs_of, jobs_of
+from hyper_parallel.overlap.list_scheduling import Arranged, arrange
+from hyper_parallel.simulator import simulate
+from hyper_parallel.trace import Timeline, Trace
+from hyper_parallel.units import format_seconds
+
+_AHEAD = (0.1, 1.0, 2.0, 4.0)
+"""How far to run ahead, in layers' passes."""
+_SIMULATED = 3
+"""Of the tried ones, how many are simulated."""
+
+Sizes = Mapping[Any, int]
+"""Values of sizes that the data decide."""
+Room = Callable[[int], float]
+"""Bytes that a device may hold at once, in all, with so many micro-batches side by side."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A way to rewrite a step."""
+
+    buckets: bool
+    """Collectives of a layer made one."""
+    together: int
+    """Micro-batches side by side."""
+    window: float
+    """Seconds to run ahead at most."""
+    seconds: float
+    """Foreseen time of the step, every collective alone on its link."""
+    bytes: int
+    """Foreseen peak, with what is there from the start."""
+    usual: bool = False
+    """The usual schedule (`FsdpBaseline`)."""
+    chunks: Chunks = NO_CHUNKS
+    """Collectives in pieces."""
+    one_lane: bool = False
+    """Micro-batches are one list: none fills another one's gaps."""
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The lowest is the best."""
+        return self.seconds, self.bytes
+
+    def __str__(self) -> str:
+        if self.usual:
+            return (
+                "the usual schedule: weights asked for a layer ahead, gradients reduced beside the next layer"
+            )
+        buckets = "buckets" if self.buckets else "no buckets"
+        beside = f"{self.together} micro-batches side by side" if self.together > 1 else "one after the other"
+        pieces = f"; in pieces: {self.chunks}" if str(self.chunks) else ""
+        return f"{buckets}, {beside}, at most {format_seconds(self.window)} ahead{pieces}"
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A step in the order that was tried, and simulated."""
+
+    tried: Tried
+    step: StepGraph
+    timeline: Timeline
+
+
+class OrderSearch:
+    """The orders of a step that fit into `room`."""
+
+    def __init__(self, step: StepGraph, cluster: Cluster, sizes: Sizes, pieces: bool = True) -> None:
+        self.step, self._cluster, self._sizes, self._pieces = step, cluster, sizes, pieces
+        self._prices, self._costs = Prices(cluster), costs_of(step, sizes)
+        self.resident = sum(life.bytes for life in lifetimes(step, sizes) if life.born < 0)
+        """Bytes that are there from the start."""
+        self.room: Room = lambda _: math.inf
+        self.tried: list[Tried] = []
+        """By predicted time."""
+        self._found: list[_Arranged] = []
+
+    def as_it_is(self) -> Timeline:
+        """The step in the order that it has."""
+        return self._timeline(self.step, self._costs)
+
+    def best(self) -> list[Ordered]:
+        """The usual schedule and the best of the others, by their simulated time."""
+        self._in_order()
+        if self._pieces:
+            self._in_pieces()
+        self._found.sort(key=lambda one: one.tried.rank)
+        self.tried = [one.tried for one in self._found]
+        made = [*self._usual(), *(self._simulated(one) for one in self._found[:_SIMULATED])]
+        return sorted(made, key=lambda one: one.timeline.step)
+
+    def made(self, tried: Tried) -> Ordered | None:
+        """The step in an order that was tried on another one; None where it does not fit."""
+        if tried.usual:
+            return next(self._usual(), None)
+        jobs = self._jobs(tried)
+        found = self._arranged(tried, jobs)
+        return None if found is None else self._simulated(found)
+
+    def _usual(self) -> Iterator[Ordered]:
+        """The usual schedule. It needs little memory, and so is there where nothing else fits."""
+        step = FsdpBaseline()(self.step)
+        timeline = self._timeline(step, self._costs)
+        if timeline.peak.bytes <= self.room(1):
+            yield Ordered(
+                Tried(False, 1, 0.0, timeline.step, timeline.peak.bytes, usual=True), step, timeline
+            )
+
+    def _in_order(self) -> None:
+        """Collectives whole: with and without buckets, one and two micro-batches at once, further and less ahead."""
+        for bucketed in (False, True):
+            plain = Tried(bucketed, 1, 0.0, 0.0, 0)
+            jobs = self._jobs(plain)
+            unit = _layer_seconds(jobs)
+            for together in range(1, min(2, jobs.lanes) + 1):
+                self._add(jobs, *(replace(plain, together=together, window=ahead * unit) for ahead in _AHEAD))
+            if not any(one.tried.buckets == bucketed for one in self._found):
+                # Micro-batches that fill each other's gaps hold too much: nothing runs further ahead than in one list.
+                plain = replace(plain, one_lane=True)
+                self._add(_one_lane(jobs), *(replace(plain, window=ahead * unit) for ahead in _AHEAD))
+
+    def _in_pieces(self) -> None:
+        """Collectives in pieces, for the best of one and of two micro-batches at once."""
+        for together in (1, 2):
+            whole = [one.tried for one in self._found if one.tried.together == together]
+            if not whole:
+                continue
+            best = min(whole, key=lambda tried: tried.rank)
+            chunks = chunks_for(self.step, self._prices, self._sizes, together, best.window)
+            # What pays on layers alone may not beside their neighbours, less so in the busier backward pass.
+            for one in dict.fromkeys((chunks, replace(chunks, backward=WHOLE))):
+                if one != NO_CHUNKS:
+                    cut = replace(best, chunks=one, one_lane=False)
+                    self._add(self._jobs(cut), replace(cut, window=best.window / 2), cut)
+
+    def _jobs(self, tried: Tried) -> Jobs:
+        graph = tried.chunks(self.step) if tried.chunks != NO_CHUNKS else self.step
+        graph = Buckets()(graph) if tried.buckets else graph
+        jobs = jobs_of(graph, self._prices, self._sizes, self._costs if graph is self.step else None)
+        return _one_lane(jobs) if tried.one_lane else jobs
+
+    def _add(self, jobs: Jobs, *ways: Tried) -> None:
+        """Those of these ways that fit; each runs further ahead than the one before it, and so holds more."""
+        for one in ways:
+            found = self._arranged(one, jobs)
+            if found is None:
+                break
+            self._found.append(found)
+
+    def _arranged(self, tried: Tried, jobs: Jobs) -> _Arranged | None:
+        room = self.room(tried.together)
+        # Waits that come late cost least where links are shared; waits that come soon let go of memory.
+        for patience in (math.inf, 1.0):
+            made = arrange(
+                jobs.jobs,
+                window=tried.window,
+                budget=room - self.resident,
+                together=tried.together,
+                slowdown=self._prices.slowdown,
+                patience=patience,
+            )
+            held = made.bytes + self.resident
+            if held <= room:
+                return _Arranged(replace(tried, seconds=made.seconds, bytes=held), made, jobs)
+        return None
+
+    def _simulated(self, found: _Arranged) -> Ordered:
+        nodes = found.jobs.nodes
+        free = [node for node in nodes if is_collective(node)]
+        step = reorder(found.jobs.step, [nodes[index] for index in found.made.order], free)
+        return Ordered(found.tried, step, self._timeline(step, found.jobs.costs))
+
+    def _timeline(self, step: StepGraph, costs: Costs) -> Timeline:
+        """What a step of these costs would take where every rank runs it."""
+        priced = {node: costs[node.name] for node in step.nodes if node.name in costs}
+        one = lowered(step, sizes=self._sizes, views=False, priced=priced)
+        classes = dict.fromkeys(ranks_of(step), "all")
+        return simulate(Trace({"all": one.ops}, classes, {"all": one.resident}), self._cluster)
+
+
+@dataclass(frozen=True)
+class _Arranged:
+    """An order that fits."""
+
+    tried: Tried
+    made: Arranged
+    jobs: Jobs
+
+
+def _one_lane(jobs: Jobs) -> Jobs:
+    return replace(jobs, jobs=tuple(replace(job, lane=0) for job in jobs.jobs), lanes=1)
+
+
+def _layer_seconds(jobs: Jobs) -> float:
+    """What a layer takes in one direction when everything runs one after the other: the mean."""
+    layers = {region_of(node).layer for node in jobs.nodes} - {""}
+    lanes = [job.seconds for job in jobs.jobs if job.lane < jobs.lanes]
+    return sum(lanes) / max(1, jobs.lanes) / max(1, len(layers)) / 2
