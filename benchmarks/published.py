@@ -266,8 +266,8 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
     yield ""
     yield (
         "Intervals are of residuals of held-out sources and of the runs below that no constant is fitted on, and wider "
-        "for rows of whose kind few other sources have runs (`planner.runs_of_kind`); a row's own source is left out of "
-        "its interval."
+        "for rows of whose kind few other sources have runs (`planner.runs_of_kind`); a row's own source is left out "
+        "of its interval."
     )
     yield ""
     yield (
