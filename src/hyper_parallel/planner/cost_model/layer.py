@@ -75,8 +75,6 @@ FUSED_ROUTING = 0.5
 RECORDED = 0.7
 """Launches of a layer that recorded graphs take the place of: those of attention, router and preprocessing (the scope
 of Megatron-Bridge's recipes), but not of experts and exchanges."""
-STRETCHES = 4.0
-"""The power mean of the device's time and the host's: where both are equal a pass takes 2^(1/4) = 1.19 times either."""
 ADAPTER_LAUNCHES = 20.0
 """Kernels of a layer's adapters: two products and a sum of each of about seven linear layers."""
 
@@ -132,8 +130,8 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     launches = _kernels(t, k, with_experts) * k.launch
     products_backward = (2 - t.frozen) * products + 2 * own
     back = products_backward + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
-    forward = _longer(busy + apart.expert, launches) + apart.forward - apart.expert
-    backward = _longer(back + apart.expert, BACKWARD_LAUNCHES * launches) + apart.backward - apart.expert
+    forward = _longer(k, busy + apart.expert, launches) + apart.forward - apart.expert
+    backward = _longer(k, back + apart.expert, BACKWARD_LAUNCHES * launches) + apart.backward - apart.expert
     again = np.where(t.recompute == 2, forward, np.where(t.recompute == 1, unfused + 0.2 * elementwise, 0.0))
     return Layer(
         products + own,
@@ -149,13 +147,14 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     )
 
 
-def _longer(device: Array, host: Array) -> Array:
+def _longer(k: Constants, device: Array, host: Array) -> Array:
     """Seconds of a pass in which the device is busy for `device` seconds and the host launches for `host`.
 
     The longer of both, and more where they are near: the host falls behind in stretches of short kernels, and what it
-    gains beside long ones does not make up for all of it.
+    gains beside long ones does not make up for all of it. Where both are equal, 2^(1 / `stretches`) times either.
     """
-    return (device**STRETCHES + host**STRETCHES) ** (1 / STRETCHES)
+    both: Array = np.maximum(device, host)
+    return both * ((device / both) ** k.stretches + (host / both) ** k.stretches) ** (1 / k.stretches)
 
 
 def _adapters(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
