@@ -26,10 +26,11 @@ from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
 from hyper_parallel.planner.fit.cross_validation import Evidence, Judgement, Residuals, judge, seconds_of
 from hyper_parallel.planner.fit.map_estimate import solve
 from hyper_parallel.planner.fit.published_runs import evidence
+from hyper_parallel.planner.runs_of_kind import Runs, collected, widening
 from hyper_parallel.planner.table import Array
 
 AXES = ("tensor_x", "pipeline", "context", "expert", "zero", "micro")
-LIMITS = {
+LIMITS: dict[str, tuple[float | tuple[float, float], str]] = {
     "step": (0.10, "at most"),
     "median": (0.06, "at most"),
     "dense_mean": (0.08, "at most"),
@@ -40,10 +41,12 @@ LIMITS = {
     "picked": (0.92, "at least"),
     "caught": (0.90, "at least"),
     "alarms": (0.04, "at most"),
-    "dense_held": (0.85, "at least"),
-    "mixture_held": (0.85, "at least"),
+    "dense_held": ((0.85, 0.95), "within"),
+    "mixture_held": ((0.85, 0.95), "within"),
+    "dense_covered": ((0.85, 0.95), "within"),
+    "mixture_covered": ((0.85, 0.95), "within"),
 }
-"""What is asked for; intervals hold 95% at most."""
+"""What is asked for; an interval that holds more than 95% is too wide."""
 ASKED = "S"
 """How the names of the sources begin for which that was asked; P6 is an addition."""
 SHARES = ("ordered", "picked", "ordered_alike", "picked_alike", "caught", "alarms")
@@ -60,18 +63,26 @@ def main() -> None:
     others = evidence(TRANSCRIBED)
     constants = solve(runs.table.take(runs.timed), runs.seconds[runs.timed], runs.groups[runs.timed])
     told = seconds_of(others.table, constants)
-    found = judge(runs, Residuals.of(others, open_facts(others.table, constants, told)))
+    known = [*_collected(runs), *_collected(others)]
+    unseen_residuals = Residuals.of(others, open_facts(others.table, constants, told), known)
+    found = judge(runs, unseen_residuals, known)
     result = outcome(runs, found, constants)
-    result["unseen"] = unseen(others, constants, found.residuals)
+    result["unseen"] = unseen(others, constants, found.residuals, known)
+    result["summary"] |= {f"{kind}_covered": covered(kind, found, result["unseen"]) for kind in KINDS}
     print("\n".join(lines(result)))
     if given.print_only:
         return
-    FITTED.write_text(json.dumps(_constants(constants, found), indent=1) + "\n")
+    FITTED.write_text(json.dumps(_constants(constants, found, known), indent=1) + "\n")
     write("published", result)
     put(DOCS / "fidelity.md", "published.py", lines(result))
 
 
-def _constants(constants: Constants, found: Judgement) -> dict[str, Any]:
+def _collected(runs: Evidence) -> list[Runs]:
+    """By source and kind, the runs whose times count."""
+    return collected(runs.table.take(runs.timed), runs.sources[runs.timed])
+
+
+def _constants(constants: Constants, found: Judgement, known: Sequence[Runs]) -> dict[str, Any]:
     return {
         "note": "by benchmarks/published.py: fitted on RUNS and RECIPES of evidence; residuals of held-out sources",
         "constants": {name: _rounded(value) for name, value in asdict(constants).items()},
@@ -80,6 +91,7 @@ def _constants(constants: Constants, found: Judgement) -> dict[str, Any]:
             for kind in KINDS
             for low, high in (found.residuals.interval(kind),)
         },
+        "runs": [asdict(one) for one in known],
     }
 
 
@@ -129,7 +141,9 @@ def outcome(runs: Evidence, found: Judgement, constants: Constants) -> dict[str,
     }
 
 
-def unseen(runs: Evidence, constants: Constants, residuals: Residuals) -> dict[str, dict[str, float]]:
+def unseen(
+    runs: Evidence, constants: Constants, residuals: Residuals, known: Sequence[Runs]
+) -> dict[str, dict[str, float]]:
     """Errors of the estimates by source, kind and hardware, for runs on which nothing was fitted.
 
     A row's interval is of the residuals of other sources.
@@ -144,7 +158,7 @@ def unseen(runs: Evidence, constants: Constants, residuals: Residuals) -> dict[s
             for kind, source in zip(mixture, runs.sources, strict=True)
         ]
     )
-    low, high = between[:, 0], between[:, 1]
+    low, high = (between * widening(runs.table, known, runs.sources)[:, None]).T
     peak = np.broadcast_to(sum_of(memory(runs.table)), runs.table.n) / runs.peak
     held = (fastest * np.exp(-high) <= runs.seconds) & (runs.seconds <= slowest * np.exp(-low))
     found = {}
@@ -162,6 +176,13 @@ def unseen(runs: Evidence, constants: Constants, residuals: Residuals) -> dict[s
             **({"memory": float(np.abs(peak[told] - 1).mean())} if told.any() else {}),
         }
     return found
+
+
+def covered(kind: str, found: Judgement, others: Mapping[str, Mapping[str, float]]) -> float:
+    """The share of rows within their interval, mean over all groups of a kind: held out, and never fitted on."""
+    own = found.kinds[kind]
+    unseen = [one["held"] for one in others.values() if one["mixture"] == (kind == "mixture")]
+    return (own["held"] * own["groups"] + sum(unseen)) / (own["groups"] + len(unseen))
 
 
 def _by_axis(runs: Evidence, found: Judgement) -> dict[str, dict[str, list[float]]]:
@@ -224,12 +245,15 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
         "ordered_alike": "pairs of one batch and length too, so that only the strategy differs, in the right order",
         "dense_held": "rows within the 90% interval, models without experts",
         "mixture_held": "rows within the 90% interval, mixtures of experts",
+        "dense_covered": "the same with the runs that no constant is fitted on, models without experts",
+        "mixture_covered": "the same with the runs that no constant is fitted on, mixtures of experts",
     }
     for name, text in words.items():
         limit, side = LIMITS[name]
-        met = summary[name] <= limit if side == "at most" else summary[name] >= limit
+        met = _met(summary[name], *LIMITS[name])
         counted = f" ({shares[name][0]:,} of {shares[name][1]:,})" if name in shares else ""
-        yield f"| {text} | {side} {limit:.0%} | {summary[name]:.1%}{counted} | {'' if met else '**missed**'} |"
+        asked = f"{limit[0]:.0%} to {limit[1]:.0%}" if side == "within" else f"{side} {limit:.0%}"
+        yield f"| {text} | {asked} | {summary[name]:.1%}{counted} | {'' if met else '**missed**'} |"
     yield ""
     picked = f"{summary['picked_alike']:.1%} ({shares['picked_alike'][0]:,} of {shares['picked_alike'][1]:,})"
     yield f"Of one batch and length too, so that only the strategy differs: picks {picked}."
@@ -241,8 +265,9 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
         yield f"| {text} | {rows:,.0f} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |"
     yield ""
     yield (
-        "Intervals are of residuals of held-out sources and of the runs below that no constant is fitted on; a row's "
-        "own source is left out of its interval."
+        "Intervals are of residuals of held-out sources and of the runs below that no constant is fitted on, and wider "
+        "for rows of whose kind few other sources have runs (`planner.runs_of_kind`); a row's own source is left out "
+        "of its interval."
     )
     yield ""
     yield (
@@ -286,6 +311,12 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
     for row in result["worst"]:
         spread = ", ".join(f"{axis} {row[axis]:g}" for axis in AXES if row[axis] not in (0, 1))
         yield f"| {row['group']} | {row['model']} | {spread} | {row['error']:+.0%} | {_reason(row)} |"
+
+
+def _met(found: float, limit: float | tuple[float, float], side: str) -> bool:
+    if isinstance(limit, tuple):
+        return limit[0] <= found <= limit[1]
+    return found <= limit if side == "at most" else found >= limit
 
 
 def _unseen_lines(groups: Mapping[str, Mapping[str, float]]) -> Iterable[str]:

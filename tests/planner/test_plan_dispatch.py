@@ -160,10 +160,11 @@ def test_what_is_open_is_within_the_interval() -> None:
     t = table(profile=MEGATRON_LM)
     told = estimate(t, fitted())
     sides = [
-        sum_of(estimate(t.replaced(dedup=d, overlap_expert=o, even=e), fitted()).parts)[0]
+        sum_of(estimate(t.replaced(dedup=d, overlap_expert=o, even=e, fused_routing=f), fitted()).parts)[0]
         for d in (0.0, 1.0)
         for o in (0.0, 1.0)
         for e in (0.0, 1.0)
+        for f in (0.0, 1.0)
     ]
     assert told.fastest[0] == pytest.approx(min(sides)) and told.slowest[0] == pytest.approx(max(sides))
     assert told.fastest[0] < told.seconds[0] < told.slowest[0]

@@ -360,3 +360,24 @@ def test_scrambled_measurements_change_nothing_of_the_published_runs() -> None:
     (table, found), (other, others) = rows(given), rows(scrambled)
     assert found == others
     assert all((getattr(table, name) == getattr(other, name)).all() for name in COLUMNS)
+
+
+def test_maxtext_keeps_queries_keys_and_values() -> None:
+    """Of Llama 3.1 70B's products its policy computes the attention's output, gate and up again: 63%."""
+    run = {
+        **RUN,
+        "model": "llama-3.1-70b",
+        "framework": "MaxText",
+        "recompute": "save_qkv_proj",
+        "hidden": "8192",
+    }
+    run |= {"layers": "80", "heads": "64", "ffn": "28672"}
+    table, _ = rows([run])
+    assert table.recompute.tolist() == [2.0]
+    parts = {
+        "qkv": 8192 * (8192 + 2 * 1024),
+        "out": 8192 * 8192,
+        "wide": 2 * 8192 * 28672,
+        "down": 8192 * 28672,
+    }
+    assert table.recomputed[0] == pytest.approx((parts["out"] + parts["wide"]) / sum(parts.values()))

@@ -187,7 +187,7 @@ def ties(one: PrintedAnswer) -> list[str]:
 def text(one: PrintedAnswer, width: int = 140) -> str:
     """For the terminal. The first word is `estimated`."""
     body = text_of(heading(one), facts(one), sheets(one), WORD, width).rstrip()
-    ends = [*ties(one), *one.why.sentences, *(f"note: {note}" for note in one.notes)]
+    ends = [one.support.sentence, *ties(one), *one.why.sentences, *(f"note: {note}" for note in one.notes)]
     return "\n".join([body, "", *ends])
 
 
@@ -207,6 +207,7 @@ def to_json(one: PrintedAnswer) -> dict[str, Any]:
         "devices": question.devices,
         "objective": question.objective,
         "best": [found.to_json() for found in one.best],
+        "evidence": one.support.to_json(),
         "ties": None
         if one.tied is None
         else {

@@ -64,6 +64,12 @@ class Constants:
     unfused: float = _number(2.2, 0.3, "ratio", "bytes of these where a framework does not fuse them")
     permute: float = _number(1.5, 0.3, "ratio", "bytes of sorting rows by expert and back beside the count")
     launch: float = _number(22e-6, 0.3, "s", "what a kernel costs the host that launches it")
+    stretches: float = _number(
+        4.0,
+        0.3,
+        "power",
+        "of the power mean of host and device that a pass takes: the higher, the nearer to the longer",
+    )
     routing: float = _number(
         200.0, 0.3, "kernels", "launches of a routed layer, its waits counted as launches"
     )

@@ -1,11 +1,12 @@
 """Error interval of an estimate: covers 90% of measured runs of its kind.
 
-    r = log(estimate / measured)        seconds in [s₁ · exp(−r₉₅), s₀ · exp(−r₅)]        `between`
+    r = log(estimate / measured) / w        seconds in [s₁ · exp(−w r₉₅), s₀ · exp(−w r₅)]        `between`
 
-r₅ and r₉₅ are quantiles of the residuals of published runs, each of a source that was held out while constants were
-fitted (`fit.judge`), each source on one kind of hardware weighing the same. They are written beside the constants, for
-models with experts and without (`KINDS`), since the former are harder to estimate. What open facts explain of a run is
-no residual.
+w is by how much the interval is wider where few published runs are of the question's kind, or none
+(`runs_of_kind.widening`); in most questions it is 1. r₅ and r₉₅ are quantiles of the residuals of published runs, each
+of a source that was held out while constants were fitted (`fit.judge`) and that does not count for w, each source on
+one kind of hardware weighing the same. They are written beside the constants, for models with experts and without
+(`KINDS`), since the former are harder to estimate. What open facts explain of a run is no residual.
 
 s₀ and s₁ are the estimate with every fact that the framework leaves open against it, and for it
 (`cost_model.step.open_facts`). Both are the estimate where nothing is open.
@@ -20,6 +21,7 @@ import numpy as np
 
 from hyper_parallel.planner.constants import FITTED
 from hyper_parallel.planner.cost_model.step import Estimate
+from hyper_parallel.planner.runs_of_kind import widening
 from hyper_parallel.planner.table import Array, Table
 
 LOW, HIGH = 0.05, 0.95
@@ -38,7 +40,8 @@ def between(t: Table, told: Estimate) -> tuple[Array, Array]:
     """Seconds that nine of ten steps with such estimates take at least and at most."""
     found = residuals()
     low, high = (np.where(t.experts > 0, found["mixture"][i], found["dense"][i]) for i in (0, 1))
-    return told.fastest * np.exp(-high), told.slowest * np.exp(-low)
+    wider = widening(t)
+    return told.fastest * np.exp(-high * wider), told.slowest * np.exp(-low * wider)
 
 
 def quantiles(residuals: Array, weights: Array) -> tuple[float, float]:

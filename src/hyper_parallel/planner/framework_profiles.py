@@ -44,10 +44,11 @@ MEGATRON_LM = Profile(
 MEGATRON_DEEPSPEED = Profile(
     name="megatron-deepspeed",
     source=(
-        "Megatron-DeepSpeed: attention's scores are stored; DeepSpeed's overlap_comm is false below ZeRO-3, its "
-        "float16 gradients are reduced as they are"
+        "Megatron-DeepSpeed: attention's scores are stored; norms, softmax, and biases with GELU or dropout are fused, "
+        "other operators are not; DeepSpeed's overlap_comm is false below ZeRO-3, its float16 gradients are reduced as "
+        "they are"
     ),
-    fused=0,
+    fused=0.5,
     flash=0,
     overlap_data=0,
     gradient_bytes=2,
@@ -170,12 +171,13 @@ NANOTRON = Profile(
     name="nanotron",
     source=(
         "nanotron v0.5: pipeline blocks by get_block_compute_costs, the head's included; with ZeRO-1 and "
-        "accumulate_grad_in_fp32 gradients are reduced after the backward pass; FlashAttention, SwiGLU by PyTorch; "
-        "tp_recompute_allgather is true"
+        "accumulate_grad_in_fp32 gradients are reduced after the backward pass, without ZeRO beside it, by PyTorch's "
+        "wrapper (make_ddp in its trainer); FlashAttention, SwiGLU by PyTorch; tp_recompute_allgather is an option"
     ),
     fused=0,
     flash=2,
-    overlap_data=0,
+    overlap_split=0,
+    regathers=0.5,
     balanced=1,
     greedy=1,
     logit_bytes=12,

@@ -7,9 +7,10 @@ With m micro-batches, p stages, L layers, and a step as `cost_model.step` has it
 each bound is the same sum with terms left out or made smaller. All terms are at least 0.
 
 **`Bounds.alone`**, from tensor, context, expert and micro-batch alone: m · pace ≥ (m / p)(L · layer + head), since the
-slowest stage is no faster than the mean one. It leaves out gathers, recompute and everything outside the passes, and
-prices a layer's collectives in the best order, in which nothing else lies between their ranks. The proof needs inner
-links that are at least as fast as outer ones; on other clusters all links count as the fastest one.
+slowest stage is no faster than the mean one; and the update of what is trained, shared by all devices. It leaves out
+gathers, recompute and whatever else is outside the passes, and prices a layer's collectives in the best order, in which
+nothing else lies between their ranks. The proof needs inner links that are at least as fast as outer ones; on other
+clusters all links count as the fastest one.
 
 **`Bounds.splits`**, with the degrees, ZeRO level, method and order: the passes at the mean stage's pace, and everything
 outside of them except bubble and sends. DualPipe hides exchanges of experts, so it has a separate bound (`dual`).
@@ -46,7 +47,7 @@ import numpy.typing as npt
 from hyper_parallel.planner.codes import ORDERS, SCHEDULES
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import HOST_PART, by_stage
-from hyper_parallel.planner.cost_model.optimizer_step import gathered
+from hyper_parallel.planner.cost_model.optimizer_step import UPDATE_BYTES, gathered
 from hyper_parallel.planner.cost_model.parameters import held, trained
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
@@ -133,8 +134,16 @@ class Bounds:
                 passes = sum_of({name: parts[name] for name in (*PASSES, "head")})
                 np.minimum.at(least, parent[part], np.broadcast_to(passes, dual.size))
         times = self.space.batch / (rows["replicate"] * rows["shard"] * rows["micro"] * rows["pipeline"])
-        found: Array = (times * least[which] + self.constants.fixed) * self.slower * _CLOSE
+        found: Array = (times * least[which] + self.constants.fixed + self._update()) * self.slower * _CLOSE
         return found
+
+    def _update(self) -> float:
+        """Seconds of the optimizer's update at least: no rank has less than its share of what is trained."""
+        whole = self.base.replaced(tensor_x=1.0, tensor_y=1.0, expert=1.0, expert_tensor=1.0, pipeline=1.0)
+        own = trained(whole, held(whole))
+        elements = whole.layers * own.all() + own.embedding
+        rate = whole.hbm * self.constants.memory
+        return float((UPDATE_BYTES * elements / (self.space.devices * rate)).min())
 
     def _orders(self) -> list[int]:
         """Orders that differ where nothing is split over data and stages."""

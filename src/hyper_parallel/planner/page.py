@@ -69,7 +69,8 @@ def page(one: PrintedAnswer, front: Sequence[Figures]) -> str:
         ),
         "choices": f'<div id="choices">{sheet_table(choices(one), badge(WORD))}</div>',
         "sentences": "".join(
-            f"<li>{escape(text)}</li>" for text in (*ties(one), *one.why.sentences, *one.notes)
+            f"<li>{escape(text)}</li>"
+            for text in (one.support.sentence, *ties(one), *one.why.sentences, *one.notes)
         ),
         "badge": badge(WORD),
         "time": _bars(

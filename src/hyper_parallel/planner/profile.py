@@ -53,12 +53,15 @@ class Profile:
     source: str
     """Where its facts stand."""
     fused: float = 1.0
-    """Elementwise operators and norms are fused into few kernels."""
+    """Elementwise operators and norms are fused into few kernels. 0.5: those that move most bytes (norms, softmax, a
+    bias with its activation or dropout), in about as many kernels, and products do not add into sums of gradients."""
     flash: float = 1.0
     """Attention's scores stay on the chip: 1 by the best kernels that a device has; a share of their rate by others; 2
     by FlashAttention-2, PyTorch's copy or its own package, which knows no instruction that is newer than Ampere."""
     overlap_data: float = 1.0
     """Gradients are reduced, and weights gathered, beside computation."""
+    overlap_split: float = 1.0
+    """What is left of that for gradients where the optimizer's state is split (ZeRO)."""
     overlap_tensor: float = 0.0
     """The collectives of a layer's split products run beside them, in parts."""
     overlap_expert: float = 0.0
@@ -90,7 +93,8 @@ class Profile:
     """Bytes of a logit while the loss goes back: in 16 bits and in float32, the float32 gradient in its copy's place,
     and the gradient in 16 bits. A loss that keeps a float32 copy more takes 12, one within the 16-bit logits 4."""
     regathers: float = 1.0
-    """A product whose input is split by tokens keeps its part, and gathers it again for its gradient."""
+    """A product whose input is split by tokens keeps its part, and gathers it again for its gradient; a half says that
+    it is not known."""
     tuned: float = 0.0
     """Kernels of products are chosen for Hopper by Transformer Engine or XLA, not as PyTorch's library offers them; a
     half says that it is not known."""

@@ -17,6 +17,7 @@ from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.mixer_axes import left_out
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
 from hyper_parallel.planner.run_file import PlannedRunFile, planned_run_file
+from hyper_parallel.planner.runs_of_kind import Support, support
 from hyper_parallel.planner.simplest import Tied, simplest
 from hyper_parallel.planner.sweep import ask
 from hyper_parallel.planner.table import Table
@@ -53,6 +54,8 @@ class PrintedAnswer:
     """What ties with the quickest strategy; None where the first of `best` is that."""
     best: Sequence[Figures]
     why: Explanation
+    support: Support
+    """The published runs that the first of `best` rests on."""
     files: Sequence[PlannedRunFile]
     """The best as run files, in their order."""
     refined: Sequence[Refined] = field(default_factory=tuple)
@@ -101,6 +104,7 @@ def solve(
         tied=tied,
         best=best,
         why=explain(found.best[0].table, question, known),
+        support=support(found.best[0].table),
         files=[
             planned_run_file(one, question, model, _on_host(choice.table, known))
             for one, choice in zip(best, found.best, strict=True)

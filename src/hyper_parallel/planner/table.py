@@ -185,6 +185,7 @@ class Table:
     fused: Array
     flash: Array
     overlap_data: Array
+    overlap_split: Array
     overlap_tensor: Array
     overlap_expert: Array
     overlap_shared: Array

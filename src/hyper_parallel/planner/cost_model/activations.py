@@ -16,11 +16,11 @@ and k heads of queries and of keys, e = features of an MLP, and P ranks of the t
     experts        (c h + (2 b + c) e) chosen / P + 8 E       of each chosen expert; the router's scores and shares
 
 o is 1/P with sequence parallelism, else 1. g is o where a product gathers its input again for its gradient
-(`regathers`; 2205.05198, section 4.2.2), else 1: it keeps the gathered one. Latent attention (arXiv 2405.04434,
-section 2.1) keeps its latents, which no tensor axis splits, and whole queries, keys and values; where their parts are
-not put together by one kernel, these too. Another token mixer keeps `Mixer.saved`, and its result as the input of its
-last product. Where the model is frozen, the input of a product is kept only for an adapter. Selective recompute forgets
-the scores; full recompute all but the layer's input, and has one layer at a time.
+(`regathers`; 2205.05198, section 4.2.2), else 1: it keeps the gathered one; the mean of both where it is not known.
+Latent attention (arXiv 2405.04434, section 2.1) keeps its latents, which no tensor axis splits, and whole queries, keys
+and values; where their parts are not put together by one kernel, these too. Another token mixer keeps `Mixer.saved`,
+and its result as the input of its last product. Where the model is frozen, the input of a product is kept only for an
+adapter. Selective recompute forgets the scores; full recompute all but the layer's input, and has one layer at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def saved_activations(t: Table) -> SavedActivations:
     ranks = t.tensor_x * t.tensor_y
     size, narrow = element_bytes(t), product_bytes(t)
     outside = np.where(t.sequence_parallel > 0, 1 / ranks, 1.0)
-    gathered = np.where(t.regathers > 0, outside, 1.0)
+    gathered = t.regathers * outside + (1 - t.regathers)
     first, second = _input_kept(t, t.adapted_attention), _input_kept(t, t.adapted_mlp)
     mixes, feeds = attending(t) + mixing(t), np.where(t.experts > 0, 1.0, t.mlp_layers / t.layers)
     shared = mixes * (size * outside + first * narrow * gathered) * t.hidden
@@ -97,7 +97,7 @@ def _attention(t: Table, ranks: Array) -> Array:
     heads = t.heads / ranks
     keys = np.maximum(t.kv_heads / ranks, 1.0)
     # Models without gates add their positions, or bias the scores by them.
-    rotated = np.where(t.fused > 0, 0.0, t.gated * size * (heads + keys) * t.head_dim)
+    rotated = np.where(t.fused >= 1, 0.0, t.gated * size * (heads + keys) * t.head_dim)
     again = np.where(narrow < size, narrow, 0.0) * _input_kept(t, t.adapted_output)
     plain: Array = size * (heads + 2 * keys) * t.head_dim + rotated + (size + again) * heads * t.head_dim
     # A gate keeps itself and its product with the result.
@@ -107,7 +107,7 @@ def _attention(t: Table, ranks: Array) -> Array:
     whole = t.plain + t.rotary
     # Latents as they come and normalised; whole queries, keys and values, and what those were put together from.
     latents = (size + narrow) * (t.query_rank + t.key_rank) + size * t.rotary
-    parts = np.where(t.fused > 0, 0.0, whole + t.plain)
+    parts = np.where(t.fused >= 1, 0.0, whole + t.plain)
     latent = latents + heads * (size * (2 * whole + t.value + parts) + (size + again) * t.value)
     either: Array = np.where(t.key_rank > 0, latent, plain)
     return either + 4 * heads
@@ -122,7 +122,7 @@ def _scores(t: Table, ranks: Array) -> Array:
 def _wide(t: Table, features: Array, kept: Array | None = None) -> Array:
     """`kept`: 1 where the last product's input is, 0 where its weights have no gradient."""
     size = element_bytes(t)
-    activated = np.where(t.fused > 0, 0.0, t.gated * size)
+    activated = np.where(t.fused >= 1, 0.0, t.gated * size)
     last = _input_kept(t, t.adapted_down) if kept is None else kept
     wide: Array = ((1 + t.gated) * size + activated + last * product_bytes(t)) * features
     return wide

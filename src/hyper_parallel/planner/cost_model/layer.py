@@ -21,9 +21,9 @@ over P where the sequence is; activations of the MLP as wide as its features; ro
 layers of 8 and 4 bits read their inputs once more to scale them.
 
 Host: a layer's kernels cost the host `launch` each (`_kernels`); where that is longer than the device is busy, it is
-what a pass takes; exchanges of experts run while the host launches what is behind them, and other collectives come on
-top, since ranks wait for the slowest host. Recorded graphs, which hold
-attention and routers but not the experts, take the place of RECORDED of them.
+what a pass takes, and where both are near a pass takes longer than either (`_longer`); exchanges of experts run while
+the host launches what is behind them, and other collectives come on top, since ranks wait for the slowest host.
+Recorded graphs, which hold attention and routers but not the experts, take the place of RECORDED of them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
         products = products + with_experts * (_routed(t, k, ranks, multiply, tokens) + shared)
     attention, unfused = (attending(t) * part for part in _attention(t, k, ranks, tokens))
     elementwise = moved(t, k, _bytes(t, k, ranks, tokens, with_experts)) * k.elementwise
-    elementwise = elementwise * np.where(t.fused > 0, 1.0, k.unfused) + unfused
+    elementwise = elementwise * k.unfused ** (1 - t.fused) + unfused
     own: Array = np.zeros(1)
     if np.any(t.mixer_layers > 0):
         products = products + mixing(t) * projected(t, ranks.tensor, multiply, tokens)
@@ -130,8 +130,8 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     launches = _kernels(t, k, with_experts) * k.launch
     products_backward = (2 - t.frozen) * products + 2 * own
     back = products_backward + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
-    forward = np.maximum(busy + apart.expert, launches) + apart.forward - apart.expert
-    backward = np.maximum(back + apart.expert, BACKWARD_LAUNCHES * launches) + apart.backward - apart.expert
+    forward = _longer(k, busy + apart.expert, launches) + apart.forward - apart.expert
+    backward = _longer(k, back + apart.expert, BACKWARD_LAUNCHES * launches) + apart.backward - apart.expert
     again = np.where(t.recompute == 2, forward, np.where(t.recompute == 1, unfused + 0.2 * elementwise, 0.0))
     return Layer(
         products + own,
@@ -145,6 +145,16 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
         backward,
         again * t.recomputed,
     )
+
+
+def _longer(k: Constants, device: Array, host: Array) -> Array:
+    """Seconds of a pass in which the device is busy for `device` seconds and the host launches for `host`.
+
+    The longer of both, and more where they are near: the host falls behind in stretches of short kernels, and what it
+    gains beside long ones does not make up for all of it. Where both are equal, 2^(1 / `stretches`) times either.
+    """
+    both: Array = np.maximum(device, host)
+    return both * ((device / both) ** k.stretches + (host / both) ** k.stretches) ** (1 / k.stretches)
 
 
 def _adapters(t: Table, ranks: Ranks, multiply: Products, tokens: Array) -> Array:
@@ -241,7 +251,7 @@ def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
 
 def _kernels(t: Table, k: Constants, with_experts: Array) -> Array:
     """Launches of a layer's forward pass."""
-    plain = np.where(t.fused > 0, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
+    plain = np.where(t.fused >= 1, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
     # Half are those of a block, whatever it has.
     plain = plain * blocks(t) / 2 + mixing(t) * SCAN_LAUNCHES
     plain = plain + np.where(t.frozen > 0, ADAPTER_LAUNCHES, 0.0)

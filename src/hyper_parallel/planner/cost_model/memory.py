@@ -12,9 +12,10 @@ A frozen weight takes `frozen_bytes` and neither gradient nor state: those are o
 section 4.2). A module that predicts one token more is a layer on the stage of the head, with a copy of the embedding
 where that is on another.                                                                        (`_frozen`, `_modules`)
 
-**Layers at work.** A framework that does not sum gradients within its products (`fused` is 0) has each gradient in the
-weights' format beside the sum; one that does still makes one of each shape, a layer's (Transformer Engine's dummy
-gradients). ZeRO 3 has two layers gathered, the one at work and the next, and ZeRO 2 and 3 one layer's whole gradient.
+**Layers at work.** A framework that does not sum gradients within its products (`fused` is below 1) has each gradient
+in the weights' format beside the sum; one that does still makes one of each shape, a layer's (Transformer Engine's
+dummy gradients). ZeRO 3 has two layers gathered, the one at work and the next, and ZeRO 2 and 3 one layer's whole
+gradient.
 
 **Activations.** `activations.saved_activations` of each token and layer, and what goes to the next stage or into the
 head, times the micro-batches that wait (`stages.waiting`).
@@ -196,13 +197,13 @@ def _state(t: Table, stage: Stage, held: _Held) -> dict[str, Array]:
         """Elements on a rank where ZeRO splits them from this level on."""
         return np.where(t.zero >= level, plain / share + spread / apart, plain + spread)
 
-    summed_apart = (t.fused == 0) & (t.zero < 2) & (t.gradient_bytes > t.weight_bytes)
+    summed_apart = (t.fused < 1) & (t.zero < 2) & (t.gradient_bytes > t.weight_bytes)
     gradient = t.gradient_bytes + np.where(summed_apart, t.weight_bytes, 0.0)
     layer = np.where(stage.routed > 0, held.besides + held.experts, held.dense)
     # Experts have one shape, so that one gradient serves them all.
     shapes = np.where(stage.routed > 0, held.besides + held.expert, held.dense)
     size = np.minimum(t.weight_bytes, element_bytes(t))
-    gathered = np.where((t.fused > 0) & (t.zero < 2), size * shapes, 0.0)
+    gathered = np.where((t.fused >= 1) & (t.zero < 2), size * shapes, 0.0)
     gathered = np.where(t.zero == 2, t.gradient_bytes * layer, gathered)
     gathered = np.where(t.zero >= 3, 3 * size * layer, gathered)
     whole = np.where((t.zero >= 2) & (share <= 1), 0.0, gathered)

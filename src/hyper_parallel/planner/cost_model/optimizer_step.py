@@ -6,7 +6,8 @@
     gather((gradient bytes + e) N)      as `RankGroup.gather`; an all-reduce of gradients costs as much or more
 
 e are the bytes that a weight is computed in: 2, in float32 4.
-`hidden_data` of it goes beside the backward pass where a framework does so, as far as that lasts. Experts are reduced
+`hidden_data` of it goes beside the backward pass where a framework does so, as far as that lasts; some do not where
+the optimizer's state is split (`overlap_split`). Experts are reduced
 over the ranks that share them.
 
 **Gathered weights** (ZeRO-3): each layer's, before each of its passes; gradients are scattered as they come. What takes
@@ -84,7 +85,8 @@ def reduced(
         )
     # Weights split for good are reduced layer by layer, which `gathered` counts.
     seconds = np.where(t.zero >= 3, 0.0, seconds)
-    hidden = np.minimum(k.hidden_data * seconds, 0.7 * stage) * t.overlap_data
+    beside = t.overlap_data * np.where(t.zero >= 1, t.overlap_split, 1.0)
+    hidden = np.minimum(k.hidden_data * seconds, 0.7 * stage) * beside
     return seconds - hidden
 
 
@@ -94,7 +96,7 @@ def summed(t: Table, k: Constants, held: ParameterCounts, stage_layers: Array) -
     A product that adds into the sum reads and writes it; where none does, the gradient is written and read besides.
     """
     elements = stage_layers * (held.layer + held.experts) + held.embedding
-    bytes = 2 * t.gradient_bytes + np.where(t.fused > 0, 0.0, 4.0)
+    bytes = 2 * t.gradient_bytes + np.where(t.fused >= 1, 0.0, 4.0)
     # Whole gradients do not outlive a layer where parameters are split for good.
     return np.where(t.zero >= 3, 0.0, bytes * elements / (t.hbm * k.memory))
 

@@ -13,7 +13,7 @@ Each source is held out whole, constants are fitted on the others (`solve`), and
 | `ordered_alike`, `picked_alike` | the same for rows of one batch and length only, which are harder to tell apart |
 | `caught`, `alarms` | of the rows that failed, those called unfit; of those that ran, those called unfit |
 | `held` | of the rows, those within their 90% interval, of the residuals of other sources' rows of their kind |
-| `kinds` | for models with experts and without: rows; mean over groups of the mean error and of the median; `held` |
+| `kinds` | for models with experts and without: rows, groups; mean over groups of the mean error, the median, `held` |
 
 Rows of an interactive figure whose repeats differ by 5–25% count by their upper envelope: what reaches `ENVELOPE` of
 the peak in model FLOPs.
@@ -21,6 +21,7 @@ the peak in model FLOPs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ from hyper_parallel.planner.cost_model.step import open_facts, seconds_by_kind
 from hyper_parallel.planner.error_interval import KINDS, quantiles
 from hyper_parallel.planner.fit.map_estimate import solve
 from hyper_parallel.planner.mfu import flops_per_token, peak
+from hyper_parallel.planner.runs_of_kind import Runs, collected, widening
 from hyper_parallel.planner.table import Array, Table, sum_of
 
 ENVELOPE = 0.20
@@ -82,22 +84,27 @@ class Residuals:
     """Logarithms of estimate over measured, of rows whose source the constants have not seen.
 
     Where facts are open, of the nearest estimate that some answer to them gives: what they explain is no residual.
+    Each is divided by how much wider its row's interval is (`wider`), as few other sources have runs of its kind.
     """
 
     values: Array
     sources: NDArray[np.str_]
     groups: NDArray[np.str_]
     mixture: NDArray[np.bool_]
+    wider: Array
 
     @classmethod
-    def of(cls, evidence: Evidence, between: tuple[Array, Array]) -> Residuals:
-        """Of the rows whose times count; `between`: seconds with open facts for a step, and against it."""
+    def of(cls, evidence: Evidence, between: tuple[Array, Array], runs: Sequence[Runs]) -> Residuals:
+        """Of the rows whose times count; `between`: seconds with open facts for a step, and against it.
+
+        `runs`: what is published, by which intervals are widened; a row's own source does not count for it."""
         rows = evidence.timed
         mixture = np.broadcast_to(evidence.table.experts > 0, rows.size)
         fastest, slowest = (side[rows] for side in between)
         measured = evidence.seconds[rows]
-        values = np.log(np.clip(measured, fastest, slowest) / measured)
-        return cls(values, evidence.sources[rows], evidence.groups[rows], mixture[rows])
+        wider = widening(evidence.table.take(rows), runs, evidence.sources[rows])
+        values = np.log(np.clip(measured, fastest, slowest) / measured) / wider
+        return cls(values, evidence.sources[rows], evidence.groups[rows], mixture[rows], wider)
 
     def and_of(self, other: Residuals) -> Residuals:
         """Both."""
@@ -137,8 +144,12 @@ class Judgement:
     residuals: Residuals
 
 
-def judge(evidence: Evidence, unseen: Residuals | None = None) -> Judgement:
-    """Hold each source out in turn. `unseen`: of other runs, that no constant is fitted on."""
+def judge(
+    evidence: Evidence, unseen: Residuals | None = None, runs: Sequence[Runs] | None = None
+) -> Judgement:
+    """Hold each source out in turn. `unseen`: of other runs, that no constant is fitted on.
+
+    `runs`: by which intervals are widened; those of `evidence` if not given."""
     timed = evidence.timed
     estimate, null, fastest, slowest = (np.full(timed.size, np.nan) for _ in range(4))
     for source in np.unique(evidence.sources[timed]):
@@ -152,7 +163,8 @@ def judge(evidence: Evidence, unseen: Residuals | None = None) -> Judgement:
     residual = np.log(estimate / evidence.seconds)
     groups = np.unique(evidence.groups[timed])
     members = [timed & (evidence.groups == group) for group in groups]
-    own = Residuals.of(evidence, (fastest, slowest))
+    known = collected(evidence.table.take(timed), evidence.sources[timed]) if runs is None else runs
+    own = Residuals.of(evidence, (fastest, slowest), known)
     residuals = own if unseen is None else own.and_of(unseen)
     held = np.zeros(timed.size, bool)
     held[timed] = _held(own, residuals)
@@ -220,6 +232,7 @@ def _kinds(evidence: Evidence, estimate: Array, held: NDArray[np.bool_]) -> dict
             "mean": float(np.mean([one.mean() for one in errors])),
             "median": float(np.mean([np.median(one) for one in errors])),
             "held": float(np.mean([held[own].mean() for own in groups])),
+            "groups": len(groups),
         }
     return found
 

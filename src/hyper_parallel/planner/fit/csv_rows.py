@@ -310,12 +310,24 @@ def _recompute(
         kind = "none"
     elif "selective" in words or "core_attn" in words:
         kind = "selective"
+    elif words.startswith("save_qkv_proj"):
+        kind, share = "full", _beside_projections(shape)
     else:
         kind = "none"
         filled["recompute"] = f"none: {words} are small parts of a layer, and no formula here describes them"
     if kind == "selective" and profile.defaults.selective:
         kind, share = "full", profile.defaults.selective
     return {"recompute": code("recompute", kind), "recomputed": share}
+
+
+def _beside_projections(shape: Shape) -> float:
+    """The share of a dense layer's products that MaxText's policy `save_qkv_proj` computes again.
+
+    It keeps queries, keys and values; and XLA leaves out the MLP's last product, whose result no gradient needs.
+    """
+    queries = shape.heads * shape.head_dim
+    again = queries + (1 + shape.gated) * shape.ffn
+    return again / (again + queries + 2 * shape.kv_heads * shape.head_dim + shape.ffn)
 
 
 def _offload(cells: Cells) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Published runs as tables: configurations and measurements.
 
 Seconds of a step come from `iter_time_s`, or from tokens/s of a device or of all. The peak is in bytes; a source says
-GB or GiB. Rows of the playbook's interactive figure (S01) count for times by their upper envelope only. Rows of whole
-models that are fine-tuned do not count, since they pack sequences of other lengths; rows of adapters do.
+GB or GiB, and nanotron's log says GB of what it divides by 2³⁰ (`create_table_log`). Rows of the playbook's
+interactive figure (S01) count for times by their upper envelope only. Rows of whole models that are fine-tuned do not
+count, since they pack sequences of other lengths; rows of adapters do.
 """
 
 from __future__ import annotations
@@ -66,5 +67,6 @@ def _rate(record: Mapping[str, str], devices: float) -> float:
 
 
 def _peak(record: Mapping[str, str]) -> float:
-    unit = 2**30 if "GiB" in record.get("mem_kind", "") else 1e9
+    binary = "GiB" in record.get("mem_kind", "") or "nanotron" in record.get("framework", "")
+    unit = 2**30 if binary else 1e9
     return _number(record, "mem_gb") * unit

@@ -1,0 +1,82 @@
+"""What facts of a framework do to an estimate: fused operators, reduction beside the backward pass, gathered inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner.constants import fitted
+from hyper_parallel.planner.cost_model.memory import memory
+from hyper_parallel.planner.cost_model.step import seconds_by_kind
+from hyper_parallel.planner.fit.published_runs import evidence
+from hyper_parallel.planner.framework_profiles import profile
+from hyper_parallel.planner.table import Table, sum_of
+from hyper_parallel.workload.shape import Shape
+from hyper_parallel.workload.workload import Workload
+
+SHAPE = Shape("small", 16, 2048, 32, 32, 64, ffn=8192, gated=True, vocabulary=32000)
+CLUSTER = Cluster.named("h100x32")
+
+
+def table(framework: str = "nanotron", batch: int = 64, **columns: Any) -> Table:
+    spread = {"devices": 32.0, "replicate": 4.0, "tensor_x": 8.0, "micro": 4.0, **columns}
+    return Table.of(Workload(SHAPE, batch, 4096), CLUSTER, profile(framework), **spread).replaced()
+
+
+def parts(t: Table) -> dict[str, float]:
+    return {name: float(part.max()) for name, part in seconds_by_kind(t, fitted()).items()}
+
+
+def peak(t: Table) -> float:
+    return float(sum_of(memory(t)).max())
+
+
+def test_gathered_inputs_of_which_nothing_is_known_are_half_of_both() -> None:
+    t = table(sequence_parallel=1.0)
+    kept, again = (peak(t.replaced(regathers=value)) for value in (0.0, 1.0))
+    assert kept > 1.1 * again
+    assert peak(t.replaced(regathers=0.5)) == pytest.approx((kept + again) / 2)
+    assert peak(t) == pytest.approx((kept + again) / 2)  # what nanotron's option was is not published
+
+
+def test_nanotron_reduces_beside_the_backward_pass_without_zero_only() -> None:
+    whole = parts(table())["gradients"]
+    split = table(replicate=1.0, shard=4.0, zero=1.0)
+    assert parts(split)["gradients"] > 2 * whole
+    assert parts(split.replaced(overlap_split=1.0))["gradients"] == pytest.approx(whole)
+
+
+def test_a_pass_is_longest_beside_either_where_host_and_device_are_as_busy() -> None:
+    """As one layer takes more rows, launches stop to matter; in between a pass takes longer than either alone."""
+    micro = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    t = table(batch=32 * 4, micro=micro, replicate=4.0)
+    k = fitted()
+    found = seconds_by_kind(t, k)
+    busy = found["products"] + found["attention"] + found["elementwise"]
+    waits = found["launches"] / busy
+    assert np.all(np.diff(waits) < 0)
+    assert waits[0] > 0.5
+    assert 0 < waits[-1] < 0.05
+
+
+def test_partly_fused_operators_take_the_bytes_between_both() -> None:
+    t = table("megatron-deepspeed", micro=16.0, batch=64)
+    assert float(t.fused.max()) == 0.5
+    none, some, all_of_them = (parts(t.replaced(fused=value))["elementwise"] for value in (0.0, 0.5, 1.0))
+    assert all_of_them < some < none
+
+
+@pytest.mark.parametrize(("framework", "unit"), [("nanotron v0.5", 2**30), ("NeMo 24.07", 10**9)])
+def test_the_unit_of_a_peak(framework: str, unit: int, tmp_path: Any) -> None:
+    """nanotron's log divides by 2³⁰ and says GB."""
+    run = {
+        "row_id": "1", "source_id": "S99", "model": "llama-3-8b", "hardware": "H100", "n_devices": "16", "tp": "2",
+        "gbs": "64", "seq_len": "8192", "framework": framework, "iter_time_s": "3", "mem_gb": "70",
+        "mem_kind": "GPU memory as printed (GB)", "status": "ok", "notes": "",
+    }  # fmt: skip
+    path = tmp_path / "runs.csv"
+    path.write_text(",".join(run) + "\n" + ",".join(run.values()) + "\n")
+    assert evidence(path).peak.tolist() == [70 * unit]
