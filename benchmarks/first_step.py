@@ -151,7 +151,9 @@ def measured(
         )
         graphs = Graphs(recipe, "cpu", whole=whole, store=GraphStore(cache))
         before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        if not graphs.ready(BatchShape(((1, 1024),) * count, (False,) * count)):
+        shape = BatchShape(((1, 1024),) * count, (False,) * count)
+        graphs.stored(shape)
+        if not graphs.ready(shape):
             raise SystemExit(graphs.refused)
         seconds = time.process_time() - began
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
@@ -238,8 +240,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "What one rank does between the command and its first step, but for loading data and weights: capture, passes "
         "and executables of the step's graph ([graph.md](graph.md)). CPU seconds of the process and growth of its "
         "resident memory, measured on the meta device with a simulated process group of the strategy's world. "
-        "*Cached*: the step is read from the cache of captured steps, which runs of one worker have; ranks of larger "
-        "runs capture theirs each time. The order of collectives is simulated on the "
+        "*Cached*: the step is read from the cache of captured steps. The order of collectives is simulated on the "
         "cluster (`overlap`), or that of FSDP (`usual`, where nothing is known of the device).",
         "",
         "Written by `python benchmarks/first_step.py`, which writes the figures and the machine to "

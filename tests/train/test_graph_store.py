@@ -5,8 +5,11 @@ of its key.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -71,6 +74,7 @@ def _captured(
         graphs = Graphs(
             _recipe(family, strategy), "cpu", whole=whole, store=None if store is None else GraphStore(store)
         )
+        graphs.stored(shape)  # as the other ranks say too
         assert graphs.ready(shape), graphs.refused
     (found,) = graphs.captured
     return found
@@ -445,7 +449,9 @@ def test_ranks_and_runs_may_write_at_once(tmp_path: Path) -> None:
         thread.join()
     assert [path.name for path in _files(tmp_path)] == ["a" * 32 + ".graph"]
     with fake_ranks(2, 0):
-        read = store.load("a" * 32, _recipe("llama", SHARD).handle)
+        content = store.find("a" * 32)
+        assert content is not None
+        read = store.read(content, _recipe("llama", SHARD).handle)
     assert read is not None
     assert _rows(read[0]) == _rows(found.plain)
 
@@ -487,3 +493,40 @@ def test_a_refused_step_is_not_kept(tmp_path: Path) -> None:
         with pytest.raises(HyperParallelError):
             graphs.ready(FOUR)
     assert not _files(tmp_path)
+
+
+def _workers(folder: Path) -> tuple[list[str], list[Any]]:
+    """Of a run of two workers: whether each captured its step or read it, and the losses."""
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    command = [sys.executable, "-m", "hyper_parallel", "train", "run.yaml"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    logs = "".join(path.read_text() for path in (folder / "out" / "logs").rglob("*") if path.is_file())
+    told = re.findall(r"the step as a graph: \d+ nodes, (captured|from the cache)", logs)
+    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return told, [row["loss"] for row in rows if "loss" in row]
+
+
+def test_workers_read_their_steps_where_all_have_them(tmp_path: Path) -> None:
+    """One that reads would wait for ever for one that captures."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    (tmp_path / "run.yaml").write_text(
+        """\
+version: 1
+out: out
+model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+                 num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 32}}
+data: {train: text.txt, sequence: 32, tokenizer: {vocab_size: 260}, cache: cache}
+train: {steps: 2, batch: 4, sample: false}
+launch: {device: cpu, threads: 1, workers: 2}
+strategy: {axes: {shard: 2}}
+trackers: []
+"""
+    )
+    captured, losses = _workers(tmp_path)
+    assert captured == ["captured", "captured"]
+    files = list((tmp_path / "cache" / "graphs").rglob("*.graph"))
+    assert len(files) == 2
+    assert _workers(tmp_path) == (["from the cache"] * 2, losses)
+    files[0].unlink()
+    assert _workers(tmp_path) == (["captured", "captured"], losses)

@@ -121,8 +121,8 @@ class TrainConfig(Section):
     compiles runs whose model is estimated to compute for five minutes or longer. A layer that cannot be
     compiled runs uncompiled."""
     graph_cache: bool = True
-    """Whether captured steps of runs with one worker are kept in `data.cache`, and read by later runs of the same step
-    (docs/graph.md). False captures each time."""
+    """Whether captured steps are kept in `data.cache`, and read by later runs of the same step (docs/graph.md). False
+    captures each time."""
     steps: PositiveInt = 100
     """Optimizer steps."""
     batch: PositiveInt = 32

@@ -62,17 +62,16 @@ def try_graph(
     if memory.device is not None:
         budget = Budget(config.effective_strategy, device, str(Path(config.out).absolute()), handle.rank)
     train = config.train
-    # Of several ranks one could read its step and another capture it, and make process groups in another order.
-    alone = config.effective_strategy.axes.world == 1
-    store = (
-        GraphStore(Path(config.data.cache).expanduser() / "graphs") if train.graph_cache and alone else None
-    )
+    store = GraphStore(Path(config.data.cache).expanduser() / "graphs") if train.graph_cache else None
     graphs = Graphs(
         Recipe.of(config, shadow), device, artifacts, budget, whole=train.profile is not None, store=store
     )
     batches = Batches(text.train, text.order, train.batch, config.micro_batch, handle, torch.device("cpu"))
     shape = BatchShape.of(batches.load(0, 0).micro)
     try:
+        if store is not None and not _all(handle, graphs.stored(shape), device):
+            # A rank that reads its step makes process groups at once, and one that captures it as it goes.
+            graphs.not_stored(shape)
         refused = _refused(graphs, shape, device)
         if budget is not None:
             graphs.begin(shape, refused)
@@ -99,6 +98,12 @@ def _refused(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> b
             log.warning("%s", uncompiled_because(ELSEWHERE_UNCOMPILED))
         graphs.as_captured()
     return refused
+
+
+def _all(handle: ShardedModel, holds: bool, device: torch.device | str) -> bool:
+    """Whether something holds on every rank. A collective."""
+    missing = torch.tensor([float(not holds)], device=device)
+    return not handle.all_reduce(missing, handle.mesh.names, "max").item()
 
 
 def _tried(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> tuple[bool, bool, bool]:

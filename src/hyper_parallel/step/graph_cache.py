@@ -98,6 +98,8 @@ class Graphs:
         self.ordered, self.budget = True, budget
         """Whether collectives may leave the order of the model's code, and the budget."""
         self._whole, self._store = whole or budget is not None, store
+        self._kept: dict[BatchShape, tuple[str | None, bytes | None]] = {}
+        """Keys and files of the store for shapes that are about to be asked for."""
         self._captured: dict[BatchShape, Captured] = {}
         self.refused: str | None = None
         """Why a shape could not be captured; None while every one could."""
@@ -122,6 +124,22 @@ class Graphs:
         """What was noted since this was asked the last time."""
         notes, self._notes = self._notes, []
         return notes
+
+    def stored(self, shape: BatchShape) -> bool:
+        """Whether the store has the step of a shape, so that `ready` reads it; with several ranks all must, or none:
+        `not_stored`. No collective."""
+        if self._store is None:
+            return False
+        device = torch.device(self._device)
+        key = self._store.key(self.shadow, shape, device, self._passes(), self._whole)
+        content = None if key is None else self._store.find(key)
+        self._kept[shape] = key, content
+        return content is not None
+
+    def not_stored(self, shape: BatchShape) -> None:
+        """Have the step of a shape captured, whether or not the store has it."""
+        if shape in self._kept:
+            self._kept[shape] = self._kept[shape][0], None
 
     def ready(self, shape: BatchShape) -> bool:
         """Whether there is a graph for this shape; it is captured now if there was none. No collective.
@@ -163,15 +181,20 @@ class Graphs:
 
     def _rewritten(self, shape: BatchShape) -> tuple[StepGraph, Accumulation | None, bool]:
         """The step after all passes but the budget's, the loop whose body it is, and whether it was in the store."""
-        store, key, handle = self._store, None, self.shadow.handle
-        if store is not None:
-            key = store.key(self.shadow, shape, torch.device(self._device), self._passes(), self._whole)
-        if store is not None and key is not None:
-            found = store.load(key, handle)
-            if found is not None:
-                return *found, True
+        store = self._store
+        if store is None:
+            return *self._captured_anew(shape), False
+        if shape not in self._kept:
+            self.stored(shape)
+            if self.shadow.handle.world > 1:
+                # Nobody asked the other ranks whether they have it too.
+                self.not_stored(shape)
+        key, content = self._kept.pop(shape)
+        found = None if content is None else store.read(content, self.shadow.handle)
+        if found is not None:
+            return *found, True
         plain, loop = self._captured_anew(shape)
-        if store is not None and key is not None:
+        if key is not None:
             store.save(key, plain, loop)
         return plain, loop, False
 

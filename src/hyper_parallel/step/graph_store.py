@@ -7,7 +7,9 @@ files go where there are too many.
 
 All ranks come to the same order of collectives whether they read the step or capture it: what decides the order is part
 of the key, what is read is what the same code made of it, and a run compares orders before its first step
-(`collective_order.order_digest`). Process groups that the capture made are made in its order.
+(`collective_order.order_digest`). Process groups that the capture made are made in its order. A rank that reads its
+step while another one captures it would wait for it, so ranks first tell one another whether they have it
+(`step.engine`).
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 
 LARGEST = 1 << 30
 """Bytes of a file at most."""
+_UNREADABLE = (OSError, Unreadable, KeyError, TypeError, ValueError, AttributeError)
+_ANEW = "the cached step cannot be read and is captured anew: %s"
 _FILES, _BYTES = 512, 4 << 30
 """Of the folder at most."""
 
@@ -66,27 +70,37 @@ class GraphStore:
             log.info("the captured step is not cached: %s", why)
         return None
 
-    def load(self, key: str, handle: ShardedModel) -> tuple[StepGraph, Accumulation | None] | None:
-        """The step as it was rewritten, and the loop whose body it is, if any; None where it is to be captured.
-
-        Process groups that its collectives join are made.
-        """
+    def find(self, key: str) -> bytes | None:
+        """The file of a step that can be read; None where it is to be captured."""
         try:
             path = own(self._folder) / f"{key}.graph"
             content = read_bytes(open_regular(path, links=False), LARGEST)
-            told = about(content)
-            changed = [file for file, digest in told["sources"].items() if source_digest(file) != digest]
+            changed = [
+                file for file, digest in about(content)["sources"].items() if source_digest(file) != digest
+            ]
             if changed:
                 log.info("the cached step is of other code: %s has changed", changed[0])
                 return None
-            _make_groups(handle, told["groups"])
-            step, _ = from_bytes(content, handle.axes.process_groups())
-            loop = None if told["loop"] is None else _loop(step, told["loop"])
             os.utime(path)
         except FileNotFoundError:
             return None
-        except (OSError, Unreadable, KeyError, TypeError, ValueError, AttributeError) as error:
-            log.info("the cached step cannot be read and is captured anew: %s", error)
+        except _UNREADABLE as error:
+            log.info(_ANEW, error)
+            return None
+        return content
+
+    def read(self, content: bytes, handle: ShardedModel) -> tuple[StepGraph, Accumulation | None] | None:
+        """The step as it was rewritten, and the loop whose body it is, if any; None where it is to be captured.
+
+        Process groups that its collectives join are made: all ranks must read, or none.
+        """
+        try:
+            told = about(content)
+            _make_groups(handle, told["groups"])
+            step, _ = from_bytes(content, handle.axes.process_groups())
+            loop = None if told["loop"] is None else _loop(step, told["loop"])
+        except _UNREADABLE as error:
+            log.info(_ANEW, error)
             return None
         return step, loop
 
@@ -112,7 +126,7 @@ class GraphStore:
 
 
 def _make_groups(handle: ShardedModel, told: Any) -> None:
-    """Make the process groups that the capture of a step made, in its order: other ranks may be capturing it."""
+    """Make the process groups that the capture of a step made, in its order."""
     begun: set[str] = set()
     made = {(group.axis, group.ranks) for group in handle.axes.process_groups().values()}
     for axis, ranks in groups_of(told):
