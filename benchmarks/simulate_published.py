@@ -205,6 +205,10 @@ def run_file(one: Chosen) -> dict[str, Any]:
         data["strategy"]["precision"]["reduce"] = "bfloat16"
     if not table.flash[0]:
         data["model"]["attention"] = "eager"
+    if one.closed.strategy["pipeline"] != 1 and data["strategy"]["memory"].get("shard") == "gradients":
+        # Frameworks with ZeRO-2 in a pipeline reduce gradients once a step (MegaScale, arXiv 2402.15627, section 3.2);
+        # `train` reduces those of each micro-batch, unless only the optimizer's state is split.
+        data["strategy"]["memory"]["shard"] = "optimizer"
     if one.closed.strategy["pipeline"] == 1:
         data["strategy"]["overlap"] = {"schedule": "usual" if table.overlap_data[0] else "none"}
     return dict(data)
