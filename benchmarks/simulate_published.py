@@ -1,8 +1,9 @@
 """The simulator beside published training runs: python benchmarks/simulate_published.py
 
 Rows of `hyper_parallel.planner.evidence` become run files: a model of the row's dimensions in the plainest family of
-Transformers that has them, its degrees, micro-batches, recomputation and precision, and of its framework whether
-attention is fused, memory-bound operators are fused, and gradients are reduced beside the backward pass. Each is
+Transformers that has them, its degrees, micro-batches, recomputation and precision, and of its framework (`Pricing`,
+`machine`) whether attention, memory-bound operators and the loss are fused, which attention kernel it has, whether a
+token is sent to a node once, and what of a step is recorded graphs and what its host launches. Each is
 captured and simulated on the row's machine, and set beside the measured seconds of a step and beside the closed forms,
 whose constants have not seen the row's source. A pipeline is captured as `hyper-parallel simulate` captures it. Of
 other runs steps of few layers are captured, and what a period of layers adds is taken for all (`Layers`):
@@ -36,14 +37,20 @@ from typing import Any
 import numpy as np
 from measure import RESULTS, write
 from pages import DOCS, put
+from published_attention import fuse
 from published_tables import lines
 
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.efficiency import ShapeTable
+from hyper_parallel.cluster.token_dispatch import TokenDispatch
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
+from hyper_parallel.estimate.run_inputs import model_of
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.planner.codes import SCHEDULES
 from hyper_parallel.planner.constants import fitted
+from hyper_parallel.planner.cost_model.layer import RECORDED, fused_share
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
 from hyper_parallel.planner.fit.cross_validation import judge
@@ -89,7 +96,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", help="rows whose source, model or framework contains this; the page is left as it is"
+        "--only",
+        help="rows whose source, model or framework contains this, or one of several with commas between; the page "
+        "is left as it is",
     )
     parser.add_argument("--again", action="store_true", help="simulate rows that are there already")
     parser.add_argument("--list", action="store_true", help="print the chosen rows and stop")
@@ -105,10 +114,11 @@ def main() -> None:
     done: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
     for one in rows:
         name = f"{one.id} {one.row.model} {one.row.profile}"
-        if given.only and given.only.lower() not in name.lower():
+        if given.only and not any(wanted in name.lower() for wanted in given.only.lower().split(",")):
             continue
         data, cluster = run_file(one), machine(one).for_workers(one.closed.devices)
-        digest = hashlib.sha256(f"{json.dumps(data, sort_keys=True)} {cluster}".encode()).hexdigest()[:16]
+        told = f"{json.dumps(data, sort_keys=True)} {cluster} {Pricing.of(one)}"
+        digest = hashlib.sha256(told.encode()).hexdigest()[:16]
         if given.again or done.get(one.id, {}).get("digest") != digest:
             if time.monotonic() - begun > 60 * given.minutes:
                 done.pop(one.id, None)
@@ -184,6 +194,10 @@ def run_file(one: Chosen) -> dict[str, Any]:
     if fields["model_type"] == "gpt2":
         # The published shapes state no dropout, and the family's default is 0.1.
         fields |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        # The family's default writes GELU out as eight operators; frameworks have one kernel.
+        fields["activation_function"] = "gelu_pytorch_tanh"
+    # Frameworks compute all logits of a micro-batch at once; `train` takes few positions at a time.
+    data["train"]["loss"] = {"chunk": "none"}
     # A framework makes one call of a collective, whose library goes level by level; with placement they are several.
     data["strategy"].pop("placement", None)
     # A float32 sum of gradients is what most frameworks have; others reduce in the dtype that they compute in.
@@ -191,6 +205,10 @@ def run_file(one: Chosen) -> dict[str, Any]:
         data["strategy"]["precision"]["reduce"] = "bfloat16"
     if not table.flash[0]:
         data["model"]["attention"] = "eager"
+    if one.closed.strategy["pipeline"] != 1 and data["strategy"]["memory"].get("shard") == "gradients":
+        # Frameworks with ZeRO-2 in a pipeline reduce gradients once a step (MegaScale, arXiv 2402.15627, section 3.2);
+        # `train` reduces those of each micro-batch, unless only the optimizer's state is split.
+        data["strategy"]["memory"]["shard"] = "optimizer"
     if one.closed.strategy["pipeline"] == 1:
         data["strategy"]["overlap"] = {"schedule": "usual" if table.overlap_data[0] else "none"}
     return dict(data)
@@ -213,6 +231,8 @@ def machine(one: Chosen) -> Cluster:
         level: replace(link, bandwidth=float(rates[level][0])) if level in rates else link
         for level, link in preset.links.items()
     }
+    # The kernel is the framework's and not the one that the preset was measured with.
+    attention = (ShapeTable(best=float(fused_share(table)[0])),)
     return replace(
         preset,
         name=f"{one.row.cluster}x{one.closed.devices}",
@@ -222,6 +242,8 @@ def machine(one: Chosen) -> Cluster:
             device,
             memory=memory,
             matrix={name: rate * clock for name, rate in device.matrix.items()},
+            efficiency=replace(device.efficiency, attention=attention),
+            host_launch=fitted().launch * (1 - RECORDED * float(table.graphs[0])),
         ),
         links=links,
     )
@@ -241,13 +263,12 @@ def simulated(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> dict[st
         "measured": one.seconds,
     }
     begun = time.monotonic()
-    fused = bool(one.table.fused[0])
+    how = Pricing.of(one)
     try:
         if given["pipeline"] != 1:
-            found = predict_run(config.from_dict(dict(data), source=one.id), cluster, fused=fused)
-            parts: Mapping[str, float] = found.parts
+            parts: Mapping[str, float] = how.parts(data, cluster, one.id)
         else:
-            parts = Layers(one.id, data, cluster, fused).parts()
+            parts = Layers(one.id, data, cluster, how).parts()
     except HyperParallelError as error:
         return {**told, "refused": str(error)}
     return {
@@ -259,13 +280,50 @@ def simulated(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> dict[st
 
 
 @dataclass(frozen=True)
+class Pricing:
+    """What a framework's kernels and libraries are, beside what a run file says."""
+
+    fused: bool
+    """Memory-bound operators of all layers and of the loss are fused."""
+    fused_loss: bool
+    dispatch: TokenDispatch | None
+
+    @classmethod
+    def of(cls, one: Chosen) -> Pricing:
+        """Of a row's framework."""
+        t = one.table
+        share = float(t.dedup[0])
+        sends = t.expert[0] > 1 and share > 0
+        groups = float(t.expert_groups[0]), float(t.chosen_groups[0])
+        return cls(
+            bool(t.fused[0]),
+            bool(t.logit_bytes[0] <= FUSED_LOSS),
+            TokenDispatch(float(t.chosen[0]), *groups, share) if sends else None,
+        )
+
+    def parts(self, data: Mapping[str, Any], cluster: Cluster, name: str) -> Mapping[str, float]:
+        """Seconds of a step by part."""
+        loss: frozenset[str] = frozenset({"loss"}) if self.fused_loss else frozenset()
+        with replace(current_step(), fused=loss).installed():
+            run = config.from_dict(dict(data), source=name)
+            model = model_of(run, [])
+            if run.model.attention == "auto":
+                fuse(model)
+            return predict_run(run, cluster, model=model, fused=self.fused, dispatch=self.dispatch).parts
+
+
+FUSED_LOSS = 6.0
+"""Bytes of a logit in a framework whose loss is fused: its value and its gradient, beside a copy at most."""
+
+
+@dataclass(frozen=True)
 class Layers:
     """A run without a pipeline, simulated with few of its layers."""
 
     name: str
     data: Mapping[str, Any]
     cluster: Cluster
-    fused: bool
+    how: Pricing
 
     def parts(self) -> Counter[str]:
         """Seconds of the whole step by part."""
@@ -295,8 +353,7 @@ class Layers:
             memory["recompute"] = "none"
         elif again is not None:
             memory["recompute_layers"] = again
-        found = predict_run(config.from_dict(data, source=self.name), self.cluster, fused=self.fused)
-        return Counter(found.parts)
+        return Counter(self.how.parts(data, self.cluster, self.name))
 
 
 def _plus(base: Counter[str], more: Counter[str], fewer: Counter[str], times: float) -> Counter[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -10,6 +12,8 @@ from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.graph import StepGraph, capture, costs
 from hyper_parallel.graph.fused_costs import fused_costs
 from hyper_parallel.graph.lower import lowered
+from hyper_parallel.graph.step_context import current_step
+from hyper_parallel.trace import Op
 from hyper_parallel.workload.work import Work
 
 ROWS, WIDTH = 64, 32
@@ -56,3 +60,28 @@ def test_lowering_prices_fused_operators_only_where_asked() -> None:
     held = [{one.storage for one in op.allocates} for op in lowered(step, views=False, fused=True).ops]
     plain = [{one.storage for one in op.allocates} for op in lowered(step, views=False).ops]
     assert set().union(*held) == set().union(*plain)
+
+
+def test_a_fused_loss_takes_its_backward_pass_along_and_leaves_the_rest() -> None:
+    with fake_mode_with_symbols():
+        x = torch.empty(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+
+        def body() -> dict[str, Tensor]:
+            hidden = functional.silu(x) * 2
+            with replace(current_step(), phase="loss").installed():
+                total = torch.logsumexp(hidden.float() * 3, -1).sum()
+            with replace(current_step(), phase="backward").installed():
+                (gradient,) = torch.autograd.grad(total, [x])
+            return {"gradient": gradient}
+
+        step = capture(body, {"x": ("parameter", x)})
+    plain = lowered(step, views=False).ops
+    with replace(current_step(), fused=frozenset({"loss"})).installed():
+        fused = lowered(step, views=False).ops
+
+    def kernels(ops: tuple[Op, ...], phase: str) -> int:
+        return sum(op.work is not None and op.phase == phase for op in ops)
+
+    assert kernels(fused, "forward") == kernels(plain, "forward") == 2
+    assert kernels(fused, "loss") == 1 < kernels(plain, "loss")
+    assert kernels(fused, "backward") == 1 < kernels(plain, "backward")

@@ -36,6 +36,17 @@ def test_kernels_and_exposed_collectives_add_up() -> None:
     assert found["all_gather over shard"] == pytest.approx(timeline.exposed)
 
 
+def test_waiting_for_launches_is_the_hosts_part() -> None:
+    cluster = Cluster.named("h100")
+    assert cluster.device is not None
+    slow = replace(cluster, device=replace(cluster.device, host_launch=1.0))
+    timeline = simulate(Trace({"all": (_product(0), _product(1))}, {0: "all"}), slow)
+    found = step_parts(timeline)
+    assert sum(found.values()) == pytest.approx(timeline.step)
+    assert found["host"] == pytest.approx(2.0, rel=0.01)
+    assert "waiting" in step_parts(replace(timeline, predicted=False))
+
+
 def test_tasks_are_shared_out_by_what_they_consist_of() -> None:
     op = Op(0, "F0", "stage 0", "forward")
     timeline = simulate(Trace({"all": (op,)}, {0: "all"}), Cluster.named("h100"))

@@ -16,6 +16,7 @@ from hyper_parallel.cluster.collective_cost import BY_LEVELS, Leg, form, legs
 from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.cluster.measured import CollectiveTable, CopyTable, Shared
 from hyper_parallel.cluster.numbers import Count
+from hyper_parallel.cluster.token_dispatch import TokenDispatch
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import LEVELS, Strategy
 from hyper_parallel.workload.work import Work
@@ -26,6 +27,11 @@ HOST_BANDWIDTH = 2e10
 """B/s that one rank's share of a host reads or writes if the cluster describes no host: an estimate, about one channel
 of DDR4.
 """
+
+
+Algorithm = str | TokenDispatch | None
+"""How collectives over several link levels run: `flat`, by `levels`, or None for levels where the ranks allow it. A
+TokenDispatch: as None, and tokens go to experts as it says."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,7 @@ class Cluster:
         return tuple(levels)
 
     def legs(
-        self, kind: str, bytes: float, ranks: int | Iterable[int], algorithm: str | None = None
+        self, kind: str, bytes: float, ranks: int | Iterable[int], algorithm: Algorithm = None
     ) -> list[Leg]:
         """The steps of a collective, in order, each on one level; one step on the slowest level if it runs flat.
 
@@ -176,7 +182,7 @@ class Cluster:
         None: by levels if the ranks allow it. Raises ConfigError for unknown kinds and algorithms.
         """
         form(kind)
-        if algorithm not in (None, "levels", "flat"):
+        if algorithm not in (None, "levels", "flat") and not isinstance(algorithm, TokenDispatch):
             raise ConfigError(f"a collective's algorithm is 'levels' or 'flat'; got {algorithm!r}")
         members = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
         if len(members) < 2:
@@ -188,7 +194,7 @@ class Cluster:
         return [Leg(kind, level, len(members), bytes)]
 
     def collective_seconds(
-        self, kind: str, bytes: float, ranks: int | Iterable[int], algorithm: str | None = None
+        self, kind: str, bytes: float, ranks: int | Iterable[int], algorithm: Algorithm = None
     ) -> float:
         """Seconds of a collective in which each rank gives `bytes`; arguments and errors as of `legs`.
 

@@ -78,6 +78,9 @@ class Device:
     """The share of the multiprocessors that a collective takes while it runs, 0 to 1."""
     comm_slowdown: Annotated[float, Field(ge=1)] = 1.0
     """Slowdown of an operator that runs in parallel with a collective."""
+    host_launch: NotNegative = 0.0
+    """Seconds in which the host enqueues an operator, while the device runs earlier ones; 0 where the device never
+    waits for that, as with recorded graphs of kernels."""
 
     def seconds(self, work: Work) -> float:
         """Seconds of the operator, alone on the device."""
@@ -130,6 +133,7 @@ class Device:
             vector={dtype: rate / times for dtype, rate in self.vector.items()},
             memory=replace(memory, read=memory.read / times, write=memory.write / times),
             launch=self.launch * times,
+            host_launch=self.host_launch * times,
             efficiency=self.efficiency.slowed(times),
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.estimate.stage_capture import CapturedStages
 from hyper_parallel.estimate.stage_price import node_seconds
 from hyper_parallel.layout import DeviceGroup
@@ -23,7 +24,7 @@ def hidden_seconds(
     cluster: Cluster,
     places: Sequence[DeviceGroup],
     ranks: int,
-    algorithm: str | None = None,
+    algorithm: Algorithm = None,
 ) -> tuple[tuple[float, ...], ...]:
     """[forward stage][backward stage] of all stages, as `schedule.Costs` takes it. `places`: the device groups that lie
     differently on the links; `ranks`: of the schedule."""

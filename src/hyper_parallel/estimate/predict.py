@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.token_dispatch import TokenDispatch
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.build_trace import load_of, trace_of
@@ -38,6 +39,7 @@ def predict_run(
     as_written: bool = False,
     explain: bool = False,
     fused: bool | None = None,
+    dispatch: TokenDispatch | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """What a step of a run would take on a cluster. Nothing is allocated, and no data or weights are read.
@@ -46,7 +48,8 @@ def predict_run(
     `as_written` both are of the order of the model's code, in which each collective is waited for where it begins.
     `model`: on the meta device, in place of the one that the file describes. `explain`: tell what a memory budget
     moves, and how far from the best that is. `fused`: memory-bound operators are priced as fused kernels; left out,
-    where the file has them compiled (`train.compile: true`). `progress` is told what is being done.
+    where the file has them compiled (`train.compile: true`). `dispatch`: the library that sends tokens to experts; left
+    out, a row for each expert, as `train` sends them. `progress` is told what is being done.
 
     Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
     """
@@ -54,7 +57,7 @@ def predict_run(
     views = prices_views(cluster)
     with replace(current_step(), pads_values=not views).installed():
         return _predicted(
-            config, cluster, model, as_written, explain, fused, views, progress or (lambda _: None)
+            config, cluster, model, as_written, explain, fused, dispatch, views, progress or (lambda _: None)
         )
 
 
@@ -65,6 +68,7 @@ def _predicted(
     as_written: bool,
     explain: bool,
     fused: bool | None,
+    dispatch: TokenDispatch | None,
     views: bool,
     say: Progress,
 ) -> Prediction:
@@ -87,7 +91,7 @@ def _predicted(
             config,
             cluster,
             plain,
-            algorithm=_algorithm(strategy),
+            algorithm=dispatch or _algorithm(strategy),
             views=views,
             fused=fused,
             explain=explain,
@@ -112,7 +116,7 @@ def _predicted(
         notes += [explained(found) if explain else str(found) for found in offload.found]
     trace = replace(trace, model_flops=flops)
     say(f"simulating {len(trace.ops['all']):,} ops on {cluster.name or cluster.source}")
-    timeline = simulate(trace, cluster, algorithm=_algorithm(strategy))
+    timeline = simulate(trace, cluster, algorithm=dispatch or _algorithm(strategy))
     if any(_has_experts(name) for name, _ in plain.named_modules()):
         notes.append(_loads(load_of(strategy)))
     return Prediction(

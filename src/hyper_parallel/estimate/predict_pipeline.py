@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.pair_price import hidden_seconds
 from hyper_parallel.estimate.pipeline_timeline import Ends, PipelineStep, pipeline_step
@@ -41,7 +42,7 @@ def predict_pipeline(
     cluster: Cluster,
     plain: nn.Module,
     *,
-    algorithm: str | None,
+    algorithm: Algorithm,
     views: bool,
     fused: bool,
     explain: bool,
@@ -172,7 +173,7 @@ def _priced(
     cluster: Cluster,
     places: Sequence[DeviceGroup],
     several: bool,
-    algorithm: str | None,
+    algorithm: Algorithm,
     views: bool,
     fused: bool,
 ) -> list[StagePrice]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.estimate.stage_capture import CapturedStages
 from hyper_parallel.estimate.step_figures import Resident
 from hyper_parallel.graph import StepGraph, balanced_sizes
@@ -67,7 +68,7 @@ class StagePrice:
         return self.forward + self.input + self.weight
 
 
-def node_seconds(step: StepGraph, cluster: Cluster, ranks: Sequence[int], algorithm: str | None) -> NodeCost:
+def node_seconds(step: StepGraph, cluster: Cluster, ranks: Sequence[int], algorithm: Algorithm) -> NodeCost:
     """A graph to the seconds of its nodes on a cluster, each alone. `ranks`: the global ranks of the mesh's places."""
     pricer = Pricer(step, balanced_sizes(step))
     costs = Costs(cluster, algorithm, len(ranks))
@@ -76,7 +77,7 @@ def node_seconds(step: StepGraph, cluster: Cluster, ranks: Sequence[int], algori
         work = pricer.cost(node)
         if isinstance(work, Collective):
             here = tuple(ranks[place] for place in work.ranks)
-            return cluster.collective_seconds(work.kind, work.bytes, here, algorithm)
+            return costs.collective_seconds(replace(work, ranks=here))
         if work is None or work.kind == "view":
             return 0.0
         return costs.seconds(Op(0, "", work=work))
@@ -91,7 +92,7 @@ def price_stage(
     ranks: Sequence[int],
     *,
     several: bool = True,
-    algorithm: str | None = None,
+    algorithm: Algorithm = None,
     views: bool = False,
     fused: bool = False,
 ) -> StagePrice:
@@ -118,7 +119,7 @@ def price_stage(
     )
 
 
-def _seconds(step: StepGraph | None, cluster: Cluster, ranks: Sequence[int], algorithm: str | None) -> float:
+def _seconds(step: StepGraph | None, cluster: Cluster, ranks: Sequence[int], algorithm: Algorithm) -> float:
     """Seconds of a graph's nodes, one after the other."""
     return 0.0 if step is None else sum(map(node_seconds(step, cluster, ranks, algorithm), step.nodes))
 
@@ -128,7 +129,7 @@ _FORWARD, _INPUT = f"host {HostPoint.FORWARD.value}", f"host {HostPoint.INPUT.va
 
 
 def _simulated(
-    step: StepGraph, cluster: Cluster, ranks: Sequence[int], algorithm: str | None, views: bool, fused: bool
+    step: StepGraph, cluster: Cluster, ranks: Sequence[int], algorithm: Algorithm, views: bool, fused: bool
 ) -> Timeline:
     """One micro-batch of a stage."""
     found = lowered(step, sizes=balanced_sizes(step), views=views, fused=fused)
@@ -198,7 +199,7 @@ def _resident(found: CapturedStages, stage: Stage, *, several: bool) -> Resident
 
 
 def _update(
-    found: CapturedStages, stage: Stage, cluster: Cluster, ranks: Sequence[int], algorithm: str | None
+    found: CapturedStages, stage: Stage, cluster: Cluster, ranks: Sequence[int], algorithm: Algorithm
 ) -> float:
     """Seconds of clipping and of the optimizer for the stage's parameters; what is of no parameter, in each stage."""
     step = found.update

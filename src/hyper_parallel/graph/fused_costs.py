@@ -29,7 +29,7 @@ from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.trace import Collective
 from hyper_parallel.workload.work import Work
 
-_PHASES = frozenset({"forward", "loss", "backward"})
+PHASES = frozenset({"forward", "loss", "backward"})
 """Phases that are compiled; the update's operators are whole kernels already."""
 _ALONE = LOOKS_UP | ADDS_INTO | {"sort", "topk", "argsort", "cumsum", "cumprod", "bincount", "nonzero"}
 """Memory-bound operators that no compiler fuses with their neighbours."""
@@ -39,11 +39,14 @@ Costs = Mapping[fx.Node, Work | Collective]
 
 
 def fused_costs(
-    step: StepGraph, costs: Costs, sizes: Mapping[object, int] | None = None
+    step: StepGraph,
+    costs: Costs,
+    sizes: Mapping[object, int] | None = None,
+    phases: frozenset[str] = PHASES,
 ) -> dict[fx.Node, Work | Collective]:
     """The costs with each run of fused operators at its last one; the others of a run do nothing.
 
-    `costs`: of `graph.costs.costs`, with the same `sizes`.
+    `costs`: of `graph.costs.costs`, with the same `sizes`. `phases`: in which operators are fused.
     """
     found = dict(costs)
     last = _last_uses(step)
@@ -55,7 +58,7 @@ def fused_costs(
             continue
         if cost is None and not is_wait(node) and node.target is not HOST:
             continue
-        own = _key(node) if _is_fused(node, cost) else None
+        own = _key(node) if _is_fused(node, cost, phases) else None
         if own is None or own != key:
             _join(run, found, last, step, sizes)
             run, key = [], own
@@ -70,13 +73,18 @@ def _key(node: fx.Node) -> tuple[object, ...]:
     return region.layer, region.phase, region.micro_batch, bool(node.meta["recomputed"])
 
 
-def _is_fused(node: fx.Node, cost: Work | Collective | None) -> bool:
+def _is_fused(node: fx.Node, cost: Work | Collective | None, phases: frozenset[str]) -> bool:
     return (
         isinstance(cost, Work)
         and cost.kind in _FUSED
-        and region_of(node).phase in _PHASES
+        and (region_of(node).phase in phases or ("loss" in phases and _is_loss_backward(node)))
         and operator_name(node) not in _ALONE
     )
+
+
+def _is_loss_backward(node: fx.Node) -> bool:
+    """Whether a node is of no module and of the backward pass: of the loss, whose operators are in no module."""
+    return region_of(node).phase == "backward" and not node.meta["module"]
 
 
 def _last_uses(step: StepGraph) -> dict[int, int]:

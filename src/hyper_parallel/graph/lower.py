@@ -24,12 +24,13 @@ from hyper_parallel import trace
 from hyper_parallel.graph import host_update
 from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.costs import costs
-from hyper_parallel.graph.fused_costs import fused_costs
+from hyper_parallel.graph.fused_costs import PHASES, fused_costs
 from hyper_parallel.graph.ir import Kind, StepGraph
 from hyper_parallel.graph.liveness import Lifetime, lifetimes
 from hyper_parallel.graph.matmuls import operator_name
 from hyper_parallel.graph.memory_effects import begun
 from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.graph.tier_ops import is_cache, prefetch, slot_of, store
 from hyper_parallel.graph.tier_ops import wait as wait_for
@@ -95,12 +96,13 @@ def lowered(
     """The ops of one rank class; arguments and errors as of `lower`.
 
     `lives`, `priced`: the step's lifetimes and costs where they are known already. `fused`: priced as compiled
-    (`graph.fused_costs`).
+    (`graph.fused_costs`), else the phases that `current_step().fused` names.
     """
     if priced is None:
         priced = costs(step, sizes)
-    if fused:
-        priced = fused_costs(step, priced, sizes)
+    phases = PHASES if fused else current_step().fused
+    if phases:
+        priced = fused_costs(step, priced, sizes, phases)
     writer = _Writer(step, priced, views, lifetimes(step, sizes) if lives is None else lives)
     for at, node in enumerate(step.nodes):
         writer.add(at, node)

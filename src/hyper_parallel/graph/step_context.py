@@ -53,6 +53,8 @@ class StepContext:
     times the mean. None reads the routing."""
     pads_values: bool = False
     """For costs only: attention is captured as one kernel where a CPU has none (`graph.fused_attention`)."""
+    fused: frozenset[str] = frozenset()
+    """For costs only: phases whose memory-bound operators are priced as fused kernels (`graph.fused_costs`)."""
     report_load: Callable[[Tensor], None] | None = None
     """Is given this rank's expert load, fp32 [1], before each exchange of rows, and before there is memory for them. It
     may be a collective: every rank of the mesh comes to it."""

@@ -94,7 +94,7 @@ def _class(name: str) -> str:
     """`all_gather over shard` is of the collectives over data."""
     _, over, axis = name.partition(" over ")
     if not over:
-        return name
+        return "launches" if name == "host" else name
     known = next((kind for kind in ("tensor", "expert", "context", "pipeline") if kind in axis), "data")
     return known if known == "pipeline" else f"collectives over {known}"
 

@@ -7,6 +7,7 @@ events every rate is constant, so that remaining work falls linearly:
 
 - An op is ready when the op before it in its queue, and all ops that it waits for, have ended.
 - A kernel occupies the matrix or the vector engine. Beside a collective its rate is 1 / `comm_slowdown`, else 1.
+- Where the host takes time to enqueue an op, it starts no sooner than that (`simulator.host_queue`).
 - A collective starts when it is ready in all classes of its ranks. Collectives and copies run at max-min fair rates
   (`simulator.bandwidth_sharing`) on the link levels and tiers of the devices that they use.
 
@@ -22,6 +23,7 @@ from typing import Literal
 
 from hyper_parallel.errors import TraceError
 from hyper_parallel.simulator.bandwidth_sharing import Resource, Sharing
+from hyper_parallel.simulator.host_queue import HostQueue, is_waited_for
 from hyper_parallel.simulator.op_costs import Costs, Leg
 from hyper_parallel.trace import Op, Span, Trace, copy_tiers, is_compute
 from hyper_parallel.trace.validate import Meeting, meetings
@@ -86,6 +88,8 @@ class Run:
         """The ops that wait for each op."""
         self._meeting: dict[int, Meeting] = {}
         self._number(meetings(trace))
+        launch = costs.device.host_launch if only != "comm" else 0.0
+        self._host = HostQueue(trace.ops.values(), launch) if launch else None
         count = len(self._ops)
         self._ready, self._start, self._end = [-1.0] * count, [-1.0] * count, [-1.0] * count
         self._engines = [(_Engine(None, deque()), _Engine(None, deque())) for _ in trace.ops]
@@ -129,7 +133,10 @@ class Run:
                 break
             self._now, ticket, what = heapq.heappop(events)
             if type(what) is int:
-                self._finish(what)
+                if what < 0:
+                    self._begin(~what)
+                else:
+                    self._finish(what)
             elif what.ticket == ticket:  # type: ignore[union-attr]
                 if type(what) is _Kernel:
                     self._kernel_ends(what)
@@ -146,6 +153,13 @@ class Run:
         )
 
     def _turn(self, number: int) -> None:
+        """Handle an op that waits for no other one."""
+        if self._host is not None and (enqueued := self._host.enqueued(number)) > self._now:
+            self._foresee(enqueued, ~number)
+        else:
+            self._begin(number)
+
+    def _begin(self, number: int) -> None:
         """Handle an op that is ready."""
         self._ready[number] = self._now
         kind = self._kind[number]
@@ -171,6 +185,8 @@ class Run:
     def _finish(self, number: int) -> None:
         """Handle an op's end: ops that wait only for it become ready."""
         self._end[number] = self._now
+        if self._host is not None and is_waited_for(self._ops[number]):
+            self._host.wait(number, self._now)
         pending = self._pending
         for other in self._then[number]:
             pending[other] -= 1

@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.cluster.device import Device
+from hyper_parallel.cluster.token_dispatch import TokenDispatch
 from hyper_parallel.errors import ConfigError, TraceError
 from hyper_parallel.trace import Collective, Op, Trace, copy_tiers
 from hyper_parallel.workload.work import Work
@@ -34,7 +36,7 @@ class Leg:
 class Costs:
     """Costs of ops on one cluster."""
 
-    def __init__(self, cluster: Cluster, algorithm: str | None = None, ranks: int = 1) -> None:
+    def __init__(self, cluster: Cluster, algorithm: Algorithm = None, ranks: int = 1) -> None:
         """`ranks`: number of ranks, which copy at the same time."""
         if cluster.device is None:
             raise ConfigError(
@@ -45,7 +47,7 @@ class Costs:
         self._cluster = cluster
         self._algorithm, self._ranks = algorithm, ranks
         self._works: dict[Work, float] = {}
-        self._calls: dict[tuple[str, int, int], tuple[Leg, ...]] = {}
+        self._calls: dict[tuple[str, int, int, bool], tuple[Leg, ...]] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._copies: dict[tuple[str, float], tuple[Leg, ...]] = {}
 
@@ -65,8 +67,11 @@ class Costs:
         """Legs of a collective, level by level; none for a group of one."""
         # A group's tuple of ranks may be long: it is known by its identity, and kept so that this stays true.
         self._groups[id(call.ranks)] = call.ranks
-        key = (call.kind, call.bytes, id(call.ranks))
+        dispatched = self.is_dispatched(call)
+        key = (call.kind, call.bytes, id(call.ranks), dispatched)
         found = self._calls.get(key)
+        if found is None and dispatched and (found := self._dispatch(call)) is not None:
+            self._calls[key] = found
         if found is None:
             cluster, legs = self._cluster, []
             for leg in cluster.legs(call.kind, call.bytes, call.ranks, self._algorithm):
@@ -75,6 +80,42 @@ class Costs:
                 legs.append(Leg(latency, seconds, ((f"link:{leg.level}", 1.0),)))
             found = self._calls[key] = tuple(legs)
         return found
+
+    def is_dispatched(self, call: Collective) -> bool:
+        """Whether a collective is an exchange of tokens with experts that a library for it makes."""
+        tokens = call.kind == "all_to_all" and call.axis == "expert"
+        return tokens and isinstance(self._algorithm, TokenDispatch)
+
+    def collective_seconds(self, call: Collective) -> float:
+        """Seconds of a collective, alone on its links."""
+        if not self.is_dispatched(call):
+            return self._cluster.collective_seconds(call.kind, call.bytes, call.ranks, self._algorithm)
+        return sum(leg.latency + leg.seconds for leg in self.legs(call))
+
+    def _dispatch(self, call: Collective) -> tuple[Leg, ...] | None:
+        """One leg on all levels at once, of which the slowest decides; None where the levels hold unequal parts."""
+        cluster, how = self._cluster, self._algorithm
+        radices = cluster.radices(call.ranks)
+        assert isinstance(how, TokenDispatch)
+        if radices is None:
+            return None
+        busy = {
+            level: size / cluster.link(level).reached
+            for level, size in how.bytes(call.bytes, radices).items()
+        }
+        plain = [
+            (leg.level, cluster.leg_seconds(leg)) for leg in cluster.legs(call.kind, call.bytes, call.ranks)
+        ]
+        latency = sum(cluster.link(level).setup + cluster.link(level).latency for level in busy)
+        once, every = max(busy.values(), default=0.0), sum(seconds for _, seconds in plain)
+        seconds = how.share * once + (1 - how.share) * max(0.0, every - latency)
+        if not seconds:
+            return ()
+        uses = {level: how.share * one for level, one in busy.items()}
+        for level, one in plain:
+            uses[level] = uses.get(level, 0.0) + (1 - how.share) * one
+        shares = ((f"link:{level}", min(1.0, one / seconds)) for level, one in uses.items())
+        return (Leg(latency, seconds, tuple(shares)),)
 
     def copy(self, op: Op) -> tuple[Leg, ...]:
         """The leg of a copy between tiers."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.simulator.engine import Only, Run
 from hyper_parallel.simulator.op_costs import Costs, check_fits, main_dtype
 from hyper_parallel.trace import Alone, Timeline, Trace
 
 
 def simulate(
-    trace: Trace, cluster: Cluster, *, algorithm: str | None = None, masking: bool = True
+    trace: Trace, cluster: Cluster, *, algorithm: Algorithm = None, masking: bool = True
 ) -> Timeline:
     """The predicted Timeline of a Trace.
 
@@ -36,7 +37,7 @@ def simulate(
     )
 
 
-def alone(trace: Trace, cluster: Cluster, only: Only, *, algorithm: str | None = None) -> float:
+def alone(trace: Trace, cluster: Cluster, only: Only, *, algorithm: Algorithm = None) -> float:
     """The step's seconds with only its kernels (`compute`) or only its collectives (`comm`) taking any time.
 
     Dependencies between ops and ranks still hold. Errors as of `simulate`.

@@ -25,7 +25,7 @@ CLASSES = {
     "optimizer": "optimizer",
 }
 """Class of operators by kind of `Work`; norms, activations, residuals and copies are one: all are bound by memory."""
-PIPELINE, OTHER, TASKS = "pipeline", "waiting", "tasks"
+PIPELINE, HOST, OTHER, TASKS = "pipeline", "host", "waiting", "tasks"
 
 
 def step_parts(timeline: Timeline, tasks: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -49,7 +49,10 @@ def step_parts(timeline: Timeline, tasks: Mapping[str, float] | None = None) -> 
     parts = {kind: seconds * scale for kind, seconds in kernels.items()}
     parts |= calls
     bubbles = timeline.bubbles
-    parts |= {PIPELINE: bubbles.fill_drain, OTHER: bubbles.imbalance + bubbles.copies + bubbles.runtime}
+    # In a measurement, what nothing explains is no certain work of the host.
+    host = bubbles.runtime if timeline.predicted else 0.0
+    waiting = bubbles.imbalance + bubbles.copies + bubbles.runtime - host
+    parts |= {PIPELINE: bubbles.fill_drain, HOST: host, OTHER: waiting}
     whole = sum(tasks.values()) if tasks else 0.0
     for name, seconds in (tasks or {}).items():
         parts[name] = parts.get(name, 0.0) + seconds / whole * parts.get(TASKS, 0.0)

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hyper_parallel.cluster.token_dispatch import destinations, reached
 from hyper_parallel.planner.codes import SCHEDULES
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.dims import element_bytes, expert_width
@@ -46,28 +47,6 @@ from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.table import Array, Table
 
 DUALPIPE = SCHEDULES.index("dualpipe")
-_MOST_GROUPS = 64
-
-
-def reached(groups: Array, chosen: Array, domains: Array) -> Array:
-    """Domains among which a token's experts lie, of `domains`, where it chooses some groups of experts first."""
-    limited = (groups > 0) & (chosen > 0)
-    if not np.any(limited):
-        return domains
-    groups, chosen = np.where(limited, groups, 1.0), np.where(limited, chosen, 1.0)
-    held = groups / domains
-    missed: Array = np.ones(1)
-    for i in range(int(min(np.max(chosen), _MOST_GROUPS))):
-        left = np.maximum(1 - held / np.maximum(groups - i, 1.0), 0.0)
-        missed = missed * np.where(i < chosen, left, 1.0)
-    several = domains * (1 - missed)
-    found = np.where(held >= 1, several, domains * chosen / groups)
-    return np.where(limited, np.clip(found, 1.0, domains), domains)
-
-
-def destinations(places: Array, chosen: Array) -> Array:
-    """Of `places` that hold a token's possible experts equally, those that hold at least one of `chosen`."""
-    return places * (1 - (1 - 1 / places) ** chosen)
 
 
 def load(t: Table, k: Constants) -> Array:

@@ -207,9 +207,24 @@ def _routed(t: Table, k: Constants, ranks: Ranks, multiply: Products, tokens: Ar
 
 def _fused_rate(t: Table, k: Constants) -> Array:
     """FLOP/s of fused attention by the best kernels."""
-    shares = np.array([FUSED.get(name, 0.5) for name in ARCHITECTURES])[t.architecture.astype(np.intp)]
-    rate: Array = t.peak16 * shares * k.attention
+    rate: Array = t.peak16 * _best_share(t) * k.attention
     return rate
+
+
+def _best_share(t: Table) -> Array:
+    return np.array([FUSED.get(name, 0.5) for name in ARCHITECTURES])[t.architecture.astype(np.intp)]
+
+
+def fused_share(t: Table) -> Array:
+    """The share of the 16-bit peak that the framework's fused attention reaches, by its maker's figures."""
+    return _best_share(t) * _quality(t)
+
+
+def _quality(t: Table) -> Array:
+    """The rate of the framework's fused attention beside that of the best kernels."""
+    quality = np.where((t.flash > 0) & (t.flash < 1), t.flash, 1.0)
+    since = np.isin(t.architecture, [ARCHITECTURES.index(name) for name in SINCE_HOPPER])
+    return np.where((t.flash == 2) & since, OF_SECOND, quality)
 
 
 def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Array, Array]:
@@ -217,10 +232,7 @@ def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Arr
     heads = t.heads / ranks.tensor
     width = np.where(t.key_rank > 0, t.plain + t.rotary + t.value, 2 * t.head_dim)
     flops = 2 * tokens * heads * width * keys_seen(t)
-    quality = np.where((t.flash > 0) & (t.flash < 1), t.flash, 1.0)
-    since = np.isin(t.architecture, [ARCHITECTURES.index(name) for name in SINCE_HOPPER])
-    quality = np.where((t.flash == 2) & since, OF_SECOND, quality)
-    seconds = flops / (_fused_rate(t, k) * quality)
+    seconds = flops / (_fused_rate(t, k) * _quality(t))
     scores = t.micro * heads * t.sequence**2 / t.context
     return seconds, np.where(t.flash > 0, 0.0, moved(t, k, 2 * 7 * scores))
 
