@@ -77,7 +77,9 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Tokens of the whole run, such as 15T: shows its days, and with --price its cost.",
 )
 @click.option(
-    "--framework", metavar="NAME", help="Framework whose overlap and fusion to assume; default: what most do."
+    "--framework",
+    metavar="NAME",
+    help="Framework whose overlap and fusion to assume; default: what most do; with --runnable: hyper-parallel.",
 )
 @click.option("--compare", type=_FILE, help="A run file or strategy to estimate and compare with the best.")
 @click.option("--refine", type=click.IntRange(min=0), default=0, help="Simulate the N best strategies.")
@@ -153,7 +155,7 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
 
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.planner import numbers
-    from hyper_parallel.planner.framework_profiles import GENERIC, profile
+    from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL, profile
     from hyper_parallel.planner.query import Question
     from hyper_parallel.planner.simplest import TIE
     from hyper_parallel.workload.workload import Workload
@@ -168,6 +170,8 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
             f"--devices {devices:,}: {cluster} has {machine.ranks:,}; name the cluster without a number of devices, or "
             "with more"
         )
+    # What `train` is to run does what `train` does: it keeps other bytes, and fuses other kernels, than most.
+    usual = HYPER_PARALLEL if options["runnable"] else GENERIC
     return Question(
         workload=Workload(
             shape,
@@ -179,7 +183,7 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
             numbers.whole("--prediction-modules", options["prediction_modules"], least=0),
         ),
         cluster=machine,
-        profile=profile(options["framework"]) if options["framework"] else GENERIC,
+        profile=profile(options["framework"]) if options["framework"] else usual,
         devices=devices,
         fix=numbers.fixed(options["fix"]),
         objective=options["objective"],

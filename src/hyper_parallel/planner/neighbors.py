@@ -40,6 +40,7 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
     ("recompute", "recomputed"),
     ("state_on_host",),
     ("activations_on_host",),
+    ("weights_on_host",),
     ("order",),
 )
 """The groups of settings, beside degrees, that one change may vary."""
@@ -104,7 +105,7 @@ def _changes(own: dict[str, float], question: Question) -> Iterator[tuple[tuple[
             "virtual": (1, own["virtual"]),
         }
         yield DEGREES, _legal(own, question, {**near, **follow})
-    stays = question.runnable or "host" not in question.cluster.links
+    stays = "host" not in question.cluster.links
     for names in SETTINGS:
         if stays and names[0] in format.ON_HOST:
             continue
