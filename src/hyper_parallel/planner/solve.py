@@ -104,10 +104,7 @@ def solve(
         tied=tied,
         best=best,
         why=explain(found.best[0].table, question, known),
-        files=[
-            planned_run_file(one, question, model, _budget(choice.table, question, known))
-            for one, choice in zip(best, found.best, strict=True)
-        ],
+        files=[planned_run_file(one, question, model, _budget(one, question, known)) for one in best],
         compared=None if other is None else _figures(other, known),
         tokens=tokens,
         notes=[
@@ -125,10 +122,9 @@ def _figures(row: Table, constants: Constants) -> Figures:
     return figures(row, estimate(row, constants))[0]
 
 
-def _budget(row: Table, question: Question, constants: Constants) -> MemoryBudget | None:
+def _budget(found: Figures, question: Question, constants: Constants) -> MemoryBudget | None:
     """The budget of a strategy; None where nothing of it lies on the host."""
-    moved = float(on_host(row).max())
-    return memory_budget(question.cluster, constants, moved) if moved else None
+    return memory_budget(question.cluster, constants, found.on_host) if found.on_host else None
 
 
 def _floor(found: Answer, constants: Constants) -> str:
