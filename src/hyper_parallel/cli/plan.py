@@ -64,7 +64,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--fix", multiple=True, metavar="NAME=VALUE", help="Fix a part of the strategy: tensor_x=8; repeatable."
 )
 @click.option(
-    "--runnable", is_flag=True, help="Search only what train can run: no DualPipe, nothing on the host."
+    "--runnable", is_flag=True, help="Search only what train can run, memory budgets included; no DualPipe."
 )
 @click.option(
     "--quickest", is_flag=True, help="Show the quickest estimate first, also where a simpler strategy ties."
@@ -82,7 +82,12 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Framework whose overlap and fusion to assume; default: what most do; with --runnable: hyper-parallel.",
 )
 @click.option("--compare", type=_FILE, help="A run file or strategy to estimate and compare with the best.")
-@click.option("--refine", type=click.IntRange(min=0), default=0, help="Simulate the N best strategies.")
+@click.option(
+    "--refine",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Simulate the N best strategies; with --runnable until one fits.",
+)
 @click.option(
     "--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many strategies to show."
 )
@@ -242,14 +247,14 @@ def _one(question: Question, section: dict[str, Any] | None, options: dict[str, 
     from hyper_parallel.planner.answer import text, to_json
     from hyper_parallel.planner.solve import solve
 
-    told = solve(question, compare=options["compare"], tokens=_tokens(options), model=section)
+    given: dict[str, Any] = {"compare": options["compare"], "tokens": _tokens(options), "model": section}
     if options["refine"]:
-        from dataclasses import replace
-
         # Only now, because this needs torch.
-        from hyper_parallel.planner.refine import refine
+        from hyper_parallel.planner.refine import solved
 
-        told = replace(told, refined=refine(told.files[: options["refine"]], question.cluster, _progress()))
+        told = solved(question, options["refine"], _progress(), **given)
+    else:
+        told = solve(question, **given)
     click.echo(json.dumps(to_json(told), indent=2) if as_json else text(told, _width()))
     if options["out"] is not None:
         file = told.files[told.chosen]

@@ -104,7 +104,7 @@ def solve(
         tied=tied,
         best=best,
         why=explain(found.best[0].table, question, known),
-        files=[planned_run_file(one, question, model, _budget(one, question, known)) for one in best],
+        files=[planned_run_file(one, question, model, _budget(one, question)) for one in best],
         compared=None if other is None else _figures(other, known),
         tokens=tokens,
         notes=[
@@ -122,9 +122,9 @@ def _figures(row: Table, constants: Constants) -> Figures:
     return figures(row, estimate(row, constants))[0]
 
 
-def _budget(found: Figures, question: Question, constants: Constants) -> MemoryBudget | None:
+def _budget(found: Figures, question: Question) -> MemoryBudget | None:
     """The budget of a strategy; None where nothing of it lies on the host."""
-    return memory_budget(question.cluster, constants, found.on_host) if found.on_host else None
+    return memory_budget(question.cluster, fitted(), found.on_host) if found.on_host else None
 
 
 def _floor(found: Answer, constants: Constants) -> str:
