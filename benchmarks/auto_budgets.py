@@ -43,8 +43,8 @@ from hyper_parallel.planner.measured_constants import is_measured, read_off
 from hyper_parallel.units import format_bytes, format_duration
 
 NAME = "auto_budgets.json"
-OTHERS, ALIKE = 6, 2
-STEPS = 8
+OTHERS, ALIKE = 4, 1
+STEPS = 6
 HEADS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

@@ -45,7 +45,7 @@ def test_a_runnable_strategy_that_does_not_fit_when_simulated_is_planned_again(
 
 
 def test_what_never_fits_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    _simulated(monkeypatch, *[False] * refine.ROUNDS)
+    _simulated(monkeypatch, *[False] * (2 * refine.ROUNDS))
     with pytest.raises(NothingFitsError) as raised:
         refine.solved(_question(runnable=True), 1, lambda _: None)
     assert "what would make it fit" in str(raised.value) and "\n" not in str(raised.value)

@@ -16,11 +16,17 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
 from hyper_parallel.planner.constants import fitted
+from hyper_parallel.planner.format import ON_HOST
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
 from hyper_parallel.planner.solve import NothingFitsError, PrintedAnswer, Refined, solve
 from hyper_parallel.units import format_bytes
 
+NOTE = (
+    "not searched: the host's memory, since something fits without it and a budget takes minutes to simulate; without "
+    "--refine it is"
+)
+"""Said where what fits without a budget is not compared with what moves."""
 LEAST = 1.02
 """Of the estimate of memory: by how much it is scaled at least."""
 ROUNDS = 3
@@ -39,9 +45,32 @@ def solved(
     """The answer with its `count` best strategies simulated.
 
     A question of what `train` runs wants a strategy that fits: where the simulated peak of none does, the estimate of
-    memory is scaled by what it was too low by, and the question is answered again. Raises as `solve`, and
+    memory is scaled by what it was too low by, and the question is answered again. Something lies on the host only
+    where nothing fits without. Raises as `solve`, and
     NothingFitsError where none fits after ROUNDS.
     """
+    if question.runnable and not set(ON_HOST) & question.fix.keys():
+        # A plan of what moves takes minutes for a large model: first what needs none.
+        stays = replace(question, fix={**question.fix, **dict.fromkeys(ON_HOST, 0.0)})
+        try:
+            told = _solved(stays, count, progress, compare=compare, tokens=tokens, model=model)
+        except NothingFitsError:
+            progress("nothing fits on the devices alone; planning with the host's memory")
+        else:
+            return replace(told, notes=[*told.notes, NOTE])
+    return _solved(question, count, progress, compare=compare, tokens=tokens, model=model)
+
+
+def _solved(
+    question: Question,
+    count: int,
+    progress: Callable[[str], None],
+    *,
+    compare: Path | None,
+    tokens: float,
+    model: Mapping[str, Any] | None,
+) -> PrintedAnswer:
+    """One question, answered until a strategy that was simulated fits."""
     known = fitted()
     for _ in range(ROUNDS):
         told = solve(question, known, compare=compare, tokens=tokens, model=model)
