@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,27 @@ def test_what_is_no_strategy_is_told(text: str, told: str, tmp_path: Path) -> No
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         user_strategy(tmp_path / "none.yaml", _question(), [])
+
+
+def test_a_planned_budget_is_kept_by_the_step_that_train_runs() -> None:
+    from hyper_parallel.estimate import predict_run
+
+    dims = {
+        "hidden": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 32,
+        "ffn": 768,
+        "vocabulary": 2048,
+        "layers": 4,
+    }
+    work = Workload(replace(shape("llama-3-8b"), **dims), 8, 128, "fp32")
+    question = Question(workload=work, cluster=Cluster.named("h100x2"), runnable=True)
+    found = _figures(question, shard=2, zero=3, micro=4, state_on_host=1)
+    made = planned_run_file(found, question, budget=MemoryBudget(56 << 20, 256 << 20))
+    free = planned_run_file(_figures(question, shard=2, zero=3, micro=4), question)
+    cluster = question.cluster.for_workers(2)
+    kept, whole = (
+        predict_run(config.from_dict(one.data), cluster).timeline.peak.bytes for one in (made, free)
+    )
+    assert kept <= 56 << 20 < whole
