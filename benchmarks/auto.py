@@ -249,8 +249,9 @@ def _strategies(run: RunConfig, cluster: Cluster) -> Iterator[Overrides]:
     """All that the file leaves open, each once."""
     seen, constants = read_off(cluster, precision_of(run))
     done = set()
-    for one in ranked(question_of(run, seen, WORLD, 1), constants):
-        laid = overrides_of(run, one, seen)
+    question = question_of(run, seen, WORLD, 1)
+    for one in ranked(question, constants):
+        laid = overrides_of(run, one, seen, question.workload.shape.layers)
         if _key(laid) not in done:
             done.add(_key(laid))
             yield laid

@@ -11,7 +11,7 @@ from hyper_parallel.config.json_schema import json_schema
 from hyper_parallel.errors import ConfigError
 
 ALL = {"pipeline", "replicate", "shard", "context", "tensor_y", "tensor_x", "expert"}
-BESIDES = {"sequence", "context.method", "memory.shard", "memory.recompute"}
+BESIDES = {"memory.device", "sequence", "context.method", "memory.shard", "memory.recompute"}
 OF_PIPELINES = {"pipeline.schedule", "pipeline.virtual"}
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner.columns import Columns, taken
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.space import Columns, StrategySpace, taken
+from hyper_parallel.planner.space import StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table
 from hyper_parallel.workload.adapters import Adapter
 from hyper_parallel.workload.mixers import LayerMix, Mixer

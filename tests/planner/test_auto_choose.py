@@ -95,10 +95,10 @@ def test_one_line_says_that_nothing_fits_and_what_would(tmp_path: Path) -> None:
 
 
 def test_within_a_budget_that_nothing_fits_the_smallest_is_taken(tmp_path: Path) -> None:
-    strategy = {"axes": "auto", "memory": {"device": "1MiB", "host": "1GiB"}}
+    strategy = {"axes": "auto", "memory": {"device": "64KiB", "host": "1GiB"}}
     run = run_file(tmp_path, strategy)
     then = resolved(run, choose(run, FOUR, 4, simulate=None).laid)
-    assert then.strategy.memory.device == 1 << 20
+    assert then.strategy.memory.device == 1 << 16
     assert then.strategy.memory.shard == "parameters" and then.strategy.axes.replicate == 1
 
 
@@ -106,3 +106,63 @@ def test_a_preset_gives_the_interval_of_published_runs(tmp_path: Path) -> None:
     run = run_file(tmp_path)
     choice = choose(run, replace(Cluster.named("h100x8"), node=8), 8, simulate=None)
     assert "90% of published runs" in choice.lines[1] and "for 8 workers on h100x8" in choice.lines[0]
+
+
+LARGE = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+"""A model of 70 billion parameters: with its optimizer's state twice what eight devices of 80 GB have."""
+
+
+def _large(folder: Path, strategy: object) -> RunConfig:
+    sections = {"model": {"config": LARGE}, "data": {"sequence": 4096}, "launch": {"device": "cuda"}}
+    # The vocabulary of the run is the model's.
+    return run_file(folder, strategy, train={"batch": 64}, **sections)
+
+
+@pytest.mark.parametrize("strategy", ["auto", {"axes": "auto", "memory": "auto"}])
+def test_what_does_not_fit_the_devices_gets_a_budget_in_bytes(tmp_path: Path, strategy: object) -> None:
+    h100 = Cluster.named("h100x8")
+    run = _large(tmp_path, strategy)
+    choice = choose(run, h100, 8, simulate=None)
+    memory = resolved(run, choice.laid).strategy.memory
+    assert h100.device is not None and h100.host is not None
+    assert memory.device is not None and memory.host is not None
+    assert 0.8 * h100.device.memory.bytes < memory.device < h100.device.memory.bytes
+    assert memory.host * 8 <= 0.8 * h100.host.bytes
+    assert any("a memory budget, since without one" in line for line in choice.lines)
+
+
+def test_memory_alone_may_be_left_to_the_planner(tmp_path: Path) -> None:
+    run = _large(tmp_path, {"axes": {"tensor": 2, "shard": 4}, "memory": "auto"})
+    assert run.open
+    then = resolved(run, choose(run, Cluster.named("h100x8"), 8, simulate=None).laid)
+    assert then.strategy.memory.device is not None and not then.open
+    assert (then.strategy.axes.shard, then.strategy.axes.tensor_x) == (4, 2)
+    assert then.strategy.axes.order == run.strategy.axes.order
+
+
+def test_what_fits_has_the_same_strategy_with_a_budget_left_open(tmp_path: Path) -> None:
+    some = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
+    sections = {"model": {"config": {**LARGE, **some}}, "data": {"sequence": 4096}}
+    found = []
+    for memory in ("auto", {"device": "76GiB", "host": "100GiB"}):
+        run = run_file(tmp_path, {"axes": "auto", "memory": memory}, train={"batch": 64}, **sections)
+        found.append(resolved(run, choose(run, Cluster.named("h100x8"), 8, simulate=None).laid).strategy)
+    assert found[0].memory.device is None
+    assert found[0].axes == found[1].axes
+
+
+def test_what_fits_nowhere_says_by_how_much_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"of which a worker may use .* of host memory for each worker too"
+    ) as raised:
+        choose(_large(tmp_path, "auto"), Cluster.named("h100x2"), 2, simulate=None)
+    assert "more workers" in str(raised.value) and "\n" not in str(raised.value)

@@ -160,7 +160,8 @@ def test_scaling_has_a_row_for_each_number_of_devices() -> None:
 
 def test_the_fewest_devices_are_fewer_than_any_that_fit() -> None:
     work = Workload(shape("mistral-small-24b"), 48, 2048)
-    question = Question(workload=work, cluster=Cluster.named("h100"), devices=1, runnable=True)
+    stays = dict.fromkeys(("state_on_host", "weights_on_host", "activations_on_host"), 0)
+    question = Question(workload=work, cluster=Cluster.named("h100"), devices=1, runnable=True, fix=stays)
     found = sweep.fewest(question, CONSTANTS)
     assert found is not None
     devices = found.question.devices

@@ -66,7 +66,7 @@ def test_each_axis_and_each_setting_has_neighbours() -> None:
         "on host",
     ):
         assert words in changes
-    assert len(SETTINGS) == 10
+    assert len(SETTINGS) == 11
 
 
 def test_a_setting_that_loses_its_ground_follows() -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hyper_parallel.planner.columns import Array, Columns, taken
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.memory_choices import MemoryChoice
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.space import Array, Columns, StrategySpace, taken
+from hyper_parallel.planner.space import StrategySpace
 from hyper_parallel.planner.table import SPREAD
 from planner.plan_cases import DENSE, base, groups, question
 

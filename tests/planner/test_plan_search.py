@@ -10,6 +10,7 @@ import pytest
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.planner.columns import Array, Columns, taken
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.memory import HOST_PART, on_host
 from hyper_parallel.planner.cost_model.step import estimate
@@ -18,7 +19,7 @@ from hyper_parallel.planner.lower_bounds import Bounds
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PIPELINES
 from hyper_parallel.planner.search import _Found, answer
-from hyper_parallel.planner.space import Array, Columns, StrategySpace, taken
+from hyper_parallel.planner.space import StrategySpace
 from hyper_parallel.planner.table import SPREAD
 from hyper_parallel.workload.adapters import Adapter
 from hyper_parallel.workload.published import shape
@@ -158,8 +159,8 @@ def test_bounds_are_not_above_estimates(name: str, devices: int, cluster: str, c
         rows["recompute"] = draw.integers(0, 3, n).astype(float)
         rows["recomputed"] = np.ceil(draw.random(n) * space.stage(rows)) / space.stage(rows)
         rows["recomputed"] = np.where(rows["recompute"] == 2, rows["recomputed"], 1.0)
-        for share in ("state_on_host", "activations_on_host"):
-            rows[share] = draw.choice(space.on_host[share], n)
+        rows["activations_on_host"] = draw.choice(space.on_host["activations_on_host"], n)
+        rows["state_on_host"], rows["weights_on_host"] = draw.choice(space.levels, n).T
         table = common.replaced(**{name: rows[name] for name in SPREAD})
         seen = estimate(table, constants)
         for bound in ("alone", "splits", "scheduled"):
@@ -179,6 +180,7 @@ def test_bounds_are_not_above_estimates(name: str, devices: int, cluster: str, c
         "recompute": np.zeros(n),
         "state_on_host": np.zeros(n),
         "activations_on_host": np.zeros(n),
+        "weights_on_host": np.zeros(n),
     }
     seen = estimate(common.replaced(**{name: plain[name] for name in SPREAD}), constants)
     assert np.median(rows["scheduled"] / seen.seconds) > 0.99

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.codes import code
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.memory_budget import MemoryBudget, memory_budget
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import planned_run_file
@@ -84,12 +86,30 @@ def test_a_pipeline_is_written_as_train_runs_it(tmp_path: Path) -> None:
 
 def test_what_lies_on_the_host_is_a_budget() -> None:
     question = _question()
-    made = planned_run_file(
-        _figures(question, shard=64, zero=3, state_on_host=1), question, on_host=1.5 * 2**30
+    found = _figures(question, shard=64, zero=3, state_on_host=1)
+    run = config.from_dict(
+        planned_run_file(found, question, budget=MemoryBudget(3 << 30, 2 << 30, 1 << 30)).data
     )
-    run = config.from_dict(made.data)
-    assert run.strategy.memory.host == 2 * 2**30
-    assert run.train.engine == "graph"
+    memory = run.strategy.memory
+    assert (memory.device, memory.host, memory.pool) == (3 << 30, 2 << 30, 64 << 30)
+    assert (run.train.engine, memory.recompute) == ("graph", "auto")
+
+
+def test_a_budget_is_what_a_machine_has_less_a_margin() -> None:
+    h100 = Cluster.named("h100")
+    found = memory_budget(h100, Constants())
+    assert h100.device is not None and h100.host is not None
+    assert found.device * Constants().slack + Constants().outside == pytest.approx(h100.device.memory.bytes)
+    assert found.host == int(0.8 * h100.host.bytes / h100.host.ranks) and found.pool == 0
+
+
+def test_a_pool_is_used_beyond_the_host_and_holds_what_the_estimate_says() -> None:
+    a5 = Cluster.named("atlas950")
+    needed = 0.81 * a5.tier("host").bytes / a5.tier("host").ranks
+    small, large = memory_budget(a5, Constants()), memory_budget(a5, Constants(), needed)
+    assert small.pool == 0
+    table = Table.of(_question().workload, a5, _question().profile)
+    assert large.host + large.pool <= 0.8 * float(table.host_bytes[0])
 
 
 def test_what_train_cannot_say_is_noted() -> None:
@@ -209,3 +229,27 @@ def test_what_is_no_strategy_is_told(text: str, told: str, tmp_path: Path) -> No
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         user_strategy(tmp_path / "none.yaml", _question(), [])
+
+
+def test_a_planned_budget_is_kept_by_the_step_that_train_runs() -> None:
+    from hyper_parallel.estimate import predict_run
+
+    dims = {
+        "hidden": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 32,
+        "ffn": 768,
+        "vocabulary": 2048,
+        "layers": 4,
+    }
+    work = Workload(replace(shape("llama-3-8b"), **dims), 8, 128, "fp32")
+    question = Question(workload=work, cluster=Cluster.named("h100x2"), runnable=True)
+    found = _figures(question, shard=2, zero=3, micro=4, state_on_host=1)
+    made = planned_run_file(found, question, budget=MemoryBudget(56 << 20, 256 << 20))
+    free = planned_run_file(_figures(question, shard=2, zero=3, micro=4), question)
+    cluster = question.cluster.for_workers(2)
+    kept, whole = (
+        predict_run(config.from_dict(one.data), cluster).timeline.peak.bytes for one in (made, free)
+    )
+    assert kept <= 56 << 20 < whole

@@ -64,7 +64,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--fix", multiple=True, metavar="NAME=VALUE", help="Fix a part of the strategy: tensor_x=8; repeatable."
 )
 @click.option(
-    "--runnable", is_flag=True, help="Search only what train can run: no DualPipe, nothing on the host."
+    "--runnable", is_flag=True, help="Search only what train can run, memory budgets included; no DualPipe."
 )
 @click.option(
     "--quickest", is_flag=True, help="Show the quickest estimate first, also where a simpler strategy ties."
@@ -77,10 +77,17 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Tokens of the whole run, such as 15T: shows its days, and with --price its cost.",
 )
 @click.option(
-    "--framework", metavar="NAME", help="Framework whose overlap and fusion to assume; default: what most do."
+    "--framework",
+    metavar="NAME",
+    help="Framework whose overlap and fusion to assume; default: what most do; with --runnable: hyper-parallel.",
 )
 @click.option("--compare", type=_FILE, help="A run file or strategy to estimate and compare with the best.")
-@click.option("--refine", type=click.IntRange(min=0), default=0, help="Simulate the N best strategies.")
+@click.option(
+    "--refine",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Simulate the N best strategies; with --runnable until one fits.",
+)
 @click.option(
     "--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many strategies to show."
 )
@@ -153,7 +160,7 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
 
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.planner import numbers
-    from hyper_parallel.planner.framework_profiles import GENERIC, profile
+    from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL, profile
     from hyper_parallel.planner.query import Question
     from hyper_parallel.planner.simplest import TIE
     from hyper_parallel.workload.workload import Workload
@@ -168,6 +175,8 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
             f"--devices {devices:,}: {cluster} has {machine.ranks:,}; name the cluster without a number of devices, or "
             "with more"
         )
+    # What `train` is to run does what `train` does: it keeps other bytes, and fuses other kernels, than most.
+    usual = HYPER_PARALLEL if options["runnable"] else GENERIC
     return Question(
         workload=Workload(
             shape,
@@ -179,7 +188,7 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
             numbers.whole("--prediction-modules", options["prediction_modules"], least=0),
         ),
         cluster=machine,
-        profile=profile(options["framework"]) if options["framework"] else GENERIC,
+        profile=profile(options["framework"]) if options["framework"] else usual,
         devices=devices,
         fix=numbers.fixed(options["fix"]),
         objective=options["objective"],
@@ -238,14 +247,14 @@ def _one(question: Question, section: dict[str, Any] | None, options: dict[str, 
     from hyper_parallel.planner.answer import text, to_json
     from hyper_parallel.planner.solve import solve
 
-    told = solve(question, compare=options["compare"], tokens=_tokens(options), model=section)
+    given: dict[str, Any] = {"compare": options["compare"], "tokens": _tokens(options), "model": section}
     if options["refine"]:
-        from dataclasses import replace
-
         # Only now, because this needs torch.
-        from hyper_parallel.planner.refine import refine
+        from hyper_parallel.planner.refine import solved
 
-        told = replace(told, refined=refine(told.files[: options["refine"]], question.cluster, _progress()))
+        told = solved(question, options["refine"], _progress(), **given)
+    else:
+        told = solve(question, **given)
     click.echo(json.dumps(to_json(told), indent=2) if as_json else text(told, _width()))
     if options["out"] is not None:
         file = told.files[told.chosen]

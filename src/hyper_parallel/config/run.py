@@ -159,8 +159,9 @@ class RunConfig(Section):
 
     @property
     def open(self) -> bool:
-        """Whether the planner has to choose axes before the run can begin; never for the one-device run."""
-        return self.strategy.open and self.launch.workers != 1
+        """Whether the planner has to choose axes, or a budget, before the run can begin; no axes for one device."""
+        alone = self.launch.workers == 1 and bool(self.strategy.axes.open)
+        return self.strategy.open and not alone
 
     @property
     def effective_strategy(self) -> Strategy:
@@ -170,8 +171,9 @@ class RunConfig(Section):
         """
         if self.open:
             left = ", ".join(self.strategy.axes.open)
+            named = f"strategy.axes leaves {left}" if left else "strategy.memory leaves its bytes"
             raise ConfigError(
-                f"strategy.axes leaves {left} to the planner, which chooses when `hyper-parallel train` knows its "
+                f"{named} to the planner, which chooses when `hyper-parallel train` knows its "
                 "workers; `hyper-parallel simulate FILE --cluster NAME --ranks N` shows what it would choose for a "
                 "cluster. Or write the degrees"
             )

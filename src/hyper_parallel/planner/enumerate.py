@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from hyper_parallel.planner.columns import Columns, taken
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.memory_choices import MemoryChoice
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import answer
-from hyper_parallel.planner.space import FULL, Columns, StrategySpace, taken
+from hyper_parallel.planner.space import FULL, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table
 
 MOST = 20_000

@@ -36,7 +36,7 @@ MEANING = {
 """What the parts of a step are; `planner.cost_model.step` has the formulas."""
 
 
-ON_HOST = {"state_on_host": "state", "activations_on_host": "activations"}
+ON_HOST = {"state_on_host": "state", "activations_on_host": "activations", "weights_on_host": "weights"}
 """What a share of may lie in the host's memory, by column."""
 
 

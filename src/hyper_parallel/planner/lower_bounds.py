@@ -45,6 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hyper_parallel.planner.codes import ORDERS, SCHEDULES
+from hyper_parallel.planner.columns import Array, Columns, full_like, unique
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import HOST_PART, by_stage
 from hyper_parallel.planner.cost_model.optimizer_step import UPDATE_BYTES, gathered
@@ -53,7 +54,7 @@ from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pa
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.cost_model.step import seconds_by_kind
 from hyper_parallel.planner.memory_bounds import ROUNDING, Room
-from hyper_parallel.planner.space import NONE, SELECTIVE, Array, Columns, StrategySpace, full_like, unique
+from hyper_parallel.planner.space import NONE, SELECTIVE, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table, sum_of
 
 PASSES = ("products", "attention", "elementwise", "again", "tensor", "expert", "context", "launches")
@@ -219,8 +220,11 @@ class Bounds:
         """
         space, k = self.space, self.constants
         device = (float(self.base.capacity[0]) - k.outside) / k.slack
-        most = [float(space.on_host[name].max()) for name in ("state_on_host", "activations_on_host")]
         n = rows["micro"].size
+        state, weights = space.levels[-1]
+        moved = float(space.on_host["activations_on_host"].max())
+        moves = space.may_move(rows)
+        most = np.where(moves, state, 0.0), np.where(moves, weights, 0.0), np.where(moves, moved, 0.0)
         least, again = np.full(n, np.inf), np.full(n, 1.0)
         # Where a rank has both ends of the model, its stages are others.
         ends = (
@@ -242,12 +246,10 @@ class Bounds:
                 kept = all_kept if mode == NONE else by_stage(table)
                 any_number = (mode, None) in space.again
                 room = Room.of(all_kept, kept) if any_number else Room.of(kept)
-                floor = room.floor(most[0], most[1], self.host, float(any_number))
+                floor = room.floor(*most, self.host, float(any_number))
                 least = np.minimum(least, floor)
                 if any_number:
-                    again = np.minimum(
-                        again, room.again(most[0], most[1], device * (1 + ROUNDING), self.host)
-                    )
+                    again = np.minimum(again, room.again(*most, device * (1 + ROUNDING), self.host))
                 else:
                     again = np.where(floor <= device * (1 + ROUNDING), 0.0, again)
         return least * _CLOSE, again * _CLOSE

@@ -3,8 +3,10 @@
 A rank has F fixed bytes, O of optimizer state and A of activations. With the share s of the state and the share a of
 the activations on the host, and with the share w of its layers recomputed, which saves w E bytes of activations,
 
-    device   F + (1 - s) O + (1 - a) (A - w E) ≤ (capacity - outside) / slack
-    host     s O + a (A - w E) ≤ host                        (`cost_model.memory`, which is linear in s, in a, and in w)
+    device   F + (1 - s) O + (1 - p) P + (1 - a) (A - w E) ≤ (capacity - outside) / slack
+    host     s O + p P + a (A - w E) ≤ host                        (`cost_model.memory`, which is linear in each share)
+
+P are parameters and gradients, of which the share p lies on the host.
 
 Solved for w, these give the least w of each rank; the group needs the largest of them (`Room.least`).
 """
@@ -18,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Share = Array | float
 Stages = list[dict[str, Array]]
 """Bytes by kind of a rank of each stage."""
 ROUNDING = 1e-10
@@ -30,6 +33,7 @@ class Room:
 
     fixed: Array
     state: Array
+    weights: Array
     activations: Array
     fewer: Array
     """Activations that are not kept where all layers are computed again; zeros where how many is given."""
@@ -49,10 +53,11 @@ class Room:
             return np.stack([sum((stage[kind] for kind in kinds), np.zeros(n)) for stage in stages])
 
         activations = column(kept, "activations")
-        others = (kind for kind in kept[0] if kind not in ("optimizer", "activations"))
+        moving = ("optimizer", "parameters", "gradients", "activations")
         return cls(
-            column(last, *others),
+            column(last, *(kind for kind in kept[0] if kind not in moving)),
             column(kept, "optimizer"),
+            column(kept, "parameters", "gradients"),
             activations,
             activations - column(last, "activations"),
         )
@@ -61,47 +66,49 @@ class Room:
         """The rows of an index."""
         return Room(*(getattr(self, name)[:, index] for name in self.__dataclass_fields__))
 
-    def peak(self, state: Array | float, moved: Array | float, share: Array | float = 0.0) -> Array:
+    def peak(self, state: Share, weights: Share, moved: Share, share: Share = 0.0) -> Array:
         """Bytes of the fullest rank's device, with shares on the host and of layers computed again. [n]"""
         left = self.activations - share * self.fewer
-        peak: Array = np.max(self.fixed + (1 - state) * self.state + (1 - moved) * left, axis=0)
+        kept = (1 - state) * self.state + (1 - weights) * self.weights
+        peak: Array = np.max(self.fixed + kept + (1 - moved) * left, axis=0)
         return peak
 
-    def elsewhere(self, state: Array | float, moved: Array | float, share: Array | float = 0.0) -> Array:
+    def elsewhere(self, state: Share, weights: Share, moved: Share, share: Share = 0.0) -> Array:
         """Bytes on the host of the rank with most of them. [n]"""
         left = self.activations - share * self.fewer
-        found: Array = np.max(state * self.state + moved * left, axis=0)
+        found: Array = np.max(state * self.state + weights * self.weights + moved * left, axis=0)
         return found
 
-    def floor(self, state: float, moved: float, host: float, share: float = 0.0) -> Array:
+    def floor(self, state: Share, weights: Share, moved: Share, host: float, share: float = 0.0) -> Array:
         """Bytes of the fullest rank at least, with no more than these shares, and `host` bytes, on the host. [n]
 
         A byte on the host is one less on the device, so that the most there are what is left.
         """
         left = self.activations - share * self.fewer
-        gone = np.minimum(state * self.state + moved * left, host)
-        floor: Array = np.max(self.fixed + self.state + left - gone, axis=0)
+        gone = np.minimum(state * self.state + weights * self.weights + moved * left, host)
+        floor: Array = np.max(self.fixed + self.state + self.weights + left - gone, axis=0)
         return floor
 
-    def least(self, state: Array, moved: Array, device: float, host: float) -> Array:
-        """The least share of layers that has to be computed again to fit, with each pair of shares; inf: more than all.
+    def least(self, state: Array, weights: Array, moved: Array, device: float, host: float) -> Array:
+        """The least share of layers that has to be computed again to fit, with each set of shares; inf: more than all.
 
-        [n, pairs]
+        [n, sets]
         """
-        state, moved = state[:, None, None], moved[:, None, None]
-        over = self.fixed + (1 - state) * self.state + (1 - moved) * self.activations - device
-        least = _share(over, (1 - moved) * self.fewer)
-        over = state * self.state + moved * self.activations - host
+        state, weights, moved = state[:, None, None], weights[:, None, None], moved[:, None, None]
+        kept = self.fixed + (1 - state) * self.state + (1 - weights) * self.weights
+        least = _share(kept + (1 - moved) * self.activations - device, (1 - moved) * self.fewer)
+        over = state * self.state + weights * self.weights + moved * self.activations - host
         found: Array = np.maximum(least, _share(over, moved * self.fewer)).T
         return found
 
-    def again(self, state: float, moved: float, device: float, host: float) -> Array:
+    def again(self, state: Share, weights: Share, moved: Share, device: float, host: float) -> Array:
         """Share of layers at least that have to be computed again with no more than these shares on the host. [n]
 
         Below the floor's two sides: all shares moved, and all of the host in use.
         """
-        left = self.fixed + (1 - state) * self.state + (1 - moved) * self.activations
-        kept = self.fixed + self.state + self.activations
+        left = self.fixed + (1 - state) * self.state + (1 - weights) * self.weights
+        left = left + (1 - moved) * self.activations
+        kept = self.fixed + self.state + self.weights + self.activations
         return np.maximum(
             _share(left - device, (1 - moved) * self.fewer), _share(kept - device - host, self.fewer)
         )

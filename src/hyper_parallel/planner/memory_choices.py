@@ -29,27 +29,18 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from hyper_parallel.planner.columns import Array, Columns, Mask, taken, unique
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import HOST_PART, by_stage, fits, memory
 from hyper_parallel.planner.cost_model.stages import placed
 from hyper_parallel.planner.cost_model.step import seconds_by_kind
 from hyper_parallel.planner.lower_bounds import by_cost
 from hyper_parallel.planner.memory_bounds import ROUNDING, Room
-from hyper_parallel.planner.space import (
-    FULL,
-    NONE,
-    SELECTIVE,
-    Array,
-    Columns,
-    Mask,
-    StrategySpace,
-    taken,
-    unique,
-)
+from hyper_parallel.planner.space import FULL, NONE, SELECTIVE, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table, sum_of
 
 Index = npt.NDArray[np.intp]
-COLUMNS = ("recompute", "recomputed", "state_on_host", "activations_on_host")
+COLUMNS = ("recompute", "recomputed", "state_on_host", "weights_on_host", "activations_on_host")
 _LESS = 1 - 1e-8
 """A group whose best way takes no longer than its bound is done, rounding apart."""
 _ROWS = 4096
@@ -84,8 +75,9 @@ class MemoryChoice:
     def __init__(self, space: StrategySpace, base: Table, constants: Constants, bounded: bool = True) -> None:
         """`base`: what all rows have in common. `bounded`: by the memory of device and host."""
         self.space, self.base, self.constants, self.bounded = space, base, constants, bounded
-        self.states, self.moved = (np.sort(space.on_host[name]) for name in COLUMNS[2:])
-        self.pairs = [(float(state), float(moved)) for state in self.states for moved in self.moved]
+        self.moved = space.on_host["activations_on_host"]
+        self.shares = [(*level, float(moved)) for level in space.levels for moved in self.moved]
+        """Of state, weights and activations on the host: each level with each share of the activations."""
         k = constants
         self.device = (float(base.capacity[0]) - k.outside) / k.slack if bounded else _ANY
         self.host = float(base.host_bytes[0]) * HOST_PART if bounded else _ANY
@@ -121,10 +113,11 @@ class MemoryChoice:
             room, which = self._room(groups, mode, 1.0 if share is None else share)
             peaks = np.stack(
                 [
-                    np.where(room.elsewhere(*pair) <= self.host * (1 + ROUNDING), room.peak(*pair), np.inf)
-                    for pair in self.pairs
+                    np.where(room.elsewhere(*some) <= self.host * (1 + ROUNDING), room.peak(*some), np.inf)
+                    for some in self.shares
                 ]
             )[:, which]
+            peaks = np.where(self._legal(groups).T, peaks, np.inf)
             # Which of nearly equal ones is least is the model's to say.
             near = np.isfinite(peaks) & (peaks <= np.min(peaks, axis=0) * (1 + ROUNDING))
             pair, at = np.nonzero(near)
@@ -190,7 +183,7 @@ class MemoryChoice:
             else np.zeros(at.size)
         )
         # From where on smaller shares suffice, these are no slower.
-        until = np.minimum(_smaller(known, self.states.size), most[:, None] + 1)
+        until = np.minimum(_smaller(known, len(self.space.levels)), most[:, None] + 1)
         # What was looked at has been marked.
         start = np.where(np.isfinite(known), known + (least > known), np.inf)
         counts = np.where(start < until, until - start, 0).astype(np.intp)
@@ -210,22 +203,24 @@ class MemoryChoice:
         0 where how many is given.
         """
         if not self.bounded:
-            return np.full((stage.size, len(self.pairs)), float(share is None))
+            return np.where(self._legal(groups), float(share is None), np.inf)
         room, which = self._room(groups, mode, share)
-        most = float(self.states[-1]), float(self.moved[-1])
+        most = (*self.space.levels[-1], float(self.moved[-1]))
         floor = room.floor(*most, self.host, float(share is None))
         fine = np.flatnonzero(floor <= self.device * (1 + ROUNDING))
         stages = np.empty(floor.size)
         stages[which] = stage
         some, stages = room.take(fine), stages[fine, None]
-        state, moved = np.array(self.pairs).T
+        state, weights, activations = np.array(self.shares).T
 
         def layers(more: float) -> Array:
             """Whatever the order in which bytes are added up, at least or at most."""
-            share_ = some.least(state, moved, self.device * more, self.host * more)
-            found = np.full((floor.size, state.size), np.inf)
+            share_ = some.least(state, weights, activations, self.device * more, self.host * more)
+            found = np.full((floor.size, len(self.shares)), np.inf)
             found[fine] = np.maximum(np.ceil(share_ * stages), float(share is None))
-            return found[which]
+            return np.where(legal, found[which], np.inf)
+
+        legal = self._legal(groups)
 
         found, sure = layers(1 + ROUNDING), layers(1 - ROUNDING)
         close = found != sure
@@ -235,6 +230,11 @@ class MemoryChoice:
             _, fit = self._fits(ways)
             found[row[~fit], of[~fit]] = sure[row[~fit], of[~fit]]
         return found
+
+    def _legal(self, groups: Columns) -> Mask:
+        """Whether each group may have each set of shares on the host. [groups, sets]"""
+        legal = [self.space.may_place(groups, *shares) for shares in self.shares]
+        return np.broadcast_to(np.stack(legal, axis=1), (groups["micro"].size, len(self.shares)))
 
     def _room(self, groups: Columns, mode: int, share: float | None) -> tuple[Room, Index]:
         """Bytes of groups that differ in them, and which of these each group is."""
@@ -279,8 +279,7 @@ class MemoryChoice:
 
     def _ways(self, groups: Columns, mode: int, pair: Index, recomputed: Array | float) -> Columns:
         n = groups["micro"].size
-        state, moved = np.array(self.pairs)[pair].T
-        values = (float(mode), recomputed, state, moved)
+        values = (float(mode), recomputed, *np.array(self.shares)[pair].T)
         return {**groups, **{name: np.broadcast_to(v, n) for name, v in zip(COLUMNS, values, strict=True)}}
 
     def _table(self, rows: Columns) -> Table:

@@ -10,6 +10,7 @@ import numpy as np
 
 from hyper_parallel.planner.codes import CODES
 from hyper_parallel.planner.cost_model import pipeline
+from hyper_parallel.planner.cost_model.memory import on_host
 from hyper_parallel.planner.cost_model.step import Estimate
 from hyper_parallel.planner.error_interval import between
 from hyper_parallel.planner.mfu import mfu, tokens_per_second
@@ -39,6 +40,8 @@ class Figures:
     parts: Mapping[str, float]
     memory: Mapping[str, float]
     peak: float
+    on_host: float
+    """Bytes of the rank with most of them in the host's memory."""
     capacity: float
     fits: bool
     tokens_per_second: float
@@ -80,6 +83,7 @@ class Figures:
             "parts_s": dict(self.parts),
             "memory_bytes": dict(self.memory),
             "peak_bytes": self.peak,
+            "host_bytes": self.on_host,
             "device_bytes": self.capacity,
             "fits": self.fits,
         }
@@ -98,6 +102,7 @@ def figures(t: Table, estimate: Estimate) -> list[Figures]:
     parts = {name: rows(part) for name, part in estimate.parts.items()}
     memory = {name: rows(part) for name, part in estimate.memory.items()}
     speed, share = rows(tokens_per_second(t, estimate.seconds)), rows(mfu(t, estimate.seconds))
+    moved = rows(on_host(t))
     micro_batches = rows(pipeline.micro_batches(t))
     devices, capacity, tokens = rows(t.devices), rows(t.capacity), rows(t.batch * t.sequence)
     low, high = (rows(bound) for bound in between(t, estimate))
@@ -112,6 +117,7 @@ def figures(t: Table, estimate: Estimate) -> list[Figures]:
             parts={name: float(part[row]) for name, part in parts.items()},
             memory={name: float(part[row]) for name, part in memory.items()},
             peak=float(peak[row]),
+            on_host=float(moved[row]),
             capacity=float(capacity[row]),
             fits=bool(fits[row]),
             tokens_per_second=float(speed[row]),

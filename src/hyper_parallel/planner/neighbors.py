@@ -16,12 +16,13 @@ import numpy as np
 
 from hyper_parallel.planner import format
 from hyper_parallel.planner.codes import CODES
+from hyper_parallel.planner.columns import Array, Columns
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.format import AXES
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import SHARES, Question
-from hyper_parallel.planner.space import ON_HOST, Array, Columns, StrategySpace
+from hyper_parallel.planner.space import ON_HOST, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table
 
 DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
@@ -40,6 +41,7 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
     ("recompute", "recomputed"),
     ("state_on_host",),
     ("activations_on_host",),
+    ("weights_on_host",),
     ("order",),
 )
 """The groups of settings, beside degrees, that one change may vary."""
@@ -104,7 +106,7 @@ def _changes(own: dict[str, float], question: Question) -> Iterator[tuple[tuple[
             "virtual": (1, own["virtual"]),
         }
         yield DEGREES, _legal(own, question, {**near, **follow})
-    stays = question.runnable or "host" not in question.cluster.links
+    stays = "host" not in question.cluster.links
     for names in SETTINGS:
         if stays and names[0] in format.ON_HOST:
             continue

@@ -47,7 +47,8 @@ class Question:
     price: float = 0.0
     """Money for a device hour; 0: not known."""
     runnable: bool = False
-    """Keep to what `train` can run: no DualPipe, nothing in the host's memory."""
+    """Keep to what `train` can run: no DualPipe; with a pipeline nothing in the host's memory; without one also
+    parameters and gradients (`space.StrategySpace.may_move`)."""
     tie: float = 0.0
     """A share of a step's time: of strategies that are within it of the quickest one, the simplest comes first
     (`planner.simplest`). 0: the quickest does."""
@@ -123,7 +124,7 @@ def _value(column: str, value: Any) -> float:
     return number
 
 
-SHARES = ("recomputed", "state_on_host", "activations_on_host")
+SHARES = ("recomputed", "state_on_host", "activations_on_host", "weights_on_host")
 """Columns that are shares, 0 to 1."""
 LEAST = dict.fromkeys((*SHARES, "zero", "sequence_parallel"), 0.0)
 MOST = {**dict.fromkeys((*SHARES, "sequence_parallel"), 1.0), "zero": 3.0}

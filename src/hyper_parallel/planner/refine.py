@@ -6,14 +6,92 @@ order in which training runs them. Neither is a measurement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
+from hyper_parallel.planner.constants import fitted
+from hyper_parallel.planner.format import ON_HOST
+from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
-from hyper_parallel.planner.solve import Refined
+from hyper_parallel.planner.solve import NothingFitsError, PrintedAnswer, Refined, solve
+from hyper_parallel.units import format_bytes
+
+NOTE = (
+    "not searched: the host's memory, since something fits without it and a budget takes minutes to simulate; without "
+    "--refine it is"
+)
+"""Said where what fits without a budget is not compared with what moves."""
+LEAST = 1.02
+"""Of the estimate of memory: by how much it is scaled at least."""
+ROUNDS = 3
+"""Times that strategies are simulated, until one fits."""
+
+
+def solved(
+    question: Question,
+    count: int,
+    progress: Callable[[str], None],
+    *,
+    compare: Path | None = None,
+    tokens: float = 0.0,
+    model: Mapping[str, Any] | None = None,
+) -> PrintedAnswer:
+    """The answer with its `count` best strategies simulated.
+
+    A question of what `train` runs wants a strategy that fits: where the simulated peak of none does, the estimate of
+    memory is scaled by what it was too low by, and the question is answered again. Something lies on the host only
+    where nothing fits without. Raises as `solve`, and
+    NothingFitsError where none fits after ROUNDS.
+    """
+    if question.runnable and not set(ON_HOST) & question.fix.keys():
+        # A plan of what moves takes minutes for a large model: first what needs none.
+        stays = replace(question, fix={**question.fix, **dict.fromkeys(ON_HOST, 0.0)})
+        try:
+            told = _solved(stays, count, progress, compare=compare, tokens=tokens, model=model)
+        except NothingFitsError:
+            progress("nothing fits on the devices alone; planning with the host's memory")
+        else:
+            return replace(told, notes=[*told.notes, NOTE])
+    return _solved(question, count, progress, compare=compare, tokens=tokens, model=model)
+
+
+def _solved(
+    question: Question,
+    count: int,
+    progress: Callable[[str], None],
+    *,
+    compare: Path | None,
+    tokens: float,
+    model: Mapping[str, Any] | None,
+) -> PrintedAnswer:
+    """One question, answered until a strategy that was simulated fits."""
+    known = fitted()
+    for _ in range(ROUNDS):
+        told = solve(question, known, compare=compare, tokens=tokens, model=model)
+        told = replace(told, refined=refine(told.files[:count], question.cluster, progress))
+        over = [
+            found.peak / best.peak
+            for found, best in zip(told.refined, told.best, strict=False)
+            if found.fits is False and found.peak is not None
+        ]
+        if not question.runnable or len(over) < len(told.refined):
+            return told
+        progress(
+            f"the simulated peak of none fits, {min(over):.2f} times the estimate or more; planning again"
+        )
+        known = replace(known, slack=known.slack * max(min(over), LEAST))
+    peak = min(found.peak for found in told.refined if found.peak is not None)
+    raise NothingFitsError(
+        f"no strategy that was simulated fits, in {ROUNDS} rounds: the smallest simulated peak is {format_bytes(peak)} "
+        f"of {format_bytes(told.best[0].capacity)}; what would make it fit: more devices, a shorter sequence, or a "
+        "smaller micro-batch (--fix micro=1)"
+    )
 
 
 def refine(

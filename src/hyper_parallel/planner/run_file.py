@@ -15,6 +15,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import yaml12
 from hyper_parallel.planner import format
 from hyper_parallel.planner.codes import ORDERS
+from hyper_parallel.planner.memory_budget import MemoryBudget
 from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.strategy import ScheduleName
@@ -22,7 +23,6 @@ from hyper_parallel.strategy.axes import AUTO
 from hyper_parallel.workload.adapters import Adapter
 from hyper_parallel.workload.to_config import to_config
 
-GIB = 1 << 30
 LEVELS: Mapping[int, str] = {1: "optimizer", 2: "gradients", 3: "parameters"}
 """What `memory.shard` calls the ZeRO levels."""
 
@@ -56,12 +56,15 @@ class PlannedRunFile:
 
 
 def planned_run_file(
-    found: Figures, question: Question, model: Mapping[str, Any] | None = None, on_host: float = 0.0
+    found: Figures,
+    question: Question,
+    model: Mapping[str, Any] | None = None,
+    budget: MemoryBudget | None = None,
 ) -> PlannedRunFile:
     """The run file of a strategy.
 
-    `model`: the section `model` of the file, where it is known; else a config of the shape's dimensions. `on_host`:
-    bytes that each rank has in the host's memory.
+    `model`: the section `model` of the file, where it is known; else a config of the shape's dimensions. `budget`:
+    bytes of each tier; None where everything stays on the device.
     """
     notes: list[str] = []
     work, shape = question.workload, question.workload.shape
@@ -80,12 +83,12 @@ def planned_run_file(
         "optimizer": {"name": work.optimizer},
     }
     strategy = strategy_of(found, question.cluster, shape.layers, notes)
-    if on_host:
+    if budget is not None:
         train["engine"] = "graph"
-        strategy["memory"] |= {
-            "device": f"{math.ceil(found.peak / GIB)}GiB",
-            "host": f"{math.ceil(on_host / GIB)}GiB",
-        }
+        strategy["memory"] |= budget.section(question.devices)
+        if strategy["memory"]["recompute"] == RECOMPUTES["none"]:
+            # Train computes again what is cheaper to compute than to copy.
+            del strategy["memory"]["recompute"]
         notes.append("what lies on the host is written as a budget; which bytes move is planned by train")
     strategy["precision"] = _DTYPES.get(work.precision, _DTYPES["bf16"])
     if work.adapter is not None and work.adapter.base != "fp32":

@@ -21,12 +21,14 @@ import numpy as np
 
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.choice import Answer, Choice, score
+from hyper_parallel.planner.columns import Array, Columns, Counts, Mask, taken, unique
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.format import ON_HOST
 from hyper_parallel.planner.lower_bounds import Bounds
 from hyper_parallel.planner.memory_choices import Index, MemoryChoice
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.space import DEGREES, Array, Columns, Counts, Mask, StrategySpace, taken, unique
+from hyper_parallel.planner.space import DEGREES, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table
 
 CHUNK = 4096
@@ -78,7 +80,7 @@ def within(question: Question, constants: Constants, seconds: float) -> Choice |
 
 def _nothing_legal(question: Question) -> str:
     work, shape = question.workload, question.workload.shape
-    given = ", ".join(f"{name} {value}" for name, value in question.fix.items())
+    given = ", ".join(f"{name} {value}" for name, value in question.fix.items() if name not in ON_HOST)
     return (
         f"no strategy spreads {shape.name} over {question.devices:,} devices with {work.batch:,} sequences of "
         f"{work.sequence:,} tokens{' and ' + given if given else ''}: degrees multiply to the devices, tensor divides "

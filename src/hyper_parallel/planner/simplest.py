@@ -101,8 +101,9 @@ def _plain(choice: Choice, question: Question, constants: Constants, most: float
 
 def _settings(question: Question) -> Iterator[list[Mapping[str, Any]]]:
     """Settings from which one is taken each, the plainest first."""
-    nothing = {"state_on_host": 0.0, "activations_on_host": 0.0}
-    yield [nothing, {"activations_on_host": 0.0}, {"state_on_host": 0.0}]
+    stays = {"weights_on_host": 0.0}
+    nothing = {"state_on_host": 0.0, "activations_on_host": 0.0, **stays}
+    yield [nothing, {"activations_on_host": 0.0, **stays}, {"state_on_host": 0.0, **stays}, stays]
     yield [{"recompute": "none"}, {"recompute": ("none", "selective")}]
     yield [{"schedule": schedule} for schedule in SCHEDULES]
     yield [{"order": 0}]

@@ -11,8 +11,10 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner import format, runnable
 from hyper_parallel.planner.choice import Answer
 from hyper_parallel.planner.constants import Constants, fitted
+from hyper_parallel.planner.cost_model.memory import HOST_PART, on_host
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.explain import Explanation, explain
+from hyper_parallel.planner.memory_budget import MemoryBudget, memory_budget
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.mixer_axes import left_out
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
@@ -22,6 +24,7 @@ from hyper_parallel.planner.simplest import Tied, simplest
 from hyper_parallel.planner.sweep import ask
 from hyper_parallel.planner.table import Table
 from hyper_parallel.planner.user_strategy import user_strategy
+from hyper_parallel.units import format_bytes
 
 
 class NothingFitsError(ConfigError):
@@ -105,10 +108,7 @@ def solve(
         best=best,
         why=explain(found.best[0].table, question, known),
         support=support(found.best[0].table),
-        files=[
-            planned_run_file(one, question, model, _on_host(choice.table, known))
-            for one, choice in zip(best, found.best, strict=True)
-        ],
+        files=[planned_run_file(one, question, model, _budget(one, question)) for one in best],
         compared=None if other is None else _figures(other, known),
         tokens=tokens,
         notes=[
@@ -126,10 +126,9 @@ def _figures(row: Table, constants: Constants) -> Figures:
     return figures(row, estimate(row, constants))[0]
 
 
-def _on_host(row: Table, constants: Constants) -> float:
-    """Bytes that a rank of a strategy has in the host's memory."""
-    here = row.replaced(state_on_host=0, activations_on_host=0)
-    return float(estimate(here, constants).peak.max() - estimate(row, constants).peak.max())
+def _budget(found: Figures, question: Question) -> MemoryBudget | None:
+    """The budget of a strategy; None where nothing of it lies on the host."""
+    return memory_budget(question.cluster, fitted(), found.on_host) if found.on_host else None
 
 
 def _floor(found: Answer, constants: Constants) -> str:
@@ -145,17 +144,27 @@ def _floor(found: Answer, constants: Constants) -> str:
         question.cluster.name or question.cluster.source,
     )
     helps = [] if more is None else [f"{more:,} devices (estimated; --fit finds the fewest)"]
-    if question.runnable:
-        helps.append("leaving out --runnable")
+    if float(found.smallest.table.host_bytes.max()) == 0:
+        helps.append("a host's memory in the cluster file (host, links.host)")
     if question.fix:
         helps.append("fixing less")
     if question.workload.sequence > 1024:
         helps.append("a shorter sequence")
     return (
         f"{name} fits no strategy on {question.devices:,} devices of {where}: the smallest of {found.counted:,} needs "
-        f"{format.memory(least)} on a device (estimated; {format.axes(least.strategy)}, "
+        f"{format.memory(least)} on a device{_beside(found.smallest.table)} (estimated; {format.axes(least.strategy)}, "
         f"{format.settings(least.strategy)}); "
         f"what would make it fit: {', or '.join(helps) or 'devices with more memory'}"
+    )
+
+
+def _beside(row: Table) -> str:
+    """What a strategy needs of the host, in words; empty where it needs nothing."""
+    moved, there = float(on_host(row).max()), float(row.host_bytes.max()) * HOST_PART
+    return (
+        f" and {format_bytes(moved)} of the {format_bytes(there)} of host that a device may use"
+        if moved
+        else ""
     )
 
 

@@ -27,19 +27,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.codes import CONTEXT_METHODS, ORDERS, RECOMPUTE, SCHEDULES, code
+from hyper_parallel.planner.columns import Array, Columns, Counts, Mask, full_like, taken, unique
 from hyper_parallel.planner.mixer_axes import context_divides, tensor_divides
 from hyper_parallel.planner.query import Question
-
-Array = npt.NDArray[np.float64]
-Columns = dict[str, Array]
-Mask = npt.NDArray[np.bool_]
-Counts = npt.NDArray[np.int64]
 
 ON_HOST = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the optimizer's state, and of activations, that may lie in the host's memory."""
@@ -116,11 +112,20 @@ class StrategySpace:
         )
         self.again = self._again()
         """Ways to compute again: a code of RECOMPUTE, and the share of the layers; None: any number of a stage's."""
-        shares = ON_HOST if "host" in question.cluster.links and not question.runnable else (0.0,)
+        shares = ON_HOST if "host" in question.cluster.links else (0.0,)
         self.on_host = {
-            column: np.array(question.allowed(column) or shares)
+            column: np.sort(np.array(question.allowed(column) or shares))
             for column in ("state_on_host", "activations_on_host")
         }
+        pages = shares[:: len(shares) // 2 or 1] if question.runnable else (0.0,)
+        self.on_host["weights_on_host"] = np.sort(np.array(question.allowed("weights_on_host") or pages))
+        states, weights = self.on_host["state_on_host"], self.on_host["weights_on_host"]
+        self.levels = [(float(s), float(w)) for s in states for w in weights if w == 0 or s == 1]
+        """Shares of the state and of the weights on the host, each pair with no less of either than the one before."""
+        if not self.levels:
+            raise ConfigError(
+                "weights_on_host above 0 needs state_on_host of 1: weights go when all state has gone"
+            )
 
     def _again(self) -> list[tuple[int, float | None]]:
         shares = self.question.allowed("recomputed")
@@ -299,9 +304,20 @@ class StrategySpace:
         """Layers of the longest stage of each row."""
         return np.ceil(self.shape.layers / rows["pipeline"])
 
+    def may_move(self, rows: Columns) -> Mask:
+        """Whether a row may have anything on the host. What `train` runs and `simulate` predicts: no pipeline."""
+        found: Mask = (rows["pipeline"] == 1) | (not self.question.runnable)
+        return found
+
+    def may_place(self, rows: Columns, *shares: float) -> Mask:
+        """Whether a row may have these shares on the host: none may be anywhere."""
+        return self.may_move(rows) | (not any(shares))
+
     def kept_counts(self, rows: Columns) -> Counts:
         """How many ways each row has to keep, compute again or move what the backward pass and the update need."""
-        places = self.on_host["state_on_host"].size * self.on_host["activations_on_host"].size
+        moved = self.on_host["activations_on_host"]
+        shares = [(*level, share) for level in self.levels for share in moved]
+        places = sum((self.may_place(rows, *some).astype(np.int64) for some in shares), np.int64(0))
         again = sum(share is not None for _, share in self.again) + self.stage(rows) * (
             (FULL, None) in self.again
         )
@@ -325,14 +341,18 @@ class StrategySpace:
 
     def kept(self, rows: Columns) -> Iterator[Columns]:
         """All ways to keep, compute again or move, for each of the rows in turn: what the search does not list."""
-        for state in self.on_host["state_on_host"]:
+        for state, weights in self.levels:
             for moved in self.on_host["activations_on_host"]:
+                some = taken(rows, self.may_place(rows, state, weights, moved))
+                places = full_like(
+                    some, state_on_host=state, weights_on_host=weights, activations_on_host=float(moved)
+                )
                 for mode, share in self.again:
                     found = {
-                        **rows,
-                        **full_like(rows, recompute=float(mode), recomputed=1.0 if share is None else share),
+                        **some,
+                        **full_like(some, recompute=float(mode), recomputed=1.0 if share is None else share),
+                        **places,
                     }
-                    found |= full_like(rows, state_on_host=float(state), activations_on_host=float(moved))
                     yield from [found] if share is not None else self._by_layers(found)
 
     def _by_layers(self, rows: Columns) -> Iterator[Columns]:
@@ -340,43 +360,6 @@ class StrategySpace:
         for layers in range(1, int(stage.max()) + 1):
             some = stage >= layers
             yield {**taken(rows, some), "recomputed": layers / stage[some]}
-
-
-def taken(rows: Columns, index: Any) -> Columns:
-    """The rows of an index."""
-    return {name: column[index] for name, column in rows.items()}
-
-
-def unique(columns: Columns) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """The first row of each kind of equal rows, and the kind of each row.
-
-    Columns are whole numbers, so kinds are found by counting instead of sorting: there may be a million rows.
-    """
-    keys = np.zeros(next(iter(columns.values())).size, dtype=np.intp)
-    size = 1
-    for column in columns.values():
-        kinds, many = _ranked(column.astype(np.intp))
-        keys, size = keys * many + kinds, size * many
-        if size > keys.size:
-            keys, size = _ranked(keys)
-    keys, size = _ranked(keys)
-    first = np.empty(size, dtype=np.intp)
-    first[keys[::-1]] = np.arange(keys.size)[::-1]
-    return first, keys
-
-
-def _ranked(numbers: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], int]:
-    """For each number how many different ones are below it, and how many there are."""
-    seen = np.zeros(int(numbers.max(initial=0)) + 1, dtype=np.bool_)
-    seen[numbers] = True
-    rank = np.cumsum(seen) - 1
-    return rank[numbers], int(rank[-1]) + 1 if numbers.size else 0
-
-
-def full_like(rows: Columns, **values: float) -> Columns:
-    """Columns that have one value for all rows."""
-    n = next(iter(rows.values())).size
-    return {name: np.full(n, value) for name, value in values.items()}
 
 
 def divisors(number: int) -> list[int]:

@@ -176,6 +176,9 @@ class Table:
     """Share of the optimizer's state that lies in the host's memory, 0 to 1."""
     activations_on_host: Array
     """Share of what the backward pass needs that waits in the host's memory, 0 to 1."""
+    weights_on_host: Array
+    """Share of the parameters and gradients that lie in the host's memory between their uses, 0 to 1; above 0 only
+    where all of the optimizer's state does."""
     method: Array
     """Code in CONTEXT_METHODS."""
     order: Array
@@ -297,6 +300,7 @@ SPREAD: Mapping[str, float] = {
     "schedule": 0,
     "state_on_host": 0,
     "activations_on_host": 0,
+    "weights_on_host": 0,
     "method": 0,
     "order": 0,
 }
@@ -369,7 +373,8 @@ def _of_host(cluster: Cluster) -> dict[str, float]:
     rate = min(cluster.links["host"].reached, min(host.read, host.write) / (2 * host.ranks))
     return {
         "host_rate": rate,
-        "host_bytes": host.bytes / host.ranks + (pool.bytes / pool.ranks if pool else 0.0),
+        # A pool is made of hosts' memory, so that a host's part and the pool's are not added up.
+        "host_bytes": max(host.bytes / host.ranks, pool.bytes / pool.ranks if pool else 0.0),
     }
 
 

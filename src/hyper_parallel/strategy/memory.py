@@ -33,7 +33,9 @@ Where = Literal["auto", "device", "host"]
 
 
 class Memory(Section):
-    """Memory: ZeRO level, recomputation, and the budget with its tiers."""
+    """Memory: ZeRO level, recomputation, and the budget with its tiers. `memory: auto`, or `device: auto` in the
+    section, lets the planner choose the budgets of all tiers, or none where everything fits.
+    """
 
     device: Bytes | None = None
     """Memory budget: the bytes that a step may hold at once on each rank's device. Parameters, optimizer state,

@@ -46,6 +46,7 @@ and for the experts of a mixture-of-experts layer:
 CHOSEN: tuple[tuple[str, ...], ...] = (
     ("sequence",),
     ("context", "method"),
+    ("memory", "device"),
     ("memory", "shard"),
     ("memory", "recompute"),
     ("pipeline", "schedule"),
@@ -54,6 +55,11 @@ CHOSEN: tuple[tuple[str, ...], ...] = (
 """Keys besides the axes that the planner chooses if axes are open and the file leaves the keys out; those of `pipeline`
 if that axis is open.
 """
+
+
+BUDGET = "memory.device"
+"""Of the keys that the planner chooses the one for the budgets of all tiers. It stays without where nothing has to lie
+on the host, or would be faster there."""
 
 
 class Strategy(Section):
@@ -121,6 +127,7 @@ class Strategy(Section):
             given = {"axes": AUTO}
         if not isinstance(given, Mapping) or "chosen" in given:
             return given
+        given, filled = _memory_auto(given)
         axes = given.get("axes")
         if axes == AUTO:
             axes = dict.fromkeys(OPEN_NAMES, AUTO)
@@ -128,7 +135,10 @@ class Strategy(Section):
         if isinstance(axes, Mapping):
             opened = [axis for axis, degree in axes.items() if degree == AUTO]
         if not opened:
-            return given
+            if not filled:
+                return given
+            again = () if _has(given, ("memory", "recompute")) else ("memory.recompute",)
+            return {**given, "chosen": (BUDGET, *again)}
         left = [
             path
             for path in CHOSEN
@@ -158,8 +168,8 @@ class Strategy(Section):
 
     @property
     def open(self) -> bool:
-        """Whether the planner has to choose axes before anything can run."""
-        return bool(self.axes.open)
+        """Whether the planner has to choose axes, or a memory budget, before anything can run."""
+        return bool(self.axes.open) or BUDGET in self.chosen
 
     @model_serializer(mode="wrap")
     def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -199,6 +209,22 @@ class Strategy(Section):
             # Frozen for everybody else: the order of the axes is settled while the Strategy is made.
             object.__setattr__(self, "axes", self.axes.model_copy(update={"order": order}))
         return self
+
+
+def _memory_auto(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """A file's strategy with `memory: auto`, or `memory.device: auto`, left out; and whether it was there."""
+    memory = given.get("memory")
+    if memory == AUTO:
+        memory = {"device": AUTO}
+    if not isinstance(memory, Mapping) or memory.get("device") != AUTO:
+        return given, False
+    elsewhere = [name for name in ("host", "pool", "flash") if name in memory]
+    if elsewhere:
+        raise ValueError(
+            f"'memory.device: auto' leaves the bytes of every tier to the planner, and 'memory.{elsewhere[0]}' is "
+            "written; leave it out, or write device too"
+        )
+    return {**given, "memory": {key: value for key, value in memory.items() if key != "device"}}, True
 
 
 def _has(given: Any, path: tuple[str, ...]) -> bool:

@@ -15,16 +15,25 @@ from hyper_parallel.planner import format
 from hyper_parallel.planner.auto.query import question_of, why_no_pipeline
 from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
 from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.cost_model.memory import HOST_PART
 from hyper_parallel.planner.enumerate import ranked
+from hyper_parallel.planner.format import ON_HOST, joined
+from hyper_parallel.planner.measured_constants import is_measured
+from hyper_parallel.planner.memory_budget import memory_budget
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import answer
 from hyper_parallel.planner.solve import NothingFitsError
 from hyper_parallel.schedule import check_pipeline
+from hyper_parallel.strategy.strategy import BUDGET
 from hyper_parallel.units import format_bytes, format_duration
 
 ALIKE = 3
 """At most so many of them with the same degrees."""
+MOVED = 4
+"""Strategies among which the best with something on the host is looked for."""
+FASTER = 1.1
+"""Where something fits without a budget, one has to be this many times as fast by its estimate to be looked at."""
 PIPED = 4
 """Strategies with a pipeline that are simulated besides."""
 CLOSE = 1.5
@@ -64,29 +73,54 @@ def shortlist(config: RunConfig, cluster: Cluster, world: int, count: int, const
     """The candidates without a pipeline, and those with one where the file allows it. Raises as `choose`."""
     refused: HyperParallelError | None = None
     few: list[Candidate] = []
+    moved: list[Candidate] = []
     why = why_no_pipeline(config)
     try:
-        few = candidates(config, question_of(config, cluster, world, count), constants)
+        few = candidates(config, question_of(config, cluster, world, count, constants=constants), constants)
     except HyperParallelError as error:
-        if why is not None:
-            raise
         refused = error
-    if why is not None:
-        return Shortlist(few, f"no pipeline: {why}" if "pipeline" in config.strategy.axes.open else "")
-    try:
-        question = question_of(config, cluster, world, PIPED, pipelines=True)
-        piped = candidates(config, question, constants)
-    except HyperParallelError as error:
-        if refused is not None:
-            raise refused from None
-        return Shortlist(few, f"no pipeline: {_plainly(error)}")
+    if BUDGET in config.strategy.chosen:
+        try:
+            moved = _moved(config, cluster, world, constants)
+        except HyperParallelError as error:
+            refused = refused and error  # with a budget less is missing than without
+        if refused is None:
+            few += [one for one in moved if one.found.seconds * FASTER <= few[0].found.seconds]
+    if why is None:
+        try:
+            question = question_of(config, cluster, world, PIPED, pipelines=True, constants=constants)
+            piped = candidates(config, question, constants)
+        except HyperParallelError as error:
+            piped, told = [], f"no pipeline: {_plainly(error)}"
+    else:
+        piped, told = [], f"no pipeline: {why}" if "pipeline" in config.strategy.axes.open else ""
     if refused is not None:
-        return Shortlist(piped, f"a pipeline, since without one {_plainly(refused)}")
+        if moved and (not piped or moved[0].found.seconds < piped[0].found.seconds):
+            return Shortlist(moved, f"a memory budget, since without one {_plainly(refused)}")
+        if piped:
+            return Shortlist(piped, f"a pipeline, since without one {_plainly(refused)}")
+        raise refused from None
+    if not piped:
+        return Shortlist(few, told)
     near = [one for one in piped if one.found.seconds <= CLOSE * few[0].found.seconds]
     if near:
         return Shortlist(few + near)
     seconds = format_duration(piped[0].found.seconds)
     return Shortlist(few, f"no pipeline: the best, {piped[0].name}, is estimated to take {seconds} a step")
+
+
+def _moved(config: RunConfig, cluster: Cluster, world: int, constants: Constants) -> list[Candidate]:
+    """The best strategy with something on the host; none where there is no host apart from the device. Raises as
+    `choose`.
+
+    One: a plan of what moves takes longer than all else.
+    """
+    if is_measured(cluster) or cluster.host is None or "host" not in cluster.links:
+        return []
+    if config.train.engine != "graph" or config.train.compile is True:
+        return []
+    question = question_of(config, cluster, world, MOVED, moves=True, constants=constants)
+    return [one for one in candidates(config, question, constants) if one.found.on_host][:1]
 
 
 def _plainly(refused: HyperParallelError) -> str:
@@ -106,7 +140,7 @@ def candidates(config: RunConfig, question: Question, constants: Constants) -> l
     alike: Counter[str] = Counter()
     why: HyperParallelError | None = None
     for one in _ranked(config, question, constants):
-        laid = overrides_of(config, one, question.cluster, question.workload.shape.layers)
+        laid = overrides_of(config, one, question.cluster, question.workload.shape.layers, constants)
         axes = degrees(laid)
         key, less = json.dumps(laid, sort_keys=True), json.dumps(_without_recompute(laid), sort_keys=True)
         # All layers are worth a look, should the estimate of memory be too low; what lies between is not.
@@ -150,7 +184,8 @@ def _ranked(config: RunConfig, question: Question, constants: Constants) -> Iter
         return itertools.chain([first], found)
     if config.strategy.memory.device is not None:
         # What does not fit within the budget is moved, as little as there is of it.
-        smallest = answer(replace(question, top=1), constants).smallest
+        here = replace(question, top=1, fix={**question.fix, **dict.fromkeys(ON_HOST, 0.0)})
+        smallest = answer(here, constants).smallest
         assert smallest is not None
         return figures(smallest.table, smallest.estimate)
     raise NothingFitsError(_floor(question, constants))
@@ -162,9 +197,25 @@ def _floor(question: Question, constants: Constants) -> str:
     assert found.smallest is not None
     least = figures(found.smallest.table, found.smallest.estimate)[0]
     spread = f"{format.axes(least.strategy)}, {format.settings(least.strategy)}"
+    has = memory_budget(question.cluster, constants)
+    missing, needs = [], f"{format_bytes(least.peak)} on a device that has {format_bytes(least.capacity)}"
+    helps = ["more workers", "a shorter data.sequence"]
+    if least.peak > has.device:
+        missing.append(f"{format_bytes(least.peak - has.device)} of device memory")
+    if least.on_host:
+        # The estimate of the host's bytes is of the rank with most of them.
+        may = HOST_PART * float(found.smallest.table.host_bytes.max())
+        needs += (
+            f" and {format_bytes(least.on_host)} on the host, of which a worker may use {format_bytes(may)}"
+        )
+        if least.on_host > may:
+            missing.append(f"{format_bytes(least.on_host - may)} of host memory for each worker")
+            helps.append("a fast disk (strategy.memory with device, host, and flash: a folder)")
+    elif question.allowed("state_on_host") == (0.0,):
+        helps.append("a budget (strategy.memory.device with host), with which what does not fit is moved")
+    short = f", {joined(missing)} too little" if missing else ""
     return (
         f"strategy: auto: the model fits no strategy of {question.devices} workers: the smallest of {found.counted:,} "
-        f"needs {format.memory(least)} on a device that has {format_bytes(least.capacity)} (estimated; {spread}); what "
-        "would make it fit: more workers, a shorter data.sequence, or a budget (strategy.memory.device with host), "
-        "with which what does not fit is moved"
+        f"needs {needs}{short} (estimated; {spread}); what would make it fit: "
+        f"{', '.join(helps[:-1])}, or {helps[-1]}"
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data.tokenizer import load as load_tokenizer
+from hyper_parallel.planner.auto.budgeted import budgeted
+from hyper_parallel.planner.constants import Constants, fitted
+from hyper_parallel.planner.format import ON_HOST
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PIPELINES
@@ -23,24 +25,35 @@ _LEVELS = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
 def question_of(
-    config: RunConfig, cluster: Cluster, world: int, top: int, *, pipelines: bool = False
+    config: RunConfig,
+    cluster: Cluster,
+    world: int,
+    top: int,
+    *,
+    pipelines: bool = False,
+    moves: bool = False,
+    constants: Constants | None = None,
 ) -> Question:
     """The question: everything that the file writes is fixed, the rest is what `train` can run.
 
     Where the file leaves `axes.pipeline` open: of strategies without a pipeline, or of `pipelines` only.
-    A memory budget takes the place of the device's memory. Raises ConfigError for a model that cannot be read.
+    `moves`: where the file leaves the budget open, whether anything may lie on the host. A memory budget takes the
+    place of the device's memory, and its tiers of the host's. `constants`: of the machine; default: the fitted ones.
+    Raises ConfigError for a model that cannot be read.
     """
-    budget = config.strategy.memory.device
-    if budget is not None and cluster.device is not None:
-        memory = replace(cluster.device.memory, bytes=min(cluster.device.memory.bytes, budget), ranks=1)
-        cluster = replace(cluster, device=replace(cluster.device, memory=memory))
+    given = config.strategy.memory.device is not None
+    if given:
+        cluster = budgeted(config.strategy.memory, cluster, world, constants or fitted())
     workload = workload_of(config)
     return Question(
         workload=workload,
         cluster=cluster,
         profile=profile("hyper-parallel"),
         devices=world,
-        fix=_fixed(config, workload.shape.layers, range(2, world + 1) if pipelines else range(1, 2)),
+        fix={
+            **_fixed(config, workload.shape.layers, range(2, world + 1) if pipelines else range(1, 2)),
+            **({} if given or moves else dict.fromkeys(ON_HOST, 0.0)),
+        },
         top=top,
         runnable=True,
     )

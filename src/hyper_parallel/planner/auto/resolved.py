@@ -8,21 +8,36 @@ from typing import Any
 from hyper_parallel import config as files
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
+from hyper_parallel.planner.constants import Constants, fitted
+from hyper_parallel.planner.memory_budget import memory_budget
 from hyper_parallel.planner.metrics import Figures
-from hyper_parallel.planner.run_file import strategy_of
+from hyper_parallel.planner.run_file import RECOMPUTES, strategy_of
+from hyper_parallel.strategy.strategy import BUDGET
 
 Overrides = Mapping[str, Any]
 """What is laid on a run file: the section `strategy`, and of `train` the micro-batch."""
 
 
-def overrides_of(config: RunConfig, found: Figures, cluster: Cluster, layers: int) -> dict[str, Any]:
+def overrides_of(
+    config: RunConfig, found: Figures, cluster: Cluster, layers: int, constants: Constants | None = None
+) -> dict[str, Any]:
     """What is laid on the run file for a strategy of the planner's: only keys that the file leaves open.
 
-    `layers`: of the model.
+    `layers`: of the model. `constants`: of the machine, from which a budget's margin is; default: the fitted ones.
     """
+    constants = constants or fitted()
     made = strategy_of(found, cluster, layers, [])
     strategy: dict[str, Any] = {"axes": made["axes"] or {"replicate": 1}}
+    if not config.strategy.axes.open:
+        strategy["axes"] = config.strategy.axes.model_dump(mode="json")  # in the file's order
     chosen = set(config.strategy.chosen)
+    budget = memory_budget(cluster, constants, found.on_host) if found.on_host else None
+    if budget is not None:
+        if BUDGET in chosen:
+            made["memory"] |= budget.section(found.devices)
+            chosen |= {"memory.host", "memory.pool"}
+        if made["memory"]["recompute"] == RECOMPUTES["none"]:
+            del made["memory"]["recompute"]  # train computes again what is cheaper to compute than to copy
     if "memory.recompute" in chosen:
         chosen.add("memory.recompute_layers")
     for key in sorted(chosen):

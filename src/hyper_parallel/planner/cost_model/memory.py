@@ -90,15 +90,15 @@ def within(t: Table, peak: Array, k: Constants) -> npt.NDArray[np.bool_]:
 
 def on_host(t: Table) -> Array:
     """Bytes of the rank with most of them in the host's memory."""
-    moved = (t.state_on_host > 0) | (t.activations_on_host > 0)
+    moved = (t.state_on_host > 0) | (t.activations_on_host > 0) | (t.weights_on_host > 0)
     if not np.any(moved):
         return np.zeros(1)
-    here = t.replaced(state_on_host=0.0, activations_on_host=0.0)
+    here = t.replaced(state_on_host=0.0, activations_on_host=0.0, weights_on_host=0.0)
     most: Array = np.zeros(1)
     for kinds in by_stage(here):
-        most = np.maximum(
-            most, t.state_on_host * kinds["optimizer"] + t.activations_on_host * kinds["activations"]
-        )
+        found = t.state_on_host * kinds["optimizer"] + t.activations_on_host * kinds["activations"]
+        found = found + t.weights_on_host * (kinds["parameters"] + kinds["gradients"])
+        most = np.maximum(most, found)
     return most
 
 
@@ -158,6 +158,8 @@ def _counted(t: Table, stage: Stage, held: _Held, per_token: SavedActivations) -
         np.where(t.experts > 0, per_token.routed, per_token.dense) + 4 * handed_on
     )
     kinds = _state(t, stage, held)
+    for kind in ("parameters", "gradients"):
+        kinds[kind] = kinds[kind] * (1 - t.weights_on_host)
     kinds["activations"] = stage.waiting * tokens * each * (1 - t.activations_on_host)
     logits = (
         stage.head

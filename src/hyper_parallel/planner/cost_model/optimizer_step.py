@@ -28,7 +28,7 @@ import numpy as np
 
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.dims import element_bytes
-from hyper_parallel.planner.cost_model.memory import handed
+from hyper_parallel.planner.cost_model.memory import by_stage, handed
 from hyper_parallel.planner.cost_model.parameters import ParameterCounts
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.table import Array, Table
@@ -118,13 +118,25 @@ def fetched(t: Table, state: Array, passes: tuple[Array, Array], times: Array) -
 
     `passes`: of a micro-batch on a stage, forward and backward; `times`: how many there are in a step. Activations go
     out beside the forward pass that makes them and come back beside the backward pass that needs them; state goes both
-    ways at once, beside what is left of the passes.
+    ways at once, beside what is left of the passes. Parameters come for each pass of a micro-batch, and gradients come
+    and go with each: a lower bound, which leaves out that a layer's wait for the layer before.
     """
-    if not np.any((t.state_on_host > 0) | (t.activations_on_host > 0)):
+    if not np.any((t.state_on_host > 0) | (t.activations_on_host > 0) | (t.weights_on_host > 0)):
         return np.zeros(1)
     rate = np.maximum(t.host_rate, 1.0)
     forward, backward = passes
     left = t.activations_on_host * handed(t) / rate
     late = times * (np.maximum(left - forward, 0.0) + np.maximum(left - backward, 0.0))
     free = times * np.maximum(np.minimum(forward, backward) - left, 0.0) * 2
-    return np.asarray(late + np.maximum(t.state_on_host * state / rate - free, 0.0))
+    coming = t.state_on_host * state + t.weights_on_host * times * _weights_fetched(t)
+    return np.asarray(late + np.maximum(coming / rate - free, 0.0))
+
+
+def _weights_fetched(t: Table) -> Array:
+    """Bytes that come from the host in a micro-batch where all weights lie there: parameters twice, gradients once."""
+    if not np.any(t.weights_on_host > 0):
+        return np.zeros(1)
+    most: Array = np.zeros(1)
+    for kinds in by_stage(t.replaced(weights_on_host=0.0)):
+        most = np.maximum(most, 2 * kinds["parameters"] + kinds["gradients"])
+    return most

@@ -1,0 +1,56 @@
+"""What is simulated until a strategy fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner import refine
+from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL
+from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.run_file import PlannedRunFile
+from hyper_parallel.planner.solve import NothingFitsError, Refined
+from hyper_parallel.workload.published import shape
+from hyper_parallel.workload.workload import Workload
+
+
+def _question(**options: Any) -> Question:
+    work = Workload(shape("llama-3-8b"), 64, 4096)
+    return Question(workload=work, cluster=Cluster.named("h100x8"), profile=HYPER_PARALLEL, top=2, **options)
+
+
+def _simulated(monkeypatch: pytest.MonkeyPatch, *fits: bool) -> list[PlannedRunFile]:
+    """Lets the simulator say 100 GiB where a round's strategy does not fit; the files that it was asked about."""
+    asked: list[PlannedRunFile] = []
+
+    def refined(files: Sequence[PlannedRunFile], *_: object) -> list[Refined]:
+        asked.extend(files)
+        fine = fits[len(asked) - 1]
+        return [Refined(1.0, (50.0 if fine else 100.0) * 2**30, fits=fine)]
+
+    monkeypatch.setattr(refine, "refine", refined)
+    return asked
+
+
+def test_a_runnable_strategy_that_does_not_fit_when_simulated_is_planned_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = _simulated(monkeypatch, False, True)
+    told = refine.solved(_question(runnable=True), 1, lambda _: None)
+    assert len(asked) == 2 and told.refined[0].fits
+    assert told.files[told.chosen].data == asked[1].data != asked[0].data
+
+
+def test_what_never_fits_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    _simulated(monkeypatch, *[False] * (2 * refine.ROUNDS))
+    with pytest.raises(NothingFitsError) as raised:
+        refine.solved(_question(runnable=True), 1, lambda _: None)
+    assert "what would make it fit" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_other_questions_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _simulated(monkeypatch, False)
+    assert refine.solved(_question(), 1, lambda _: None).refined[0].fits is False and len(asked) == 1
