@@ -25,7 +25,7 @@ from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph, lower
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.overlap import FsdpBaseline, overlap
-from hyper_parallel.overlap.jobs import Prices, jobs_of
+from hyper_parallel.overlap.jobs import Priced, Prices, jobs_of
 from hyper_parallel.overlap.list_scheduling import COMPUTE
 from hyper_parallel.overlap.overlap_pass import simulated
 from hyper_parallel.simulator.engine import Run
@@ -206,7 +206,9 @@ def _machine(step: StepGraph, seconds: dict[tuple[str, int], float]) -> Cluster:
         name="workers",
         ranks=WORLD,
     )
-    computed = sum(job.seconds for job in jobs_of(step, Prices(cluster), {}).jobs if job.queue == COMPUTE)
+    computed = sum(
+        job.seconds for job in jobs_of(Priced.of(step), Prices(cluster)).jobs if job.queue == COMPUTE
+    )
     rate = 1e12 * computed / (COMPUTE_TO_COMMUNICATION * sent)
     return replace(cluster, device=_device(rate))
 
@@ -229,7 +231,7 @@ class _Player:
     """Runs a graph's order: sleeps for kernels, collectives of as many bytes."""
 
     def __init__(self, step: StepGraph, cluster: Cluster) -> None:
-        jobs = jobs_of(step, Prices(cluster), {})
+        jobs = jobs_of(Priced.of(step), Prices(cluster))
         done = costs(step)
         self.acts: list[tuple[str, Any]] = []
         self.taken: dict[tuple[str, int], list[float]] = defaultdict(list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,19 @@ def _passes(strategy: Strategy) -> tuple[Pass, ...]:
     return passes(strategy, ordered=False)
 
 
-def _both(*overrides: str) -> tuple[Trace, Trace, list[str]]:
+def _ordered(strategy: Strategy) -> tuple[Pass, ...]:
+    return passes(strategy, Cluster.named(f"h100x{strategy.axes.world}"))
+
+
+def _both(
+    *overrides: str, rewrites: Callable[[Strategy], Sequence[Pass]] = _passes
+) -> tuple[Trace, Trace, list[str]]:
     run = config.load(QUICKSTART, [*SMALL[2:], *overrides])
     model = model_of(run, [])
     classes = dict.fromkeys(range(run.effective_strategy.axes.world), "all")
     notes: list[str] = []
-    repeated = trace_of(model, run, classes, views=True, passes_of=_passes, notes=notes)
-    return repeated, trace_of(model, run, classes, views=True, whole=True, passes_of=_passes), notes
+    repeated = trace_of(model, run, classes, views=True, passes_of=rewrites, notes=notes)
+    return repeated, trace_of(model, run, classes, views=True, whole=True, passes_of=rewrites), notes
 
 
 def _same(op: Op) -> tuple[object, ...]:
@@ -108,6 +115,17 @@ def test_micro_batches_and_layers() -> None:
     )  # fmt: skip
     _check(repeated, whole)
     assert [note.split()[0] for note in notes] == ["5", "one"]
+
+
+@pytest.mark.parametrize("micro_batches", [9, 24])
+def test_micro_batches_in_pairs_whose_collectives_are_ordered(micro_batches: int) -> None:
+    repeated, whole, notes = _both(
+        *MODELS["llama"], *SMALL[:2], "strategy.axes={shard: 2}",
+        f"train.batch={2 * micro_batches}", "train.micro_batch=1", rewrites=_ordered,
+    )  # fmt: skip
+    assert len(repeated.ops["all"]) == len(whole.ops["all"])
+    _check(repeated, whole)
+    assert [note.split()[0] for note in notes] == ["one"]
 
 
 def test_experts_behind_a_dense_layer() -> None:

@@ -11,7 +11,7 @@ from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.dependencies import reorder
 from hyper_parallel.graph.pass_manager import SCHEDULE
-from hyper_parallel.overlap.jobs import Prices, jobs_of
+from hyper_parallel.overlap.jobs import Priced, Prices, jobs_of
 from hyper_parallel.overlap.list_scheduling import arrange
 
 
@@ -38,7 +38,7 @@ class Schedule:
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The same nodes in another order."""
-        found = jobs_of(step, self.prices, self.sizes)
+        found = jobs_of(Priced.of(step, self.sizes), self.prices)
         free = [node for node in found.nodes if is_collective(node)]
         made = arrange(
             found.jobs,

@@ -30,7 +30,7 @@ from hyper_parallel.offloading.pass_pipeline import of_whole_step
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.shard.plan import make_plan
-from hyper_parallel.step.accumulation import repeated, rewritten_loop
+from hyper_parallel.step.accumulation import loop_width, repeated, rewritten_loop
 from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one
 from hyper_parallel.step.engine import check_length
 from hyper_parallel.step.recipe import Recipe
@@ -76,9 +76,10 @@ def trace_of(
     rewrites = passes_of(strategy)
     across = whole or any(one.provides & ACROSS_LAYERS for one in rewrites)
     kept = None if across else find_period(layer_kinds(model, plan, strategy), CAPTURED)
-    # What is planned over all of them, or in pairs, is no repetition of one.
-    apart = any(of_whole_step(one) or "overlap" in one.provides for one in rewrites)
-    captured = micro_batches if whole or apart or micro_batches <= MICRO else MICRO
+    # What is planned over all of them is no repetition of a few.
+    apart = any(of_whole_step(one) for one in rewrites)
+    width = loop_width(rewrites, micro_batches)
+    captured = micro_batches if whole or apart else min(micro_batches, MICRO * width)
     found: Repeated | None = None
     if kept is not None or captured < micro_batches:
         smaller, smaller_strategy = model, strategy
@@ -88,7 +89,7 @@ def trace_of(
         say(f"capturing {shown}1 of {micro_batches} micro-batches as rank 0 of {len(classes)}")
         step = captured_step(smaller, config, smaller_strategy, captured, passes_of(smaller_strategy), say)
         try:
-            found = _repeated(step, plan.layers, kept, captured, micro_batches, views, fused)
+            found = _repeated(step, plan.layers, kept, (captured, micro_batches, width), views, fused)
         except Unlike as error:
             say(f"they are not alike ({error}); capturing all")
         else:
@@ -145,11 +146,12 @@ def _repeated(
     step: StepGraph,
     prefix: str | None,
     kept: Period | None,
-    captured: int,
-    micro_batches: int,
+    counts: tuple[int, int, int],
     views: bool,
     fused: bool,
 ) -> Repeated:
+    """`counts`: of micro-batches that are written out, of all, and of those in the body of the step's loop."""
+    captured, micro_batches, width = counts
     found = lowered(step, views=views, fused=fused)
     micro = [region_of(node).micro_batch for node in found.nodes]
     made = Repeated(found.ops, found.resident, tuple(range(len(found.ops))))
@@ -157,11 +159,12 @@ def _repeated(
         made = _of_all_layers(step, found, prefix, kept)
         micro = [micro[index] for index in made.origin]
     if captured < micro_batches:
-        loop = Loop(captured // 2, micro_batches - captured + 1)
-        near = [tag if tag is not None and abs(tag - loop.middle) <= 1 else None for tag in micro]
-        batches = [(held, _batch_of(held.name)) for held in made.resident]
+        runs = captured // width
+        loop = Loop(runs // 2, micro_batches // width - runs + 1)
+        near = [_near(None if tag is None else tag // width, loop) for tag in micro]
+        batches = [(held, _run_of(held.name, width)) for held in made.resident]
         made = repeat(
-            made.ops, near, batches, loop, lambda name, _, copied: _batch_renamed(name, loop, copied)
+            made.ops, near, batches, loop, lambda name, _, copied: _batch_renamed(name, loop, copied, width)
         )
     return made
 
@@ -190,15 +193,20 @@ def _of_all_layers(step: StepGraph, found: Lowered, prefix: str, kept: Period) -
     return repeat(found.ops, tags, resident, Loop(kept.middle, kept.copies), renamed)
 
 
-def _batch_of(name: str) -> Tag:
-    """The micro-batch that an input of the step is of."""
+def _near(run: Tag, loop: Loop) -> Tag:
+    """A run of the loop's body that is repeated, or stands beside it; None for the others."""
+    return run if run is not None and abs(run - loop.middle) <= 1 else None
+
+
+def _run_of(name: str, width: int) -> Tag:
+    """The run of a body of so many micro-batches that an input of the step is of."""
     found = _BATCH.match(name)
-    return int(found[1]) if found else None
+    return int(found[1]) // width if found else None
 
 
-def _batch_renamed(name: str, loop: Loop, copied: int) -> str:
-    at = _batch_of(name)
-    if at is None or at < loop.middle:
+def _batch_renamed(name: str, loop: Loop, copied: int, width: int) -> str:
+    run = _run_of(name, width)
+    if run is None or run < loop.middle:
         return name
-    shift = copied if at == loop.middle else loop.times - 1
-    return _BATCH.sub(f"micro.{at + shift}.", name)
+    shift = width * (copied if run == loop.middle else loop.times - 1)
+    return _BATCH.sub(lambda found: f"micro.{int(found[1]) + shift}.", name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.overlap.chunked_matmul import KINDS, WHOLE, Chunked, Chunks, patterns
-from hyper_parallel.overlap.jobs import Prices, jobs_of
+from hyper_parallel.overlap.jobs import Priced, Prices, jobs_of
 from hyper_parallel.overlap.layer_window import excerpt
 from hyper_parallel.overlap.list_scheduling import arrange
 
@@ -37,7 +37,7 @@ def _best(
 ) -> Chunked:
     def seconds(pieces: Chunked) -> float:
         made = Chunks(pieces, pieces)(step) if pieces != WHOLE else step
-        jobs = jobs_of(made, prices, sizes).jobs
+        jobs = jobs_of(Priced.of(made, sizes), prices).jobs
         return arrange(jobs, window=window, together=together, slowdown=prices.slowdown).seconds
 
     there = {found.kind for found in patterns(step)}

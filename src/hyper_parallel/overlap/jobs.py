@@ -9,7 +9,7 @@ A lane is a micro-batch. Clipping and the optimizer, which are of none, have a l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from hyper_parallel.graph import StepGraph, lifetimes
 from hyper_parallel.graph.collective_groups import is_collective, is_wait
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.dependencies import dependencies
+from hyper_parallel.graph.liveness import Lifetime
 from hyper_parallel.graph.memory_effects import begun, storages_of
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job
@@ -31,15 +32,38 @@ Costs = Mapping[str, Work | Collective]
 
 
 @dataclass(frozen=True)
+class Priced:
+    """A step with what is asked of it again and again."""
+
+    step: StepGraph
+    sizes: Mapping[Any, int]
+    """Values of sizes that the data decide."""
+    costs: Costs
+    lives: list[Lifetime]
+
+    @classmethod
+    def of(cls, step: StepGraph, sizes: Mapping[Any, int] | None = None) -> Priced:
+        """`sizes` gives the symbols of the step's sizes values."""
+        known = dict(sizes or {})
+        return cls(
+            step,
+            known,
+            {node.name: cost for node, cost in costs(step, known).items()},
+            lifetimes(step, known),
+        )
+
+
+@dataclass(frozen=True)
 class Jobs:
     """A step's nodes in its order, with the job that each is."""
 
-    step: StepGraph
+    of: Priced
     nodes: tuple[fx.Node, ...]
     jobs: tuple[Job, ...]
     lanes: int
     """Micro-batches."""
-    costs: Costs
+    needs: Mapping[fx.Node, Collection[fx.Node]]
+    """What each node comes after; as of `dependencies`."""
 
 
 class Prices:
@@ -69,26 +93,19 @@ class Prices:
         return self._known[cost]
 
 
-def costs_of(step: StepGraph, sizes: Mapping[Any, int] | None) -> Costs:
-    """What the nodes of a step do; `sizes` gives the symbols of its sizes values."""
-    return {node.name: cost for node, cost in costs(step, sizes).items()}
-
-
-def jobs_of(
-    step: StepGraph, prices: Prices, sizes: Mapping[Any, int] | None = None, done: Costs | None = None
-) -> Jobs:
-    """The jobs of a step; `sizes` gives the symbols of its sizes values, `done` is `costs_of` where that is known."""
+def jobs_of(of: Priced, prices: Prices) -> Jobs:
+    """The jobs of a step."""
+    step = of.step
     nodes = tuple(step.nodes)
     place = {node: at for at, node in enumerate(nodes)}
     # Which of a group's collectives comes first is for the new order to say.
     needs = dependencies(step, [node for node in nodes if is_collective(node)])
-    done = costs_of(step, sizes) if done is None else done
-    makes, uses = _memory(step, nodes, dict(sizes or {}))
+    makes, uses = _memory(nodes, of.lives)
     lanes = lanes_of(step)
     jobs = []
     pieces: dict[tuple[str, int], int] = {}
     for at, node in enumerate(nodes):
-        cost = done.get(node.name)
+        cost = of.costs.get(node.name)
         seconds = prices.seconds(cost) if cost is not None else 0.0
         after = {place[other] for other in needs[node]}
         queue = FREE if not seconds else COMPUTE
@@ -110,7 +127,7 @@ def jobs_of(
                 lanes[node],
             )
         )
-    return Jobs(step, nodes, tuple(jobs), max(lanes.values(), default=0), done)
+    return Jobs(of, nodes, tuple(jobs), max(lanes.values(), default=0), needs)
 
 
 def lanes_of(step: StepGraph) -> dict[fx.Node, int]:
@@ -124,10 +141,10 @@ def lanes_of(step: StepGraph) -> dict[fx.Node, int]:
 
 
 def _memory(
-    step: StepGraph, nodes: Sequence[fx.Node], sizes: Mapping[Any, int]
+    nodes: Sequence[fx.Node], lives: Sequence[Lifetime]
 ) -> tuple[list[tuple[tuple[int, int], ...]], list[tuple[int, ...]]]:
     """For each node (storage, bytes) that it allocates, and the storages that must be there while it runs."""
-    own = {life.storage: life for life in lifetimes(step, sizes) if life.born >= 0}
+    own = {life.storage: life for life in lives if life.born >= 0}
     makes: list[tuple[tuple[int, int], ...]] = []
     uses: list[tuple[int, ...]] = []
     seen: set[int] = set()

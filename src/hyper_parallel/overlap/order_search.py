@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.graph import StepGraph, lifetimes
+from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.collective_groups import is_collective, ranks_of
 from hyper_parallel.graph.dependencies import reorder
 from hyper_parallel.graph.lower import lowered
@@ -23,7 +23,7 @@ from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.chunk_counts import chunks_for
 from hyper_parallel.overlap.chunked_matmul import NO_CHUNKS, WHOLE, Chunks
 from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline
-from hyper_parallel.overlap.jobs import Costs, Jobs, Prices, costs_of, jobs_of
+from hyper_parallel.overlap.jobs import Jobs, Priced, Prices, jobs_of
 from hyper_parallel.overlap.list_scheduling import Arranged, arrange
 from hyper_parallel.simulator import simulate
 from hyper_parallel.trace import Timeline, Trace
@@ -91,8 +91,8 @@ class OrderSearch:
 
     def __init__(self, step: StepGraph, cluster: Cluster, sizes: Sizes, pieces: bool = True) -> None:
         self.step, self._cluster, self._sizes, self._pieces = step, cluster, sizes, pieces
-        self._prices, self._costs = Prices(cluster), costs_of(step, sizes)
-        self.resident = sum(life.bytes for life in lifetimes(step, sizes) if life.born < 0)
+        self._prices, self._priced = Prices(cluster), Priced.of(step, sizes)
+        self.resident = sum(life.bytes for life in self._priced.lives if life.born < 0)
         """Bytes that are there from the start."""
         self.room: Room = lambda _: math.inf
         self.tried: list[Tried] = []
@@ -101,7 +101,7 @@ class OrderSearch:
 
     def as_it_is(self) -> Timeline:
         """The step in the order that it has."""
-        return self._timeline(self.step, self._costs)
+        return self._timeline(self.step, self._priced)
 
     def best(self) -> list[Ordered]:
         """The usual schedule and the best of the others, by their simulated time."""
@@ -124,7 +124,7 @@ class OrderSearch:
     def _usual(self) -> Iterator[Ordered]:
         """The usual schedule. It needs little memory, and so is there where nothing else fits."""
         step = FsdpBaseline()(self.step)
-        timeline = self._timeline(step, self._costs)
+        timeline = self._timeline(step, self._priced)
         if timeline.peak.bytes <= self.room(1):
             yield Ordered(
                 Tried(False, 1, 0.0, timeline.step, timeline.peak.bytes, usual=True), step, timeline
@@ -160,7 +160,8 @@ class OrderSearch:
     def _jobs(self, tried: Tried) -> Jobs:
         graph = tried.chunks(self.step) if tried.chunks != NO_CHUNKS else self.step
         graph = Buckets()(graph) if tried.buckets else graph
-        jobs = jobs_of(graph, self._prices, self._sizes, self._costs if graph is self.step else None)
+        of = self._priced if graph is self.step else Priced.of(graph, self._sizes)
+        jobs = jobs_of(of, self._prices)
         return _one_lane(jobs) if tried.one_lane else jobs
 
     def _add(self, jobs: Jobs, *ways: Tried) -> None:
@@ -191,13 +192,15 @@ class OrderSearch:
     def _simulated(self, found: _Arranged) -> Ordered:
         nodes = found.jobs.nodes
         free = [node for node in nodes if is_collective(node)]
-        step = reorder(found.jobs.step, [nodes[index] for index in found.made.order], free)
-        return Ordered(found.tried, step, self._timeline(step, found.jobs.costs))
+        order = [nodes[index] for index in found.made.order]
+        step = reorder(found.jobs.of.step, order, free, found.jobs.needs)
+        return Ordered(found.tried, step, self._timeline(step, found.jobs.of))
 
-    def _timeline(self, step: StepGraph, costs: Costs) -> Timeline:
-        """What a step of these costs would take where every rank runs it."""
-        priced = {node: costs[node.name] for node in step.nodes if node.name in costs}
-        one = lowered(step, sizes=self._sizes, views=False, priced=priced)
+    def _timeline(self, step: StepGraph, of: Priced) -> Timeline:
+        """What a step would take where every rank runs it: a priced one, or the same nodes in another order."""
+        priced = {node: of.costs[node.name] for node in step.nodes if node.name in of.costs}
+        lives = of.lives if step is of.step else None
+        one = lowered(step, sizes=self._sizes, views=False, priced=priced, lives=lives)
         classes = dict.fromkeys(ranks_of(step), "all")
         return simulate(Trace({"all": one.ops}, classes, {"all": one.resident}), self._cluster)
 

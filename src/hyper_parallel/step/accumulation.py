@@ -48,13 +48,18 @@ def accumulating(step: StepGraph, level: ShardLevel) -> Accumulation:
     return accumulation(step, weights, {**cut_at.sums, **sums}, batch, needs)
 
 
+def loop_width(passes: Sequence[Pass], micro_batches: int) -> int:
+    """Micro-batches in the body of the loop that `rewritten_loop` gives."""
+    return 2 if micro_batches % 2 == 0 and any("overlap" in one.provides for one in passes) else 1
+
+
 def rewritten_loop(
     step: StepGraph, level: ShardLevel, micro_batches: int, passes: Sequence[Pass]
 ) -> Accumulation:
     """The loop over a step's micro-batches after these passes. Other arguments are as of `accumulating`."""
-    pairs = [one for one in passes if "overlap" in one.provides]
-    if not pairs or micro_batches % 2:
+    if loop_width(passes, micro_batches) == 1:
         return accumulating(rewritten(step, passes), level)
+    pairs = [one for one in passes if "overlap" in one.provides]
     alone = rewritten(step, [one for one in passes if one not in pairs])
     loop = unrolled(accumulating(alone, level), 2, _numbered(1))
     if alone.short is not None:
