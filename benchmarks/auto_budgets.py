@@ -16,7 +16,6 @@ import bisect
 import cmd
 import difflib
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -206,8 +205,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "What `strategy: auto` picks where memory is short, beside plain sharding and the other best estimates within "
-        f"the same memory (`benchmarks/auto_budgets.py`). On this machine each was trained for {found['steps']} steps; "
-        "on clusters each was simulated:"
+        f"the same memory (`benchmarks/auto_budgets.py`). Each was trained for {found['steps']} steps, or simulated "
+        "where the row says so:"
     )
     yield ""
     yield "| Machine | Budget | `auto` picked | Its step | Best | Of the best | Compared | Cannot run |"
@@ -227,7 +226,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             f"{ratio} | {len(rows)} | {len(rows) - len(times)} |"
         )
     yield ""
-    yield f"Measured on {found['machine']['cpu']}, {found['machine']['cores']} cores; load {os.getloadavg()[1]:.1f}."
+    yield f"Measured on {found['machine']['cpu']}, {found['machine']['cores']} cores."
     yield ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -130,9 +130,9 @@ class StepGraph:
     """The process groups by name; read by `collective_groups.group_of`."""
     slots: Mapping[int, Slot] = field(default_factory=dict)
     """The places that storages have in other tiers, by the numbers that cache operators name."""
-    short: StepGraph | None = None
-    """The same step of the model with few of its layers, where those are alike: for trials of what is then applied to
-    all. Passes rewrite it likewise, up to one that orders collectives or moves storages."""
+    short: Callable[[], StepGraph] | None = None
+    """Makes the same step of the model with few of its layers, where those are alike: for trials of what is then
+    applied to all. Passes rewrite it likewise, up to one that orders collectives or moves storages."""
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

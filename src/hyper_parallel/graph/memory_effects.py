@@ -45,9 +45,12 @@ def _of_several(value: Any) -> frozenset[int]:
     """The storages of a node that gives several values. It is asked for each of them, one after the other, so the last
     answer is kept."""
     global _last
-    if _last[0] is not value:
-        _last = (value, frozenset(one.storage for one in flat_values(value)))
-    return _last[1]
+    # Read at once: ranks may be threads.
+    known, storages = _last
+    if known is not value:
+        storages = frozenset(one.storage for one in flat_values(value))
+        _last = (value, storages)
+    return storages
 
 
 _last: tuple[Any, frozenset[int]] = (None, frozenset())

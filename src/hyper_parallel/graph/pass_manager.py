@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import fx
@@ -98,9 +99,13 @@ def run_passes(step: StepGraph, passes: Sequence[Pass]) -> list[Ran]:
         except GraphError as error:
             raise GraphError(f"pass {one.name!r}: {error}") from None
         if before.short is not None and not one.provides & ACROSS_LAYERS:
-            after.short = one(before.short)
+            after.short = partial(_of_short, one, before.short)
         ran.append(Ran(one.name, before, after))
     return ran
+
+
+def _of_short(one: Pass, short: Callable[[], StepGraph]) -> StepGraph:
+    return one(short())
 
 
 def rewritten(step: StepGraph, passes: Sequence[Pass]) -> StepGraph:

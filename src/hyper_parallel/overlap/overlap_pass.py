@@ -80,7 +80,8 @@ def overlap(
     if step.short is None or sizes is not None:
         search, found = whole, iter(whole.best())
     else:
-        search = OrderSearch(step.short, cluster, balanced_sizes(step.short), pieces)
+        short = step.short()
+        search = OrderSearch(short, cluster, balanced_sizes(short), pieces)
         search.room = _room_of_short(search, whole, before, room)
         found = (made for one in search.best() if (made := whole.made(one.tried)) is not None)
     best = next((one for one in found if one.timeline.step < before.step * _PAYS), None)

@@ -46,8 +46,7 @@ def solved(
 
     A question of what `train` runs wants a strategy that fits: where the simulated peak of none does, the estimate of
     memory is scaled by what it was too low by, and the question is answered again. Something lies on the host only
-    where nothing fits without. Raises as `solve`, and
-    NothingFitsError where none fits after ROUNDS.
+    where nothing fits without. Raises as `solve`, and NothingFitsError where none fits after ROUNDS.
     """
     if question.runnable and not set(ON_HOST) & question.fix.keys():
         # A plan of what moves takes minutes for a large model: first what needs none.

@@ -61,10 +61,16 @@ def rewritten_loop(
         return accumulating(rewritten(step, passes), level)
     pairs = [one for one in passes if "overlap" in one.provides]
     alone = rewritten(step, [one for one in passes if one not in pairs])
-    loop = unrolled(accumulating(alone, level), 2, _numbered(1))
-    if alone.short is not None:
-        loop.body.short = unrolled(accumulating(alone.short, level), 2, _numbered(1)).body
+    loop = _pairs(alone, level)
+    short = alone.short
+    if short is not None:
+        loop.body.short = lambda: _pairs(short(), level).body
     return loop.with_body(rewritten(loop.body, pairs))
+
+
+def _pairs(step: StepGraph, level: ShardLevel) -> Accumulation:
+    """The loop over pairs of micro-batches."""
+    return unrolled(accumulating(step, level), 2, _numbered(1))
 
 
 @uncollected()

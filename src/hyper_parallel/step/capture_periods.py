@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -105,7 +106,7 @@ class _Plan:
         _check_state(found, handle.model)
         few = self.between[: math.ceil(SHORT / self.pair.length)]
         if 2 * len(few) <= len(self.between):
-            found.short = assembled(two, self.pair, few, _NUMBERED, numbers)
+            found.short = partial(assembled, two, self.pair, few, _NUMBERED, numbers)
         return found
 
     def _few(

@@ -68,6 +68,9 @@ class GraphStore:
             return key_of(recipe, shape, device, passes, whole)
         except NoDigest as why:
             log.info("the captured step is not cached: %s", why)
+        # Classes of the user's are asked what they are.
+        except Exception as error:
+            log.info("the captured step is not cached: %s: %s", type(error).__name__, error, exc_info=True)
         return None
 
     def find(self, key: str) -> bytes | None:
