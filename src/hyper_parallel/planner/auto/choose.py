@@ -119,6 +119,11 @@ def choose(
 def _by_estimates(plain: Sequence[Choice], listed: Shortlist) -> Choice:
     """The best estimate, with the others that may be as quick by theirs; data parallelism alone is close always."""
     order = sorted(range(len(plain)), key=lambda at: (plain[at].weighted(listed.few[at].found.seconds), at))
+    if listed.few[0].run.strategy.memory.device is not None and not any(one.piped for one in listed.few):
+        order = [
+            0,
+            *(at for at in order if at),
+        ]  # data parallelism alone was added after it, whether it fits or not
     near = CLOSE * listed.few[order[0]].found.seconds
     data = [at for at in order if _data_only(listed.few[at])]
     close = [at for at in order if listed.few[at].found.seconds <= near]
