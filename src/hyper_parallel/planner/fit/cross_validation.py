@@ -176,8 +176,8 @@ def judge(
         medians=tuple(float(np.median(_errors(estimate[own], evidence.seconds[own]))) for own in members),
         null=tuple(_error(null[own], evidence.seconds[own]) for own in members),
         memory=_memory(evidence),
-        **_choices(evidence, estimate, alike=False),
-        **_choices(evidence, estimate, alike=True),
+        **choices(evidence, estimate, alike=False),
+        **choices(evidence, estimate, alike=True),
         **_unfit(evidence),
         held=tuple(float(held[own].mean()) for own in members),
         kinds=_kinds(evidence, estimate, held),
@@ -248,7 +248,7 @@ def _held(own: Residuals, residuals: Residuals) -> NDArray[np.bool_]:
     return held
 
 
-def _choices(evidence: Evidence, estimate: Array, *, alike: bool) -> dict[str, tuple[int, int]]:
+def choices(evidence: Evidence, estimate: Array, *, alike: bool) -> dict[str, tuple[int, int]]:
     """Pairs in order, and sets whose best was picked."""
     right = pairs = good = chosen = 0
     sets = evidence.sets(alike=alike)
