@@ -32,7 +32,7 @@ from hyper_parallel.planner.fit.cross_validation import (
     seconds_of,
 )
 from hyper_parallel.planner.fit.map_estimate import solve
-from hyper_parallel.planner.fit.published_runs import evidence
+from hyper_parallel.planner.fit.published_runs import COMPUTED, evidence
 from hyper_parallel.planner.runs_of_kind import Runs, collected, widening
 from hyper_parallel.planner.table import Array
 
@@ -68,7 +68,8 @@ def main() -> None:
     given = parser.parse_args()
     runs = evidence(RUNS, RECIPES)
     others = evidence(TRANSCRIBED)
-    constants = solve(runs.table.take(runs.timed), runs.seconds[runs.timed], runs.groups[runs.timed])
+    rows = runs.fitted
+    constants = solve(runs.table.take(rows), runs.seconds[rows], runs.groups[rows])
     told = seconds_of(others.table, constants)
     known = [*_collected(runs), *_collected(others)]
     unseen_residuals = Residuals.of(others, open_facts(others.table, constants, told), known)
@@ -151,15 +152,13 @@ def outcome(runs: Evidence, found: Judgement, constants: Constants) -> dict[str,
 
 def _measured(runs: Evidence, found: Judgement) -> dict[str, Any]:
     """Pairs, picks and S02's errors without its rows on one node, which look computed (SOURCES.md)."""
-    t = runs.table
-    computed = np.broadcast_to((t.devices <= t.node) & (runs.sources == "S02"), t.n)
-    kept = replace(runs, timed=runs.timed & ~computed)
-    own = kept.timed & (runs.sources == "S02")
+    kept = replace(runs, timed=runs.fitted)
+    own = kept.timed & (runs.sources == COMPUTED)
     errors = np.abs(found.estimate[own] / runs.seconds[own] - 1)
     return {
         **{name: list(told) for name, told in choices(kept, found.estimate, alike=False).items()},
         **{name: list(told) for name, told in choices(kept, found.estimate, alike=True).items()},
-        "left_out": int((runs.timed & computed).sum()),
+        "left_out": int((runs.timed & runs.computed).sum()),
         "rows": int(own.sum()),
         "error": float(errors.mean()),
     }
@@ -345,7 +344,8 @@ def _without_computed(measured: Mapping[str, Any]) -> str:
         return f"{part / max(whole, 1):.1%} ({part:,} of {whole:,})"
 
     return (
-        f"The {measured['left_out']:,} rows of S02 on one node look computed and not measured (SOURCES.md). Without "
+        f"The {measured['left_out']:,} rows of S02 on one node look computed and not measured (SOURCES.md): "
+        "no constant is fitted on them. Without "
         f"them pairs are {told('ordered')}, pairs of one batch and length {told('ordered_alike')}, picks "
         f"{told('picked')}, and the {measured['rows']} rows of S02 that are left are off by {measured['error']:.1%}."
     )
