@@ -1,9 +1,10 @@
 """Captured steps of published runs on disk, so that a change of prices is judged without capturing anything.
 
-A capture says nothing of time: what is priced differs with the machine and the constants, and the graph does not. A
-step without a pipeline is kept as its Trace, stages of a pipeline as their graphs. The key of a capture is the run
-file, how it is lowered, and the text of the packages that capture and rewrite steps (`DECIDE`), beside the versions of
-torch and transformers: what changes one of these captures anew.
+A capture says nothing of time: what is priced differs with the machine and the constants, and the graph does not,
+unless a pass searches by prices, whose steps are not kept. A step without a pipeline is kept as its Trace, stages of a
+pipeline as their graphs. The key of a capture is the run file, how it is lowered, and the text of the packages that
+capture and rewrite steps (`DECIDE`), beside the versions of torch and transformers: what changes one of these captures
+anew.
 
 The files are pickles, which run code when they are read: the folder is the user's own.
 """
@@ -60,9 +61,10 @@ def kept_in(folder: Path, name: str) -> Iterator[None]:
 
     def keeping(capture: Callable[..., Any], about: Callable[..., Any], light: Callable[[Any], Any]) -> Any:
         def captured(*args: Any, **options: Any) -> Any:
-            key = hashlib.sha256(
-                repr((_code(), sorted(current_step().fused), about(*args, **options))).encode()
-            )
+            if not _is_free_of_prices(args[1]):
+                return capture(*args, **options)
+            told = repr((_code(), sorted(current_step().fused), about(*args, **options)))
+            key = hashlib.sha256(told.encode())
             path = folder / f"{name.replace(':', '-')}-{key.hexdigest()[:16]}.pickle"
             if path.exists():
                 return _read(path)
@@ -81,6 +83,13 @@ def kept_in(folder: Path, name: str) -> Iterator[None]:
         ),
     ):
         yield
+
+
+def _is_free_of_prices(config: RunConfig) -> bool:
+    """Whether no pass searches an order or a plan by what it costs on a machine."""
+    strategy = config.effective_strategy
+    fixed = strategy.axes.pipeline > 1 or strategy.overlap.schedule in ("usual", "none")
+    return fixed and strategy.memory.device is None
 
 
 def _about_trace(model: Any, config: RunConfig, classes: Any, **options: Any) -> Any:
