@@ -8,6 +8,7 @@ The constants are the planner's, and those that the row's source was held out of
 | launches of a product of experts | `routing`, less what is captured |
 | collectives of tensor parallelism in parts beside products | `hidden_tensor`, where the framework does so |
 | products on Hopper by kernels that the library chooses unasked | `first` |
+| products of Blackwell Ultra to those of Blackwell | `ultra` |
 """
 
 from __future__ import annotations
@@ -102,9 +103,14 @@ def grouped_launches(one: Published) -> float:
 
 
 def products(one: Published, device: Device) -> tuple[ShapeTable, ...]:
-    """The preset's shares of the peak; on Hopper less where the library chooses kernels unasked (`Constants.first`)."""
-    table = one.table
-    if ARCHITECTURES[int(table.architecture[0])] != "hopper":
+    """The preset's shares of the peak, and what the planner's constants know beyond it.
+
+    On Hopper they are less where the library chooses kernels unasked (`Constants.first`). Blackwell Ultra's preset has
+    the products that were measured on a B200, which draws less power (`Constants.ultra`).
+    """
+    table, k = one.table, one.constants
+    times = {"hopper": k.first ** (1 - float(table.tuned[0])), "blackwell-ultra": k.ultra}
+    share = times.get(ARCHITECTURES[int(table.architecture[0])], 1.0)
+    if share == 1.0:
         return device.efficiency.matmul
-    times = one.constants.first ** (1 - float(table.tuned[0]))
-    return tuple(replace(known, best=known.best * times) for known in device.efficiency.matmul)
+    return tuple(replace(known, best=known.best * share) for known in device.efficiency.matmul)
