@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,8 @@ from harness.traces import Ops, one_f_one_b, times, toy, trace
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError, TraceError
 from hyper_parallel.simulator import alone, simulate
+from hyper_parallel.simulator.engine import Only, Run
+from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.trace import Trace
 
 
@@ -196,6 +199,25 @@ def test_masking_by_both_definitions() -> None:
     assert (timeline.alone.compute, timeline.alone.communication) == (3, 4)
     assert timeline.masked.blocked == 1
     assert timeline.masked.end_to_end == pytest.approx((7 - 13 / 3) / 4)
+
+
+def test_the_times_alone_are_simulated_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str | None] = []
+
+    class Counted(Run):
+        def __init__(self, of: Trace, costs: Costs, only: Only | None = None) -> None:
+            runs.append(only)
+            super().__init__(of, costs, only)
+
+    # The package names the function as it names this module.
+    monkeypatch.setattr(sys.modules["hyper_parallel.simulator.simulate"], "Run", Counted)
+    ops = Ops()
+    ops.kernel("alone", 3)
+    timeline = simulate(trace(ops), toy())
+    assert timeline.step == 3
+    assert runs == [None]
+    assert timeline.alone is timeline.alone
+    assert runs == [None, "compute", "comm"]
 
 
 def test_the_times_alone_keep_the_order_of_the_ranks() -> None:

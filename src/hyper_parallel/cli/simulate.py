@@ -65,9 +65,10 @@ def simulate(
 
     The command captures one rank's whole step as a graph on fake tensors, prices each operator on the cluster's
     device and each collective on its links, and simulates the step with its collectives in the order in which
-    training runs them. A table shows the time, the memory and whether
-    the step fits. Every number is predicted; the output names the source of the cluster's constants. Axes that are
-    'auto' are planned for the cluster first.
+    training runs them. A table shows the time, the memory and whether the step fits. What was captured is kept in
+    `data.cache`, so that the next prediction of the same step is quicker (train.graph_cache=false captures anew). Every
+    number is predicted; the output names the source of the cluster's constants. Axes that are 'auto' are planned for
+    the cluster first.
 
     \b
     Examples:
@@ -101,7 +102,8 @@ def simulate(
     if run.open:
         run = _planned(run, cluster, ranks, progress)
     machine = cluster_of(cluster, run, ranks)
-    found = predict_run(run, machine, as_written=as_written, explain=explain, progress=progress)
+    cache = Path(run.data.cache).expanduser() / "traces" if run.train.graph_cache else None
+    found = predict_run(run, machine, as_written=as_written, explain=explain, cache=cache, progress=progress)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     from hyper_parallel.report import page, perfetto
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
@@ -20,6 +21,8 @@ from hyper_parallel.estimate.build_trace import load_of, trace_of
 from hyper_parallel.estimate.predict_pipeline import predict_pipeline
 from hyper_parallel.estimate.prediction import Prediction
 from hyper_parallel.estimate.run_inputs import micro_batch, model_of
+from hyper_parallel.estimate.trace_store import StoredTrace, TraceStore
+from hyper_parallel.graph.no_gc import uncollected
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import described_offload, passes
 from hyper_parallel.offloading.schedule.explain import explained
@@ -40,6 +43,7 @@ def predict_run(
     explain: bool = False,
     fused: bool | None = None,
     dispatch: TokenDispatch | None = None,
+    cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """What a step of a run would take on a cluster. Nothing is allocated, and no data or weights are read.
@@ -49,7 +53,9 @@ def predict_run(
     `model`: on the meta device, in place of the one that the file describes. `explain`: tell what a memory budget
     moves, and how far from the best that is. `fused`: memory-bound operators are priced as fused kernels; left out,
     where the file has them compiled (`train.compile: true`). `dispatch`: the library that sends tokens to experts; left
-    out, a row for each expert, as `train` sends them. `progress` is told what is being done.
+    out, a row for each expert, as `train` sends them. `cache`: a folder of Traces of earlier predictions, in which a
+    step that was captured before is found (`estimate.trace_store`); left out, it is captured. `progress` is told what
+    is being done.
 
     Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
     """
@@ -57,10 +63,20 @@ def predict_run(
     views = prices_views(cluster)
     with replace(current_step(), pads_values=not views).installed():
         return _predicted(
-            config, cluster, model, as_written, explain, fused, dispatch, views, progress or (lambda _: None)
+            config,
+            cluster,
+            model,
+            as_written,
+            explain,
+            fused,
+            dispatch,
+            views,
+            cache,
+            progress or (lambda _: None),
         )
 
 
+@uncollected()
 def _predicted(
     config: RunConfig,
     cluster: Cluster,
@@ -70,6 +86,7 @@ def _predicted(
     fused: bool | None,
     dispatch: TokenDispatch | None,
     views: bool,
+    cache: Path | None,
     say: Progress,
 ) -> Prediction:
     strategy = config.effective_strategy
@@ -79,7 +96,6 @@ def _predicted(
             "strategy.memory.device=10GiB strategy.memory.host=64GiB"
         )
     notes: list[str] = []
-    world = strategy.axes.world
     plain = model if model is not None else model_of(config, notes)
     parameters = sum(p.numel() for p in plain.parameters())
     tokens = config.train.batch * config.data.sequence
@@ -98,22 +114,19 @@ def _predicted(
             say=say,
             notes=notes,
         )
-    offload = described_offload(strategy, cluster)
-    trace = trace_of(
-        plain,
-        config,
-        classes=dict.fromkeys(range(world), "all"),
-        views=views,
-        fused=fused,
-        passes_of=lambda smaller: passes(smaller, cluster, ordered=not as_written, offload=offload),
-        say=say,
-        notes=notes,
-    )
-    if as_written and world > 1 and strategy.overlap.schedule != "none":
-        notes.append("collectives are waited for where they begin (--as-written); training orders them")
-    if offload is not None:
-        say("looking for bounds" if explain else "planned")
-        notes += [explained(found) if explain else str(found) for found in offload.found]
+    # What is explained was planned in this process.
+    store = TraceStore(cache) if cache is not None and not explain else None
+    pricing = {"as_written": as_written, "views": views, "fused": fused}
+    key = None if store is None else store.key(plain, config, cluster, pricing)
+    kept = None if store is None or key is None else store.find(key)
+    if kept is None:
+        kept = _captured(plain, config, cluster, as_written, explain, fused, views, say)
+        if store is not None and key is not None:
+            store.save(key, kept)
+    else:
+        say("captured before: read from the cache")
+    trace = kept.trace
+    notes += kept.notes
     trace = replace(trace, model_flops=flops)
     say(f"simulating {len(trace.ops['all']):,} ops on {cluster.name or cluster.source}")
     timeline = simulate(trace, cluster, algorithm=dispatch or _algorithm(strategy))
@@ -129,6 +142,39 @@ def _predicted(
         head_of(plain),
         tuple(notes),
     )
+
+
+def _captured(
+    model: nn.Module,
+    config: RunConfig,
+    cluster: Cluster,
+    as_written: bool,
+    explain: bool,
+    fused: bool,
+    views: bool,
+    say: Progress,
+) -> StoredTrace:
+    """The Trace of a step that is captured now."""
+    strategy = config.effective_strategy
+    world = strategy.axes.world
+    offload = described_offload(strategy, cluster)
+    notes: list[str] = []
+    trace = trace_of(
+        model,
+        config,
+        classes=dict.fromkeys(range(world), "all"),
+        views=views,
+        fused=fused,
+        passes_of=lambda smaller: passes(smaller, cluster, ordered=not as_written, offload=offload),
+        say=say,
+        notes=notes,
+    )
+    if as_written and world > 1 and strategy.overlap.schedule != "none":
+        notes.append("collectives are waited for where they begin (--as-written); training orders them")
+    if offload is not None:
+        say("looking for bounds" if explain else "planned")
+        notes += [explained(found) if explain else str(found) for found in offload.found]
+    return StoredTrace(trace, notes)
 
 
 def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluster:

@@ -206,20 +206,28 @@ class _Repeater:
         for other in op.after:
             after.update(self._awaited(index, copy, other, places))
         allocates = tuple(
-            replace(
-                held,
-                storage=self._copy(held.storage, copy),
-                name=self._rename(held.name, tag, copy),
+            Bytes(
+                self._copy(held.storage, copy),
+                held.bytes,
+                held.kind,
+                held.tier,
+                self._rename(held.name, tag, copy) if held.name else "",
             )
             for held in op.allocates
         )
-        return replace(
-            op,
-            index=new,
-            module=self._rename(op.module, tag, copy),
-            after=tuple(sorted(after)),
-            allocates=allocates,
-            frees=tuple(self._freed(op, copy)),
+        # Written out: `replace` takes several times as long, and this is done for each op of a step.
+        return Op(
+            new,
+            op.name,
+            self._rename(op.module, tag, copy) if op.module else "",
+            op.phase,
+            op.queue,
+            op.work,
+            op.collective,
+            tuple(sorted(after)) if len(after) > 1 else tuple(after),
+            allocates,
+            tuple(self._freed(op, copy)) if op.frees else (),
+            op.recomputed,
         )
 
     def _awaited(self, index: int, copy: int, other: int, places: dict[tuple[int, int], int]) -> list[int]:

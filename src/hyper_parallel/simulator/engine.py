@@ -104,6 +104,7 @@ class Run:
         self._now = 0.0
 
     def _number(self, met: dict[str, dict[int, Meeting]]) -> None:
+        queues = _Queues()
         for place, (name, ops) in enumerate(self._trace.ops.items()):
             base = len(self._ops)
             last: dict[str, int] = {}
@@ -111,8 +112,9 @@ class Run:
                 number = base + op.index
                 self._ops.append(op)
                 self._class.append(place)
-                self._kind.append(_kind(op))
-                self._runs_on.append(op.engine)
+                kind, engine = queues.of(op)
+                self._kind.append(kind)
+                self._runs_on.append(engine)
                 self._then.append([])
                 ahead = last.get(op.queue)
                 self._pending.append(len(op.after) + (ahead is not None))
@@ -328,9 +330,23 @@ class Run:
         )
 
 
-def _kind(op: Op) -> int:
-    if op.collective is not None:
-        return _CALL
-    if is_compute(op.queue):
-        return _KERNEL
-    return _COPY if op.work is not None and copy_tiers(op.queue) else _HOST
+class _Queues:
+    """Kinds and engines of ops, each name of a queue looked at once."""
+
+    def __init__(self) -> None:
+        self._computes: dict[str, bool] = {}
+        self._copies: dict[str, bool] = {}
+
+    def of(self, op: Op) -> tuple[int, str]:
+        """The kind of an op, and the engine or queue that it runs on (`Op.engine`)."""
+        queue = op.queue
+        computes = self._computes.get(queue)
+        if computes is None:
+            computes = self._computes[queue] = is_compute(queue)
+            self._copies[queue] = copy_tiers(queue) is not None
+        if computes:
+            matrix = op.work is not None and op.work.kind in ("matmul", "attention")
+            return _KERNEL if op.collective is None else _CALL, "matrix" if matrix else "vector"
+        if op.collective is not None:
+            return _CALL, queue
+        return _COPY if op.work is not None and self._copies[queue] else _HOST, queue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.simulator.engine import Only, Run
@@ -14,9 +16,9 @@ def simulate(
 ) -> Timeline:
     """The predicted Timeline of a Trace.
 
-    `algorithm` selects how collectives over several link levels run (`Cluster.legs`). `masking` also simulates the
-    kernels alone and the collectives alone, which end-to-end masking needs; without it a search is three times as
-    fast. Raises TraceError for a trace that cannot run, ConfigError for a cluster that lacks a needed part.
+    `algorithm` selects how collectives over several link levels run (`Cluster.legs`). With `masking` the kernels alone
+    and the collectives alone are simulated too, when `Timeline.alone` is first asked for. Raises
+    TraceError for a trace that cannot run, ConfigError for a cluster that lacks a needed part.
     """
     trace.check()
     check_fits(trace, cluster)
@@ -32,7 +34,7 @@ def simulate(
         cluster=cluster.name,
         source=source_of(cluster),
         peak_flops=costs.device.peak(dtype) if dtype else None,
-        alone=Alone(_step(trace, costs, "compute"), _step(trace, costs, "comm")) if masking else None,
+        alone_of=partial(_alone, trace, costs) if masking else None,
         capacity={tier.name: tier.bytes / tier.ranks for tier in tiers},
     )
 
@@ -54,6 +56,10 @@ def source_of(cluster: Cluster) -> str:
     count = len(cluster.estimates)
     told = f"{count} estimate{'s' * (count != 1)} among them"
     return f"{cluster.source} ({told})" if cluster.source else told
+
+
+def _alone(trace: Trace, costs: Costs) -> Alone:
+    return Alone(_step(trace, costs, "compute"), _step(trace, costs, "comm"))
 
 
 def _step(trace: Trace, costs: Costs, only: Only) -> float:

@@ -45,7 +45,7 @@ def key_of(
     content = {
         "versions": versions(),
         "code": names(),
-        "settings": [kernel_settings(), _environment()],
+        "settings": [kernel_settings(), environment()],
         "model": described(handle.skeleton),
         "trained": [[name, one.requires_grad] for name, one in recipe.model.named_parameters()],
         "strategy": described(handle.strategy),
@@ -172,7 +172,7 @@ def _content(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _environment() -> list[list[str]]:
+def environment() -> list[list[str]]:
     """Variables that PyTorch and Transformers read."""
     return sorted(
         [name, value]

@@ -123,7 +123,7 @@ class GraphStore:
                 os.replace(temporary, folder / f"{key}.graph")
             finally:
                 temporary.unlink(missing_ok=True)
-            _tidy(folder)
+            tidy(folder)
         except (NoDigest, Unwritable, OSError) as error:
             log.info("the captured step is not cached: %s", error)
 
@@ -174,7 +174,7 @@ def _placed(step: StepGraph) -> dict[str, Any]:
     return {entry.name: node.meta["value"] for entry, node in pairs}
 
 
-def _tidy(folder: Path) -> None:
+def tidy(folder: Path) -> None:
     """Let the oldest files go where there are too many."""
     found = []
     with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hyper_parallel.errors import TraceError
@@ -205,9 +206,13 @@ def _load_timeline(data: dict[str, Any]) -> Timeline:
         op = trace.ops[names[place]][index]
         rank = trace.first(names[place])
         spans.append(Span(rank, told["engines"][engine], start, end, op, ready[0] if ready else start))
-    alone = Alone(*told["alone"]) if told["alone"] else None
+    alone_of = partial(Alone, *told["alone"]) if told["alone"] else None
     return Timeline(
-        trace, tuple(spans), alone=alone, capacity=told["capacity"], **{name: told[name] for name in _PLAIN}
+        trace,
+        tuple(spans),
+        alone_of=alone_of,
+        capacity=told["capacity"],
+        **{name: told[name] for name in _PLAIN},
     )
 
 

@@ -68,7 +68,8 @@ class Timeline:
     """The source of the cluster's constants."""
     peak_flops: float | None = None
     """Peak FLOP/s of one device in the dtype of most matrix products."""
-    alone: Alone | None = None
+    alone_of: Callable[[], Alone] | None = field(default=None, repr=False, compare=False)
+    """Computes `alone`, which takes two simulations; None where the times alone are unknown."""
     capacity: Mapping[str, float] = field(default_factory=dict)
     """Bytes of each tier per device; for a shared tier its share."""
 
@@ -76,6 +77,11 @@ class Timeline:
     def word(self) -> str:
         """`predicted` or `measured`."""
         return "predicted" if self.predicted else "measured"
+
+    @cached_property
+    def alone(self) -> Alone | None:
+        """The steps of kernels alone and of collectives alone, found when they are first asked for."""
+        return None if self.alone_of is None else self.alone_of()
 
     @cached_property
     def step(self) -> float:
