@@ -26,8 +26,13 @@ def append_copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node
     args = map_arg(node.args, copy_of)
     kwargs = map_arg(node.kwargs, copy_of) if node.kwargs else node.kwargs
     made = append_node(graph, node.name, node.op, node.target, args, kwargs)
-    made.meta = dict(node.meta)
+    set_meta(made, dict(node.meta))
     return made
+
+
+def set_meta(node: fx.Node, meta: dict[str, Any]) -> None:
+    """`node.meta = meta`, without the graph's tables being written anew, as for any attribute that is set."""
+    object.__setattr__(node, "meta", meta)
 
 
 def append_node(graph: fx.Graph, name: str, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from hyper_parallel.compat.graph_nodes import append_call
-from hyper_parallel.compat.symbolic_sizes import another_symbol, substituted
+from hyper_parallel.compat.graph_nodes import append_call, set_meta
+from hyper_parallel.compat.symbolic_sizes import Substitution, another_symbol
 from hyper_parallel.graph.graph_writer import span
 from hyper_parallel.graph.ir import CollectiveGroup, Even, Input, Size, StepGraph, Storage, Value, values_of
 from hyper_parallel.graph.regions import Region
@@ -152,6 +152,7 @@ class NodeCopies:
         self._names: dict[str, str] = {}
         """Names of the body's nodes to what they became."""
         self._symbols = self._fresh_symbols()
+        self._size = Substitution(self._symbols)
 
     def _fresh_symbols(self) -> dict[Any, Any]:
         """New symbols for the data-dependent sizes of the body."""
@@ -192,7 +193,7 @@ class NodeCopies:
         args, kwargs = map_arg(node.args, made), map_arg(node.kwargs, made)
         new = append_call(self._whole.graph, node.name, node.target, args, kwargs)
         self._names[node.name] = new.name
-        meta = new.meta = node.meta.copy()
+        meta = node.meta.copy()
         meta["region"] = self._whole.region(meta["region"], self._by)
         if "value" in meta:
             meta["value"] = self._placed(meta["value"])
@@ -203,6 +204,7 @@ class NodeCopies:
         if "chunk" in meta:
             name, piece = meta["chunk"]
             meta["chunk"] = (self._name(name), piece)
+        set_meta(new, meta)
         self.made[node] = new
         return new
 
@@ -223,8 +225,8 @@ class NodeCopies:
                 index = self.storages[value.storage] = self._own_storage(value.storage)
             if not self._symbols:
                 return value if index == value.storage else moved(value, index)
-            shape = tuple(self._size(size) for size in value.shape)
-            stride = tuple(self._size(size) for size in value.stride)
+            shape = tuple(map(self._size, value.shape))
+            stride = tuple(map(self._size, value.stride))
             return Value(shape, stride, value.dtype, value.device, index)
         if isinstance(value, tuple | list):
             return type(value)(self._placed(one) for one in value)
@@ -235,9 +237,6 @@ class NodeCopies:
             return storage
         one = self._body.storages[storage]
         return self._whole.storage(self._size(one.bytes), one.device)
-
-    def _size(self, size: Size) -> Size:
-        return substituted(size, self._symbols) if self._symbols else size
 
 
 def moved(value: Value, storage: int) -> Value:

@@ -27,7 +27,7 @@ from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.graph import host_update
 from hyper_parallel.graph.collective_groups import group_of, is_collective, is_wait
 from hyper_parallel.graph.dynamic_sizes import known
-from hyper_parallel.graph.ir import StepGraph, Value, values_of
+from hyper_parallel.graph.ir import Size, StepGraph, Value, values_of
 from hyper_parallel.graph.matmuls import attention, is_attention, operands_of, operator_name, product
 from hyper_parallel.graph.memory_effects import is_view, touched
 from hyper_parallel.graph.operator_kinds import (
@@ -91,7 +91,10 @@ class Pricer:
         """Arguments and errors as of `costs`."""
         self._step, self._sizes = step, dict(sizes or {})
         self._sized: dict[int, _Sized] = {}
-        self._alive: list[Value] = []
+        self._numbers: dict[int, int] = {}
+        """Symbolic sizes by their identity, to what they are."""
+        self._alive: list[Any] = []
+        """What is known by its identity."""
         self._works: dict[Hashable, Work | None] = {}
         """By the likeness of the node: layers are alike."""
         self._likes: dict[Hashable, int] = {}
@@ -296,18 +299,27 @@ class Pricer:
         found = self._sized.get(id(value))
         if found is None:
             self._alive.append(value)
-            shape = tuple(known(size, self._sizes) for size in value.shape)
-            stride = tuple(known(size, self._sizes) for size in value.stride)
+            shape = tuple([self._known(size) for size in value.shape])
+            stride = tuple([self._known(size) for size in value.stride])
             like = self._likes.setdefault((shape, stride, value.dtype), len(self._likes))
+            # As of `Value.bytes`, of numbers: products of symbols take long.
+            size = value.dtype.itemsize
+            for length, step in zip(shape, value.stride, strict=True):
+                if not (isinstance(step, int) and step == 0):
+                    size *= length
             found = self._sized[id(value)] = _Sized(
-                shape,
-                stride,
-                str(value.dtype).removeprefix("torch."),
-                known(value.bytes, self._sizes),
-                value.storage,
-                like,
+                shape, stride, str(value.dtype).removeprefix("torch."), size, value.storage, like
             )
         return found
+
+    def _known(self, size: Size) -> int:
+        if type(size) is int:
+            return size
+        number = self._numbers.get(id(size))
+        if number is None:
+            self._alive.append(size)
+            number = self._numbers[id(size)] = known(size, self._sizes)
+        return number
 
 
 def _by_name(node: fx.Node) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch import fx
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.collective_groups import group_name, is_collective
 from hyper_parallel.graph.ir import StepGraph
-from hyper_parallel.graph.memory_effects import draws_random, reads, writes
+from hyper_parallel.graph.memory_effects import draws_random, effects, reads, writes
 from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.graph.tier_ops import is_cache
 
@@ -88,9 +88,7 @@ def reorder(
     Raises GraphError when that order is not legal.
     """
     check_order(step, order, free, needs)
-    made, new = step.copied()
-    arrange(made, [new[node] for node in order])
-    return made
+    return step.copied(order)[0]
 
 
 def arrange(made: StepGraph, order: Iterable[fx.Node]) -> None:
@@ -134,15 +132,20 @@ class _Found:
     def add(self, node: fx.Node) -> None:
         """One more node."""
         needs = {source for source in node.all_input_nodes if source.op == "call_function"}
-        changed, looked_at = writes(node), reads(node)
-        for storage in looked_at | changed:
-            if storage in self._wrote:
-                needs.add(self._wrote[storage])
+        _, looked_at, changed = effects(node)
+        wrote, read = self._wrote, self._read
+        for storage in looked_at | changed if changed else looked_at:
+            if storage in wrote:
+                needs.add(wrote[storage])
         for storage in changed:
-            needs.update(self._read.pop(storage, ()))
-            self._wrote[storage] = node
-        for storage in looked_at - changed:
-            self._read.setdefault(storage, []).append(node)
+            needs.update(read.pop(storage, ()))
+            wrote[storage] = node
+        for storage in looked_at - changed if changed else looked_at:
+            known = read.get(storage)
+            if known is None:
+                read[storage] = [node]
+            else:
+                known.append(node)
         if is_collective(node) and node not in self._free:
             self._chain(node, f"group {group_name(node)}", needs)
         if draws_random(node):

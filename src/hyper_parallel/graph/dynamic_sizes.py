@@ -65,7 +65,7 @@ class Sizes:
         return node
 
     def _computed(self, found: Any) -> fx.Node:
-        parts = [self._lower(part) for part in found.args]
+        parts = [self._lower(part) for part in _in_order(found)]
         folds: dict[type, Callable[[Any, Any], Any]] = {
             sympy.Add: operator.add,
             sympy.Mul: operator.mul,
@@ -84,6 +84,14 @@ class Sizes:
         raise CaptureError(
             f"a size is {found}, which this engine cannot compute in a graph ({type(found).__name__})"
         )
+
+
+def _in_order(found: Any) -> Sequence[Any]:
+    """The arguments of an expression. sympy sorts those of sums and products by name, u10 in front of u9, so that
+    layers that are alike would compute them in different orders."""
+    if isinstance(found, sympy.Add | sympy.Mul):
+        return sorted(found.args, key=lambda part: (len(str(part)), str(part)))
+    return tuple(found.args)
 
 
 def expected(numbers: Sequence[int], even: Sequence[int], scales: bool, most: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -169,11 +169,16 @@ class StepGraph:
         """Another graph of the same nodes, to be changed without changing this one."""
         return self.copied()[0]
 
-    def copied(self) -> tuple[StepGraph, dict[fx.Node, fx.Node]]:
-        """A copy, and which of its nodes each node of this graph became. Nodes keep their names."""
+    def copied(self, order: Sequence[fx.Node] | None = None) -> tuple[StepGraph, dict[fx.Node, fx.Node]]:
+        """A copy, and which of its nodes each node of this graph became. Nodes keep their names. `order`: of the nodes
+        that compute, in the copy; they then stand behind all placeholders and constants."""
         graph = fx.Graph()
         known: dict[fx.Node, fx.Node] = {}
-        for old in self.graph.nodes:
+        nodes: Iterable[fx.Node] = self.graph.nodes
+        if order is not None:
+            given = [node for node in self.graph.nodes if node.op not in ("call_function", "output")]
+            nodes = (*given, *order, self.output)
+        for old in nodes:
             known[old] = append_copy(graph, old, known)
         sizes = {symbol: known[node] for symbol, node in self.sizes.items()}
         made = StepGraph(

@@ -18,7 +18,7 @@ from torch import fx
 
 from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.dynamic_sizes import known
-from hyper_parallel.graph.ir import Kind, StepGraph, values_of
+from hyper_parallel.graph.ir import Kind, StepGraph, Value, values_of
 from hyper_parallel.graph.memory_effects import begun, storages_of, touched, writes
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.tier_ops import detach, prefetch
@@ -52,13 +52,15 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
     outside = step.outside
     returned = {value.storage for node in step.output.all_input_nodes for value in values_of(node)}
     for at, node in enumerate(nodes):
-        for value in values_of(node):
-            born.setdefault(value.storage, at)
-            died[value.storage] = max(died.get(value.storage, at), at)
+        value = node.meta.get("value")
+        for one in (value,) if type(value) is Value else values_of(node):
+            if one.storage not in born:
+                born[one.storage] = at
+            died[one.storage] = at
         # What a collective was given is held until it has been waited for.
         for storage in touched(node) | (touched(begun(node)) if is_wait(node) else set()):
             died[storage] = at
-        if node.target in (prefetch, detach):
+        if node.target is prefetch or node.target is detach:
             (storage,) = touched(node)
             moves[storage].append((at, node.target is prefetch))
     weights = of_weights(step, nodes)
@@ -116,7 +118,11 @@ def of_weights(step: StepGraph, nodes: list[fx.Node]) -> set[int]:
     for node in nodes:
         sources = storages_of(node.all_input_nodes)
         alone = bool(sources) and all(kinds.get(storage, False) for storage in sources)
-        for storage in (*(value.storage for value in values_of(node)), *writes(node)):
+        value, changed = node.meta.get("value"), writes(node)
+        if not changed and type(value) is Value:
+            kinds[value.storage] = alone and kinds.get(value.storage, True)
+            continue
+        for storage in storages_of([node]) | changed:
             kinds[storage] = alone and kinds.get(storage, True)
     for storage, alone in kinds.items():
         if alone and step.storages[storage].name is None:

@@ -42,18 +42,40 @@ def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def _of_several(value: Any) -> frozenset[int]:
-    """The storages of a node that gives several values. It is asked for each of them, one after the other, so the last
-    answer is kept."""
-    global _last
-    # Read at once: ranks may be threads.
-    known, storages = _last
-    if known is not value:
-        storages = frozenset(one.storage for one in flat_values(value))
-        _last = (value, storages)
-    return storages
+    """The storages of a node that gives several values. It is asked for each of them, and in every pass."""
+    found = _several.get(id(value))
+    if found is None or found[0] is not value:
+        if len(_several) >= _MOST:
+            _several.clear()
+        found = _several[id(value)] = value, frozenset([one.storage for one in flat_values(value)])
+    return found[1]
 
 
-_last: tuple[Any, frozenset[int]] = (None, frozenset())
+_several: dict[int, tuple[Any, frozenset[int]]] = {}
+"""By identity what was asked about last, which is kept."""
+_MOST = 1 << 13
+_NONE: frozenset[int] = frozenset()
+
+
+def effects(node: fx.Node) -> tuple[Set[int], Set[int], Set[int]]:
+    """`touched`, `reads` and `writes` of a computing node, in less time than the three take."""
+    target, meta = node.target, node.meta
+    if not _plain(target) or target is HOST or "writes" in meta:
+        return touched(node), reads(node), writes(node)
+    given: set[int] = set()
+    for source in node.all_input_nodes:
+        value = source.meta.get("value")
+        if type(value) is Value:
+            given.add(value.storage)
+        elif value is not None:
+            given |= _of_several(value)
+    value = meta.get("value")
+    if type(value) is Value:
+        lies_in = value.storage in given
+    else:
+        results = _of_several(value)
+        lies_in = bool(results) and results <= given
+    return given, _NONE if lies_in else given, _NONE
 
 
 def is_view(node: fx.Node) -> bool:

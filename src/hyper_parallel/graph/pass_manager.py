@@ -22,7 +22,7 @@ from hyper_parallel.graph import host_update
 from hyper_parallel.graph.collective_groups import is_collective, is_wait
 from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.ir import StepGraph, values_of
-from hyper_parallel.graph.memory_effects import begun, is_view, reads, touched, writes
+from hyper_parallel.graph.memory_effects import begun, effects, is_view, touched
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.tier_ops import detach, is_cache, prefetch, slot_of, store
 
@@ -224,12 +224,14 @@ def _writers_seen(step: StepGraph) -> Contents:
             found.update(copies.updated(node))
             continue
         waited = is_wait(node)
-        if not is_view(node):
-            looked_at = touched(begun(node)) if waited else reads(node) | touched(node)
-            for storage in looked_at:
-                _check_there(node, storage, wrote.get(storage, ""))
-            found[node.name] = (origin, {s: wrote.get(s, "") for s in looked_at})
-        for storage in writes(node):
+        given, looked_at, changed = effects(node)
+        if waited or not is_view(node):
+            looked_at = touched(begun(node)) if waited else looked_at | given
+            seen = {storage: wrote.get(storage, "") for storage in looked_at}
+            for storage, writer in seen.items():
+                _check_there(node, storage, writer)
+            found[node.name] = (origin, seen)
+        for storage in changed:
             copies.check_read(node, storage)
             # Collectives that are made one bring their results at any of their waits.
             wrote[storage] = "a collective" if waited else origin

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from hyper_parallel.compat.graph_nodes import append_call
-from hyper_parallel.compat.symbolic_sizes import another_symbol, substituted
+from hyper_parallel.compat.graph_nodes import append_call, set_meta
+from hyper_parallel.compat.symbolic_sizes import Substitution, another_symbol
 from hyper_parallel.graph.infer_values import inferred
 from hyper_parallel.graph.ir import Even, Input, Size, StepGraph, Storage, Value
 from hyper_parallel.graph.period_pattern import (
@@ -95,6 +95,7 @@ class _Assembly:
         self._constants: dict[str, torch.Tensor] = {}
         self._input_of = dict(zip(step.placeholders, step.inputs, strict=True))
         self._symbols = self._fresh_symbols()
+        self._sizes_of = [Substitution(symbols) for symbols in self._symbols]
         self._changed: set[fx.Node] = set()
         """New nodes outside whose values are not what they were."""
 
@@ -169,9 +170,10 @@ class _Assembly:
         value = self._value(template.meta.get("value"), lambda one: self._placed(one, period, name))
         args, kwargs = self._pattern.arguments[at]
         made = self._append(template, self._filled(args, period), self._filled(kwargs, period), entry)
-        made.meta = {**template.meta, "region": region, "module": module}
+        meta = {**template.meta, "region": region, "module": module}
         if "value" in template.meta:
-            made.meta["value"] = value
+            meta["value"] = value
+        set_meta(made, meta)
         self._periods[period][at] = made
 
     def _append(self, like: fx.Node, args: Any, kwargs: Any, entry: Input | None) -> fx.Node:
@@ -227,14 +229,12 @@ class _Assembly:
 
     def _placed(self, value: Value, period: int, name: str | None) -> Value:
         reference = self._pattern.storages[value.storage]
-        symbols = self._symbols[period]
+        size_of = self._sizes_of[period]
         if isinstance(reference, Own):
             index = self._of[period].get(reference.at)
             if index is None:
                 one = self._step.storages[value.storage]
-                index = self._of[period][reference.at] = self._storage(
-                    substituted(one.bytes, symbols), one.device, name
-                )
+                index = self._of[period][reference.at] = self._storage(size_of(one.bytes), one.device, name)
         elif isinstance(reference, Previous):
             index = self._known(reference.first) if period == 0 else self._of[period - 1][reference.at]
         elif isinstance(reference, Next):
@@ -243,9 +243,9 @@ class _Assembly:
         else:
             index = self._known(reference.what)
         shape, stride = value.shape, value.stride
-        if symbols:
-            shape = tuple(substituted(size, symbols) for size in shape)
-            stride = tuple(substituted(size, symbols) for size in stride)
+        if self._symbols[period]:
+            shape = tuple(map(size_of, shape))
+            stride = tuple(map(size_of, stride))
         return Value(shape, stride, value.dtype, value.device, index)
 
     def _storage(self, size: Size, device: torch.device, name: str | None) -> int:

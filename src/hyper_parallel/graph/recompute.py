@@ -29,7 +29,7 @@ from hyper_parallel.graph.dead_code import trim
 from hyper_parallel.graph.dependencies import later
 from hyper_parallel.graph.ir import StepGraph, Storage, Value, values_of
 from hyper_parallel.graph.liveness import of_weights
-from hyper_parallel.graph.memory_effects import draws_random, reads, touched, writes
+from hyper_parallel.graph.memory_effects import draws_random, effects, reads, storages_of, touched, writes
 from hyper_parallel.graph.phase import Phase
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.suspension import HOST
@@ -113,11 +113,13 @@ def regather(step: StepGraph, kept: Callable[[str], bool] = lambda module: False
 
     `kept` says of a module's name whether its weights stay.
     """
-    nodes = list(step.nodes)
-    weights = of_weights(step, nodes)
-    made_in = {value.storage: node.meta["module"] for node in reversed(nodes) for value in values_of(node)}
-    chosen = [storage for storage in sorted(weights) if not kept(made_in[storage])]
-    return recompute(step, repeatable(step, chosen))
+    made, _ = step.copied()
+    repeater = _Repeater(made, frozenset(), "weights")
+    made_in = {
+        value.storage: node.meta["module"] for node in reversed(list(made.nodes)) for value in values_of(node)
+    }
+    repeater.repeat_all(storage for storage in sorted(repeater.weights) if not kept(made_in[storage]))
+    return trim(made)
 
 
 def layers(
@@ -180,18 +182,18 @@ class _Repeater:
         self._kept, self._lates = kept, lates or {}
         self._nodes = list(step.nodes)
         self._place = {node: at for at, node in enumerate(self._nodes)}
-        self._weights = of_weights(step, self._nodes)
+        self.weights = of_weights(step, self._nodes)
         self._outside = {storage.index for storage in step.storages if storage.name is not None}
         self._returned = {v.storage for node in step.output.all_input_nodes for v in values_of(node)}
         self._users: dict[int, list[int]] = {}
         """Of each storage: the places of the nodes that give, use or write it, in order."""
         self._writers: dict[int, list[int]] = {}
         for at, node in enumerate(self._nodes):
-            for storage in touched(node) | {value.storage for value in values_of(node)}:
+            given, _, changed = effects(node)
+            for storage in given | storages_of([node]):
                 self._users.setdefault(storage, []).append(at)
-            for storage in writes(node):
+            for storage in changed:
                 self._writers.setdefault(storage, []).append(at)
-        self._needs = {node: reads(node) | touched(node) for node in self._nodes}
         self._again: dict[fx.Node, fx.Node] = {}
         self._moved: dict[int, int] = {}
         """Storage to the one that takes its place."""
@@ -247,7 +249,7 @@ class _Repeater:
             return f"{node} ({node.target}) draws from a random generator"
         if is_collective(node) and self._collectives == "none":
             return f"{node} ({node.target}) is a collective"
-        gathers_weights = {value.storage for value in values_of(node)} <= self._weights
+        gathers_weights = {value.storage for value in values_of(node)} <= self.weights
         if is_collective(node) and self._collectives == "weights" and not gathers_weights:
             return f"{node} ({node.target}) is a collective that gathers no weights"
         if writes(node) - {storage}:
@@ -262,6 +264,11 @@ class _Repeater:
         return None
 
     # The repetition.
+
+    def repeat_all(self, storages: Iterable[int]) -> None:
+        """Repeat what makes those of the storages that can be computed again."""
+        self._chosen = frozenset(storage for storage in storages if self.refusal(storage) is None)
+        self.repeat()
 
     def repeat(self) -> None:
         """Repeat what makes the chosen storages."""
@@ -301,7 +308,8 @@ class _Repeater:
             for at in history:
                 if self._nodes[at] in self._again:
                     continue
-                for other in self._needs[self._nodes[at]]:
+                given, looked_at, _ = effects(self._nodes[at])
+                for other in looked_at | given:
                     if other not in seen and not self._stays(other, late):
                         seen.add(other)
                         pending.append(other)

@@ -1,6 +1,8 @@
 """A captured step as bytes: plain data and tensors, so that reading it runs no code.
 
-    magic · blake2b of the rest · length of the data · data (JSON, deflated) · constants (safetensors)
+    magic · blake2b of the rest · length · what is said about it · length · data · constants (safetensors)
+
+What is said about it and the data are JSON, deflated, each by itself: the first is read more often.
 
 Operators are written by their qualified names, process groups by axis and ranks, since their names differ from process
 to process, and sizes that depend on the data as expressions of their symbols. What has no such form is refused
@@ -11,10 +13,8 @@ written.
 from __future__ import annotations
 
 import builtins
-import hashlib
 import json
 import operator
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +23,13 @@ import torch
 from safetensors import torch as safetensors
 from torch import fx
 
-from hyper_parallel.compat.graph_nodes import append_node
+from hyper_parallel.compat.graph_nodes import append_node, set_meta
 from hyper_parallel.compat.symbolic_sizes import SymbolReader, expression, is_symbolic, written
 from hyper_parallel.graph.ir import CollectiveGroup, Even, Input, StepGraph, Storage, Value
 from hyper_parallel.graph.regions import Region
+from hyper_parallel.graph.sealed_data import Unreadable, deflated, inflated, opened, sealed
 
-_MAGIC = b"hyper_parallel step graph 1\n"
+_MAGIC = b"hyper_parallel step graph 2\n"
 _OPS = ("call_function", "placeholder", "get_attr", "output")
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 _FUNCTIONS = {
@@ -54,10 +55,6 @@ class Unwritable(Exception):
     """A graph has something that has no form as plain data."""
 
 
-class Unreadable(Exception):
-    """Bytes are no graph, or one that this process cannot have."""
-
-
 def to_bytes(step: StepGraph, about: Any = None) -> bytes:
     """A graph, and plain data `about` it. Raises Unwritable."""
     if step.slots or step.balanced:
@@ -68,15 +65,13 @@ def to_bytes(step: StepGraph, about: Any = None) -> bytes:
         data = _Writer(step).data()
     except ValueError as error:
         raise Unwritable(str(error)) from error
-    text = zlib.compress(json.dumps([about, data], separators=(",", ":")).encode(), 1)
-    body = len(text).to_bytes(8, "big") + text + safetensors.save(dict(step.constants))
-    content: bytes = _MAGIC + _digest(body) + body
-    return content
+    body = deflated(about) + deflated(data) + safetensors.save(dict(step.constants))
+    return sealed(_MAGIC, body)
 
 
 def about(content: bytes) -> Any:
     """The plain data about the graph that was written. Raises Unreadable for bytes that are damaged."""
-    return _parsed(content)[0][0]
+    return inflated(opened(_MAGIC, content), 0)[0]
 
 
 def from_bytes(content: bytes, groups: Mapping[str, CollectiveGroup]) -> tuple[StepGraph, Any]:
@@ -84,7 +79,10 @@ def from_bytes(content: bytes, groups: Mapping[str, CollectiveGroup]) -> tuple[S
 
     Raises Unreadable for bytes that are damaged, and where an operator or a group is missing here.
     """
-    (told, data), constants = _parsed(content)
+    body = opened(_MAGIC, content)
+    told, end = inflated(body, 0)
+    data, end = inflated(body, end)
+    constants = safetensors.load(body[end:])
     try:
         return _Reader(data, constants, groups).step(), told
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -99,19 +97,6 @@ def groups_of(told: Any) -> list[tuple[str, tuple[int, ...]]]:
 def group_rows(groups: Mapping[str, CollectiveGroup]) -> list[Any]:
     """Axis and ranks of each group as plain data, in order."""
     return [[group.axis, list(group.ranks)] for group in groups.values()]
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=16).digest()
-
-
-def _parsed(content: bytes) -> tuple[Any, dict[str, torch.Tensor]]:
-    head = len(_MAGIC) + 16
-    body = content[head:]
-    if content[: len(_MAGIC)] != _MAGIC or content[len(_MAGIC) : head] != _digest(body):
-        raise Unreadable("it is damaged, or of another version")
-    length = int.from_bytes(body[:8], "big")
-    return json.loads(zlib.decompress(body[8 : 8 + length])), safetensors.load(body[8 + length :])
 
 
 @dataclass
@@ -307,7 +292,7 @@ class _Reader:
                 meta["value"] = _value_of(kind, storage, kinds)
             for key, value in further:
                 meta[key] = self._constant(value)
-            made.meta = meta
+            set_meta(made, meta)
             nodes.append(made)
         symbol = self._symbols.expression
         storages = [

@@ -15,7 +15,7 @@ from hyper_parallel.compat.dispatch import once_each
 from hyper_parallel.graph import StepGraph, values_of
 from hyper_parallel.graph.collective_groups import group_name, is_collective, is_wait
 from hyper_parallel.graph.liveness import of_weights
-from hyper_parallel.graph.memory_effects import begun, is_view, writes
+from hyper_parallel.graph.memory_effects import begun, is_view, storages_of, writes
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.suspension import HOST
 
@@ -92,7 +92,7 @@ def kind_of(node: fx.Node) -> tuple[object, ...]:
 
 
 def _made_of(node: fx.Node, weights: set[int]) -> bool:
-    made = {value.storage for value in values_of(node)}
+    made = storages_of([node])
     return (
         bool(made)
         and made <= weights

@@ -11,7 +11,8 @@ slower:
     assembled   0 1 2 … 79
 
 Where the first or the last layer is unlike the others (one behind a frozen embedding has no gradient to hand on), the
-periods between them are taken for A and B.
+periods between them are taken for A and B. Under sequence parallelism they are: the first layer is handed what was
+split, and the last one hands on what is gathered; there the periods between them are tried first.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class _Plan:
 
 
 def _plans(handle: ShardedModel) -> list[_Plan]:
-    """What may be captured, the cheapest first; nothing for a model whose layers do not repeat, or are few."""
+    """What may be captured, the likeliest to hold first; nothing for a model whose layers do not repeat, or are few."""
     model = handle.skeleton
     layers = layers_in(handle.model, handle.plan)
     if model is None or layers is None or _shared(layers):
@@ -139,7 +140,8 @@ def _plans(handle: ShardedModel) -> list[_Plan]:
     assert original is not None
     assert handle.plan.layers is not None
     indices = own_index(list(original))
-    ends = [(0, 0), (1, 1)]
+    # How many periods in front of A and behind B are captured too.
+    ends = [(1, 1), (0, 0)] if handle.strategy.sequence else [(0, 0), (1, 1)]
     pairs = [
         Pair(
             handle.plan.layers,

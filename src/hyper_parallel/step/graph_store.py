@@ -27,8 +27,8 @@ import torch
 from hyper_parallel.graph import Pass, StepGraph
 from hyper_parallel.graph.accumulate import Accumulation
 from hyper_parallel.graph.compiled.artifacts import own
+from hyper_parallel.graph.sealed_data import Unreadable
 from hyper_parallel.graph.written_graph import (
-    Unreadable,
     Unwritable,
     about,
     from_bytes,

@@ -1,0 +1,102 @@
+"""What passes ask of each node is answered quickly, and as the plain definitions answer it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from harness.captured import recipe_of
+from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.symbolic_sizes import another_symbol, expression
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.costs import Pricer
+from hyper_parallel.graph.dynamic_sizes import Sizes, balanced_sizes, known
+from hyper_parallel.graph.ir import values_of
+from hyper_parallel.graph.memory_effects import effects, reads, touched, writes
+from hyper_parallel.step import capture_train_step
+from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one
+from hyper_parallel.verify.families import FAMILIES
+from hyper_parallel.verify.matrix import family_config
+
+EXPERTS = {"axes": {"shard": 2, "expert": 2}}
+
+
+def _step(name: str, layers: int, strategy: dict[str, Any]) -> StepGraph:
+    family = {**FAMILIES[name], "num_hidden_layers": layers}
+    config = family_config(family, strategy, {})
+    with fake_ranks(config.strategy.axes.world, 0):
+        return capture_one(recipe_of(family, config), MicroBatchShape(2, 32, False), 1)
+
+
+@pytest.fixture(scope="module")
+def experts() -> StepGraph:
+    return _step("mixtral", 2, EXPERTS)
+
+
+def test_effects_are_what_a_node_touches_reads_and_writes(experts: StepGraph) -> None:
+    changed = 0
+    for node in experts.nodes:
+        assert tuple(map(set, effects(node))) == (touched(node), reads(node), writes(node)), node
+        changed += bool(writes(node))
+    assert changed > 10
+
+
+def test_bytes_of_sizes_that_the_data_decide(experts: StepGraph) -> None:
+    sizes = balanced_sizes(experts)
+    pricer = Pricer(experts, sizes)
+    symbolic = 0
+    for node in experts.graph.nodes:
+        for value in values_of(node):
+            assert pricer._of(value).bytes == known(value.bytes, sizes)
+            symbolic += isinstance(value.bytes, torch.SymInt)
+    assert symbolic > 10
+
+
+def test_a_sum_of_sizes_adds_them_in_the_order_of_their_numbers() -> None:
+    """Not by name, where u10 comes before u9, and layers that are alike add up in different orders."""
+    environment, graph = ShapeEnv(), fx.Graph()
+    sizes = Sizes(graph)
+    numbers = [environment.create_unbacked_symint() for _ in range(12)]
+    nodes = [graph.placeholder(f"n{at}") for at in range(12)]
+    for number, node in zip(numbers, nodes, strict=True):
+        sizes.bind(number, node)
+    made = sizes.argument(numbers[10] + numbers[9] + numbers[8])
+    assert made.args[1] is nodes[10]
+    assert made.args[0].args == (nodes[8], nodes[9])
+
+
+def test_later_symbols_are_as_the_first() -> None:
+    environment = ShapeEnv()
+    like = environment.create_unbacked_symint()
+    symbols = [another_symbol(like) for _ in range(3)]
+    assert [symbol.name for symbol in symbols] == ["u1", "u2", "u3"]
+    assert expression(environment.create_unbacked_symint()) == sympy.Symbol("u4", integer=True)
+    for symbol in symbols:
+        number = environment.create_symintnode(symbol, hint=None)
+        assert bool(number >= 0), "known without a guard"
+        assert bool(number * _sum(environment, symbols) + 1 > 0)
+
+
+def _sum(environment: ShapeEnv, symbols: list[Any]) -> Any:
+    """The sum of symbols."""
+    return environment.create_symintnode(sympy.Add(*symbols), hint=None)
+
+
+def test_a_split_sequence_is_captured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last layer are unlike the others, and no capture finds that out."""
+    layers: list[int] = []
+    own = capture_train_step.capture
+
+    def counting(*given: Any) -> StepGraph:
+        found = own(*given)
+        layers.append(len({node.meta["region"].layer for node in found.nodes} - {""}))
+        return found
+
+    monkeypatch.setattr(capture_train_step, "capture", counting)
+    _step("llama", 20, {"axes": {"tensor": 2}, "sequence": True})
+    assert layers == [4, 5]
