@@ -1,0 +1,98 @@
+"""Which models generate through the engine: refusals by name, and a proof on the model itself.
+
+What a config says that paged attention cannot do is refused before anything runs. Whatever a config does not say is found
+by `prove`: the engine's logits for random prompts, in company, must be those of the model's own forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.inference.engine import Engine
+
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Rotary frequencies that depend on the longest position of the batch."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Largest difference of logits, as a share of the largest logit of the row; half precision rounds every product, in the
+pieces of `page` tokens otherwise than in one pass."""
+
+
+def check_model(model: nn.Module) -> Any:
+    """The config of the text model. Raises UnsupportedModelError for what generation cannot do, with the reason."""
+    name = type(model).__name__
+    whole: Any = getattr(model, "config", None)
+    if whole is None or not hasattr(model, "set_attn_implementation"):
+        raise UnsupportedModelError(f"{name} is not a Transformers model; generation runs those")
+    if getattr(whole, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} has an encoder and a decoder; generation runs decoders only")
+    config = whole.get_text_config(decoder=True)
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    if other or getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{name} keeps a state beside keys and values ({', '.join(other) or 'recurrent layers'}), which no page holds"
+        )
+    return config
+
+
+def check_length(config: Any, tokens: int) -> None:
+    """Raise UnsupportedModelError if requests of so many tokens, prompt and answer, are longer than the model reads."""
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and tokens > most:
+        raise UnsupportedModelError(
+            f"a prompt and its answer have {tokens} tokens, and the model has {most} positions; lower "
+            "inference.max_tokens or shorten the prompt"
+        )
+    for settings in _rotary_settings(config):
+        kind = settings.get("rope_type", settings.get("type"))
+        original = settings.get("original_max_position_embeddings") or most
+        if kind in _BY_LENGTH and original is not None and tokens > original:
+            raise UnsupportedModelError(
+                f"{kind} rotary positions depend on the longest request of a batch beyond {original} tokens, and a "
+                f"prompt and its answer have {tokens}; lower inference.max_tokens or shorten the prompt"
+            )
+
+
+def _rotary_settings(config: Any) -> list[dict[str, Any]]:
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(found, dict):
+        return []
+    nested = [part for part in found.values() if isinstance(part, dict)]
+    return nested or [found]
+
+
+@torch.no_grad()
+def prove(engine: Engine, config: Any, seed: int = 0) -> None:
+    """Compare the engine's logits with the model's own, for random prompts of several pages, in company.
+
+    Raises UnsupportedModelError if they differ.
+    """
+    page = engine.settings.page
+    positions = getattr(config, "max_position_embeddings", None) or 4 * page
+    lengths = [length for length in (page + page // 2, 3, 2 * page + 1) if length + 3 <= positions]
+    draws = torch.Generator().manual_seed(seed)
+    most = min(config.vocab_size, 2**20)
+    prompts = [torch.randint(most, (length + 3,), generator=draws).tolist() for length in lengths]
+    found = engine.replayed(prompts, answer=3)
+    model: Any = engine.model
+    for prompt, own in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt], device=engine.device)
+        plain = model(input_ids=ids, use_cache=False).logits[0, -len(own) :].float()
+        problem = _difference(own, plain, next(model.parameters()).dtype)
+        if problem:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes other logits with a paged cache than without one ({problem}); "
+                "generation would be wrong, so it is refused"
+            )
+
+
+def _difference(own: Tensor, plain: Tensor, dtype: torch.dtype) -> str | None:
+    scale = plain.abs().amax(-1).clamp_min(1e-6)
+    far = ((own - plain).abs().amax(-1) / scale).max()
+    if bool(far.isfinite()) and float(far) <= TOLERANCE.get(dtype, 1e-4):
+        return None
+    return f"{float(far):.2g} of the largest logit"
