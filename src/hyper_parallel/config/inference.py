@@ -24,7 +24,7 @@ class Sampling(Section):
     repetition_penalty: float = Field(default=1.0, gt=0.0)
     """Divide positive logits of tokens that were in the prompt or answer by this, and multiply negative ones (CTRL,
     Keskar et al. 2019)."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """An answer ends before any of these strings. It also ends at the model's end-of-text tokens."""
     logprobs: bool = False
     """Return the log-probability of each token."""

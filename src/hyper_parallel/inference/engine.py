@@ -1,7 +1,7 @@
 """The engine: passes of a ragged batch through the model until every request has its answer.
 
-A pass computes the rows that the scheduler chose; a request whose newest token was among them gets the next one. Keys and
-values go to pages through `PagedCache`, attention is `paged_attention`.
+A pass computes the rows that the scheduler chose; a request whose newest token was among them gets the next one. Keys
+and values go to pages through `PagedCache`, attention is `paged_attention`.
 """
 
 from __future__ import annotations
@@ -142,11 +142,14 @@ class Engine:
         if sampling.logprobs and shares_V is not None:
             answer.logprobs = [*(answer.logprobs or ()), float(shares_V[token])]
         if sampling.stop:
-            text = text_of(answer.tokens)
-            found = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
-            if found:
-                answer.text, answer.finish = text[: min(found)], "stop"
-                return True
+            # A character has at most 4 bytes, and a token at least one.
+            longest = max(map(len, sampling.stop))
+            if any(stop in text_of(answer.tokens[-4 * longest - 8 :]) for stop in sampling.stop):
+                text = text_of(answer.tokens)
+                found = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
+                if found:
+                    answer.text, answer.finish = text[: min(found)], "stop"
+                    return True
         if len(answer.tokens) == sampling.max_tokens:
             answer.text = text_of(answer.tokens)
             return True
@@ -184,7 +187,8 @@ class Engine:
                         use_cache=True,
                         logits_to_keep=kept,
                     )
-                return out.logits[0, : len(ready)].float()
+                logits: Tensor = out.logits[0, : len(ready)].float()
+                return logits
             except ExpandsKeys:
                 continue
         raise UnsupportedModelError("the model's attention does not read what its cache holds")

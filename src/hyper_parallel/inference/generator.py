@@ -10,8 +10,8 @@ from torch import nn
 
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.data import Tokenizer
-from hyper_parallel.data.document import Chat
 from hyper_parallel.data.chat import prompt as render
+from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import DataError
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.load_model import load
@@ -63,6 +63,10 @@ class Generator:
         chosen = self.settings if not settings else Inference(**{**self.settings.model_dump(), **settings})
         requests = self.requests([self.ids_of(one) for one in prompts], chosen)
         self._engine.settings = chosen
+        yield from self.run(requests)
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        """Each request's place and answer, as answers are ready."""
         yield from self._engine.run(requests, self.text_of)
 
     def requests(
@@ -84,7 +88,7 @@ class Generator:
         if not prompt:
             raise DataError("the prompt is empty; generation needs at least one token to go on from")
         if not isinstance(prompt, str) and isinstance(prompt[0], int):
-            return [int(token) for token in prompt]  # type: ignore[call-overload]
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
         if self.tokenizer is None:
             raise DataError("there is no tokenizer; give token ids, or a folder with tokenizer.json")
         if isinstance(prompt, str):

@@ -37,8 +37,10 @@ def load(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
 
 def _read(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     read_config(folder)
+    disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, dtype="auto"

@@ -1,7 +1,7 @@
 """Which models generate through the engine: refusals by name, and a proof on the model itself.
 
-What a config says that paged attention cannot do is refused before anything runs. Whatever a config does not say is found
-by `prove`: the engine's logits for random prompts, in company, must be those of the model's own forward pass.
+What a config says that paged attention cannot do is refused before anything runs. Whatever a config does not say is
+found by `prove`: the engine's logits for random prompts, in company, must be those of the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def check_model(model: nn.Module) -> Any:
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
     if other or getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
-            f"{name} keeps a state beside keys and values ({', '.join(other) or 'recurrent layers'}), which no page holds"
+            f"{name} keeps a state beside keys and values "
+            f"({', '.join(other) or 'recurrent layers'}), which no page holds"
         )
     return config
 

@@ -1,8 +1,8 @@
 """Attention of a ragged pass, registered with Transformers as `NAME`: each request's queries see its own pages.
 
 What a query sees is the model's own mask function (causal, sliding window, chunks), evaluated at the positions of the
-request: models hand it to their attention's mask function, which here returns it unevaluated (`RaggedMask`). Keys that no
-query of a segment sees, before a sliding window, are not read.
+request: models hand it to their attention's mask function, which here returns it unevaluated (`RaggedMask`). Keys that
+no query of a segment sees, before a sliding window, are not read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.ragged_pass import Segment, current
 
 NAME = "hyper_parallel_paged"
-_IGNORED = frozenset(
-    "dropout sliding_window is_causal position_ids use_cache output_attentions output_hidden_states cache_position "
-    "past_key_values return_dict cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k num_items_in_batch "
-    "output_router_logits attention_mask token_type_ids seq_idx position_embeddings target_dtype".split()
-)
+_IGNORED = frozenset({"dropout", "sliding_window", "position_ids", "cache_position", "past_key_values"})
 """Keywords that change nothing here: the mask says what is seen, and nothing is trained."""
 
 
@@ -57,7 +53,7 @@ class RaggedMask:
 def ragged_mask(
     *_: Any, mask_function: Callable[..., Any], attention_mask: Any = None, **given: Any
 ) -> RaggedMask:
-    """Transformers' mask function for `NAME`. Raises UnsupportedModelError for a mask of padding, which no ragged pass has."""
+    """Transformers' mask function for `NAME`. Raises UnsupportedModelError for a mask of padding."""
     if attention_mask is not None:
         raise UnsupportedModelError("the model makes a mask of its own, which a ragged batch does not have")
     return RaggedMask(mask_function, given.get("device") or torch.device("cpu"))
