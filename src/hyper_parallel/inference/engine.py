@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.config.inference import Inference, Sampling
-from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.errors import DataError, UnsupportedModelError
+from hyper_parallel.inference import padded_experts, paged_attention
 from hyper_parallel.inference.choose_token import choose, draw_of
 from hyper_parallel.inference.kv_pages import rows_of
-from hyper_parallel.inference.paged_attention import NAME, ExpandsKeys, register
+from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.paged_cache import PagedCache
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, padded, positions_of
 from hyper_parallel.inference.request import Answer, Request
@@ -29,7 +30,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, settings: Inference, *, layers: int, eos: frozenset[int]) -> None:
         """`layers`: those with a cache. `eos`: tokens that end an answer, which they are no part of."""
-        register()
+        paged_attention.register()
         self.model: Any = model.eval()
         self.settings = settings
         self.layers = layers
@@ -44,18 +45,24 @@ class Engine:
     ) -> Iterator[tuple[int, Answer]]:
         """Each request's place and answer, as it ends.
 
-        Raises UnsupportedModelError for a model whose attention is not known.
+        Raises UnsupportedModelError for a model whose attention is not known, DataError for a request that needs more
+        memory than there is.
         """
         settings = self.settings
         pages = settings.pages or pages_for(requests, settings.batch, settings.page)
         scheduler = Scheduler(settings.batch, settings.rows, settings.page, pages)
+        most = max(map(scheduler.pages_of, requests), default=0)
+        if most > pages:
+            raise DataError(
+                f"a request needs {most} pages of {settings.page} tokens, and inference.pages is {pages}; raise it, or "
+                "lower inference.max_tokens"
+            )
         scheduler.waiting.extend(enumerate(requests))
         with self._paged(pages) as cache:
             while chosen := scheduler.next_pass():
                 for one in self._advance(chosen, cache, text_of):
                     scheduler.end(one)
                     yield one.number, one.answer
-        assert not scheduler.waiting, "a request needs more pages than there are"
 
     @torch.no_grad()
     def replayed(self, texts: Sequence[list[int]], answer: int) -> list[Tensor]:
@@ -85,12 +92,17 @@ class Engine:
         for layer in self._expand:
             cache.layers[layer].expand = True
         given = self.model.config._attn_implementation
-        self.model.set_attn_implementation(NAME)
+        experts = getattr(self.model.config, "_experts_implementation", None)
+        self.model.set_attn_implementation(paged_attention.NAME)
+        if experts is not None and padded_experts.register():
+            self.model.set_experts_implementation(padded_experts.NAME)
         try:
             yield cache
         finally:
             self._expand = frozenset(layer.layer for layer in cache.layers if layer.expand)
             self.model.set_attn_implementation(given)
+            if experts is not None:
+                self.model.set_experts_implementation(experts)
 
     def _advance(
         self, chosen: list[tuple[Running, Segment]], cache: PagedCache, text_of: Callable[[list[int]], str]

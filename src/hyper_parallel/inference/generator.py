@@ -77,6 +77,11 @@ class Generator:
         places = range(len(ids)) if rows is None else rows
         for one in ids:
             check_length(self._config, len(one) + sampling.max_tokens)
+            if not 0 <= min(one) <= max(one) < self._config.vocab_size:
+                raise DataError(
+                    f"the prompt has token {max(one) if min(one) >= 0 else min(one)}, and the model's vocabulary has "
+                    f"{self._config.vocab_size}"
+                )
         return [
             Request(ids=tuple(one), sampling=sampling, seed=settings.seed, sample=row * settings.n + sample)
             for row, one in zip(places, ids, strict=True)

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import causal_mask_function
 
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.ragged_pass import Segment, current
+from hyper_parallel.inference.ragged_pass import Segment, current, padded
 
 NAME = "hyper_parallel_paged"
 _IGNORED = frozenset({"dropout", "sliding_window", "position_ids", "cache_position", "past_key_values"})
@@ -132,7 +132,7 @@ def _contexts(module: nn.Module, key: Tensor, value: Tensor) -> Read:
         zip(ragged.segments, accumulate((one.end for one in ragged.segments), initial=0), strict=False)
     )
     total = sum(segment.end for segment in ragged.segments)
-    if key.size(2) != total:
+    if key.size(2) != padded(total):
         raise UnsupportedModelError(
             f"{type(module).__name__} gives attention {key.size(2)} keys, where its requests have {total}"
         )

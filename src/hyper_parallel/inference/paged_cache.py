@@ -2,7 +2,7 @@
 
 Most models hand what `update` returns to attention as it is; then attention reads the pages themselves, and `update`
 returns the new rows only. A layer that computes with it first (MLA, which expands its latents) is given all rows of all
-requests of the pass, one after the other (`expand`).
+requests of the pass, one after the other, filled up to a multiple of `GRANULE` (`expand`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.kv_pages import LayerPages
-from hyper_parallel.inference.ragged_pass import Returned, current
+from hyper_parallel.inference.ragged_pass import Returned, current, padded
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -50,7 +51,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             ragged.returned[key_states.data_ptr()] = Returned(self, key_states, value_states, versions)
             return key_states, value_states
         contexts = [self.pages.read(one.runs, 0, one.end) for one in ragged.segments]
-        keys, values = (torch.cat([context[which] for context in contexts], 2) for which in range(2))
+        tokens = sum(one.end for one in ragged.segments)
+        filling = padded(tokens) - tokens
+        keys, values = (
+            pad(torch.cat([context[which] for context in contexts], 2), (0, 0, 0, filling))
+            for which in range(2)
+        )
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
