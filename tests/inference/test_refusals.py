@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from hyper_parallel.errors import DataError, UnsupportedModelError
 from hyper_parallel.inference import Generator, paged_attention
 from hyper_parallel.verify.families import SHAPE
+from hyper_parallel.verify.shrink import shrunken
 from inference.small_models import made, small
 
 
@@ -91,3 +93,12 @@ def test_empty_prompts_and_texts_without_a_tokenizer() -> None:
 def test_memory_below_what_one_request_needs() -> None:
     with pytest.raises(DataError, match="needs 3 pages"):
         Generator(small("llama"), pages=2, max_tokens=64)([[1] * 32])
+
+
+@pytest.mark.parametrize("kind", ["xlnet", "falcon", "bart"])
+def test_a_model_of_another_kind(kind: str) -> None:
+    """Their code fails on a ragged row, computes positions from a mask, or makes a mask of its own."""
+    fields = shrunken(AutoConfig.for_model(kind))
+    fields.pop("model_type", None)
+    with pytest.raises(UnsupportedModelError):
+        Generator(made(kind, fields, "eager"))

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.compat import is_out_of_memory
+from hyper_parallel.errors import HyperParallelError, UnsupportedModelError
 from hyper_parallel.inference.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -73,30 +74,49 @@ def _rotary_settings(config: Any) -> list[dict[str, Any]]:
 def prove(engine: Engine, config: Any, seed: int = 0) -> None:
     """Compare the engine's logits with the model's own, for random prompts of several pages, in company.
 
-    Raises UnsupportedModelError if they differ.
+    Raises UnsupportedModelError if they differ, or if the model's code does not run on a ragged row.
     """
     model: Any = engine.model
+    name = type(model).__name__
     page = engine.settings.page
     positions = getattr(config, "max_position_embeddings", None) or 4 * page
     lengths = [length for length in (page + page // 2, 3, 2 * page + 1) if length + 3 <= positions]
     draws = torch.Generator().manual_seed(seed)
-    most = min(config.vocab_size, 2**20)
-    prompts = [torch.randint(most, (length + 3,), generator=draws).tolist() for length in lengths]
-    found = engine.replayed(prompts, answer=3)
-    if not torch.equal(found[0], engine.replayed(prompts[:1], answer=3)[0]):
+    prompts = [
+        torch.randint(config.vocab_size, (length + 3,), generator=draws).tolist() for length in lengths
+    ]
+    try:
+        together = engine.replayed(prompts, answer=3)
+        alone = engine.replayed(prompts[:1], answer=3)
+        plain = [_plain(model, prompt, engine.device)[-4:].float() for prompt in prompts]
+    except HyperParallelError:
+        raise
+    # Of any kind: the model's own code was not written for such a batch.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedModelError(
+            f"{name} does not run with a paged cache: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        ) from error
+    problems = [
+        _difference(own, expected, next(model.parameters()).dtype)
+        for own, expected in zip(together, plain, strict=True)
+    ]
+    if found := next((problem for problem in problems if problem), None):
+        raise UnsupportedModelError(
+            f"{name} computes other logits with a paged cache than without one ({found}); generation would be wrong, "
+            "so it is refused"
+        )
+    if not torch.equal(together[0], alone[0]):
         log.warning(
             "%s rounds otherwise in other batches on this device: a request's tokens may depend on what else runs",
-            type(model).__name__,
+            name,
         )
-    for prompt, own in zip(prompts, found, strict=True):
-        ids = torch.tensor([prompt], device=engine.device)
-        plain = model(input_ids=ids, use_cache=False).logits[0, -len(own) :].float()
-        problem = _difference(own, plain, next(model.parameters()).dtype)
-        if problem:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} computes other logits with a paged cache than without one ({problem}); "
-                "generation would be wrong, so it is refused"
-            )
+
+
+def _plain(model: Any, prompt: list[int], device: torch.device) -> Tensor:
+    logits: Tensor = model(input_ids=torch.tensor([prompt], device=device), use_cache=False).logits[0]
+    return logits
 
 
 def _difference(own: Tensor, plain: Tensor, dtype: torch.dtype) -> str | None:
