@@ -3,8 +3,8 @@
     python benchmarks/attack_generate.py [--families a,b]
 
 A family is the default config of its class with sizes cut (`hyper_parallel.verify.shrink`), in float32. Greedy tokens
-of several prompts in one batch are compared with those of Transformers' `generate`, one prompt at a time; and with those
-of the same prompts alone. Two logits within 1e-4 are a tie, which rounding decides. Writes
+of several prompts in one batch are compared with those of Transformers' `generate`, one prompt at a time; and with
+those of the same prompts alone. Two logits within 1e-4 are a tie, which rounding decides. Writes
 ``benchmarks/results/attack_generate.json`` and the list in ``docs/inference.md``. Exits with 1 when tokens are wrong or
 depend on the batch, or a model crashes.
 """

@@ -32,6 +32,11 @@ def check_model(model: nn.Module) -> Any:
     whole: Any = getattr(model, "config", None)
     if whole is None or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedModelError(f"{name} is not a Transformers model; generation runs those")
+    exchangeable = getattr(model, "_can_set_attn_implementation", None)
+    if exchangeable is not None and not exchangeable():
+        raise UnsupportedModelError(
+            f"{name} does not use Transformers' attention interface, which generation needs"
+        )
     if getattr(whole, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} has an encoder and a decoder; generation runs decoders only")
     config = whole.get_text_config(decoder=True)
@@ -46,7 +51,7 @@ def check_model(model: nn.Module) -> Any:
 
 def check_length(config: Any, tokens: int) -> None:
     """Raise UnsupportedModelError if requests of so many tokens, prompt and answer, are longer than the model reads."""
-    most = getattr(config, "max_position_embeddings", None)
+    most = _positions(config)
     if most is not None and tokens > most:
         raise UnsupportedModelError(
             f"a prompt and its answer have {tokens} tokens, and the model has {most} positions; lower "
@@ -60,6 +65,12 @@ def check_length(config: Any, tokens: int) -> None:
                 f"{kind} rotary positions depend on the longest request of a batch beyond {original} tokens, and a "
                 f"prompt and its answer have {tokens}; lower inference.max_tokens or shorten the prompt"
             )
+
+
+def _positions(config: Any) -> int | None:
+    """The longest text that the model reads; None if its config names none."""
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _rotary_settings(config: Any) -> list[dict[str, Any]]:
@@ -79,8 +90,10 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
     model: Any = engine.model
     name = type(model).__name__
     page = engine.settings.page
-    positions = getattr(config, "max_position_embeddings", None) or 4 * page
+    positions = _positions(config) or 4 * page
     lengths = [length for length in (page + page // 2, 3, 2 * page + 1) if length + 3 <= positions]
+    if not lengths:
+        raise UnsupportedModelError(f"{name} has {positions} positions, too few to compare it with itself")
     draws = torch.Generator().manual_seed(seed)
     prompts = [
         torch.randint(config.vocab_size, (length + 3,), generator=draws).tolist() for length in lengths
