@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.config.inference import Sampling
+from hyper_parallel.inference.page_pool import PagePool
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.scheduler import Scheduler
 
@@ -16,7 +17,8 @@ SHAPES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40)), min_size=1,
 def test_every_request_ends_within_memory(
     shapes: list[tuple[int, int]], batch: int, rows: int, pages: int
 ) -> None:
-    scheduler = Scheduler(batch, rows, 16, pages)
+    pool = PagePool(pages, reuse=False)
+    scheduler = Scheduler(batch, rows, 16, pool)
     requests = [Request(ids=(0,) * prompt, sampling=Sampling(max_tokens=most)) for prompt, most in shapes]
     scheduler.waiting.extend(enumerate(requests))
     begun, pieces = list[int](), dict[int, list[tuple[int, int]]]()
@@ -28,14 +30,15 @@ def test_every_request_ends_within_memory(
                 begun.append(one.number)
             pieces.setdefault(one.number, []).append((segment.first, segment.count))
             assert segment.end <= 16 * sum(run.count for run in one.runs)
-            one.cached = segment.end
+        scheduler.passed(chosen)
+        for one, segment in chosen:
             if segment.end == len(one.tokens):
                 one.answer.tokens.append(0)
                 one.tokens.append(0)
                 if len(one.answer.tokens) == one.request.sampling.max_tokens:
                     scheduler.end(one)
     assert not scheduler.waiting
-    assert scheduler.allocator.free == pages
+    assert pool.available == pages
     assert sorted(pieces) == list(range(len(shapes)))
     for number, (prompt, most) in enumerate(shapes):
         grid = [(first, min(16, prompt - first)) for first in range(0, prompt, 16)]

@@ -43,6 +43,8 @@ class Inference(Sampling):
     """Tokens of a page of the KV cache. Prompts are read in pieces of this many tokens."""
     rows: int = Field(default=96, ge=32, multiple_of=16, strict=True)
     """Tokens of a pass through the model, at most: one for each generating request, and pieces of prompts."""
+    prefix_cache: bool = True
+    """Prompts with a common beginning share its pages, whole pages of it."""
     pages: int | None = Field(default=None, ge=1, strict=True)
     """Pages of the KV cache; by default those that `batch` of the longest requests need."""
 

@@ -43,7 +43,7 @@ def run_batch(
             if now - shown >= _SECONDS or count == len(requests):
                 shown = now
                 rate = tokens / max(now - begun, 1e-9)
-                show(
-                    f"{count} of {len(requests)} answers, {tokens} tokens, {rate:.0f} tokens/s",
-                    count == len(requests),
-                )
+                told = f"{count} of {len(requests)} answers, {tokens} tokens, {rate:.0f} tokens/s"
+                if generator.shared:
+                    told += f", {generator.shared} tokens of prompts shared"
+                show(told, count == len(requests))

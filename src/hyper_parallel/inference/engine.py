@@ -18,6 +18,7 @@ from hyper_parallel.errors import DataError, UnsupportedModelError
 from hyper_parallel.inference import padded_experts, paged_attention
 from hyper_parallel.inference.choose_token import choose, draw_of
 from hyper_parallel.inference.kv_pages import rows_of
+from hyper_parallel.inference.page_pool import PagePool
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.paged_cache import PagedCache
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, padded, positions_of
@@ -37,6 +38,8 @@ class Engine:
         self.eos = eos
         self.device = next(model.parameters()).device
         self.passes = 0
+        self.shared = 0
+        """Tokens of the prompts of the last run that another request had computed."""
         self._expand: frozenset[int] = frozenset()
 
     @torch.no_grad()
@@ -50,7 +53,8 @@ class Engine:
         """
         settings = self.settings
         pages = settings.pages or pages_for(requests, settings.batch, settings.page)
-        scheduler = Scheduler(settings.batch, settings.rows, settings.page, pages)
+        pool = PagePool(pages, settings.prefix_cache)
+        scheduler = Scheduler(settings.batch, settings.rows, settings.page, pool)
         most = max(map(scheduler.pages_of, requests), default=0)
         if most > pages:
             raise DataError(
@@ -60,7 +64,10 @@ class Engine:
         scheduler.waiting.extend(enumerate(requests))
         with self._paged(pages) as cache:
             while chosen := scheduler.next_pass():
-                for one in self._advance(chosen, cache, text_of):
+                ended = self._advance(chosen, cache, text_of)
+                scheduler.passed(chosen)
+                self.shared = scheduler.shared
+                for one in ended:
                     scheduler.end(one)
                     yield one.number, one.answer
 
@@ -71,12 +78,14 @@ class Engine:
         sampling = Sampling(max_tokens=answer + 1)
         requests = [Request(ids=tuple(text[:-answer]), sampling=sampling) for text in texts]
         pages = pages_for(requests, len(texts), self.settings.page)
-        scheduler = Scheduler(len(texts), self.settings.rows, self.settings.page, pages)
+        pool = PagePool(pages, reuse=False)
+        scheduler = Scheduler(len(texts), self.settings.rows, self.settings.page, pool)
         scheduler.waiting.extend(enumerate(requests))
         found: list[list[Tensor]] = [[] for _ in texts]
         with self._paged(pages) as cache:
             while chosen := scheduler.next_pass():
                 ready, logits = self._passed(chosen, cache)
+                scheduler.passed(chosen)
                 for one, row in zip(ready, logits, strict=True):
                     found[one.number].append(row)
                     if len(one.tokens) == len(texts[one.number]):
@@ -136,8 +145,6 @@ class Engine:
             [segment for _, segment in ready],
             cache,
         )
-        for one, segment in chosen:
-            one.cached = segment.end
         return [one for one, _ in ready], logits
 
     def _took(

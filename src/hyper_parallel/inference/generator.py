@@ -65,6 +65,11 @@ class Generator:
         self._engine.settings = chosen
         yield from self.run(requests)
 
+    @property
+    def shared(self) -> int:
+        """Tokens of the prompts of the last run that were not computed, since another request had computed them."""
+        return self._engine.shared
+
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Each request's place and answer, as answers are ready."""
         yield from self._engine.run(requests, self.text_of)
