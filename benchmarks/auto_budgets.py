@@ -1,8 +1,8 @@
 """What `strategy: auto` picks where memory is short, beside other strategies: python benchmarks/auto_budgets.py
 
 Three machines. This one, with 2 and with 4 workers, a budget below what plain data parallelism needs and a host tier:
-each strategy is trained for `STEPS` steps in turns with the others,
-`ROUNDS` times; its time is the least median, the first two steps apart. Two simulated clusters, with
+`train` picks a strategy, after trials within the budget; then each strategy is trained for `STEPS` steps in turns with
+the others, `ROUNDS` times; its time is the least median, the first two steps apart. Two simulated clusters, with
 models whose state is more than the devices hold: each strategy is captured and simulated as `simulate` would.
 
 The others are the best estimates with the budget in the search, at most `ALIKE` with the same degrees, and plain fully
@@ -34,9 +34,11 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
 from hyper_parallel.planner.auto.choose import choose
+from hyper_parallel.planner.auto.entry import TARGET
 from hyper_parallel.planner.auto.machine import measured
 from hyper_parallel.planner.auto.query import precision_of, question_of
 from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
+from hyper_parallel.planner.auto.saved_choice import STRATEGY_FILE, read
 from hyper_parallel.planner.constants import fitted
 from hyper_parallel.planner.enumerate import ranked
 from hyper_parallel.planner.measured_constants import is_measured, read_off
@@ -73,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     "this machine, 2 workers": {"workers": 2, "config": SMALL, "device": "48MiB", "host": "256MiB"},
     "this machine, 4 workers": {"workers": 4, "config": SMALL, "device": "32MiB", "host": "256MiB"},
     "h100x8": {"cluster": "h100x8", "workers": 8, "config": {**WIDE, "num_hidden_layers": 12}},
-    "910cx16": {"cluster": "910cx16", "workers": 16, "config": {**WIDE, "num_hidden_layers": 18}},
+    "910cx8": {"cluster": "910cx8", "workers": 8, "config": {**WIDE, "num_hidden_layers": 9}},
 }
 
 
@@ -100,36 +102,48 @@ def _case(name: str, case: dict[str, Any], folder: Path) -> dict[str, Any]:
     cluster = Cluster.named(case["cluster"]) if simulated else measured(world, print)
     run = _run(case, folder)
     begun = time.monotonic()
-    picked = choose(run, cluster, world, print)
+    if simulated:
+        picked = choose(run, cluster, world, print)
+        laid, said = picked.laid, list(picked.lines)
+    else:
+        laid, said = _chosen(run)
     choosing = time.monotonic() - begun
-    strategies = [picked.laid, *_others(run, cluster, world, picked.laid)]
+    strategies = [laid, *_others(run, cluster, world, laid)]
     found: list[list[float | None]] = [[] for _ in strategies]
     reasons = [""] * len(strategies)
     for _ in range(1 if simulated else ROUNDS):
-        for place, laid in enumerate(strategies):
+        for place, one in enumerate(strategies):
             if None in found[place]:
                 continue
-            took, reasons[place] = (
-                _predicted(run, laid, cluster) if simulated else _trained(run, laid, folder)
-            )
+            took, reasons[place] = _predicted(run, one, cluster) if simulated else _trained(run, one, folder)
             found[place].append(took)
-            print(f"  {name}: {took} {reasons[place]} {json.dumps(laid['strategy'])}", flush=True)
+            print(f"  {name}: {took} {reasons[place]} {json.dumps(one['strategy'])}", flush=True)
     # Other load only adds to a step: the least of the rounds is nearest to the strategy's own time.
     rows = [
-        {"laid": laid, "seconds": None if None in seconds else min(s for s in seconds if s), "reason": reason}
-        for laid, seconds, reason in zip(strategies, found, reasons, strict=True)
+        {"laid": one, "seconds": None if None in seconds else min(s for s in seconds if s), "reason": reason}
+        for one, seconds, reason in zip(strategies, found, reasons, strict=True)
     ]
     times = [row["seconds"] for row in rows if row["seconds"] is not None]
-    memory = resolved(run, picked.laid).strategy.memory
+    memory = resolved(run, laid).strategy.memory
     return {
         "simulated": simulated,
         "device": memory.device,
         "host": memory.host,
         "choosing_s": choosing,
-        "said": picked.lines,
+        "said": said,
         "rows": rows,
         "ratio": rows[0]["seconds"] / min(times) if rows[0]["seconds"] is not None else None,
     }
+
+
+def _chosen(run: RunConfig) -> tuple[Overrides, list[str]]:
+    """What `train` chooses on its workers, and what it says of it. It trains its steps, too."""
+    code = launch.run(run, TARGET)
+    if code:
+        raise SystemExit(f"train with open axes ended with {code}")
+    file = Path(run.out) / STRATEGY_FILE
+    said = [line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("# ")]
+    return read(file), said
 
 
 def _run(case: dict[str, Any], folder: Path) -> RunConfig:

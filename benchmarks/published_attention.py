@@ -1,9 +1,11 @@
 """Attention with sinks and sliding windows as one kernel, for models that Transformers writes out operator by operator.
 
-GPT-OSS adds to each head's softmax a learnt logit without a value, a sink, and every other layer sees 128 positions
-back. Transformers has both without a fused kernel only; Transformer Engine and FlashAttention 3, which the published
-frameworks call, compute them in the kernel. Here attention is captured as that kernel with its window. The sink enters
-the normalization within the kernel and is no operator of its own: times are right, numbers are not.
+A window is a mask in Transformers' call of fused attention, under which all scores are computed; the published
+frameworks' kernels skip what it hides. GPT-OSS adds to each head's softmax a learnt logit without a value, a sink, and
+every other layer sees 128 positions back. Transformers has both without a fused kernel only; Transformer Engine and
+FlashAttention 3, which the published frameworks call, compute them in the kernel. Here attention is captured as that
+kernel with its window. The sink enters the normalization within the kernel and is no operator of its own: times are
+right, numbers are not.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ NAME = "published_attention"
 
 
 def fuse(model: nn.Module) -> None:
-    """Have a model's attention captured as one kernel, where the family has none in Transformers."""
+    """Have a model's attention captured as one kernel, where the family has none in Transformers, or has a window."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     config: Any = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) != "eager":
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    if not eager and getattr(config, "sliding_window", None) is None:
         return
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,12 +1,15 @@
 """The simulator beside published training runs: python benchmarks/simulate_published.py
 
 Rows of `hyper_parallel.planner.evidence` become run files: a model of the row's dimensions in the plainest family of
-Transformers that has them, its degrees, micro-batches, recomputation and precision, and of its framework (`Pricing`,
-`machine`) whether attention, memory-bound operators and the loss are fused, which attention kernel it has, whether a
-token is sent to a node once, and what of a step is recorded graphs and what its host launches. Each is
-captured and simulated on the row's machine, and set beside the measured seconds of a step and beside the closed forms,
-whose constants have not seen the row's source. A pipeline is captured as `hyper-parallel simulate` captures it. Of
-other runs steps of few layers are captured, and what a period of layers adds is taken for all (`Layers`):
+Transformers that has them, its degrees, micro-batches, recomputation and precision, and of its framework
+(`published_pricing`, `published_machine`) whether attention, memory-bound operators and the loss are fused, which
+attention kernel it has, whether a token is sent to a node once, what of a step is recorded graphs and what its host
+launches, whether products add into sums of gradients, and whether a layer is computed again as a whole. Each is
+captured and simulated on the row's machine, and set beside the measured seconds of a step and beside the closed forms.
+All fitted constants are of other sources than the row's. What neither a kernel nor a collective takes, a step's fixed
+seconds and the lag of the slowest device, is that of the closed forms too (`fixed`, `straggling`). A pipeline is
+captured as `hyper-parallel simulate` captures it. Of other runs steps of few layers are captured, and what a period of
+layers adds is taken for all (`Layers`):
 
     step(l, r) = step(b, 0) + (l − b) · (step(b + p, 0) − step(b, 0)) / p + r · (step(b + p, p) − step(b + p, 0)) / p
 
@@ -20,7 +23,8 @@ The rows were chosen by this rule before any was simulated, and by nothing else:
 
 Rows whose step cannot be captured stay in the result with the reason, and count as chosen. A row takes seconds to a
 minute; each is written to benchmarks/results/simulate_published.json when it is done, and rows that are there with the
-same run file and machine are not simulated again (`--again` does so anyway). docs/fidelity.md is written at the end.
+same run file and machine are not simulated again (`--again` does so anyway). With `--captures` captured steps are kept
+in a folder, so that after a fit of the constants rows are only priced again. docs/fidelity.md is written at the end.
 """
 
 from __future__ import annotations
@@ -31,31 +35,28 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from measure import RESULTS, write
 from pages import DOCS, put
-from published_attention import fuse
+from published_captures import kept_in
+from published_machine import machine
+from published_pricing import Pricing
 from published_tables import lines
 
-from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.cluster.efficiency import ShapeTable
-from hyper_parallel.cluster.token_dispatch import TokenDispatch
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.estimate import predict_run
-from hyper_parallel.estimate.run_inputs import model_of
-from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.planner.codes import SCHEDULES
-from hyper_parallel.planner.constants import fitted
-from hyper_parallel.planner.cost_model.layer import RECORDED, fused_share
+from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
-from hyper_parallel.planner.fit.cross_validation import judge
 from hyper_parallel.planner.fit.csv_cells import read, records
 from hyper_parallel.planner.fit.csv_rows import RunRow, rows
+from hyper_parallel.planner.fit.map_estimate import solve
 from hyper_parallel.planner.fit.models import shape_of
 from hyper_parallel.planner.fit.published_runs import Evidence, evidence
 from hyper_parallel.planner.framework_profiles import profile_of
@@ -83,11 +84,29 @@ class Chosen:
     """Measured."""
     closed: Figures
     """The closed forms' estimate of its step."""
+    constants: Constants
+    """Fitted on other sources than the row's."""
 
     @property
     def id(self) -> str:
         """Of its source and row."""
         return f"{self.row.source}:{self.row.id}"
+
+    @property
+    def pricing(self) -> Pricing:
+        """How its step is priced."""
+        recompute = self.closed.strategy["recompute"] == "full"
+        return Pricing.of(self.table, self.row.profile, recompute=recompute)
+
+    @property
+    def preset(self) -> str:
+        """The cluster of its hardware."""
+        return self.row.cluster
+
+    @property
+    def devices(self) -> int:
+        """How many it has."""
+        return self.closed.devices
 
 
 def main() -> None:
@@ -102,6 +121,12 @@ def main() -> None:
     )
     parser.add_argument("--again", action="store_true", help="simulate rows that are there already")
     parser.add_argument("--list", action="store_true", help="print the chosen rows and stop")
+    parser.add_argument(
+        "--captures",
+        type=Path,
+        help="a folder of captured steps, read where they are there and written where not: with all of them a change "
+        "of prices takes a few seconds a row (`published_captures`)",
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="simulate no further row after this time")
     given = parser.parse_args()
     begun = time.monotonic()
@@ -117,13 +142,14 @@ def main() -> None:
         if given.only and not any(wanted in name.lower() for wanted in given.only.lower().split(",")):
             continue
         data, cluster = run_file(one), machine(one).for_workers(one.closed.devices)
-        told = f"{json.dumps(data, sort_keys=True)} {cluster} {Pricing.of(one)}"
+        told = f"{json.dumps(data, sort_keys=True)} {cluster} {one.pricing}"
         digest = hashlib.sha256(told.encode()).hexdigest()[:16]
         if given.again or done.get(one.id, {}).get("digest") != digest:
             if time.monotonic() - begun > 60 * given.minutes:
                 done.pop(one.id, None)
                 continue
-            done[one.id] = {"digest": digest, **simulated(one, data, cluster)}
+            with kept_in(given.captures, one.id) if given.captures else nullcontext():
+                done[one.id] = {"digest": digest, **simulated(one, data, cluster)}
             write(NAME, {"rows": done})
         # Estimated anew: that takes no time, and the closed forms may have changed.
         done[one.id] |= {"estimated": one.closed.seconds, "estimated_parts": dict(one.closed.parts)}
@@ -138,10 +164,10 @@ def main() -> None:
 def chosen() -> list[Chosen]:
     """The rows, by the rule of the module."""
     fit, unseen = evidence(RUNS, RECIPES), evidence(TRANSCRIBED)
-    closed = judge(fit).estimate
+    constants = held_out(fit)
     found = [
-        *_candidates(fit, [*records(RUNS), *records(RECIPES)], closed),
-        *_candidates(unseen, list(records(TRANSCRIBED)), None),
+        *_candidates(fit, [*records(RUNS), *records(RECIPES)], constants),
+        *_candidates(unseen, list(records(TRANSCRIBED)), constants),
     ]
     first: dict[tuple[str, ...], Chosen] = {}
     for one in sorted(found, key=_hash):
@@ -154,12 +180,24 @@ def chosen() -> list[Chosen]:
     return [one for group in sorted(kept) for one in kept[group]]
 
 
+def held_out(runs: Evidence) -> dict[str, Constants]:
+    """By source of the runs that constants are fitted on, those of the other sources."""
+    timed = runs.timed
+    found = {}
+    for source in np.unique(runs.sources[timed]):
+        rest = timed & (runs.sources != source)
+        found[str(source)] = solve(runs.table.take(rest), runs.seconds[rest], runs.groups[rest])
+    return found
+
+
 def _hash(one: Chosen) -> str:
     return hashlib.sha256(one.row.id.encode()).hexdigest()
 
 
-def _candidates(runs: Evidence, given: Sequence[Mapping[str, str]], held_out: Any) -> list[Chosen]:
-    """`held_out`: seconds by constants that have not seen the source; None where the fitted ones have not."""
+def _candidates(
+    runs: Evidence, given: Sequence[Mapping[str, str]], constants: Mapping[str, Constants]
+) -> list[Chosen]:
+    """`constants`: by source; those fitted on all where they have not seen the source."""
     table, told = rows(given)
     found = []
     for cells, row in zip(read(given), told, strict=True):
@@ -175,12 +213,9 @@ def _candidates(runs: Evidence, given: Sequence[Mapping[str, str]], held_out: An
         ):
             continue
         shape, _ = shape_of(cells, profile_of(cells.text("framework")))
-        closed = figures(own, estimate(own, fitted()))[0]
-        if held_out is not None:
-            times = float(held_out[row.index]) / closed.seconds
-            parts = {name: part * times for name, part in closed.parts.items()}
-            closed = replace(closed, seconds=closed.seconds * times, parts=parts)
-        found.append(Chosen(row, shape, own, float(runs.seconds[row.index]), closed))
+        known = constants.get(row.source, fitted())
+        closed = figures(own, estimate(own, known))[0]
+        found.append(Chosen(row, shape, own, float(runs.seconds[row.index]), closed, known))
     return found
 
 
@@ -214,41 +249,6 @@ def run_file(one: Chosen) -> dict[str, Any]:
     return dict(data)
 
 
-def machine(one: Chosen) -> Cluster:
-    """The row's machine: the preset, with what the row states of nodes, links, memory and clock."""
-    table, preset = one.table, Cluster.preset(one.row.cluster)
-    device = preset.device
-    assert device is not None
-    memory = replace(
-        device.memory,
-        bytes=float(table.capacity[0]),
-        read=float(table.hbm[0]),
-        write=float(table.hbm[0]),
-    )
-    clock = float(table.peak16[0]) / device.peak("bfloat16")
-    rates = {"node": table.node_rate, "supernode": table.supernode_rate, "network": table.network_rate}
-    links = {
-        level: replace(link, bandwidth=float(rates[level][0])) if level in rates else link
-        for level, link in preset.links.items()
-    }
-    # The kernel is the framework's and not the one that the preset was measured with.
-    attention = (ShapeTable(best=float(fused_share(table)[0])),)
-    return replace(
-        preset,
-        name=f"{one.row.cluster}x{one.closed.devices}",
-        ranks=one.closed.devices,
-        node=int(table.node[0]) if np.isfinite(table.node[0]) else preset.node,
-        device=replace(
-            device,
-            memory=memory,
-            matrix={name: rate * clock for name, rate in device.matrix.items()},
-            efficiency=replace(device.efficiency, attention=attention),
-            host_launch=fitted().launch * (1 - RECORDED * float(table.graphs[0])),
-        ),
-        links=links,
-    )
-
-
 def simulated(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
     """What the simulator says of a run."""
     given = one.closed.strategy
@@ -263,57 +263,23 @@ def simulated(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> dict[st
         "measured": one.seconds,
     }
     begun = time.monotonic()
-    how = Pricing.of(one)
+    how = one.pricing
     try:
         if given["pipeline"] != 1:
-            parts: Mapping[str, float] = how.parts(data, cluster, one.id)
+            parts = Counter(how.parts(data, cluster, one.id))
         else:
             parts = Layers(one.id, data, cluster, how).parts()
     except HyperParallelError as error:
         return {**told, "refused": str(error)}
+    parts["fixed"] = one.constants.fixed
+    slower = one.constants.straggling * float(np.log2(max(one.closed.devices / 8, 1.0)))
+    parts["straggling"] = slower * sum(parts.values())
     return {
         **told,
         "predicted": sum(parts.values()),
         "parts": dict(parts),
         "simulated_in": time.monotonic() - begun,
     }
-
-
-@dataclass(frozen=True)
-class Pricing:
-    """What a framework's kernels and libraries are, beside what a run file says."""
-
-    fused: bool
-    """Memory-bound operators of all layers and of the loss are fused."""
-    fused_loss: bool
-    dispatch: TokenDispatch | None
-
-    @classmethod
-    def of(cls, one: Chosen) -> Pricing:
-        """Of a row's framework."""
-        t = one.table
-        share = float(t.dedup[0])
-        sends = t.expert[0] > 1 and share > 0
-        groups = float(t.expert_groups[0]), float(t.chosen_groups[0])
-        return cls(
-            bool(t.fused[0]),
-            bool(t.logit_bytes[0] <= FUSED_LOSS),
-            TokenDispatch(float(t.chosen[0]), *groups, share) if sends else None,
-        )
-
-    def parts(self, data: Mapping[str, Any], cluster: Cluster, name: str) -> Mapping[str, float]:
-        """Seconds of a step by part."""
-        loss: frozenset[str] = frozenset({"loss"}) if self.fused_loss else frozenset()
-        with replace(current_step(), fused=loss).installed():
-            run = config.from_dict(dict(data), source=name)
-            model = model_of(run, [])
-            if run.model.attention == "auto":
-                fuse(model)
-            return predict_run(run, cluster, model=model, fused=self.fused, dispatch=self.dispatch).parts
-
-
-FUSED_LOSS = 6.0
-"""Bytes of a logit in a framework whose loss is fused: its value and its gradient, beside a copy at most."""
 
 
 @dataclass(frozen=True)

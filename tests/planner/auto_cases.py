@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from harness.targets import note
 from hyper_parallel import config as files
@@ -12,6 +15,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.launch import Worker
 from hyper_parallel.planner.auto import entry
 from hyper_parallel.planner.auto.entry import together
+from hyper_parallel.planner.auto.measure_candidates import tried
 from hyper_parallel.train import Trainer
 
 GIB = float(1 << 30)
@@ -60,13 +64,39 @@ def run_file(folder: Path, strategy: Any = "auto", heads: int = 4, **sections: A
     return files.from_dict(data)
 
 
+def left() -> list[int]:
+    """How many processes this one has started that have not ended, and how many process groups there are."""
+    return [len(multiprocessing.active_children()), len(dist.distributed_c10d._world.pg_map)]
+
+
 def train(config: RunConfig, worker: Worker) -> None:
     """Settle what is open, train, and note how it went."""
     found = together(config, worker) if config.open else config
+    after = left()
     trained = Trainer(found).run(worker)
     losses = [trained.initial_loss, trained.final_loss]
     micro = found.train.micro_batch
-    note(config, worker.rank, laid=found.strategy.model_dump(mode="json"), micro=micro, losses=losses)
+    laid = found.strategy.model_dump(mode="json")
+    note(config, worker.rank, laid=laid, micro=micro, losses=losses, left=after)
+
+
+def try_with_a_failure(config: RunConfig, worker: Worker) -> None:
+    """Try two: one whose text rank 1 does not find, and the run's own."""
+    missing = config
+    if worker.rank == 1:
+        missing = config.model_copy(update={"data": config.data.model_copy(update={"train": ["missing"]})})
+    _try([missing, config], config, worker, 120.0)
+
+
+def try_without_time(config: RunConfig, worker: Worker) -> None:
+    """Try two in less than one takes."""
+    _try([config, config], config, worker, 0.5)
+
+
+def _try(runs: list[RunConfig], config: RunConfig, worker: Worker, limit: float) -> None:
+    said: list[str] = []
+    seconds = tried(runs, worker, at_once=True, seconds=limit, say=said.append)
+    note(config, worker.rank, seconds=seconds, said="\n".join(said), left=left())
 
 
 def train_by_itself(config: RunConfig, worker: Worker) -> None:

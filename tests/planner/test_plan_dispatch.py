@@ -205,6 +205,8 @@ def test_rows_say_how_they_dispatch() -> None:
     assert facts(framework="Megatron-Bridge NeMo 26.04").dedup[0] == 0.5
     assert facts(framework="Megatron-LM", notes="etp=2", ep="16").expert_tensor[0] == 2
     assert facts(framework="NeMo 24.07", tp="4", ep="4").expert_tensor[0] == 4
+    assert facts(framework="Megatron-LM").balanced[0] == 0
+    assert facts(framework="Megatron-LM", notes="DeepEP; loss in split").balanced[0] == 1
 
 
 def test_a_rate_in_bytes_is_eight_times_one_in_bits() -> None:

@@ -10,8 +10,10 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.error_interval import quantiles
+from hyper_parallel.planner.evidence import RECIPES, RUNS
 from hyper_parallel.planner.fit.cross_validation import Evidence, judge, seconds_of
 from hyper_parallel.planner.fit.map_estimate import solve
+from hyper_parallel.planner.fit.published_runs import evidence
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.published import shape
@@ -57,9 +59,8 @@ def _evidence() -> Evidence:
     sources = np.array(["one"] * 30 + ["two"] * 30)
     plenty = np.full(t.n, np.nan)
     everything = np.ones(t.n, bool)
-    return Evidence(
-        t, sources, np.array(["A100"] * t.n), np.array(["m"] * t.n), seconds, plenty, everything, everything
-    )
+    names = np.array(["A100"] * t.n), np.array(["m"] * t.n)
+    return Evidence(t, sources, *names, seconds, plenty, everything, everything, ~everything)
 
 
 def test_a_source_is_judged_by_constants_that_did_not_see_it() -> None:
@@ -70,6 +71,33 @@ def test_a_source_is_judged_by_constants_that_did_not_see_it() -> None:
     after = judge(replace(evidence, seconds=seconds)).estimate
     np.testing.assert_allclose(after[:30], before)
     assert not np.allclose(after[30:], judge(evidence).estimate[30:])
+
+
+def test_computed_rows_are_judged_and_not_fitted_on() -> None:
+    runs = _evidence()
+    computed = np.arange(runs.timed.size) >= 45  # half of the source `two`
+    marked = replace(runs, computed=computed)
+    seconds = np.where(computed, 3 * runs.seconds, runs.seconds)
+    before, after = judge(marked), judge(replace(marked, seconds=seconds))
+    np.testing.assert_allclose(after.estimate, before.estimate)
+    assert after.rows == (30, 30) and after.step[1] > before.step[1] + 0.3
+    seen = judge(replace(runs, seconds=seconds)).estimate[:30]
+    assert not np.allclose(seen, before.estimate[:30])
+
+
+def test_rows_that_look_computed_are_those_of_one_node_of_s02() -> None:
+    """Of three models alike but for their layers, the middle one's time lies on the others' line."""
+    found = evidence(RUNS, RECIPES)
+    t, computed = found.table, found.computed
+    assert computed.sum() == 1080 and (found.fitted & computed).sum() == 0
+    alike: dict[tuple[float, ...], dict[float, float]] = {}
+    names = ("hidden", "tensor_x", "pipeline", "replicate", "micro", "batch")
+    for row in np.flatnonzero(computed):
+        key = tuple(float(getattr(t, name)[row]) for name in names)
+        alike.setdefault(key, {})[float(t.layers[row])] = float(found.seconds[row])
+    off = [(one[12] + (one[24] - one[12]) / 3) / one[16] - 1 for one in alike.values()]
+    assert len(off) == 360
+    assert np.median(np.abs(off)) < 1e-5 and max(map(abs, off)) < 0.011
 
 
 def test_figures_of_a_judgement() -> None:

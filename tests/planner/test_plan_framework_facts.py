@@ -8,17 +8,22 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.constants import fitted
+from hyper_parallel.planner.constants import Constants, fitted
+from hyper_parallel.planner.cost_model.layer import layer
 from hyper_parallel.planner.cost_model.memory import memory
+from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.cost_model.step import seconds_by_kind
 from hyper_parallel.planner.fit.published_runs import evidence
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.table import Table, sum_of
+from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Workload
 
 SHAPE = Shape("small", 16, 2048, 32, 32, 64, ffn=8192, gated=True, vocabulary=32000)
 CLUSTER = Cluster.named("h100x32")
+CLUSTER_HBM = 3.35e12
+"""B/s of an H100's memory."""
 
 
 def table(framework: str = "nanotron", batch: int = 64, **columns: Any) -> Table:
@@ -80,3 +85,27 @@ def test_the_unit_of_a_peak(framework: str, unit: int, tmp_path: Any) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(",".join(run) + "\n" + ",".join(run.values()) + "\n")
     assert evidence(path).peak.tolist() == [70 * unit]
+
+
+def test_biases_of_experts_by_hand() -> None:
+    """Of GPT-OSS: 4 of 128 experts of 2,880 features; 64 bytes an element where each expert's is added apart."""
+    model, k = shape("gpt-oss-120b"), Constants(elementwise=1.0, memory=1.0)
+    t = Table.of(Workload(model, 64, 4096), CLUSTER, profile("megatron-lm"), shard=32.0, expert=32.0)
+    t = t.replaced(even=1.0, graphs=1.0)
+
+    def told(t: Table) -> tuple[float, float]:
+        one = layer(t, k, Ranks(t, k))
+        return float(one.elementwise[0]), float(one.launches[0])
+
+    none, by_expert, joined = (
+        told(t.replaced(expert_bias=biased, bias_by_expert=apart))
+        for biased, apart in ((0.0, 0.0), (1.0, 1.0), (1.0, 0.0))
+    )
+    elements = 4096 * 4 * 2880
+    assert 2.6 * (by_expert[0] - none[0]) == pytest.approx(64 * elements / CLUSTER_HBM)
+    assert 2.6 * (joined[0] - none[0]) == pytest.approx(6 * elements / CLUSTER_HBM)
+    # Four experts lie on a rank: a product and a sum of each, then joined and cast.
+    assert by_expert[1] - none[1] == pytest.approx((2 * 4 + 2) * k.launch)
+    assert joined[1] - none[1] == pytest.approx(k.launch)
+    assert t.expert_bias[0] == t.bias_by_expert[0] == 1
+    assert table().expert_bias[0] == 0

@@ -65,3 +65,12 @@ def test_collectives_are_launched_in_turn_and_their_wait_is_the_hosts() -> None:
     assert found.bubbles.runtime == pytest.approx(3.0 + 2.0 + 2.0)
     assert found.bubbles.communication == pytest.approx(1.0)
     assert found.bubbles.imbalance == 0.0
+
+
+def test_an_operator_of_several_kernels_is_launched_as_often() -> None:
+    ops = [Op(0, "grouped_mm", work=Work("matmul", flops=1e12, dtype="float32")), kernel(1, 1.0)]
+    device = replace(DEVICE, host_launch=3.0, host_kernels={"grouped_mm": 4.0})
+    several = replace(cluster(3.0), device=device)
+    timeline = simulate(Trace({"all": tuple(ops)}, {0: "all"}), several)
+    # Four launches before the first op, one more before the second.
+    assert [span.end for span in timeline.spans] == pytest.approx([4 * 3 + 1.0, 5 * 3 + 1.0])

@@ -79,6 +79,13 @@ def test_windows_are_those_of_the_layers_that_have_them() -> None:
     assert [(s.window, s.windowed) for s in found.values()] == [(8, 1), (8, 0.5), (0, 0), (8, 0.5)]
 
 
+def test_experts_with_biases_are_those_of_gpt_oss() -> None:
+    found = {
+        name: Shape.of_config(matrices(FAMILIES[name])[0]).expert_bias for name in ("gpt-oss", "qwen3-moe")
+    }
+    assert found == {"gpt-oss": True, "qwen3-moe": False}
+
+
 def test_latent_attention_and_experts() -> None:
     found = Shape.of_config(FAMILIES["deepseek-v3"], "mine")
     assert found.latent is not None and found.name == "mine"

@@ -81,6 +81,11 @@ class Device:
     host_launch: NotNegative = 0.0
     """Seconds in which the host enqueues an operator, while the device runs earlier ones; 0 where the device never
     waits for that, as with recorded graphs of kernels."""
+    host_kernels: Mapping[str, Positive] = field(default_factory=dict)
+    """Launches of operators that are several kernels to the host, by the operator's name in a trace."""
+    comm_hidden: Mapping[str, Share] = field(default_factory=dict)
+    """By mesh axis, the share of a collective's seconds that runs in parts beside the product that it serves, as
+    libraries do that overlap tensor parallelism; axes that are not named wait for all of it."""
 
     def seconds(self, work: Work) -> float:
         """Seconds of the operator, alone on the device."""

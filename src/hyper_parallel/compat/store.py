@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 PATIENCE = timedelta(days=1)
 """A rank that fails ends the run, and with it those that wait for it."""
@@ -39,3 +40,28 @@ def broadcast_from_rank_0(key: str, text: str | None) -> str:
         return text
     store.wait([key], PATIENCE)
     return str(store.get(key).decode())
+
+
+def is_left(key: str) -> bool:
+    """Whether a rank has stored a text under a key."""
+    return bool(dist.distributed_c10d._get_default_store().check([key]))
+
+
+Address = tuple[str, int]
+"""Host and port."""
+
+
+def address() -> Address | None:
+    """Where the store of this process's group is served; None where it is in this process alone."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, c10d.TCPStore) else None
+
+
+def connected(store: Address | None, prefix: str, timeout: timedelta) -> c10d.Store:
+    """A connection of another process to the store at an address, for keys with a prefix. Without an address a store
+    of this process alone."""
+    if store is None:
+        return c10d.HashStore()
+    return c10d.PrefixStore(prefix, c10d.TCPStore(*store, is_master=False, timeout=timeout))

@@ -180,6 +180,7 @@ class RunConfig(Section):
         if self.launch.workers == 1:
             # Nothing is gathered on one device, so that nothing can be gathered again.
             memory = self.strategy.memory.model_copy(update={"gathered": "keep"})
-            alone = {"axes": Axes(), "sequence": False, "chosen": (), "cluster": None, "tries": None}
+            settled = {"chosen": (), "cluster": None, "tries": None, "tries_seconds": None}
+            alone = {"axes": Axes(), "sequence": False, **settled}
             return self.strategy.model_copy(update={**alone, "memory": memory})
         return self.strategy

@@ -3,6 +3,7 @@
 forward   = end of the host point ``forward``            of the stage's simulated graph
 input     = end of ``input`` − that
 weight    = end of the graph − that + the sum into the gradients of the micro-batches before
+            + what a framework computes again that no gradient needs  (`whole_recompute`, where the context says so)
 gather    = Σ seconds of what runs before the first micro-batch  (`step.pipeline_stages`)
 reduce    = Σ seconds of what runs after the last one
 update    = Σ seconds of clipping and of the optimizer, for the stage's parameters
@@ -20,6 +21,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.estimate.stage_capture import CapturedStages
 from hyper_parallel.estimate.step_figures import Resident
+from hyper_parallel.estimate.whole_recompute import left_out_seconds
 from hyper_parallel.graph import StepGraph, balanced_sizes
 from hyper_parallel.graph.costs import Pricer
 from hyper_parallel.graph.dynamic_sizes import known
@@ -29,6 +31,7 @@ from hyper_parallel.graph.lower import lowered
 from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.stage_cut import NodeCost
 from hyper_parallel.graph.stage_graph import Stage
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.runtime.stage_costs import StageMemory, stage_memory
 from hyper_parallel.simulator import simulate
@@ -104,10 +107,14 @@ def price_stage(
     timeline = _simulated(step, cluster, ranks, algorithm, views, fused)
     ends = {span.op.name: span.end for span in timeline.spans if span.op.name in (_FORWARD, _INPUT)}
     gather, reduce = found.once(stage)
+    again = 0.0
+    if current_step().recomputes_whole:
+        ops = (span.op for span in timeline.spans)
+        again = left_out_seconds(ops, Costs(cluster, algorithm, len(ranks)))
     return StagePrice(
         forward=ends[_FORWARD],
         input=ends[_INPUT] - ends[_FORWARD],
-        weight=timeline.step - ends[_INPUT] + (_adding(step, cluster) if several else 0.0),
+        weight=timeline.step - ends[_INPUT] + (_adding(step, cluster) if several else 0.0) + again,
         exposed=timeline.exposed,
         parts=step_parts(timeline),
         gather=_seconds(gather, cluster, ranks, algorithm),
@@ -153,13 +160,14 @@ def _adding(step: StepGraph, cluster: Cluster) -> float:
     """Seconds in which a micro-batch's gradients are added to those of the micro-batches before."""
     assert cluster.device is not None
     total = 0.0
+    gradient = 0 if current_step().sums_in_products else 1
     for node in _summed(step):
         for value in values_of(node):
             size = known(value.bytes, balanced_sizes(step))
             work = Work(
                 "elementwise",
                 vector_flops=size / value.dtype.itemsize,
-                read=2 * size,
+                read=(1 + gradient) * size,
                 written=size,
                 dtype=str(value.dtype).removeprefix("torch."),
                 op="aten.add_.Tensor",

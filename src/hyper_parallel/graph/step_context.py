@@ -55,6 +55,11 @@ class StepContext:
     """For costs only: attention is captured as one kernel where a CPU has none (`graph.fused_attention`)."""
     fused: frozenset[str] = frozenset()
     """For costs only: phases whose memory-bound operators are priced as fused kernels (`graph.fused_costs`)."""
+    sums_in_products: bool = False
+    """For costs only: a product adds its gradient into the sum over micro-batches, which is then read and written, and
+    no gradient besides."""
+    recomputes_whole: bool = False
+    """For costs only: what computes a layer again runs all of its forward pass (`estimate.whole_recompute`)."""
     report_load: Callable[[Tensor], None] | None = None
     """Is given this rank's expert load, fp32 [1], before each exchange of rows, and before there is memory for them. It
     may be a collective: every rank of the mesh comes to it."""

@@ -37,6 +37,7 @@ MEGATRON_LM = Profile(
     overlap_expert=0.5,
     fused_routing=0.5,
     even=0.5,
+    bias_by_expert=1,
     tuned=1,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )
@@ -75,6 +76,7 @@ NEMO = Profile(
     overlap_tensor=1,
     gradient_bytes=2,
     even=0.5,
+    bias_by_expert=1,
     tuned=1,
     defaults=Defaults(zero=1, sequence_parallel=True, expert_tensor="tensor"),
 )
@@ -93,6 +95,7 @@ AUTOMODEL = Profile(
     state_bytes=4,
     logit_bytes=4,
     regathers=0,
+    bias_by_expert=1,
     tuned=1,
     defaults=Defaults(zero=3, vocabulary=128256, gathered_in_pipelines=True),
 )
@@ -110,6 +113,7 @@ MEGATRON_BRIDGE = Profile(
     even=0.5,
     gradient_bytes=2,
     state_bytes=8,
+    bias_by_expert=1,
     tuned=1,
     defaults=Defaults(zero=1, sequence_parallel=True),
 )

@@ -73,6 +73,9 @@ class Profile:
     fused_routing: float = 0.0
     """A routed layer's top-k, probabilities and permutations are few kernels (Megatron's --moe-router-fusion and
     --moe-permute-fusion)."""
+    bias_by_expert: float = 0.0
+    """Biases of routed experts are added to their results expert by expert, times a token's probability, in float32
+    (`TEGroupedMLP._apply_bias` of Megatron Core, and its copy in NeMo AutoModel)."""
     balanced: float = 0.0
     """Pipeline stages are cut by cost, the head's included, and not by a number of layers."""
     greedy: float = 0.0

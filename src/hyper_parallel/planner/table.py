@@ -20,11 +20,7 @@ import numpy.typing as npt
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.codes import (
-    ARCHITECTURES,
-    CODES,
-    architecture,
-)
+from hyper_parallel.planner.codes import ARCHITECTURES, CODES, architecture
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.workload_columns import of_workload
 from hyper_parallel.workload.workload import PRECISIONS, Workload
@@ -76,6 +72,7 @@ class Table:
     gate: Array
     expert_hidden: Array
     """0: experts take the hidden state as it is."""
+    expert_bias: Array
     attention_layers: Array
     mixer_layers: Array
     """Layers with another token mixer than attention; its sizes, as in `workload.mixers.Mixer`, are 0 without one."""
@@ -194,6 +191,7 @@ class Table:
     overlap_shared: Array
     graphs: Array
     fused_routing: Array
+    bias_by_expert: Array
     balanced: Array
     greedy: Array
     dedup: Array

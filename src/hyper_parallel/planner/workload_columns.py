@@ -17,6 +17,7 @@ SHAPE = (
         "windowed",
         "gate",
         "expert_hidden",
+        "expert_bias",
         "expert_groups",
         "chosen_groups",
     ),

@@ -88,8 +88,9 @@ class Run:
         """The ops that wait for each op."""
         self._meeting: dict[int, Meeting] = {}
         self._number(meetings(trace))
-        launch = costs.device.host_launch if only != "comm" else 0.0
-        self._host = HostQueue(trace.ops.values(), launch) if launch else None
+        device = costs.device
+        launch = device.host_launch if only != "comm" else 0.0
+        self._host = HostQueue(trace.ops.values(), launch, device.host_kernels) if launch else None
         count = len(self._ops)
         self._ready, self._start, self._end = [-1.0] * count, [-1.0] * count, [-1.0] * count
         self._engines = [(_Engine(None, deque()), _Engine(None, deque())) for _ in trace.ops]

@@ -20,6 +20,9 @@ from hyper_parallel.errors import ConfigError, TraceError
 from hyper_parallel.trace import Collective, Op, Trace, copy_tiers
 from hyper_parallel.workload.work import Work
 
+_IN_PARTS = ("all_gather", "reduce_scatter")
+"""Collectives that libraries run in parts beside the product before or behind them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leg:
@@ -47,7 +50,7 @@ class Costs:
         self._cluster = cluster
         self._algorithm, self._ranks = algorithm, ranks
         self._works: dict[Work, float] = {}
-        self._calls: dict[tuple[str, int, int, bool], tuple[Leg, ...]] = {}
+        self._calls: dict[tuple[str, int, int, bool, float], tuple[Leg, ...]] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._copies: dict[tuple[str, float], tuple[Leg, ...]] = {}
 
@@ -68,7 +71,8 @@ class Costs:
         # A group's tuple of ranks may be long: it is known by its identity, and kept so that this stays true.
         self._groups[id(call.ranks)] = call.ranks
         dispatched = self.is_dispatched(call)
-        key = (call.kind, call.bytes, id(call.ranks), dispatched)
+        exposed = 1.0 - (self.device.comm_hidden.get(call.axis, 0.0) if call.kind in _IN_PARTS else 0.0)
+        key = (call.kind, call.bytes, id(call.ranks), dispatched, exposed)
         found = self._calls.get(key)
         if found is None and dispatched and (found := self._dispatch(call)) is not None:
             self._calls[key] = found
@@ -76,7 +80,7 @@ class Costs:
             cluster, legs = self._cluster, []
             for leg in cluster.legs(call.kind, call.bytes, call.ranks, self._algorithm):
                 latency = cluster.leg_seconds(replace(leg, bytes=0))
-                seconds = max(0.0, cluster.leg_seconds(leg) - latency)
+                seconds = exposed * max(0.0, cluster.leg_seconds(leg) - latency)
                 legs.append(Leg(latency, seconds, ((f"link:{leg.level}", 1.0),)))
             found = self._calls[key] = tuple(legs)
         return found

@@ -112,8 +112,10 @@ class Strategy(Section):
     """
     tries: Annotated[int, Field(ge=0)] | None = None
     """Number of strategies with similar predicted times that the workers try before the run, a few steps each; the
-    fastest is used. Default: 6 on CPUs, none on accelerators. Under a memory budget none is tried.
+    fastest is used. Default: 6 on CPUs, none on accelerators. Under a memory budget each is tried within it.
     """
+    tries_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that these trials may take together. Default: 120."""
     chosen: tuple[str, ...] = Field(default=(), json_schema_extra={"readOnly": True})
     """The keys that the planner chooses besides open axes, derived from what the file leaves out; do not set it."""
 
@@ -194,7 +196,11 @@ class Strategy(Section):
                 "placement says on which level each axis lies, and 'auto' leaves axes open; leave the axes out of "
                 "placement (its devices may stay), or write their degrees"
             )
-        for key, does in (("cluster", "is the machine by which"), ("tries", "says how")):
+        for key, does in (
+            ("cluster", "is the machine by which"),
+            ("tries", "says how"),
+            ("tries_seconds", "says how long"),
+        ):
             if getattr(self, key) is not None and not (self.open or self.chosen):
                 raise ValueError(
                     f"{key!r} {does} open axes are planned, and every degree is written; leave it out, or set axes "

@@ -59,7 +59,7 @@ class RunParts:
                 f"train.router_bias_rate is {train.router_bias_rate}, but no router of "
                 f"{type(built.model).__name__} has a bias to correct; leave it out"
             )
-        recipe = _recipe(config, built, handle, device)
+        recipe = recipe_of(config, built, handle, device)
         flops = built.flops.per_token(config.data.sequence)
         peak = worker.backend.peak_flops(getattr(torch, config.effective_strategy.precision.compute))
         tokens = train.batch * config.data.sequence
@@ -100,7 +100,7 @@ class RunParts:
         return self.config.train.batch * self.config.data.sequence
 
 
-def _recipe(config: RunConfig, built: Built, handle: ShardedModel, device: torch.device) -> Recipe:
+def recipe_of(config: RunConfig, built: Built, handle: ShardedModel, device: torch.device) -> Recipe:
     """The step, of a model that has values; under a budget its state is where it rests between steps."""
     try:
         with built.settling():

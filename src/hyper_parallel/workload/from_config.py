@@ -43,6 +43,8 @@ _WITHOUT_GATES = frozenset(
 ) | {"nemotron", "nemotron_h", "persimmon", "biogpt"}
 """Families whose MLPs have two matrix products; their default width is four times the hidden size."""
 
+_BIASED_EXPERTS = frozenset({"gpt_oss"})
+"""Families whose routed experts have biases, whatever their configs say."""
 _TIED = frozenset(
     ("gpt2", "gpt_bigcode", "bloom", "mpt", "opt", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text")
 )
@@ -90,6 +92,7 @@ def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
         positions=_find(config, *_POSITIONS),
         gate=hybrids.gate_columns(family, heads, size or hidden // heads),
         expert_hidden=_find(config, "moe_latent_size") if experts else 0,
+        expert_bias=bool(experts) and family in _BIASED_EXPERTS,
         mix=mix,
         source=f"the config of {name}",
         **experts,

@@ -82,6 +82,7 @@ def _windows(tokens: int, windowed: int, layers: int) -> dict[str, Any]:
 
 
 _TIED = {"tied": True}
+_BIASED = {"expert_bias": True}
 _GPT = {"gated": False, "tied": True}
 
 LINES: tuple[_Line, ...] = (
@@ -203,13 +204,13 @@ LINES: tuple[_Line, ...] = (
         "gpt-oss-20b",
         "gpt-oss",
         *(24, 2880, 64, 8, 2880, 201088),
-        _moe(32, 4, 2880) | _windows(128, 12, 24) | {"head_dim": 64, "positions": 131072},
+        _moe(32, 4, 2880) | _windows(128, 12, 24) | _BIASED | {"head_dim": 64, "positions": 131072},
     ),
     (
         "gpt-oss-120b",
         "gpt-oss",
         *(36, 2880, 64, 8, 2880, 201088),
-        _moe(128, 4, 2880) | _windows(128, 18, 36) | {"head_dim": 64, "positions": 131072},
+        _moe(128, 4, 2880) | _windows(128, 18, 36) | _BIASED | {"head_dim": 64, "positions": 131072},
     ),
     ("deepseek-7b", "deepseek", 30, 4096, 32, 32, 11008, 102400, {"positions": 4096}),
     ("deepseek-67b", "deepseek", 95, 8192, 64, 8, 22016, 102400, {"positions": 4096}),

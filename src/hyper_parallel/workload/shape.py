@@ -90,6 +90,8 @@ class Shape:
     """Columns of a gate on attention's result: one for each head, or for each of its features."""
     expert_hidden: int = 0
     """Features that routed experts take and give, where they are projected to fewer than `hidden`; 0: `hidden`."""
+    expert_bias: bool = False
+    """Whether routed experts have biases, as GPT-OSS's do; they are too few to count as parameters."""
     mix: LayerMix | None = None
     """None: every layer has attention and an MLP or experts."""
     vectors: int = 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from hyper_parallel.cluster import Cluster
@@ -25,6 +26,7 @@ from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import answer
 from hyper_parallel.planner.solve import NothingFitsError
 from hyper_parallel.schedule import check_pipeline
+from hyper_parallel.strategy import AXIS_NAMES
 from hyper_parallel.strategy.strategy import BUDGET
 from hyper_parallel.units import format_bytes, format_duration
 
@@ -79,6 +81,8 @@ def shortlist(config: RunConfig, cluster: Cluster, world: int, count: int, const
         few = candidates(config, question_of(config, cluster, world, count, constants=constants), constants)
     except HyperParallelError as error:
         refused = error
+    if refused is None and config.strategy.memory.device is not None:
+        few += _plain(config, cluster, world, constants, {degrees(one.laid) for one in few})
     if BUDGET in config.strategy.chosen:
         try:
             moved = _moved(config, cluster, world, constants)
@@ -121,6 +125,25 @@ def _moved(config: RunConfig, cluster: Cluster, world: int, constants: Constants
         return []
     question = question_of(config, cluster, world, MOVED, moves=True, constants=constants)
     return [one for one in candidates(config, question, constants) if one.found.on_host][:1]
+
+
+def _plain(
+    config: RunConfig, cluster: Cluster, world: int, constants: Constants, known: Collection[str]
+) -> list[Candidate]:
+    """Data parallelism alone, replicated and sharded, where the file allows it and it is not `known` by its degrees: of
+    a large space the search tells one division of the data only, and what everybody tries first is to be compared."""
+    found = []
+    for axis in ("replicate", "shard"):
+        question = question_of(config, cluster, world, 1, constants=constants)
+        fix = {**question.fix}
+        for name in AXIS_NAMES:
+            degree = world if name == axis else 1
+            if fix.setdefault(name, degree) not in (degree, range(1, 2)):
+                break
+        else:
+            with contextlib.suppress(HyperParallelError):
+                found += candidates(config, replace(question, fix=fix), constants)
+    return [one for one in found if degrees(one.laid) not in known]
 
 
 def _plainly(refused: HyperParallelError) -> str:

@@ -56,7 +56,8 @@ class Choice:
     lines: tuple[str, ...]
     """What to say of it."""
     peak: float = 0.0
-    """Bytes that a rank holds at most, by the simulator."""
+    """Bytes that a rank holds at most, by the simulator; by the estimate, with the host's, where nothing is
+    simulated."""
     close: tuple[Choice, ...] = ()
     """Others that may be as quick: the quickest of each other degrees first, then what is left."""
 
@@ -77,7 +78,8 @@ def choose(
     say: Callable[[str], None] = lambda _: None,
     simulate: Simulate | None = simulated,
 ) -> Choice:
-    """The best strategy of a run on `world` devices of a cluster; `simulate=None` goes by the estimate alone.
+    """The best strategy of a run on `world` devices of a cluster; `simulate=None` goes by the estimate alone: `close`
+    are then those whose estimates are.
 
     Raises ConfigError where nothing is legal; NothingFitsError, with what would make it fit, where nothing fits.
     """
@@ -92,6 +94,8 @@ def choose(
         say(f"simulating the {len(few)} best estimates")
         predictions = simulate([one.run for one in few], cluster)
     plain = [_choice(one, None, cluster, world) for one in few]
+    if simulate is None:
+        return _by_estimates(plain, listed)
     timed = sorted(
         (plain[place].weighted(one.seconds), place, one)
         for place, one in enumerate(predictions)
@@ -109,10 +113,41 @@ def choose(
         for seconds, place, one in timed
         if seconds <= near
     ]
+    return _with_close(made)
+
+
+def _by_estimates(plain: Sequence[Choice], listed: Shortlist) -> Choice:
+    """The best estimate, with the others that may be as quick by theirs; data parallelism alone is close always."""
+    order = sorted(range(len(plain)), key=lambda at: (plain[at].weighted(listed.few[at].found.seconds), at))
+    if listed.few[0].run.strategy.memory.device is not None and not any(one.piped for one in listed.few):
+        order = [
+            0,
+            *(at for at in order if at),
+        ]  # data parallelism alone was added after it, whether it fits or not
+    near = CLOSE * listed.few[order[0]].found.seconds
+    data = [at for at in order if _data_only(listed.few[at])]
+    close = [at for at in order if listed.few[at].found.seconds <= near]
+    made = []
+    for at in dict.fromkeys([order[0], *data, *close]):
+        found = listed.few[at].found
+        one = _beside_other_kind(plain[at], at, listed, [])
+        made.append(replace(one, peak=found.peak + found.on_host))
+    return _with_close(made)
+
+
+def _data_only(one: Candidate) -> bool:
+    """Whether ranks divide nothing but the data, all along one axis."""
+    axes = {axis for axis, degree in one.laid["strategy"]["axes"].items() if degree != 1}
+    return axes in ({"replicate"}, {"shard"})
+
+
+def _with_close(made: Sequence[Choice]) -> Choice:
+    """The first, with the others as close to it: the first of each set of degrees before what is left."""
     first: dict[str, Choice] = {}
     for one in made:
         first.setdefault(degrees(one.laid), one)
-    best, *others = [*first.values(), *(one for one in made if first[degrees(one.laid)] is not one)]
+    rest = [one for one in made if all(one is not other for other in first.values())]
+    best, *others = [*first.values(), *rest]
     return replace(best, close=tuple(others))
 
 

@@ -19,6 +19,7 @@ from hyper_parallel.planner.auto.choose import Choice, choose
 from hyper_parallel.planner.auto.machine import machine_of
 from hyper_parallel.planner.auto.measure_candidates import tried
 from hyper_parallel.planner.auto.resolved import Overrides, resolved
+from hyper_parallel.planner.auto.simulate_candidates import simulated
 from hyper_parallel.planner.simplest import TIE
 from hyper_parallel.train.entry import main as train
 from hyper_parallel.units import format_duration
@@ -29,9 +30,13 @@ TARGET = f"{__name__}:main"
 """How `launch.run` is told of `main`."""
 TRIES = 6
 """Strategies that are tried where the file does not say how many, on processors: a step is short there, and what was
-tried leaves nothing behind. On accelerators its communicators would keep memory."""
+tried leaves nothing behind. On accelerators nobody has measured what trials take."""
+TRIES_SECONDS = 120.0
+"""That all trials take at most, where the file does not say."""
 SHARE = 0.5
 """Of the memory that those that are tried may take together, to be stepped in turns; else one is built at a time."""
+PROCESS = 320 * 2**20
+"""Bytes that the process of a trial takes on the host beside the step's own."""
 _KEY = "hyper_parallel/strategy"
 
 
@@ -48,9 +53,8 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
     if worker.rank == 0:
         try:
             found = _choices(config, worker)
-            room = worker.backend.memory_total() * SHARE / worker.local_world
-            at_once = sum(one.peak for one in found) <= room
-            text = json.dumps({"choices": [asdict(one) for one in found], "at_once": at_once})
+            told = {"choices": [asdict(one) for one in found], "at_once": _fit_at_once(config, worker, found)}
+            text = json.dumps(told)
         except HyperParallelError as error:
             text = json.dumps({"error": str(error)})
     told = json.loads(broadcast_from_rank_0(_KEY, text))
@@ -61,7 +65,10 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
     best, more = 0, []
     if len(runs) > 1:
         say = _say if worker.rank == 0 else lambda _: None
-        seconds = tried(runs, worker, at_once=told["at_once"], say=say)
+        limit = config.strategy.tries_seconds or TRIES_SECONDS
+        within = " within the memory budget" if config.strategy.memory.device is not None else ""
+        say(f"trying {len(runs)} strategies{within}, for at most {limit:.0f} s (strategy.tries_seconds)")
+        seconds = tried(runs, worker, at_once=told["at_once"], seconds=limit, say=say)
         best = min(range(len(runs)), key=lambda at: (choices[at].weighted(seconds[at] or math.inf), at))
         more = [_beside(choices, seconds, best)]
     if worker.rank == 0 and choices[best].lines:
@@ -77,18 +84,29 @@ def _choices(config: RunConfig, worker: Worker) -> list[Choice]:
         _say(said)
     if laid is not None:
         return [Choice(laid, "", ())]
-    found = choose(config, machine_of(config, worker, _say), worker.world, _say)
     count = config.strategy.tries
     if count is None:
         count = TRIES if worker.backend.name == "cpu" else 0
-    if config.strategy.memory.device is not None:
-        count = 0  # what a budget moves is planned for one strategy at a time
+    # Simulating a budget plans it, as a trial does: where one tells, the other need not.
+    simulate = None if config.strategy.memory.device is not None and count > 1 else simulated
+    found = choose(config, machine_of(config, worker, _say), worker.world, _say, simulate)
     return [replace(found, close=()), *found.close[: max(count - 1, 0)]]
+
+
+def _fit_at_once(config: RunConfig, worker: Worker, found: Sequence[Choice]) -> bool:
+    """Whether there is memory for the trials of all choices together."""
+    memory = config.strategy.memory
+    if memory.pool is not None or memory.flash is not None:
+        return False  # one capacity, which each of them may fill
+    on_cpu = worker.backend.name == "cpu"
+    beside = PROCESS if on_cpu else 0
+    room = worker.backend.memory_total() * SHARE / (worker.local_world if on_cpu else 1)
+    return sum(one.peak + beside for one in found) <= room
 
 
 def _beside(choices: Sequence[Choice], seconds: Sequence[float | None], best: int) -> str:
     """What a trial found, in a line."""
-    took = ["cannot run" if one is None else format_duration(one) for one in seconds]
+    took = ["not measured" if one is None else format_duration(one) for one in seconds]
     others = "; ".join(
         f"{one.name}: {took[at]}"
         for at, one in sorted(enumerate(choices), key=lambda pair: seconds[pair[0]] or math.inf)

@@ -54,9 +54,8 @@ def overrides_of(
 def resolved(config: RunConfig, laid: Overrides, source: str = "the planned strategy") -> RunConfig:
     """The run with what was chosen. Raises ConfigError where the two do not go together."""
     data = config.model_dump(mode="json")
-    strategy = {
-        key: value for key, value in data["strategy"].items() if key not in ("chosen", "cluster", "tries")
-    }
+    settled = ("chosen", "cluster", "tries", "tries_seconds")
+    strategy = {key: value for key, value in data["strategy"].items() if key not in settled}
     for key, value in laid["strategy"].items():
         inside = isinstance(value, Mapping) and key != "axes"
         strategy[key] = {**strategy.get(key, {}), **value} if inside else value

@@ -17,8 +17,8 @@ backward (Dao, arXiv 2307.08691, section 3.1), at a rate by architecture (`FUSED
 also go through memory seven times.
 
 Elementwise operators are counted in bytes: norms, residuals and their gradients nine times the hidden state, split
-over P where the sequence is; activations of the MLP as wide as its features; rotations of queries and keys. Linear
-layers of 8 and 4 bits read their inputs once more to scale them.
+over P where the sequence is; activations of the MLP as wide as its features; rotations of queries and keys; biases of
+routed experts (`BIASES`). Linear layers of 8 and 4 bits read their inputs once more to scale them.
 
 Host: a layer's kernels cost the host `launch` each (`_kernels`); where that is longer than the device is busy, it is
 what a pass takes, and where both are near a pass takes longer than either (`_longer`); exchanges of experts run while
@@ -72,6 +72,11 @@ BACKWARD_BYTES = 1.6
 BACKWARD_LAUNCHES = 1.7
 FUSED_ROUTING = 0.5
 """Launches of routing that fused routers and permutations take the place of."""
+BIASES = (6.0, 64.0)
+"""Bytes that the bias of an expert's result reads and writes of each element, forward and backward: in one operator in
+16 bits (read and written; its gradient read to be summed), and expert by expert in float32 (`Profile.bias_by_expert`).
+The latter writes bias · probability (4), adds it (6 read, 4 written), joins the experts' rows (8) and casts them (6);
+backward it casts twice (12) and multiplies and sums for the gradients of bias and probability (12 each)."""
 RECORDED = 0.7
 """Launches of a layer that recorded graphs take the place of: those of attention, router and preprocessing (the scope
 of Megatron-Bridge's recipes), but not of experts and exchanges."""
@@ -115,6 +120,8 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     attention, unfused = (attending(t) * part for part in _attention(t, k, ranks, tokens))
     elementwise = moved(t, k, _bytes(t, k, ranks, tokens, with_experts)) * k.elementwise
     elementwise = elementwise * k.unfused ** (1 - t.fused) + unfused
+    if np.any(t.expert_bias > 0):
+        elementwise = elementwise + moved(t, k, with_experts * _biased(t, k, ranks, tokens))
     own: Array = np.zeros(1)
     if np.any(t.mixer_layers > 0):
         products = products + mixing(t) * projected(t, ranks.tensor, multiply, tokens)
@@ -127,7 +134,7 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     scaled = moved(t, k, _scaled(t, ranks, tokens, with_experts))
     busy = products + own + attention + elementwise + scaled
     apart = exchanged(t, k, ranks, tokens, with_experts, attention, busy, shared)
-    launches = _kernels(t, k, with_experts) * k.launch
+    launches = _kernels(t, k, ranks, with_experts) * k.launch
     products_backward = (2 - t.frozen) * products + 2 * own
     back = products_backward + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
     forward = _longer(k, busy + apart.expert, launches) + apart.forward - apart.expert
@@ -248,6 +255,13 @@ def _bytes(t: Table, k: Constants, ranks: Ranks, tokens: Array, with_experts: Ar
     return 2 * (4.5 * blocks(t) * outside * t.hidden + tokens * wide + tokens * turned)
 
 
+def _biased(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> Array:
+    """Bytes of the biases of a layer's routed experts, forward: what the backward pass has `BACKWARD_BYTES` of."""
+    joined, by_expert = BIASES
+    each = (joined + (by_expert - joined) * t.bias_by_expert) / (1 + BACKWARD_BYTES)
+    return t.expert_bias * each * tokens * t.chosen / ranks.tensor * expert_width(t) * load(t, k)
+
+
 def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
     """Bytes of scaling the inputs of linear layers into fewer bits."""
     few = t.precision >= PRECISIONS.index("fp8")
@@ -261,11 +275,14 @@ def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
     return np.where(few, 4 * scales * (blocks(t) * outside * t.hidden + tokens * wide / ranks.tensor), 0.0)
 
 
-def _kernels(t: Table, k: Constants, with_experts: Array) -> Array:
+def _kernels(t: Table, k: Constants, ranks: Ranks, with_experts: Array) -> Array:
     """Launches of a layer's forward pass."""
     plain = np.where(t.fused >= 1, 22.0, 34.0) + np.where(t.key_rank > 0, 10.0, 0.0)
     # Half are those of a block, whatever it has.
     plain = plain * blocks(t) / 2 + mixing(t) * SCAN_LAUNCHES
     plain = plain + np.where(t.frozen > 0, ADAPTER_LAUNCHES, 0.0)
     routing = k.routing * (1 - FUSED_ROUTING * t.fused_routing)
-    return (plain + with_experts * routing) * (1 - RECORDED * t.graphs)
+    # A product and a sum for each expert held, joined and cast; they are no part of recorded graphs.
+    held = np.maximum(t.experts / t.expert, 1.0)
+    biases = with_experts * t.expert_bias * (1 + (2 * held + 1) * t.bias_by_expert)
+    return (plain + with_experts * routing) * (1 - RECORDED * t.graphs) + biases

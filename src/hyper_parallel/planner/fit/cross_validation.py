@@ -16,7 +16,7 @@ Each source is held out whole, constants are fitted on the others (`solve`), and
 | `kinds` | for models with experts and without: rows, groups; mean over groups of the mean error, the median, `held` |
 
 Rows of an interactive figure whose repeats differ by 5–25% count by their upper envelope: what reaches `ENVELOPE` of
-the peak in model FLOPs.
+the peak in model FLOPs. Rows that look computed (`Evidence.computed`) are judged and not fitted on.
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ class Evidence:
     ran: NDArray[np.bool_]
     timed: NDArray[np.bool_]
     """Rows whose times count."""
+    computed: NDArray[np.bool_]
+    """Rows whose times look computed and not measured: judged as their source gives them, and never fitted on."""
+
+    @property
+    def fitted(self) -> NDArray[np.bool_]:
+        """Rows that constants are fitted on."""
+        return self.timed & ~self.computed
 
     @property
     def groups(self) -> NDArray[np.str_]:
@@ -154,7 +161,7 @@ def judge(
     estimate, null, fastest, slowest = (np.full(timed.size, np.nan) for _ in range(4))
     for source in np.unique(evidence.sources[timed]):
         own = timed & (evidence.sources == source)
-        rest = timed & ~own
+        rest = evidence.fitted & ~own
         constants = solve(evidence.table.take(rest), evidence.seconds[rest], evidence.groups[rest])
         table = evidence.table.take(own)
         estimate[own] = seconds_of(table, constants)
@@ -176,8 +183,8 @@ def judge(
         medians=tuple(float(np.median(_errors(estimate[own], evidence.seconds[own]))) for own in members),
         null=tuple(_error(null[own], evidence.seconds[own]) for own in members),
         memory=_memory(evidence),
-        **_choices(evidence, estimate, alike=False),
-        **_choices(evidence, estimate, alike=True),
+        **choices(evidence, estimate, alike=False),
+        **choices(evidence, estimate, alike=True),
         **_unfit(evidence),
         held=tuple(float(held[own].mean()) for own in members),
         kinds=_kinds(evidence, estimate, held),
@@ -248,7 +255,7 @@ def _held(own: Residuals, residuals: Residuals) -> NDArray[np.bool_]:
     return held
 
 
-def _choices(evidence: Evidence, estimate: Array, *, alike: bool) -> dict[str, tuple[int, int]]:
+def choices(evidence: Evidence, estimate: Array, *, alike: bool) -> dict[str, tuple[int, int]]:
     """Pairs in order, and sets whose best was picked."""
     right = pairs = good = chosen = 0
     sets = evidence.sets(alike=alike)

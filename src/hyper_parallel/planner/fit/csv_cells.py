@@ -50,7 +50,7 @@ NEEDED = ("hardware", "n_devices")
 _OPTIONS = re.compile(r"\b(task|mp_mode|etp)=([\w-]+)")
 WORDS = re.compile(
     r"(?<!\w)(deep-?ep|hybrid-?ep|all-?to-?all|(?:a2a|1f1b|ep)[- ]overlap|forced?[- ]balanc\w*|balanced gate|"
-    r"\(token ?drop\))",
+    r"loss in split|\(token ?drop\))",
     re.IGNORECASE,
 )
 """What notes say of how a run was done: options, and words of dispatch; the rest of them may speak of results."""

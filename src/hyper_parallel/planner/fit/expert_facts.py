@@ -22,6 +22,8 @@ _STATED: tuple[tuple[str, dict[str, float]], ...] = (
     (r"all[-_ ]?to[-_ ]?all|allgather", {"dedup": 0.0}),
     (r"(a2a|1f1b|ep)[-_ ]overlap", {"overlap_expert": 1.0}),
     (r"forced?[-_ ]balanc|balanced gate", {"even": 1.0}),
+    # Megatron's --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split.
+    (r"loss in split", {"balanced": 1.0}),
     # Experts with a capacity have static shapes: the host waits for no counts.
     (r"\(token ?drop\)", {"even": 1.0, "graphs": 1.0}),
 )

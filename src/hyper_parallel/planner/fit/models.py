@@ -47,6 +47,7 @@ _UNSTATED = (
     "chosen_groups",
     "gate",
     "expert_hidden",
+    "expert_bias",
     "mix",
     "vectors",
 )

@@ -21,6 +21,8 @@ from hyper_parallel.planner.mfu import mfu
 
 INTERACTIVE = "S01"
 """The source whose repeats differ by 5–25%."""
+COMPUTED = "S02"
+"""The source whose rows on one node look like sums of times of layers; `evidence/SOURCES.md` says by what."""
 
 
 def evidence(*paths: str | Path) -> Evidence:
@@ -48,6 +50,7 @@ def evidence(*paths: str | Path) -> Evidence:
         peak=np.array([_peak(record) for _, record in supported]),
         ran=ran,
         timed=timed,
+        computed=(sources == COMPUTED) & np.broadcast_to(table.devices <= table.node, table.n),
     )
 
 

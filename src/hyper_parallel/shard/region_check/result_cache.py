@@ -34,7 +34,9 @@ def digest(model: nn.Module, strategy: Strategy, call: SampleCall | None) -> str
         _own_code(),
         torch.__version__,
         call.described() if call is not None else "",
-        strategy.model_dump_json(exclude={"placement", "cluster", "tries", "overlap", "precision"}),
+        strategy.model_dump_json(
+            exclude={"placement", "cluster", "tries", "tries_seconds", "overlap", "precision"}
+        ),
         *sorted(_code_of(cls.__module__) + cls.__qualname__ for cls in {type(m) for m in model.modules()}),
     ]
     if is_transformers(model):
