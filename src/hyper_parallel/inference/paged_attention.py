@@ -55,7 +55,7 @@ def ragged_mask(
 ) -> RaggedMask:
     """Transformers' mask function for `NAME`. Raises UnsupportedModelError for a mask of padding."""
     if attention_mask is not None:
-        raise UnsupportedModelError("the model makes a mask of its own, which a ragged batch does not have")
+        raise UnsupportedModelError("the model makes its own mask, which does not suit a ragged batch")
     return RaggedMask(mask_function, given.get("device") or torch.device("cpu"))
 
 
