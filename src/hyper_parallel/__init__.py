@@ -12,6 +12,7 @@ from hyper_parallel._version import __version__
 
 if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig, load
+    from hyper_parallel.inference import Generator
     from hyper_parallel.offloading.autograd import Swap, offload, release
     from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
     from hyper_parallel.step.pipeline import Pipeline, pipeline
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hyper_parallel.verify import verify_file
 
 _HOMES = {
+    "Generator": "inference",
     "Pipeline": "step.pipeline",
     "RunConfig": "config",
     "Strategy": "strategy",
@@ -37,6 +39,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Generator",
     "Pipeline",
     "RunConfig",
     "Strategy",

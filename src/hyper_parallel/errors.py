@@ -81,6 +81,10 @@ class OutOfMemoryError(HyperParallelError):
     """A device or the host ran out of memory in a step; the message says what filled it and which keys would help."""
 
 
+class UnsupportedModelError(ConfigError):
+    """A model that generation cannot run correctly, with the reason."""
+
+
 class BudgetError(ConfigError):
     """No plan keeps a step within its memory budget. The message gives the least budget that suffices."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import click
@@ -35,36 +34,7 @@ def export(checkpoint: Path, out: Path) -> None:
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: no such folder; give a run's folder or that of one checkpoint")
     from hyper_parallel.checkpoint import export as write
+    from hyper_parallel.checkpoint.find import find
 
-    path = _find(checkpoint)
+    path = find(checkpoint, lambda line: click.echo(f"hyper-parallel: {line}", err=True))
     click.echo(f"{path} -> {write(path, out)}")
-
-
-def _find(folder: Path) -> Path:
-    """The folder itself if it is a checkpoint, else the newest intact checkpoint in it."""
-    from hyper_parallel.checkpoint import newest
-
-    if folder.name.startswith("step-"):
-        return folder
-    within = folder / "checkpoints"
-    found = newest(within if within.is_dir() else folder)
-    for one in [] if found is not None else _of_a_trainer(folder):
-        try:
-            found = newest(one)
-        except CheckpointError as error:
-            click.echo(f"hyper-parallel: passed over {one}: {error}", err=True)
-        if found is not None:
-            break
-    if found is None:
-        raise CheckpointError(f"{folder} holds no checkpoint; give a run's folder or that of one checkpoint")
-    for path, reason in found.skipped:
-        click.echo(f"hyper-parallel: passed over {path}: {reason}", err=True)
-    return found.path
-
-
-def _of_a_trainer(folder: Path) -> list[Path]:
-    """The folders `checkpoint-N` in a folder, newest first."""
-    found = [(re.fullmatch(r"checkpoint-([0-9]+)", path.name), path) for path in folder.iterdir()]
-    return [
-        path for _, path in sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
-    ]

@@ -12,6 +12,7 @@ from hyper_parallel._version import __version__
 from hyper_parallel.cli.calibrate import calibrate
 from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.export import export
+from hyper_parallel.cli.generate import generate
 from hyper_parallel.cli.inspect import inspect
 from hyper_parallel.cli.plan import plan
 from hyper_parallel.cli.schema import schema
@@ -54,7 +55,7 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, verify, inspect, simulate, plan, export, schema, calibrate, doctor):
+for _subcommand in (train, generate, verify, inspect, simulate, plan, export, schema, calibrate, doctor):
     command.add_command(_subcommand)
 
 

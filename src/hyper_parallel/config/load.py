@@ -60,7 +60,7 @@ def from_dict(data: Mapping[str, Any], overrides: Sequence[str] = (), source: st
 
     Raises ConfigError as `load` does.
     """
-    return _build(RunConfig, [(source, dict(data))], overrides)
+    return build(RunConfig, [(source, dict(data))], overrides)
 
 
 def dump(config: RunConfig | Strategy) -> str:
@@ -69,11 +69,11 @@ def dump(config: RunConfig | Strategy) -> str:
 
 
 def _load(model: type[Model], path: str | Path, overrides: Sequence[str]) -> Model:
-    return _build(model, _files(model, Path(path), (), LARGEST), overrides)
+    return build(model, _files(model, Path(path), (), LARGEST), overrides)
 
 
-def _build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> Model:
-    """Merge files (base first) and overrides, and validate the result."""
+def build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> Model:
+    """Merge files (base first) and overrides, and validate the result. Raises ConfigError as `load` does."""
     kinds, own = _kinds(model), files[-1][0]
     layers = list(files)
     data: Any = {}

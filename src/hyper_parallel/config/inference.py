@@ -1,0 +1,53 @@
+"""`inference` section: how answers are drawn, and how requests share a pass."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from hyper_parallel.strategy.section import Section
+
+
+class Sampling(Section):
+    """How tokens are chosen. The order of the steps is that of Transformers: repetition penalty, temperature, top-k,
+    top-p."""
+
+    max_tokens: int = Field(default=256, ge=1, strict=True)
+    """Tokens of an answer, at most."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """0 takes the most likely token (greedy); above it, logits are divided by it and a token is drawn."""
+    top_k: int | None = Field(default=None, ge=1, strict=True)
+    """Draw from the k most likely tokens only."""
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Draw from the fewest tokens whose probabilities add up to this (nucleus sampling, Holtzman et al. 2019)."""
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    """Divide positive logits of tokens that were in the prompt or answer by this, and multiply negative ones (CTRL,
+    Keskar et al. 2019)."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """An answer ends before any of these strings. It also ends at the model's end-of-text tokens."""
+    logprobs: bool = False
+    """Return the log-probability of each token."""
+
+
+class Inference(Sampling):
+    """Generation: how answers are drawn, and how requests share the device."""
+
+    n: int = Field(default=1, ge=1, strict=True)
+    """Answers to each prompt."""
+    seed: int = Field(default=0, ge=0, strict=True)
+    """Random numbers are a function of (seed, row of the input, answer, token)."""
+    batch: int = Field(default=32, ge=1, strict=True)
+    """Requests that generate at once, at most."""
+    page: int = Field(default=32, ge=1, le=4096, multiple_of=16, strict=True)
+    """Tokens of a page of the KV cache. Prompts are read in pieces of this many tokens."""
+    rows: int = Field(default=96, ge=32, multiple_of=16, strict=True)
+    """Tokens of a pass through the model, at most: one for each generating request, and pieces of prompts."""
+    prefix_cache: bool = True
+    """Prompts with a common beginning share its pages, whole pages of it."""
+    pages: int | None = Field(default=None, ge=1, strict=True)
+    """Pages of the KV cache; by default those that `batch` of the longest requests need."""
+
+    def sampling(self) -> Sampling:
+        """The part that says how tokens are chosen."""
+        return Sampling(**{name: getattr(self, name) for name in Sampling.model_fields})

@@ -1,0 +1,213 @@
+"""The engine: passes of a ragged batch through the model until every request has its answer.
+
+A pass computes the rows that the scheduler chose; a request whose newest token was among them gets the next one. Keys
+and values go to pages through `PagedCache`, attention is `paged_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.config.inference import Inference, Sampling
+from hyper_parallel.errors import DataError, UnsupportedModelError
+from hyper_parallel.inference import padded_experts, paged_attention
+from hyper_parallel.inference.choose_token import choose, draw_of
+from hyper_parallel.inference.kv_pages import rows_of
+from hyper_parallel.inference.page_pool import PagePool
+from hyper_parallel.inference.paged_attention import ExpandsKeys
+from hyper_parallel.inference.paged_cache import PagedCache
+from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, padded, positions_of
+from hyper_parallel.inference.request import Answer, Request
+from hyper_parallel.inference.scheduler import Running, Scheduler, pages_for
+
+
+class Engine:
+    """Runs requests on one model. Not for several threads at once."""
+
+    def __init__(self, model: nn.Module, settings: Inference, *, layers: int, eos: frozenset[int]) -> None:
+        """`layers`: those with a cache. `eos`: tokens that end an answer, which they are no part of."""
+        paged_attention.register()
+        self.model: Any = model.eval()
+        self.settings = settings
+        self.layers = layers
+        self.eos = eos
+        self.device = next(model.parameters()).device
+        self.passes = 0
+        self.shared = 0
+        """Tokens of the prompts of the last run that another request had computed."""
+        self._expand: frozenset[int] = frozenset()
+
+    @torch.no_grad()
+    def run(
+        self, requests: Sequence[Request], text_of: Callable[[list[int]], str]
+    ) -> Iterator[tuple[int, Answer]]:
+        """Each request's place and answer, as it ends.
+
+        Raises UnsupportedModelError for a model whose attention is not known, DataError for a request that needs more
+        memory than there is.
+        """
+        settings = self.settings
+        pages = settings.pages or pages_for(requests, settings.batch, settings.page)
+        pool = PagePool(pages, settings.prefix_cache)
+        scheduler = Scheduler(settings.batch, settings.rows, settings.page, pool)
+        most = max(map(scheduler.pages_of, requests), default=0)
+        if most > pages:
+            raise DataError(
+                f"a request needs {most} pages of {settings.page} tokens, and inference.pages is {pages}; raise it, or "
+                "lower inference.max_tokens"
+            )
+        scheduler.waiting.extend(enumerate(requests))
+        with self._paged(pages) as cache:
+            while chosen := scheduler.next_pass():
+                ended = self._advance(chosen, cache, text_of)
+                scheduler.passed(chosen)
+                self.shared = scheduler.shared
+                for one in ended:
+                    scheduler.end(one)
+                    yield one.number, one.answer
+
+    @torch.no_grad()
+    def replayed(self, texts: Sequence[list[int]], answer: int) -> list[Tensor]:
+        """Float32 logits [answer + 1, V] behind each of the last tokens of each text, as generation computes them: all
+        but the last `answer` tokens are a prompt, and these an answer."""
+        sampling = Sampling(max_tokens=answer + 1)
+        requests = [Request(ids=tuple(text[:-answer]), sampling=sampling) for text in texts]
+        pages = pages_for(requests, len(texts), self.settings.page)
+        pool = PagePool(pages, reuse=False)
+        scheduler = Scheduler(len(texts), self.settings.rows, self.settings.page, pool)
+        scheduler.waiting.extend(enumerate(requests))
+        found: list[list[Tensor]] = [[] for _ in texts]
+        with self._paged(pages) as cache:
+            while chosen := scheduler.next_pass():
+                ready, logits = self._passed(chosen, cache)
+                scheduler.passed(chosen)
+                for one, row in zip(ready, logits, strict=True):
+                    found[one.number].append(row)
+                    if len(one.tokens) == len(texts[one.number]):
+                        scheduler.end(one)
+                    else:
+                        one.tokens.append(texts[one.number][len(one.tokens)])
+        return [torch.stack(rows) for rows in found]
+
+    @contextmanager
+    def _paged(self, pages: int) -> Iterator[PagedCache]:
+        """An empty cache; inside, the model's attention is `paged_attention`."""
+        cache = PagedCache(self.layers, pages, self.settings.page)
+        for layer in self._expand:
+            cache.layers[layer].expand = True
+        given = self.model.config._attn_implementation
+        experts = getattr(self.model.config, "_experts_implementation", None)
+        self.model.set_attn_implementation(paged_attention.NAME)
+        if experts is not None and padded_experts.register():
+            self.model.set_experts_implementation(padded_experts.NAME)
+        try:
+            yield cache
+        finally:
+            self._expand = frozenset(layer.layer for layer in cache.layers if layer.expand)
+            self.model.set_attn_implementation(given)
+            if experts is not None:
+                self.model.set_experts_implementation(experts)
+
+    def _advance(
+        self, chosen: list[tuple[Running, Segment]], cache: PagedCache, text_of: Callable[[list[int]], str]
+    ) -> list[Running]:
+        """One pass; the requests that end with it."""
+        ready, logits = self._passed(chosen, cache)
+        if not ready:
+            return []
+        greedy = logits.argmax(-1).tolist()
+        shares = logits.log_softmax(-1) if any(one.request.sampling.logprobs for one in ready) else None
+        ended = []
+        for place, one in enumerate(ready):
+            sampling = one.request.sampling
+            if sampling.temperature == 0 and sampling.repetition_penalty == 1:
+                token = greedy[place]
+            else:
+                draw = draw_of(one.request.seed, one.request.sample, len(one.answer.tokens))
+                token = choose(logits[place].cpu(), sampling, one.tokens, draw)
+            if self._took(one, token, shares[place] if shares is not None else None, text_of):
+                ended.append(one)
+        return ended
+
+    def _passed(
+        self, chosen: list[tuple[Running, Segment]], cache: PagedCache
+    ) -> tuple[list[Running], Tensor]:
+        """One pass: the requests whose next token it decides, and logits for it."""
+        ready = [(one, segment) for one, segment in chosen if segment.end == len(one.tokens)]
+        logits = self._logits(
+            [one.tokens[segment.first : segment.end] for one, segment in chosen],
+            [segment for _, segment in chosen],
+            [segment for _, segment in ready],
+            cache,
+        )
+        return [one for one, _ in ready], logits
+
+    def _took(
+        self, one: Running, token: int, shares_V: Tensor | None, text_of: Callable[[list[int]], str]
+    ) -> bool:
+        """Add a token to an answer; whether the answer ends with it."""
+        answer, sampling = one.answer, one.request.sampling
+        if token in self.eos:
+            answer.finish = "stop"
+            answer.text = text_of(answer.tokens)
+            return True
+        one.tokens.append(token)
+        answer.tokens.append(token)
+        if sampling.logprobs and shares_V is not None:
+            answer.logprobs = [*(answer.logprobs or ()), float(shares_V[token])]
+        if sampling.stop:
+            # A character has at most 4 bytes, and a token at least one.
+            longest = max(map(len, sampling.stop))
+            if any(stop in text_of(answer.tokens[-4 * longest - 8 :]) for stop in sampling.stop):
+                text = text_of(answer.tokens)
+                found = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
+                if found:
+                    answer.text, answer.finish = text[: min(found)], "stop"
+                    return True
+        if len(answer.tokens) == sampling.max_tokens:
+            answer.text = text_of(answer.tokens)
+            return True
+        return False
+
+    def _logits(
+        self,
+        tokens: Sequence[Sequence[int]],
+        segments: Sequence[Segment],
+        ready: Sequence[Segment],
+        cache: PagedCache,
+    ) -> Tensor:
+        """Float32 logits [len(ready), V] of the last tokens of the segments `ready`, after a pass over all segments."""
+        count = sum(len(part) for part in tokens)
+        length = padded(count)
+        row = [token for part in tokens for token in part] + [0] * (length - count)
+        page = self.settings.page
+        slots = [slot for one in segments for slot in rows_of(one.runs, page, one.first, one.end)]
+        ragged = RaggedPass(segments, torch.tensor(slots, device=self.device))
+        last = [segment.start + segment.count - 1 for segment in ready]
+        kept = torch.tensor(
+            last + [0] * (padded(len(last)) - len(last)), dtype=torch.int64, device=self.device
+        )
+        ids = torch.tensor([row], device=self.device)
+        positions = positions_of(segments, length, self.device)
+        # A layer that turns out to compute with cached values is given all of them, from the next try on.
+        for _ in range(self.layers + 1):
+            try:
+                with ragged:
+                    self.passes += 1
+                    out = self.model(
+                        input_ids=ids,
+                        position_ids=positions,
+                        past_key_values=cache,
+                        use_cache=True,
+                        logits_to_keep=kept,
+                    )
+                logits: Tensor = out.logits[0, : len(ready)].float()
+                return logits
+            except ExpandsKeys:
+                continue
+        raise UnsupportedModelError("the model's attention does not read what its cache holds")

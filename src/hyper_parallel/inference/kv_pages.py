@@ -1,0 +1,74 @@
+"""Storage of the paged KV cache: keys and values of one layer, a row for each token of each page.
+
+Layout [pages · tokens of a page, heads, head size]: the rows of a contiguous run of pages are one view, which attention
+reads without a copy. Tensors are made when a layer first writes, since only then its heads and sizes are known; two
+values of one layer may have different sizes (latents of MLA and their rotary keys).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.inference.page_allocator import Run
+
+
+class LayerPages:
+    """Keys and values of one layer."""
+
+    def __init__(self, pages: int, page: int, keys_1HTD: Tensor, values_1HTD: Tensor) -> None:
+        """For values like `keys_1HTD` and `values_1HTD`, of any number of tokens."""
+        self.page = page
+        self._stores = [
+            torch.empty(pages * page, x.size(1), x.size(3), dtype=x.dtype, device=x.device)
+            for x in (keys_1HTD, values_1HTD)
+        ]
+        self._gathered: list[Tensor | None] = [None, None]
+
+    @property
+    def bytes(self) -> int:
+        """Of all pages."""
+        return sum(store.nbytes for store in self._stores)
+
+    def write(self, rows: Tensor, keys_1HTD: Tensor, values_1HTD: Tensor) -> None:
+        """Write token t of the first `len(rows)` to row `rows[t]`."""
+        for store, x in zip(self._stores, (keys_1HTD, values_1HTD), strict=True):
+            store.index_copy_(0, rows, x[0, :, : len(rows)].transpose(0, 1))
+
+    def read(self, runs: Sequence[Run], first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, H, end - first, D] of tokens `first` to `end - 1` of a request with these pages.
+
+        Views, or of several runs copies in buffers that the next such call overwrites.
+        """
+        pieces = _rows_of(runs, self.page, first, end)
+        if len(pieces) == 1:
+            parts = [store[pieces[0]] for store in self._stores]
+        else:
+            parts = [self._gather(which, pieces, end - first) for which in range(2)]
+        keys, values = (part.transpose(0, 1).unsqueeze(0) for part in parts)
+        return keys, values
+
+    def _gather(self, which: int, pieces: list[slice], count: int) -> Tensor:
+        store, buffer = self._stores[which], self._gathered[which]
+        if buffer is None or len(buffer) < count:
+            buffer = self._gathered[which] = store.new_empty(max(count, 512), *store.shape[1:])
+        torch.cat([store[piece] for piece in pieces], out=buffer[:count])
+        return buffer[:count]
+
+
+def rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[int]:
+    """The rows of tokens `first` to `end - 1` of a request with these pages."""
+    return [row for piece in _rows_of(runs, page, first, end) for row in range(piece.start, piece.stop)]
+
+
+def _rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[slice]:
+    found, start = [], 0
+    for run in runs:
+        tokens = run.count * page
+        low, high = max(first - start, 0), min(end - start, tokens)
+        if low < high:
+            found.append(slice(run.first * page + low, run.first * page + high))
+        start += tokens
+    return found

@@ -1,0 +1,48 @@
+"""Experts of a ragged pass, registered with Transformers as `NAME`: each expert's rows are a multiple of `GRANULE`.
+
+How many tokens reach an expert depends on the other requests, and a matrix product of few rows adds up in another order
+than one of many (`ragged_pass`). So tokens of weight 0 are added until every expert that has any has a multiple; the
+model's own code then computes all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hyper_parallel.inference.ragged_pass import GRANULE
+
+NAME = "hyper_parallel_padded"
+
+
+def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Transformers' experts function for `NAME`: [T, D] to [T, D]."""
+    own = type(module).forward.__wrapped__
+    slots = experts_TK.size(1)
+    counts = torch.bincount(experts_TK.reshape(-1), minlength=module.num_experts)
+    missing = torch.where(counts > 0, -counts % GRANULE, 0)
+    # The slots of a token are all used: whole multiples more, of the expert that has the most, make the sum fit.
+    while int(missing.sum()) % slots:
+        missing[counts.argmax()] += GRANULE
+    added = torch.arange(len(missing), device=missing.device).repeat_interleave(missing).view(-1, slots)
+    tokens = len(added)
+    out: Tensor = own(
+        module,
+        pad(hidden_TD, (0, 0, 0, tokens)),
+        torch.cat([experts_TK, added.to(experts_TK.dtype)]),
+        pad(weights_TK, (0, 0, 0, tokens)),
+    )
+    return out[: len(hidden_TD)]
+
+
+def register() -> bool:
+    """Make the function known to Transformers; whether this version of it has such functions."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return False
+    ALL_EXPERTS_FUNCTIONS.register(NAME, padded_experts)
+    return True

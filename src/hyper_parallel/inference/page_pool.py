@@ -1,0 +1,95 @@
+"""Pages with reference counts, and reuse of prompts' pages by the hash of everything before them.
+
+A page of a prompt is known by a digest of all tokens from position 0 to its end: keys and values depend on nothing
+else, since prompts are read in pieces on the grid of pages. Requests with a common beginning share its pages. A page
+that no request uses is kept until its memory is needed; the one that was used least recently goes first, of a prompt
+the last one. Pages with tokens of an answer are not shared: these were computed one by one, which rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from hyper_parallel.inference.page_allocator import PageAllocator, Run
+
+
+class PagePool:
+    """All pages of a cache. `reuse`: keep pages of prompts for requests to come."""
+
+    def __init__(self, pages: int, reuse: bool = True) -> None:
+        self.pages, self.reuse = pages, reuse
+        self._allocator = PageAllocator(pages)
+        self._users: dict[int, int] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: dict[int, None] = {}
+        """Pages without users that are kept, the least recently used first."""
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can give."""
+        return self._allocator.free + len(self._idle)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Pages for one user, in one run where there is one; None where fewer are available."""
+        if count > self.available:
+            return None
+        while self._allocator.free < count:
+            page = next(iter(self._idle))
+            del self._idle[page], self._page_of[self._key_of.pop(page)]
+            self._allocator.release((Run(page, 1),))
+        runs = self._allocator.allocate(count)
+        assert runs is not None
+        pages = [page for run in runs for page in range(run.first, run.end)]
+        self._users.update(dict.fromkeys(pages, 1))
+        return pages
+
+    def share(self, key: bytes) -> int | None:
+        """The page with this key, with one more user; None if there is none."""
+        page = self._page_of.get(key)
+        if page is not None:
+            self._users[page] = self._users.get(page, 0) + 1
+            self._idle.pop(page, None)
+        return page
+
+    def register(self, key: bytes, page: int) -> None:
+        """The page holds what the key says."""
+        if self.reuse and key not in self._page_of:
+            self._page_of[key] = page
+            self._key_of[page] = key
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One user less of each."""
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            del self._users[page]
+            if page in self._key_of:
+                self._idle[page] = None
+            else:
+                self._allocator.release((Run(page, 1),))
+
+
+def keys_of(tokens: Sequence[int], page: int) -> list[bytes]:
+    """Digests of the pages that a prompt fills. The last token is always computed, since its logits are needed."""
+    keys, key = list[bytes](), b""
+    for first in range(0, (len(tokens) - 1) // page * page, page):
+        key = hashlib.blake2b(
+            key + array("q", tokens[first : first + page]).tobytes(), digest_size=16
+        ).digest()
+        keys.append(key)
+    return keys
+
+
+def runs_of(pages: Sequence[int]) -> tuple[Run, ...]:
+    """Pages as runs, in their order."""
+    runs: list[Run] = []
+    for page in pages:
+        if runs and runs[-1].end == page:
+            runs[-1] = Run(runs[-1].first, runs[-1].count + 1)
+        else:
+            runs.append(Run(page, 1))
+    return tuple(runs)

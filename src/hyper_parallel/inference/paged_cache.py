@@ -1,0 +1,96 @@
+"""The paged KV cache behind Transformers' `Cache.update`: writes a pass's keys and values to the pages of its requests.
+
+Most models hand what `update` returns to attention as it is; then attention reads the pages themselves, and `update`
+returns the new rows only. A layer that computes with it first (MLA, which expands its latents) is given all rows of all
+requests of the pass, one after the other, filled up to a multiple of `GRANULE` (`expand`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.inference.kv_pages import LayerPages
+from hyper_parallel.inference.ragged_pass import Returned, current, padded
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a `PagedCache`."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, layer: int, pages: int, page: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.expand = False
+        """Whether the layer computes with what `update` returns, before attention."""
+        self.pages: LayerPages | None = None
+        self._sizes = (pages, page)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the pages, for keys and values like these."""
+        self.pages = LayerPages(*self._sizes, key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write [1, H, T, D]; the rows that were given, or with `expand` those of all contexts."""
+        if self.pages is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.pages is not None
+        ragged = current()
+        self.pages.write(ragged.slots, key_states, value_states)
+        ragged.last = self
+        if not self.expand:
+            versions = (key_states._version, value_states._version)
+            ragged.returned[key_states.data_ptr()] = Returned(self, key_states, value_states, versions)
+            return key_states, value_states
+        contexts = [self.pages.read(one.runs, 0, one.end) for one in ragged.segments]
+        tokens = sum(one.end for one in ragged.segments)
+        filling = padded(tokens) - tokens
+        keys, values = (
+            pad(torch.cat([context[which] for context in contexts], 2), (0, 0, 0, filling))
+            for which in range(2)
+        )
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Not used: masks are functions of positions (`paged_attention`)."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """0: positions are given with each pass."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No maximum (name of earlier versions)."""
+        return -1
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """Pages of all layers."""
+
+    def __init__(self, layers: int, pages: int, page: int) -> None:
+        super().__init__(layers=[PagedLayer(layer, pages, page) for layer in range(layers)])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """As Transformers'. Raises UnsupportedModelError for a layer of another index than the model's layers have."""
+        if layer_idx >= len(self.layers):
+            raise UnsupportedModelError(
+                f"the model caches keys of layer {layer_idx}, and its config has {len(self.layers)} layers"
+            )
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    @property
+    def bytes(self) -> int:
+        """Of all pages that were made."""
+        return sum(layer.pages.bytes for layer in self.layers if layer.pages is not None)

@@ -1,0 +1,110 @@
+"""A pass through the model: one row [1, T] of tokens of many requests, and where their keys and values lie.
+
+Each request has a segment of the row. Linear layers see T tokens; attention runs segment by segment
+(`paged_attention`). The end of the row is filled up so that T is a multiple of `GRANULE`: a matrix product then adds up
+in one order whatever else is in the pass (`row_classes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.inference.page_allocator import Run
+
+if TYPE_CHECKING:
+    from hyper_parallel.inference.paged_cache import PagedLayer
+
+GRANULE = 16
+"""Rows of a pass are a multiple of this many tokens."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of one request in a pass: rows `start` to `start + count - 1`, at positions `first` onwards."""
+
+    start: int
+    count: int
+    first: int
+    runs: tuple[Run, ...]
+
+    @property
+    def rows(self) -> slice:
+        """Its part of the row."""
+        return slice(self.start, self.start + self.count)
+
+    @property
+    def end(self) -> int:
+        """Tokens of the request that are cached after the pass."""
+        return self.first + self.count
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Keys and values that the cache returned to a layer as they were given."""
+
+    layer: PagedLayer
+    keys: Tensor
+    values: Tensor
+    versions: tuple[int, int]
+
+    def same(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether attention is given them unchanged."""
+        return all(
+            x.data_ptr() == own.data_ptr()
+            and x.shape == own.shape
+            and x.stride() == own.stride()
+            and own._version == version
+            for x, own, version in zip((keys, values), (self.keys, self.values), self.versions, strict=True)
+        )
+
+
+@dataclass(eq=False)
+class RaggedPass:
+    """What attention and the cache know of the pass under way."""
+
+    segments: Sequence[Segment]
+    slots: Tensor
+    """Row of the KV cache of each token, int64 [tokens without the filling]."""
+    returned: dict[int, Returned] = field(default_factory=dict)
+    """By the keys' address. Tensors are kept, so that no other of the pass has it."""
+    last: PagedLayer | None = None
+    """The layer that last wrote to the cache."""
+    _token: Token[RaggedPass | None] | None = None
+
+    def __enter__(self) -> RaggedPass:
+        self._token = _CURRENT.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _CURRENT.reset(self._token)
+        self.returned.clear()
+
+
+def current() -> RaggedPass:
+    """The pass under way in this thread."""
+    found = _CURRENT.get()
+    assert found is not None, "no pass is under way"
+    return found
+
+
+def padded(tokens: int) -> int:
+    """Length of the row for so many tokens."""
+    return -(-tokens // GRANULE) * GRANULE
+
+
+def positions_of(segments: Sequence[Segment], length: int, device: torch.device) -> Tensor:
+    """Positions of a row of `length` tokens, int64 [1, length]; 0 in the filling."""
+    positions = [0] * length
+    for segment in segments:
+        positions[segment.rows] = range(segment.first, segment.end)
+    return torch.tensor([positions], device=device)
+
+
+_CURRENT: ContextVar[RaggedPass | None] = ContextVar("ragged_pass", default=None)

@@ -1,0 +1,32 @@
+"""Requests and answers: what one prompt asks of the engine, and what it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hyper_parallel.config.inference import Sampling
+
+Finish = Literal["stop", "length"]
+"""Why an answer ended: a stop token or string, or `max_tokens`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt, as token ids, with how its answer is drawn. `sample` numbers the answers to one prompt."""
+
+    ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int = 0
+    sample: int = 0
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """Token ids of an answer, its text, and the natural logarithm of each token's probability under the model (before
+    temperature and filters), where asked for."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: Finish = "length"
+    logprobs: list[float] | None = None
