@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.errors import HyperParallelError, UnsupportedModelError
 from hyper_parallel.inference.engine import Engine
+from hyper_parallel.inference.ragged_pass import padded
+from hyper_parallel.shard.sharded_model import is_sharded, sharded
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,13 @@ def check_model(model: nn.Module) -> Any:
     whole: Any = getattr(model, "config", None)
     if whole is None or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedModelError(f"{name} is not a Transformers model; generation runs those")
+    if is_sharded(model):
+        axes = sharded(model).strategy.axes
+        if refused := [axis for axis in ("context", "pipeline") if getattr(axes, axis) > 1]:
+            raise UnsupportedModelError(
+                f"the model is parallelized over axes.{refused[0]}, which generation does not use; use tensor, shard, "
+                "expert or replicate"
+            )
     exchangeable = getattr(model, "_can_set_attn_implementation", None)
     if exchangeable is not None and not exchangeable():
         raise UnsupportedModelError(
@@ -128,8 +137,10 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
 
 
 def _plain(model: Any, prompt: list[int], device: torch.device) -> Tensor:
-    logits: Tensor = model(input_ids=torch.tensor([prompt], device=device), use_cache=False).logits[0]
-    return logits
+    """Logits [len(prompt), V]. The row is filled up, as a pass's is, since some strategies split it."""
+    row = prompt + [0] * (padded(len(prompt)) - len(prompt))
+    logits: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
+    return logits[: len(prompt)]
 
 
 def _difference(own: Tensor, plain: Tensor, dtype: torch.dtype) -> str | None:
