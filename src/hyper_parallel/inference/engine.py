@@ -186,8 +186,13 @@ class Engine:
         length = padded(count)
         row = [token for part in tokens for token in part] + [0] * (length - count)
         page = self.settings.page
-        slots = [slot for one in segments for slot in rows_of(one.runs, page, one.first, one.end)]
-        ragged = RaggedPass(segments, torch.tensor(slots, device=self.device))
+        slots = [
+            slot
+            for one in segments
+            for rows in rows_of(one.runs, page, one.first, one.end)
+            for slot in range(rows.start, rows.stop)
+        ]
+        ragged = RaggedPass(segments, page, torch.tensor(slots, device=self.device))
         last = [segment.start + segment.count - 1 for segment in ready]
         kept = torch.tensor(
             last + [0] * (padded(len(last)) - len(last)), dtype=torch.int64, device=self.device

@@ -37,33 +37,26 @@ class LayerPages:
         for store, x in zip(self._stores, (keys_1HTD, values_1HTD), strict=True):
             store.index_copy_(0, rows, x[0, :, : len(rows)].transpose(0, 1))
 
-    def read(self, runs: Sequence[Run], first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, H, end - first, D] of tokens `first` to `end - 1` of a request with these pages.
-
-        Views, or of several runs copies in buffers that the next such call overwrites.
-        """
-        pieces = _rows_of(runs, self.page, first, end)
-        if len(pieces) == 1:
-            parts = [store[pieces[0]] for store in self._stores]
+    def read(self, rows: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, H, S, D] of some rows. Views, or of several slices copies in buffers that the next such
+        call overwrites."""
+        if len(rows) == 1:
+            parts = [store[rows[0]] for store in self._stores]
         else:
-            parts = [self._gather(which, pieces, end - first) for which in range(2)]
-        keys, values = (part.transpose(0, 1).unsqueeze(0) for part in parts)
-        return keys, values
+            count = sum(one.stop - one.start for one in rows)
+            parts = [self._gather(which, rows, count) for which in range(2)]
+        return parts[0].transpose(0, 1).unsqueeze(0), parts[1].transpose(0, 1).unsqueeze(0)
 
-    def _gather(self, which: int, pieces: list[slice], count: int) -> Tensor:
+    def _gather(self, which: int, rows: Sequence[slice], count: int) -> Tensor:
         store, buffer = self._stores[which], self._gathered[which]
         if buffer is None or len(buffer) < count:
             buffer = self._gathered[which] = store.new_empty(max(count, 512), *store.shape[1:])
-        torch.cat([store[piece] for piece in pieces], out=buffer[:count])
+        torch.cat([store[one] for one in rows], out=buffer[:count])
         return buffer[:count]
 
 
-def rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[int]:
-    """The rows of tokens `first` to `end - 1` of a request with these pages."""
-    return [row for piece in _rows_of(runs, page, first, end) for row in range(piece.start, piece.stop)]
-
-
-def _rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[slice]:
+def rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[slice]:
+    """The rows of tokens `first` to `end - 1` of a request with these pages, a slice for each run."""
     found, start = [], 0
     for run in runs:
         tokens = run.count * page

@@ -84,18 +84,22 @@ def attention(
             )
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
     read = _contexts(module, key, value)
-    out = query.new_zeros(1, query.size(2), query.size(1), value.size(-1))
+    plain = softcap is not None or s_aux is not None
+    parts = []
     for segment in current().segments:
         first, mask = attention_mask.of(segment)
         keys, values = read(segment, first)
         queries = query[:, :, segment.rows]
-        if softcap is None and s_aux is None:
+        if plain:
+            parts.append(_plain(queries, keys, values, mask, scale, softcap, s_aux))
+        else:
             grouped = keys.size(1) != queries.size(1)
             part = scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=grouped)
-        else:
-            part = _plain(queries, keys, values, mask, scale, softcap, s_aux)
-        out[:, segment.rows] = part.transpose(1, 2)
-    return out, None
+            parts.append(part)
+    filling = query.size(2) - sum(segment.count for segment in current().segments)
+    if filling:
+        parts.append(parts[0].new_zeros(1, query.size(1), filling, parts[0].size(-1)))
+    return torch.cat(parts, 2).transpose(1, 2), None
 
 
 def register() -> None:
@@ -121,7 +125,7 @@ def _contexts(module: nn.Module, key: Tensor, value: Tensor) -> Read:
     if found is not None and found.same(key, value):
         pages = found.layer.pages
         assert pages is not None
-        return lambda segment, first: pages.read(segment.runs, first, segment.end)
+        return lambda segment, first: pages.read(ragged.cached_rows(segment, first))
     layer = ragged.last
     if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends without writing to the cache")

@@ -50,7 +50,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             versions = (key_states._version, value_states._version)
             ragged.returned[key_states.data_ptr()] = Returned(self, key_states, value_states, versions)
             return key_states, value_states
-        contexts = [self.pages.read(one.runs, 0, one.end) for one in ragged.segments]
+        contexts = [self.pages.read(ragged.cached_rows(one)) for one in ragged.segments]
         tokens = sum(one.end for one in ragged.segments)
         filling = padded(tokens) - tokens
         keys, values = (

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hyper_parallel.inference.kv_pages import rows_of
 from hyper_parallel.inference.page_allocator import Run
 
 if TYPE_CHECKING:
@@ -69,13 +70,23 @@ class RaggedPass:
     """What attention and the cache know of the pass under way."""
 
     segments: Sequence[Segment]
+    page: int
+    """Tokens of a page."""
     slots: Tensor
     """Row of the KV cache of each token, int64 [tokens without the filling]."""
     returned: dict[int, Returned] = field(default_factory=dict)
     """By the keys' address. Tensors are kept, so that no other of the pass has it."""
     last: PagedLayer | None = None
     """The layer that last wrote to the cache."""
+    _rows: dict[tuple[int, int], list[slice]] = field(default_factory=dict)
     _token: Token[RaggedPass | None] | None = None
+
+    def cached_rows(self, segment: Segment, first: int = 0) -> list[slice]:
+        """Rows of the KV cache with the context of a segment, from token `first` on."""
+        key = (segment.start, first)
+        if key not in self._rows:
+            self._rows[key] = rows_of(segment.runs, self.page, first, segment.end)
+        return self._rows[key]
 
     def __enter__(self) -> RaggedPass:
         self._token = _CURRENT.set(self)
