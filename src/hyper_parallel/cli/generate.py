@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hyper_parallel.cli.interrupts import interruptible
 from hyper_parallel.errors import DataError
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ def generate(
     from hyper_parallel.config.generate import load_generate
 
     settings = load_generate(overrides).inference
-    if prompt is not None:
-        _answer(model, prompt, settings)
-    elif source is not None and out is not None:
-        _batch(model, source, out, settings)
+    with interruptible():
+        if prompt is not None:
+            _answer(model, prompt, settings)
+        elif source is not None and out is not None:
+            _batch(model, source, out, settings)
 
 
 def _answer(model: Path, prompt: str, settings: Inference) -> None:
