@@ -32,8 +32,11 @@ from hyper_parallel.units import format_bytes, format_duration
 
 ALIKE = 3
 """At most so many of them with the same degrees."""
-MOVED = 4
-"""Strategies among which the best with something on the host is looked for."""
+MOVED = 9
+"""Strategies among which the best with something on the host are looked for."""
+MOVED_KINDS = 3
+"""Sets of degrees of which the best with something on the host is simulated: a plan of what moves takes longer than all
+else, and estimates with transfers are off by more."""
 FASTER = 1.1
 """Where something fits without a budget, one has to be this many times as fast by its estimate to be looked at."""
 PIPED = 4
@@ -114,17 +117,18 @@ def shortlist(config: RunConfig, cluster: Cluster, world: int, count: int, const
 
 
 def _moved(config: RunConfig, cluster: Cluster, world: int, constants: Constants) -> list[Candidate]:
-    """The best strategy with something on the host; none where there is no host apart from the device. Raises as
-    `choose`.
-
-    One: a plan of what moves takes longer than all else.
-    """
+    """The best strategies with something on the host, each with other degrees; none where there is no host apart from
+    the device. Raises as `choose`."""
     if is_measured(cluster) or cluster.host is None or "host" not in cluster.links:
         return []
     if config.train.engine != "graph" or config.train.compile is True:
         return []
     question = question_of(config, cluster, world, MOVED, moves=True, constants=constants)
-    return [one for one in candidates(config, question, constants) if one.found.on_host][:1]
+    best: dict[str, Candidate] = {}
+    for one in candidates(config, question, constants):
+        if one.found.on_host:
+            best.setdefault(degrees(one.laid), one)
+    return list(best.values())[:MOVED_KINDS]
 
 
 def _plain(
