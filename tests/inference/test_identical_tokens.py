@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hyper_parallel.inference import Generator
+from hyper_parallel.inference import Generator, paged_attention
 from inference.small_models import DECODERS, prompts, small
 
 TOKENS = 24
@@ -88,3 +89,22 @@ def test_log_probabilities_are_those_of_a_forward_pass(family: str) -> None:
         )
         assert answer.logprobs is not None
         assert (torch.tensor(answer.logprobs) - expected[:, 0]).abs().max() <= 5e-5
+
+
+def test_what_attention_gives_is_contiguous() -> None:
+    """Some models view it (AFMoE, JetMoE)."""
+    seen = []
+
+    def attention(*given: Any, **more: Any) -> Any:
+        seen.append(paged_attention.attention(*given, **more))
+        return seen[-1]
+
+    model = small("llama")
+    generator = Generator(model, max_tokens=2)
+    ALL_ATTENTION_FUNCTIONS.register(paged_attention.NAME, attention)
+    try:
+        generator([[1, 2, 3], [4] * 40])
+    finally:
+        paged_attention.register()
+    assert seen
+    assert all(out.is_contiguous() for out, _ in seen)

@@ -91,15 +91,16 @@ def attention(
         keys, values = read(segment, first)
         queries = query[:, :, segment.rows]
         if plain:
-            parts.append(_plain(queries, keys, values, mask, scale, softcap, s_aux))
+            part = _plain(queries, keys, values, mask, scale, softcap, s_aux)
         else:
             grouped = keys.size(1) != queries.size(1)
             part = scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=grouped)
-            parts.append(part)
+        parts.append(part.transpose(1, 2))
     filling = query.size(2) - sum(segment.count for segment in current().segments)
     if filling:
-        parts.append(parts[0].new_zeros(1, query.size(1), filling, parts[0].size(-1)))
-    return torch.cat(parts, 2).transpose(1, 2), None
+        parts.append(parts[0].new_zeros(1, filling, *parts[0].shape[2:]))
+    # Contiguous: some models view it.
+    return torch.cat(parts, 1), None
 
 
 def register() -> None:
