@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,30 @@ def test_a_batch_that_is_stopped_goes_on(folder: Path, how: signal.Signals) -> N
     whole = generate(folder, *arguments[:3], "--out", str(out.with_suffix(".whole")), *arguments[5:])
     assert whole.returncode == 0, whole.stderr
     assert out.with_suffix(".whole").read_text() == out.read_text()
+
+
+def test_answers_of_another_model_are_not_gone_on_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same path with other weights, as after more training."""
+    monkeypatch.chdir(folder)
+    shutil.copytree("model", "trained")
+    given = [
+        "generate",
+        "trained",
+        "--input",
+        "prompts.jsonl",
+        "--out",
+        "trained.jsonl",
+        "inference.max_tokens=4",
+    ]
+    main(given)
+    main(given)
+    os.utime(folder / "trained" / "model.safetensors", (1, 1))
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2
+    assert "no answer to these prompts with this model" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_what_was_answered(folder: Path) -> None:

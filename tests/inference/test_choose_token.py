@@ -40,7 +40,7 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 def test_draws_follow_the_probabilities() -> None:
     scores, sampling = logits(3, 7), Sampling(temperature=2.0)
     found = torch.bincount(
-        torch.tensor([choose(scores, sampling, [], draw_of(0, 0, token)) for token in range(20000)]),
+        torch.tensor([choose(scores, sampling, [], draw_of(0, 0, 0, token)) for token in range(20000)]),
         minlength=7,
     )
     assert (found / 20000 - (scores / 2).softmax(-1)).abs().max() < 0.01

@@ -70,7 +70,7 @@ def test_pages_in_several_runs_change_nothing() -> None:
     lengths = [3 + 7 * (place % 5) for place in range(len(given))]
     generator = Generator(model, page=16, batch=6, pages=18)
     settings = [generator.settings.model_copy(update={"max_tokens": length}) for length in lengths]
-    requests = [generator.requests([ids], chosen)[0] for ids, chosen in zip(given, settings, strict=True)]
+    requests = [generator.request(ids, chosen) for ids, chosen in zip(given, settings, strict=True)]
     found = dict(generator.run(requests))
     plain = Generator(model, page=16)
     for place, (ids, chosen) in enumerate(zip(given, settings, strict=True)):

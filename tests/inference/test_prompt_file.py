@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.inference import Answer
+from hyper_parallel.inference import Completion
 from hyper_parallel.inference.prompt_file import AnswerFile, read_prompts
 
 
@@ -21,6 +21,8 @@ from hyper_parallel.inference.prompt_file import AnswerFile, read_prompts
         ('{"promt": "a"}', "did you mean 'prompt'"),
         ('{"prompt": "a", "messages": []}', "has prompt and messages"),
         ('{"prompt": 3}', "prompt must be text; got int"),
+        ('{"prompt": "\\ud800"}', "lone surrogate"),
+        ('{"prompt": "a", "text": "b"}', "has the key 'text'"),
         ('{"messages": []}', "messages must be a list"),
         ('{"messages": [{"role": "user"}]}', "messages must be a list"),
     ],
@@ -52,15 +54,15 @@ def test_a_batch_that_was_stopped_goes_on(tmp_path: Path) -> None:
     answers = _answers(tmp_path)
     assert len(answers.missing) == 6
     with answers.writing() as file:
-        answers.add(file, (2, 1), Answer(tokens=[1], text="ü"))
-        answers.add(file, (0, 0), Answer(tokens=[2], text="x", logprobs=[-1.0]))
+        answers.add(file, (2, 1), Completion(tokens=[1], text="ü"))
+        answers.add(file, (0, 0), Completion(tokens=[2], text="x", logprobs=[-1.0]))
     with open(answers.path, "a") as torn:
         torn.write('{"prompt": "a", "te')
     again = _answers(tmp_path)
     assert again.missing == [(0, 1), (1, 0), (1, 1), (2, 0)]
     with again.writing() as file:
         for place in again.missing:
-            again.add(file, place, Answer(tokens=[3], text="y"))
+            again.add(file, place, Completion(tokens=[3], text="y"))
     rows = [json.loads(line) for line in answers.path.read_text().splitlines()]
     assert [(row["row"], row["sample"]) for row in rows] == [
         (row, sample) for row in range(3) for sample in range(2)
@@ -75,7 +77,7 @@ def test_a_batch_that_was_stopped_goes_on(tmp_path: Path) -> None:
 def test_answers_to_other_settings(tmp_path: Path) -> None:
     answers = _answers(tmp_path)
     with answers.writing() as file:
-        answers.add(file, (0, 0), Answer(tokens=[1], text="x"))
+        answers.add(file, (0, 0), Completion(tokens=[1], text="x"))
     with pytest.raises(DataError, match="line 1: is no answer to these prompts"):
         _answers(tmp_path, seed=1)
 

@@ -76,6 +76,7 @@ def _answer(model: Path, prompt: str, settings: Inference) -> None:
 
 def _batch(model: Path, source: Path, out: Path, settings: Inference) -> None:
     from hyper_parallel.inference.batch import run_batch
+    from hyper_parallel.inference.load_model import identity, located
     from hyper_parallel.inference.prompt_file import AnswerFile, read_prompts
 
     rows = read_prompts(source)
@@ -83,13 +84,19 @@ def _batch(model: Path, source: Path, out: Path, settings: Inference) -> None:
         raise DataError(f"--out: {out.absolute().parent}: no such folder")
     if out.exists() and out.samefile(source):
         raise DataError(f"--out: {out} is the input; give another file")
-    deciding = {**settings.sampling().model_dump(), "seed": settings.seed, "model": str(model.absolute())}
+    found = located(model)
+    deciding = {
+        **settings.sampling().model_dump(),
+        "seed": settings.seed,
+        "page": settings.page,
+        "model": identity(found),
+    }
     answers = AnswerFile(out, rows, settings.n, deciding)
     done = len(rows) * settings.n - len(answers.missing)
     if done:
         click.echo(f"{out}: {done} answers are there; going on with {len(answers.missing)}", err=True)
     if answers.missing:
-        run_batch(model, rows, answers, settings, lambda line, last: _show(line, last))
+        run_batch(found, rows, answers, settings, lambda line, last: _show(line, last))
     click.echo(f"{out}: {len(rows) * settings.n} answers", err=True)
 
 

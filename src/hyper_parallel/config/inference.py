@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hyper_parallel.strategy.section import Section
 
@@ -47,6 +47,15 @@ class Inference(Sampling):
     """Prompts with a common beginning share its pages, whole pages of it."""
     pages: int | None = Field(default=None, ge=1, strict=True)
     """Pages of the KV cache; by default those that `batch` of the longest requests need."""
+
+    @model_validator(mode="after")
+    def _pieces_fit(self) -> Inference:
+        if self.rows < self.page:
+            raise ValueError(
+                f"'rows' ({self.rows}) is the tokens of a pass, and a piece of a prompt has {self.page} ('page'); "
+                "raise rows or lower page"
+            )
+        return self
 
     def sampling(self) -> Sampling:
         """The part that says how tokens are chosen."""

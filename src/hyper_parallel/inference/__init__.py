@@ -4,6 +4,6 @@
 """
 
 from hyper_parallel.inference.generator import Generator
-from hyper_parallel.inference.request import Answer, Request
+from hyper_parallel.inference.request import Completion, Request
 
-__all__ = ["Answer", "Generator", "Request"]
+__all__ = ["Completion", "Generator", "Request"]

@@ -27,13 +27,15 @@ def run_batch(
     Raises DataError with the line of a prompt that the model cannot read, before anything is generated.
     """
     generator = Generator(model, **settings.model_dump())
+    ids: dict[int, list[int]] = {}
     requests = []
     for row, sample in answers.missing:
         try:
-            of_row = generator.requests([generator.ids_of(rows[row].prompt)], settings, [row])
-        except (DataError, HyperParallelError) as error:
+            if row not in ids:
+                ids[row] = generator.ids_of(rows[row].prompt)
+            requests.append(generator.request(ids[row], settings, row, sample))
+        except HyperParallelError as error:
             raise DataError(f"line {rows[row].line} of the prompts: {error}") from None
-        requests.append(of_row[sample])
     places, tokens, begun, shown = answers.missing, 0, time.monotonic(), 0.0
     with answers.writing() as file:
         for count, (place, answer) in enumerate(generator.run(requests), 1):

@@ -1,7 +1,7 @@
 """Token choice: greedy, or drawn after the repetition penalty, temperature, top-k and top-p.
 
 The steps and their order are Transformers' logits processors. Draws are in float64 on the host, from numbers that are a
-function of (seed, sample, token), so that a request's tokens do not depend on what runs beside it.
+function of (seed, row, sample, token), so that a request's tokens do not depend on what runs beside it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def filtered(scores_V: Tensor, sampling: Sampling) -> Tensor:
     return scores_V
 
 
-def draw_of(seed: int, sample: int, token: int) -> float:
+def draw_of(seed: int, row: int, sample: int, token: int) -> float:
     """A number in [0, 1) for one token of an answer: 53 bits of a hash of its place."""
-    digest = hashlib.blake2b(f"{seed}:{sample}:{token}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}:{row}:{sample}:{token}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) / 2**53

@@ -22,18 +22,21 @@ from hyper_parallel.inference.page_pool import PagePool
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.paged_cache import PagedCache
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, padded, positions_of
-from hyper_parallel.inference.request import Answer, Request
+from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.scheduler import Running, Scheduler, pages_for
+from hyper_parallel.shard.loss.forward import parameters_of
+from hyper_parallel.shard.no_grad_forward import inference
 
 
 class Engine:
     """Runs requests on one model. Not for several threads at once."""
 
-    def __init__(self, model: nn.Module, settings: Inference, *, layers: int, eos: frozenset[int]) -> None:
-        """`layers`: those with a cache. `eos`: tokens that end an answer, which they are no part of."""
+    def __init__(self, model: nn.Module, page: int, *, layers: int, eos: frozenset[int]) -> None:
+        """`page`: tokens of a page. `layers`: those with a cache. `eos`: tokens that end an answer, which they are no
+        part of."""
         paged_attention.register()
-        self.model: Any = model.eval()
-        self.settings = settings
+        self.model: Any = model
+        self.page = page
         self.layers = layers
         self.eos = eos
         self.device = next(model.parameters()).device
@@ -41,48 +44,45 @@ class Engine:
         self.shared = 0
         """Tokens of the prompts of the last run that another request had computed."""
         self._expand: frozenset[int] = frozenset()
+        self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
 
-    @torch.no_grad()
     def run(
-        self, requests: Sequence[Request], text_of: Callable[[list[int]], str]
-    ) -> Iterator[tuple[int, Answer]]:
-        """Each request's place and answer, as it ends.
+        self, requests: Sequence[Request], settings: Inference, text_of: Callable[[list[int]], str]
+    ) -> Iterator[tuple[int, Completion]]:
+        """Each request's place and completion, as it ends. Between them the model is as it was.
 
         Raises UnsupportedModelError for a model whose attention is not known, DataError for a request that needs more
         memory than there is.
         """
-        settings = self.settings
-        pages = settings.pages or pages_for(requests, settings.batch, settings.page)
-        pool = PagePool(pages, settings.prefix_cache)
-        scheduler = Scheduler(settings.batch, settings.rows, settings.page, pool)
+        pages = settings.pages or pages_for(requests, settings.batch, self.page)
+        scheduler = Scheduler(
+            settings.batch, settings.rows, self.page, PagePool(pages, settings.prefix_cache)
+        )
         most = max(map(scheduler.pages_of, requests), default=0)
         if most > pages:
             raise DataError(
-                f"a request needs {most} pages of {settings.page} tokens, and inference.pages is {pages}; raise it, or "
+                f"a request needs {most} pages of {self.page} tokens, and inference.pages is {pages}; raise it, or "
                 "lower inference.max_tokens"
             )
         scheduler.waiting.extend(enumerate(requests))
-        with self._paged(pages) as cache:
-            while chosen := scheduler.next_pass():
-                ended = self._advance(chosen, cache, text_of)
-                scheduler.passed(chosen)
-                self.shared = scheduler.shared
-                for one in ended:
-                    scheduler.end(one)
-                    yield one.number, one.answer
+        cache = self._cache(pages)
+        while ended := self._until_some_end(scheduler, cache, text_of):
+            for one in ended:
+                yield one.number, one.answer
+        assert not scheduler.running, "a request that no pass has room for"
+        assert not scheduler.waiting, "a request that was never admitted"
 
-    @torch.no_grad()
     def replayed(self, texts: Sequence[list[int]], answer: int) -> list[Tensor]:
         """Float32 logits [answer + 1, V] behind each of the last tokens of each text, as generation computes them: all
         but the last `answer` tokens are a prompt, and these an answer."""
         sampling = Sampling(max_tokens=answer + 1)
         requests = [Request(ids=tuple(text[:-answer]), sampling=sampling) for text in texts]
-        pages = pages_for(requests, len(texts), self.settings.page)
-        pool = PagePool(pages, reuse=False)
-        scheduler = Scheduler(len(texts), self.settings.rows, self.settings.page, pool)
+        pages = pages_for(requests, len(texts), self.page)
+        scheduler = Scheduler(len(texts), 3 * self.page, self.page, PagePool(pages, reuse=False))
         scheduler.waiting.extend(enumerate(requests))
         found: list[list[Tensor]] = [[] for _ in texts]
-        with self._paged(pages) as cache:
+        cache = self._cache(pages)
+        with self._generating(cache):
             while chosen := scheduler.next_pass():
                 ready, logits = self._passed(chosen, cache)
                 scheduler.passed(chosen)
@@ -94,24 +94,44 @@ class Engine:
                         one.tokens.append(texts[one.number][len(one.tokens)])
         return [torch.stack(rows) for rows in found]
 
-    @contextmanager
-    def _paged(self, pages: int) -> Iterator[PagedCache]:
-        """An empty cache; inside, the model's attention is `paged_attention`."""
-        cache = PagedCache(self.layers, pages, self.settings.page)
+    def _cache(self, pages: int) -> PagedCache:
+        """An empty cache."""
+        cache = PagedCache(self.layers, pages, self.page)
         for layer in self._expand:
             cache.layers[layer].expand = True
+        return cache
+
+    @contextmanager
+    def _generating(self, cache: PagedCache) -> Iterator[None]:
+        """Inside, the model's attention is `paged_attention`, without gradients; afterwards it is as it was."""
         given = self.model.config._attn_implementation
         experts = getattr(self.model.config, "_experts_implementation", None)
         self.model.set_attn_implementation(paged_attention.NAME)
         if experts is not None and padded_experts.register():
             self.model.set_experts_implementation(padded_experts.NAME)
         try:
-            yield cache
+            with inference(self.model):
+                yield
         finally:
             self._expand = frozenset(layer.layer for layer in cache.layers if layer.expand)
             self.model.set_attn_implementation(given)
             if experts is not None:
                 self.model.set_experts_implementation(experts)
+
+    def _until_some_end(
+        self, scheduler: Scheduler, cache: PagedCache, text_of: Callable[[list[int]], str]
+    ) -> list[Running]:
+        """Passes until requests end, and these; none when all have."""
+        with self._generating(cache):
+            while chosen := scheduler.next_pass():
+                ended = self._advance(chosen, cache, text_of)
+                scheduler.passed(chosen)
+                self.shared = scheduler.shared
+                for one in ended:
+                    scheduler.end(one)
+                if ended:
+                    return ended
+        return []
 
     def _advance(
         self, chosen: list[tuple[Running, Segment]], cache: PagedCache, text_of: Callable[[list[int]], str]
@@ -128,7 +148,7 @@ class Engine:
             if sampling.temperature == 0 and sampling.repetition_penalty == 1:
                 token = greedy[place]
             else:
-                draw = draw_of(one.request.seed, one.request.sample, len(one.answer.tokens))
+                draw = draw_of(one.request.seed, one.request.row, one.request.sample, len(one.answer.tokens))
                 token = choose(logits[place].cpu(), sampling, one.tokens, draw)
             if self._took(one, token, shares[place] if shares is not None else None, text_of):
                 ended.append(one)
@@ -185,7 +205,7 @@ class Engine:
         count = sum(len(part) for part in tokens)
         length = padded(count)
         row = [token for part in tokens for token in part] + [0] * (length - count)
-        page = self.settings.page
+        page = self.page
         slots = [
             slot
             for one in segments
@@ -194,9 +214,8 @@ class Engine:
         ]
         ragged = RaggedPass(segments, page, torch.tensor(slots, device=self.device))
         last = [segment.start + segment.count - 1 for segment in ready]
-        kept = torch.tensor(
-            last + [0] * (padded(len(last)) - len(last)), dtype=torch.int64, device=self.device
-        )
+        rows_kept = last + [0] * (padded(len(last)) - len(last))
+        kept = {"logits_to_keep": torch.tensor(rows_kept, dtype=torch.int64, device=self.device)}
         ids = torch.tensor([row], device=self.device)
         positions = positions_of(segments, length, self.device)
         # A layer that turns out to compute with cached values is given all of them, from the next try on.
@@ -209,10 +228,10 @@ class Engine:
                         position_ids=positions,
                         past_key_values=cache,
                         use_cache=True,
-                        logits_to_keep=kept,
+                        **(kept if self._keeps else {}),
                     )
-                logits: Tensor = out.logits[0, : len(ready)].float()
-                return logits
+                logits: Tensor = out.logits[0, : len(ready)] if self._keeps else out.logits[0, last]
+                return logits.float()
             except ExpandsKeys:
                 continue
         raise UnsupportedModelError("the model's attention does not read what its cache holds")

@@ -12,11 +12,12 @@ from hyper_parallel.config.inference import Inference
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
 from hyper_parallel.data.document import Chat
-from hyper_parallel.errors import DataError
+from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.load_model import load
 from hyper_parallel.inference.model_support import check_length, check_model, prove
-from hyper_parallel.inference.request import Answer, Request
+from hyper_parallel.inference.prompt_file import is_text
+from hyper_parallel.inference.request import Completion, Request
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of a conversation."""
@@ -47,51 +48,58 @@ class Generator:
         self._config = check_model(self.model)
         self._engine = Engine(
             self.model,
-            self.settings,
+            self.settings.page,
             layers=int(self._config.num_hidden_layers),
             eos=_ends(self.model, self.tokenizer),
         )
         prove(self._engine, self._config)
 
-    def __call__(self, prompts: Sequence[Prompt], **settings: Any) -> list[Answer]:
-        """Answers in the order of the prompts, `n` to each in turn. `settings` replace those of the generator."""
+    def __call__(self, prompts: Sequence[Prompt], **settings: Any) -> list[Completion]:
+        """Completions in the order of the prompts, `n` to each in turn. `settings` replace those of the generator;
+        `page` is its own."""
         found = dict(self.stream(prompts, **settings))
         return [found[place] for place in range(len(found))]
 
-    def stream(self, prompts: Sequence[Prompt], **settings: Any) -> Iterator[tuple[int, Answer]]:
-        """Place and answer, as answers are ready; answer k to prompt i has the place i · n + k."""
-        chosen = self.settings if not settings else Inference(**{**self.settings.model_dump(), **settings})
-        requests = self.requests([self.ids_of(one) for one in prompts], chosen)
-        self._engine.settings = chosen
-        yield from self.run(requests)
+    def stream(self, prompts: Sequence[Prompt], **settings: Any) -> Iterator[tuple[int, Completion]]:
+        """Place and completion, as they are ready; completion k of prompt i has the place i · n + k."""
+        chosen = Inference(**{**self.settings.model_dump(), **settings})
+        if chosen.page != self.settings.page:
+            raise ConfigError(
+                f"page: this Generator's pages have {self.settings.page} tokens; make another one"
+            )
+        ids = [self.ids_of(one) for one in prompts]
+        requests = [
+            self.request(one, chosen, row, sample)
+            for row, one in enumerate(ids)
+            for sample in range(chosen.n)
+        ]
+        yield from self.run(requests, chosen)
 
     @property
     def shared(self) -> int:
         """Tokens of the prompts of the last run that were not computed, since another request had computed them."""
         return self._engine.shared
 
-    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Each request's place and answer, as answers are ready."""
-        yield from self._engine.run(requests, self.text_of)
+    def run(
+        self, requests: Sequence[Request], settings: Inference | None = None
+    ) -> Iterator[tuple[int, Completion]]:
+        """Each request's place and completion, as they are ready. Each is drawn as it says itself."""
+        yield from self._engine.run(requests, settings or self.settings, self.text_of)
 
-    def requests(
-        self, ids: Sequence[Sequence[int]], settings: Inference, rows: Sequence[int] | None = None
-    ) -> list[Request]:
-        """Requests for prompts. `rows`: the prompts' places in a larger input, which decide the random numbers."""
+    def request(self, ids: Sequence[int], settings: Inference, row: int = 0, sample: int = 0) -> Request:
+        """A request. `row`, the prompt's place in the input, and `sample` decide its random numbers.
+
+        Raises UnsupportedModelError for one that is longer than the model reads, DataError for a token that it does not
+        have.
+        """
         sampling = settings.sampling()
-        places = range(len(ids)) if rows is None else rows
-        for one in ids:
-            check_length(self._config, len(one) + sampling.max_tokens)
-            if not 0 <= min(one) <= max(one) < self._config.vocab_size:
-                raise DataError(
-                    f"the prompt has token {max(one) if min(one) >= 0 else min(one)}, and the model's vocabulary has "
-                    f"{self._config.vocab_size}"
-                )
-        return [
-            Request(ids=tuple(one), sampling=sampling, seed=settings.seed, sample=row * settings.n + sample)
-            for row, one in zip(places, ids, strict=True)
-            for sample in range(settings.n)
-        ]
+        check_length(self._config, len(ids) + sampling.max_tokens)
+        if not 0 <= min(ids) <= max(ids) < self._config.vocab_size:
+            raise DataError(
+                f"the prompt has token {max(ids) if min(ids) >= 0 else min(ids)}, and the model's vocabulary has "
+                f"{self._config.vocab_size}"
+            )
+        return Request(ids=tuple(ids), sampling=sampling, seed=settings.seed, row=row, sample=sample)
 
     def ids_of(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises DataError for an empty one, or one that needs a tokenizer and has none."""
@@ -102,6 +110,8 @@ class Generator:
         if self.tokenizer is None:
             raise DataError("there is no tokenizer; give token ids, or a folder with tokenizer.json")
         if isinstance(prompt, str):
+            if not is_text(prompt):
+                raise DataError("the prompt is no text: it has half of a character (a lone surrogate)")
             return self.tokenizer.encode(prompt)
         question = render(self.tokenizer.transformers, Chat("messages", list(prompt)))  # type: ignore[arg-type]
         return self.tokenizer.encode_template([question])[0][0]

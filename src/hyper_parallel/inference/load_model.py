@@ -20,19 +20,37 @@ from hyper_parallel.errors import CheckpointError, ConfigError
 log = logging.getLogger(__name__)
 
 
-def load(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
-    """The model, on this machine's device, and its tokenizer, None where the folder has none.
+def located(folder: Path) -> Path:
+    """The folder of the model that a folder means: itself for Transformers', for a run's its newest checkpoint.
 
-    Raises ConfigError or CheckpointError for a folder that holds no model.
+    Raises CheckpointError for a folder that holds no model.
     """
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: no such folder; give a Transformers folder, a run's or a checkpoint's"
         )
-    if (folder / "config.json").is_file():
-        return _read(folder)
+    return folder if (folder / "config.json").is_file() else find(folder, log.warning)
+
+
+def load(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
+    """The model, on this machine's device, and its tokenizer, None where the folder has none.
+
+    Raises ConfigError or CheckpointError for a folder that holds no model.
+    """
+    found = located(folder)
+    if (found / "config.json").is_file():
+        return _read(found)
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as temporary:
-        return _read(export(find(folder, log.warning), Path(temporary) / "model"))
+        return _read(export(found, Path(temporary) / "model"))
+
+
+def identity(found: Path) -> list[Any]:
+    """What tells whether a located folder holds the same model later: its path, and size and time of each file."""
+    files = [(path, path.stat()) for path in sorted(found.rglob("*")) if path.is_file()]
+    return [
+        str(found.absolute()),
+        [[str(one.relative_to(found)), at.st_size, at.st_mtime_ns] for one, at in files],
+    ]
 
 
 def _read(folder: Path) -> tuple[nn.Module, Tokenizer | None]:

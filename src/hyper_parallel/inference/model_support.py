@@ -16,6 +16,7 @@ from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.errors import HyperParallelError, UnsupportedModelError
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.ragged_pass import padded
+from hyper_parallel.shard.no_grad_forward import inference
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,6 @@ def _rotary_settings(config: Any) -> list[dict[str, Any]]:
     return nested or [found]
 
 
-@torch.no_grad()
 def prove(engine: Engine, config: Any, seed: int = 0) -> None:
     """Compare the engine's logits with the model's own, for random prompts of several pages, in company.
 
@@ -98,7 +98,7 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
     """
     model: Any = engine.model
     name = type(model).__name__
-    page = engine.settings.page
+    page = engine.page
     positions = _positions(config) or 4 * page
     lengths = [length for length in (page + page // 2, 3, 2 * page + 1) if length + 3 <= positions]
     if not lengths:
@@ -110,7 +110,8 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
     try:
         together = engine.replayed(prompts, answer=3)
         alone = engine.replayed(prompts[:1], answer=3)
-        plain = [_plain(model, prompt, engine.device)[-4:].float() for prompt in prompts]
+        with inference(model):
+            plain = [_plain(model, prompt, engine.device)[-4:].float() for prompt in prompts]
     except HyperParallelError:
         raise
     # Of any kind: the model's own code was not written for such a batch.

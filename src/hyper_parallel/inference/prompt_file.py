@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hyper_parallel.errors import DataError, FaultError, nearest
-from hyper_parallel.inference.request import Answer
+from hyper_parallel.inference.request import Completion
 from hyper_parallel.untrusted import open_regular, parse_json
 
 _LONGEST = 64 * 2**20
+_WRITTEN = frozenset({"text", "tokens", "finish", "logprobs", "row", "sample", "digest"})
+"""Keys of an answer."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,15 @@ def read_prompts(path: Path) -> list[Row]:
     return rows
 
 
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8, which lone surrogates cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _row(where: str, number: int, line: bytes) -> Row:
     if len(line) > _LONGEST:
         raise DataError(f"{where}: longer than {_LONGEST} bytes")
@@ -68,6 +79,10 @@ def _row(where: str, number: int, line: bytes) -> Row:
         raise DataError(
             f'{where}: must be an object such as {{"prompt": "..."}}; got {type(content).__name__}'
         )
+    if not is_text(json.dumps(content, ensure_ascii=False)):
+        raise DataError(f"{where}: has half of a character (a lone surrogate)")
+    if taken := [key for key in content if key in _WRITTEN]:
+        raise DataError(f"{where}: has the key {taken[0]!r}, which its answer is written under; rename it")
     given = [key for key in ("prompt", "messages") if key in content]
     if len(given) != 1:
         hint = "".join(nearest(key, ("prompt", "messages")) for key in content)
@@ -129,7 +144,7 @@ class AnswerFile:
                 f"{self.path}: cannot be written: {error.strerror}; finished answers are kept"
             ) from None
 
-    def add(self, file: TextIO, place: tuple[int, int], answer: Answer) -> None:
+    def add(self, file: TextIO, place: tuple[int, int], answer: Completion) -> None:
         """Write an answer."""
         row, sample = place
         found = {
@@ -170,8 +185,8 @@ class AnswerFile:
                 continue  # torn off when the run was killed
             if place is None:
                 raise DataError(
-                    f"{self.path}, line {number}: is no answer to these prompts with these settings; give another "
-                    "--out, or remove the file"
+                    f"{self.path}, line {number}: is no answer to these prompts with this model and these settings; "
+                    "give another --out, or remove the file"
                 )
             self._lines[place] = line.decode()
 

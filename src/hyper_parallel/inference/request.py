@@ -1,4 +1,4 @@
-"""Requests and answers: what one prompt asks of the engine, and what it gets."""
+"""Requests and completions: what one prompt asks of the engine, and what it gets."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt, as token ids, with how its answer is drawn. `sample` numbers the answers to one prompt."""
+    """A prompt, as token ids, with how its answer is drawn: token i is a function of (seed, row, sample, i). `row`
+    numbers the prompts, `sample` the answers to one."""
 
     ids: tuple[int, ...]
     sampling: Sampling
     seed: int = 0
+    row: int = 0
     sample: int = 0
 
 
 @dataclass(kw_only=True)
-class Answer:
-    """Token ids of an answer, its text, and the natural logarithm of each token's probability under the model (before
+class Completion:
+    """An answer: its token ids, its text, and the natural logarithm of each token's probability under the model (before
     temperature and filters), where asked for."""
 
     tokens: list[int] = field(default_factory=list)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hyper_parallel.inference.page_allocator import Run
 from hyper_parallel.inference.page_pool import PagePool, keys_of, runs_of
 from hyper_parallel.inference.ragged_pass import Segment, padded
-from hyper_parallel.inference.request import Answer, Request
+from hyper_parallel.inference.request import Completion, Request
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Running:
     keys: list[bytes]
     """Of the pages that the prompt fills."""
     runs: tuple[Run, ...]
-    answer: Answer = field(default_factory=Answer)
+    answer: Completion = field(default_factory=Completion)
     cached: int = 0
 
     @property

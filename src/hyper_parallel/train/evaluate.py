@@ -11,10 +11,10 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.data import PackedText
 from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
+from hyper_parallel.shard.no_grad_forward import inference
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, load_rows, share_of
 from hyper_parallel.step.pipeline_build import BuiltPipeline
-from hyper_parallel.train.no_grad_forward import inference
 
 
 class Evaluation:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.shard.loss import logits_of
-from hyper_parallel.train.no_grad_forward import inference
+from hyper_parallel.shard.no_grad_forward import inference
 
 _STEP = 64
 

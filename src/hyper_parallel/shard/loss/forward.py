@@ -22,7 +22,7 @@ def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inp
     given: dict[str, Any] = {"use_cache": False}
     if position_ids is not None:
         given["position_ids"] = position_ids
-    taken = _taken(type(without_adapters(model)).forward)
+    taken = parameters_of(type(without_adapters(model)).forward)
     return model(input_ids, **{name: value for name, value in given.items() if name in taken}, **inputs)
 
 
@@ -38,5 +38,6 @@ def logits_of(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None) 
 
 
 @functools.cache
-def _taken(forward: Callable[..., Any]) -> frozenset[str]:
+def parameters_of(forward: Callable[..., Any]) -> frozenset[str]:
+    """Names of the parameters of a module's `forward`."""
     return frozenset(inspect.signature(forward).parameters)

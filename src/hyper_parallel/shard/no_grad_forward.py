@@ -14,11 +14,12 @@ from hyper_parallel.compat import fsdp
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
     """Forward passes without gradients, nothing dropped; afterwards the model is as it was, memory included."""
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
         fsdp.free_gathered(model)
