@@ -63,9 +63,10 @@ def test_bits_do_not_depend_on_the_company(family: str) -> None:
         assert one.logprobs == other.logprobs == third.logprobs
 
 
-def test_pages_in_several_runs_change_nothing() -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_pages_in_several_runs_change_nothing(family: str) -> None:
     """Long and short requests, in memory for a few of them, so that free pages are scattered."""
-    model = small("llama")
+    model = small(family)
     given = [prompt * 2 for prompt in prompts(model)] * 3
     lengths = [3 + 7 * (place % 5) for place in range(len(given))]
     generator = Generator(model, page=16, batch=6, pages=18)

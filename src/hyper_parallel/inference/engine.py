@@ -18,6 +18,7 @@ from hyper_parallel.errors import DataError, UnsupportedModelError
 from hyper_parallel.inference import padded_experts, paged_attention
 from hyper_parallel.inference.choose_token import choose, draw_of
 from hyper_parallel.inference.kv_pages import rows_of
+from hyper_parallel.inference.kv_sizes import KVCacheSizes, LayerShape
 from hyper_parallel.inference.page_pool import PagePool
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.paged_cache import PagedCache
@@ -43,6 +44,8 @@ class Engine:
         self.passes = 0
         self.shared = 0
         """Tokens of the prompts of the last run that another request had computed."""
+        self.shapes: tuple[LayerShape, ...] = ()
+        """What each layer caches of a token, known after the first run."""
         self._expand: frozenset[int] = frozenset()
         self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
 
@@ -65,7 +68,7 @@ class Engine:
                 "lower inference.max_tokens"
             )
         scheduler.waiting.extend(enumerate(requests))
-        cache = self._cache(pages)
+        cache = self._cache(KVCacheSizes(device=pages, staging=most * self.page))
         while ended := self._until_some_end(scheduler, cache, text_of):
             for one in ended:
                 yield one.number, one.answer
@@ -81,7 +84,7 @@ class Engine:
         scheduler = Scheduler(len(texts), 3 * self.page, self.page, PagePool(pages, reuse=False))
         scheduler.waiting.extend(enumerate(requests))
         found: list[list[Tensor]] = [[] for _ in texts]
-        cache = self._cache(pages)
+        cache = self._cache(KVCacheSizes(device=pages))
         with self._generating(cache):
             while chosen := scheduler.next_pass():
                 ready, logits = self._passed(chosen, cache)
@@ -94,9 +97,9 @@ class Engine:
                         one.tokens.append(texts[one.number][len(one.tokens)])
         return [torch.stack(rows) for rows in found]
 
-    def _cache(self, pages: int) -> PagedCache:
+    def _cache(self, sizes: KVCacheSizes) -> PagedCache:
         """An empty cache."""
-        cache = PagedCache(self.layers, pages, self.page)
+        cache = PagedCache(self.layers, sizes, self.page)
         for layer in self._expand:
             cache.layers[layer].expand = True
         return cache
@@ -113,6 +116,7 @@ class Engine:
             with inference(self.model):
                 yield
         finally:
+            self.shapes = cache.shapes or self.shapes
             self._expand = frozenset(layer.layer for layer in cache.layers if layer.expand)
             self.model.set_attn_implementation(given)
             if experts is not None:
@@ -209,7 +213,7 @@ class Engine:
         slots = [
             slot
             for one in segments
-            for rows in rows_of(one.runs, page, one.first, one.end)
+            for rows in rows_of(one.runs, page, one.first - one.base, one.end - one.base)
             for slot in range(rows.start, rows.stop)
         ]
         ragged = RaggedPass(segments, page, torch.tensor(slots, device=self.device))

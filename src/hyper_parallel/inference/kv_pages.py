@@ -12,47 +12,54 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hyper_parallel.inference.kv_sizes import LayerShape
+from hyper_parallel.inference.kv_staging import Staging
 from hyper_parallel.inference.page_allocator import Run
 
 
 class LayerPages:
     """Keys and values of one layer."""
 
-    def __init__(self, pages: int, page: int, keys_1HTD: Tensor, values_1HTD: Tensor) -> None:
+    def __init__(
+        self, pages: int, page: int, staging: Staging, keys_1HTD: Tensor, values_1HTD: Tensor
+    ) -> None:
         """For values like `keys_1HTD` and `values_1HTD`, of any number of tokens."""
         self.page = page
-        self._stores = [
+        self.staging = staging
+        self.stores = [
             torch.empty(pages * page, x.size(1), x.size(3), dtype=x.dtype, device=x.device)
             for x in (keys_1HTD, values_1HTD)
         ]
-        self._gathered: list[Tensor | None] = [None, None]
+        """Of keys and of values, [rows, H, D]."""
 
     @property
     def bytes(self) -> int:
         """Of all pages."""
-        return sum(store.nbytes for store in self._stores)
+        return sum(store.nbytes for store in self.stores)
 
     def write(self, rows: Tensor, keys_1HTD: Tensor, values_1HTD: Tensor) -> None:
         """Write token t of the first `len(rows)` to row `rows[t]`."""
-        for store, x in zip(self._stores, (keys_1HTD, values_1HTD), strict=True):
+        for store, x in zip(self.stores, (keys_1HTD, values_1HTD), strict=True):
             store.index_copy_(0, rows, x[0, :, : len(rows)].transpose(0, 1))
 
+    @property
+    def shape(self) -> LayerShape:
+        """What it holds of a token."""
+        (_, *keys), (_, *values) = (store.shape for store in self.stores)
+        return LayerShape((keys[0], keys[1]), (values[0], values[1]), self.stores[0].itemsize)
+
     def read(self, rows: Sequence[slice]) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, H, S, D] of some rows. Views, or of several slices copies in buffers that the next such
-        call overwrites."""
+        """Keys and values [1, H, S, D] of some rows. Views, or of several slices copies in the staging buffers, which
+        the next such call of any layer overwrites."""
         if len(rows) == 1:
-            parts = [store[rows[0]] for store in self._stores]
+            parts = [store[rows[0]] for store in self.stores]
         else:
             count = sum(one.stop - one.start for one in rows)
-            parts = [self._gather(which, rows, count) for which in range(2)]
+            parts = []
+            for which, store in enumerate(self.stores):
+                parts.append(self.staging.view(which, store, count))
+                torch.cat([store[one] for one in rows], out=parts[-1])
         return parts[0].transpose(0, 1).unsqueeze(0), parts[1].transpose(0, 1).unsqueeze(0)
-
-    def _gather(self, which: int, rows: Sequence[slice], count: int) -> Tensor:
-        store, buffer = self._stores[which], self._gathered[which]
-        if buffer is None or len(buffer) < count:
-            buffer = self._gathered[which] = store.new_empty(max(count, 512), *store.shape[1:])
-        torch.cat([store[one] for one in rows], out=buffer[:count])
-        return buffer[:count]
 
 
 def rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[slice]:

@@ -124,9 +124,7 @@ def _contexts(module: nn.Module, key: Tensor, value: Tensor) -> Read:
     ragged = current()
     found = ragged.returned.get(key.data_ptr())
     if found is not None and found.same(key, value):
-        pages = found.layer.pages
-        assert pages is not None
-        return lambda segment, first: pages.read(ragged.cached_rows(segment, first))
+        return found.layer.read
     layer = ragged.last
     if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends without writing to the cache")

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.kv_pages import LayerPages
-from hyper_parallel.inference.ragged_pass import Returned, current, padded
+from hyper_parallel.inference.kv_sizes import KVCacheSizes, LayerShape
+from hyper_parallel.inference.kv_staging import Staging
+from hyper_parallel.inference.ragged_pass import Returned, Segment, current, padded
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -25,13 +25,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, layer: int, pages: int, page: int) -> None:
+    def __init__(self, layer: int, pages: int, page: int, staging: Staging) -> None:
         super().__init__()
         self.layer = layer
         self.expand = False
         """Whether the layer computes with what `update` returns, before attention."""
         self.pages: LayerPages | None = None
-        self._sizes = (pages, page)
+        self._sizes = (pages, page, staging)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the pages, for keys and values like these."""
@@ -50,14 +50,22 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             versions = (key_states._version, value_states._version)
             ragged.returned[key_states.data_ptr()] = Returned(self, key_states, value_states, versions)
             return key_states, value_states
-        contexts = [self.pages.read(ragged.cached_rows(one)) for one in ragged.segments]
         tokens = sum(one.end for one in ragged.segments)
-        filling = padded(tokens) - tokens
-        keys, values = (
-            pad(torch.cat([context[which] for context in contexts], 2), (0, 0, 0, filling))
-            for which in range(2)
-        )
+        length = padded(tokens)
+        keys, values = (x.new_zeros(1, x.size(1), length, x.size(3)) for x in (key_states, value_states))
+        end = 0
+        for segment in ragged.segments:
+            # One after the other: what is read may lie in staging buffers.
+            for all_, context in zip((keys, values), self.read(segment), strict=True):
+                all_[:, :, end : end + segment.end] = context
+            end += segment.end
         return keys, values
+
+    def read(self, segment: Segment, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, H, end - first, D] of a segment's context from token `first` on, in the pass under way.
+        The next call of any layer may overwrite them."""
+        assert self.pages is not None
+        return self.pages.read(current().cached_rows(segment, first))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Not used: masks are functions of positions (`paged_attention`)."""
@@ -79,8 +87,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 class PagedCache(Cache):  # type: ignore[misc]
     """Pages of all layers."""
 
-    def __init__(self, layers: int, pages: int, page: int) -> None:
-        super().__init__(layers=[PagedLayer(layer, pages, page) for layer in range(layers)])
+    def __init__(self, layers: int, sizes: KVCacheSizes, page: int) -> None:
+        self.sizes = sizes
+        self.staging = Staging(sizes.staging)
+        super().__init__(
+            layers=[PagedLayer(layer, sizes.device, page, self.staging) for layer in range(layers)]
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """As Transformers'. Raises UnsupportedModelError for a layer of another index than the model's layers have."""
@@ -91,6 +103,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         return self.layers[layer_idx].update(key_states, value_states)
 
     @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """Of the layers that have written, in order."""
+        return tuple(layer.pages.shape for layer in self.layers if layer.pages is not None)
+
+    @property
     def bytes(self) -> int:
-        """Of all pages that were made."""
-        return sum(layer.pages.bytes for layer in self.layers if layer.pages is not None)
+        """On the device: of all pages and staging buffers that were made."""
+        pages: int = sum(layer.pages.bytes for layer in self.layers if layer.pages is not None)
+        return self.staging.bytes + pages

@@ -33,6 +33,9 @@ class Segment:
     count: int
     first: int
     runs: tuple[Run, ...]
+    """Its pages on the device, from token `base` on."""
+    base: int = 0
+    """Tokens before these pages: in a tier, or of no use any more."""
 
     @property
     def rows(self) -> slice:
@@ -85,7 +88,9 @@ class RaggedPass:
         """Rows of the KV cache with the context of a segment, from token `first` on."""
         key = (segment.start, first)
         if key not in self._rows:
-            self._rows[key] = rows_of(segment.runs, self.page, first, segment.end)
+            base = segment.base
+            assert first >= base, "keys before the pages on the device"
+            self._rows[key] = rows_of(segment.runs, self.page, first - base, segment.end - base)
         return self._rows[key]
 
     def __enter__(self) -> RaggedPass:

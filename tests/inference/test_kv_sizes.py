@@ -1,0 +1,36 @@
+"""The bytes of a KV cache are those of its tensors, and a block of pages is large enough for a link."""
+
+from __future__ import annotations
+
+import pytest
+
+from hyper_parallel.inference import Generator
+from hyper_parallel.inference.kv_sizes import BLOCK_BYTES, KVCacheSizes, block_pages, page_bytes
+from hyper_parallel.inference.paged_cache import PagedCache
+from inference.small_models import prompts, small
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "gemma3"])
+def test_bytes_follow_from_the_shapes_that_were_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few pages, so that some requests are scattered and the staging buffers are made."""
+    caches = list[PagedCache]()
+    own = PagedCache.__init__
+    monkeypatch.setattr(
+        PagedCache, "__init__", lambda self, *given: (own(self, *given), caches.append(self))[0]
+    )
+    model = small(family)
+    generator = Generator(model, page=16, batch=6, pages=18, max_tokens=8)
+    generator([prompt * 2 for prompt in prompts(model)] * 2)
+    cache, shapes = caches[-1], generator._engine.shapes
+    assert len(shapes) == len(cache.layers)
+    staged = 2 if cache.staging.bytes else 0
+    expected = KVCacheSizes(device=18, staging=cache.sizes.staging).device_bytes(shapes, 16)
+    rows = sum(max(one.planes[which] for one in shapes) for which in range(2))
+    assert cache.bytes == expected - (2 - staged / 2) * cache.sizes.staging * rows
+
+
+def test_a_block_is_large_enough() -> None:
+    for count in (1, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, 4 << 20):
+        assert count * block_pages(count) >= BLOCK_BYTES
+        assert block_pages(count) == 1 or count * (block_pages(count) - 1) < BLOCK_BYTES
+    assert page_bytes([], 16) == 0
