@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from harness.small_folder import save_small_llama
 from hyper_parallel.cli.main import main
-from hyper_parallel.data.tokenizer import END_OF_TEXT, PAD, train
 
 PROMPTS = [{"prompt": "def f1(x):"}, {"messages": [{"role": "user", "content": "return?"}], "id": "b"}]
 
@@ -45,17 +43,7 @@ def generate(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a Transformers model, `model`, and prompts."""
     folder = tmp_path_factory.mktemp("generate")
-    text = [f"def f{i}(x):\n    return x + {i}\n" for i in range(500)]
-    (folder / "tokenizer.json").write_text(train(text, sum(map(len, text)), 300))
-    tokenizer: Any = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), eos_token=END_OF_TEXT, pad_token=PAD
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(**shape, vocab_size=300, num_attention_heads=4, max_position_embeddings=512)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    save_small_llama(folder)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     return folder
 

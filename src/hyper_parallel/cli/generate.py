@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from hyper_parallel.cli.interrupts import interruptible
 from hyper_parallel.errors import DataError
 
 if TYPE_CHECKING:
+    from hyper_parallel.config.generate import GenerateConfig
     from hyper_parallel.config.inference import Inference
 
 
@@ -25,8 +28,16 @@ if TYPE_CHECKING:
 @click.option(
     "--out", type=click.Path(path_type=Path), help="With --input: write answers to this JSONL file."
 )
+@click.option(
+    "--config", "file", type=click.Path(path_type=Path), help="Read the settings from this YAML file."
+)
 def generate(
-    model: Path, overrides: tuple[str, ...], prompt: str | None, source: Path | None, out: Path | None
+    model: Path,
+    overrides: tuple[str, ...],
+    prompt: str | None,
+    source: Path | None,
+    out: Path | None,
+    file: Path | None,
 ) -> None:
     """Generate text with MODEL: a Transformers folder, a run's folder or a checkpoint.
 
@@ -34,18 +45,21 @@ def generate(
     --input, each line is {"prompt": "..."} or {"messages": [...]}, and an interrupted batch goes on when the command is
     run again.
 
-    OVERRIDES set keys of the section 'inference'.
+    OVERRIDES set keys of the sections 'inference', 'strategy' and 'launch', as does the file of --config. With
+    'strategy.axes' the command starts as many workers on this machine as the product of the axes, each with its shards
+    of the model; under torchrun, Slurm or MPI it joins their workers.
 
     \b
     Examples:
       hyper-parallel generate runs/quickstart --prompt "def add(a, b):" inference.max_tokens=40
       hyper-parallel generate exported/quickstart --input prompts.jsonl --out answers.jsonl
       hyper-parallel generate runs/quickstart --prompt "class" inference.temperature=0.8 inference.n=4
+      hyper-parallel generate runs/quickstart --prompt "class" strategy.axes.tensor=2
 
     \b
     Exit codes:
       0    every prompt has its answer
-      1    the disk or the device failed; finished answers are kept
+      1    the disk, the device or a worker failed; finished answers are kept
       2    an error in the input, reported in one line
       130  interrupted; finished answers are kept
     """
@@ -57,52 +71,69 @@ def generate(
         raise click.UsageError("--out belongs to --input; the answer to --prompt is printed")
     from hyper_parallel.config.generate import load_generate
 
-    settings = load_generate(overrides).inference
+    settings = load_generate(overrides, file)
     with interruptible():
-        if prompt is not None:
-            _answer(model, prompt, settings)
+        if _on_workers(settings):
+            code = _run_workers(settings, model, prompt, source, out)
+            if code:
+                sys.exit(code)
+        elif prompt is not None:
+            _answer(model, prompt, settings.inference)
         elif source is not None and out is not None:
-            _batch(model, source, out, settings)
+            from hyper_parallel.inference.batch import run_batch
+
+            run_batch(model, source, out, settings.inference)
+
+
+def _on_workers(settings: GenerateConfig) -> bool:
+    """Whether workers are started, or there are those of a launcher."""
+    from hyper_parallel.launch.launcher_env import detect
+
+    if settings.effective_strategy.axes.world > 1:
+        return True
+    return detect(os.environ, settings.launch.rendezvous) is not None
+
+
+def _run_workers(
+    settings: GenerateConfig, model: Path, prompt: str | None, source: Path | None, out: Path | None
+) -> int:
+    """Start or join the workers; the exit code."""
+    from hyper_parallel import launch
+    from hyper_parallel.config.generate import for_workers
+
+    _check(model, prompt, source)
+    named = {"model": model, "source": source, "answers": out}
+    paths = {key: str(path) for key, path in named.items() if path is not None}
+    with tempfile.TemporaryDirectory(prefix="hyper-parallel-", ignore_cleanup_errors=True) as temporary:
+        run = for_workers(settings, out=settings.logs or temporary, prompt=prompt, **paths)
+        return launch.run(run, "hyper_parallel.inference.worker_entry:main")
+
+
+def _check(model: Path, prompt: str | None, source: Path | None) -> None:
+    """Refuse what can be seen before a worker is started."""
+    if prompt is not None:
+        _check_prompt(prompt)
+    for path, is_there in ((model, model.is_dir()), (source, source is None or source.exists())):
+        if path is not None and not is_there:
+            what = (
+                "folder; give a Transformers folder, a run's or a checkpoint's" if path is model else "file"
+            )
+            raise DataError(f"{path}: no such {what}")
+
+
+def _check_prompt(prompt: str) -> None:
+    if not prompt:
+        raise DataError("--prompt is empty; generation needs at least one token to go on from")
+    if not prompt.isascii():
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise DataError("--prompt is no text: it has half of a character (a lone surrogate)") from None
 
 
 def _answer(model: Path, prompt: str, settings: Inference) -> None:
-    if not prompt:
-        raise DataError("--prompt is empty; generation needs at least one token to go on from")
+    _check_prompt(prompt)
     from hyper_parallel.inference import Generator
 
     for answer in Generator(model, **settings.model_dump())([prompt]):
         click.echo(answer.text)
-
-
-def _batch(model: Path, source: Path, out: Path, settings: Inference) -> None:
-    from hyper_parallel.inference.batch import run_batch
-    from hyper_parallel.inference.load_model import identity, located
-    from hyper_parallel.inference.prompt_file import AnswerFile, read_prompts
-
-    rows = read_prompts(source)
-    if not out.absolute().parent.is_dir():
-        raise DataError(f"--out: {out.absolute().parent}: no such folder")
-    if out.exists() and out.samefile(source):
-        raise DataError(f"--out: {out} is the input; give another file")
-    found = located(model)
-    deciding = {
-        **settings.sampling().model_dump(),
-        "seed": settings.seed,
-        "page": settings.page,
-        "model": identity(found),
-    }
-    answers = AnswerFile(out, rows, settings.n, deciding)
-    done = len(rows) * settings.n - len(answers.missing)
-    if done:
-        click.echo(f"{out}: {done} answers are there; going on with {len(answers.missing)}", err=True)
-    if answers.missing:
-        run_batch(found, rows, answers, settings, lambda line, last: _show(line, last))
-    click.echo(f"{out}: {len(rows) * settings.n} answers", err=True)
-
-
-def _show(line: str, last: bool) -> None:
-    """A progress line, written over on a terminal."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\033[K{line}" + ("\n" if last else ""), err=True, nl=False)
-    else:
-        click.echo(line, err=True)

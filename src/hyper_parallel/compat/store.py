@@ -42,6 +42,16 @@ def broadcast_from_rank_0(key: str, text: str | None) -> str:
     return str(store.get(key).decode())
 
 
+def taken_word(key: str) -> str | None:
+    """The text that a rank has stored under a key, which is removed; None where there is none yet."""
+    store = dist.distributed_c10d._get_default_store()
+    if not store.check([key]):
+        return None
+    text = str(store.get(key).decode())
+    store.delete_key(key)
+    return text
+
+
 def is_left(key: str) -> bool:
     """Whether a rank has stored a text under a key."""
     return bool(dist.distributed_c10d._get_default_store().check([key]))

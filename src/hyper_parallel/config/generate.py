@@ -3,24 +3,134 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
 
 from hyper_parallel.config.inference import Inference
-from hyper_parallel.config.load import build
-from hyper_parallel.strategy.section import Section
+from hyper_parallel.config.launch import LaunchConfig
+from hyper_parallel.config.launched import Wording
+from hyper_parallel.config.load import build, load_file
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy.memory import Memory
+from hyper_parallel.strategy.section import PathText, Section
+
+_TRAINING = "is for training, and generation does not use it"
+_UNUSED = {
+    "pipeline": f"section 'pipeline' {_TRAINING}",
+    "sequence": f"'sequence' {_TRAINING}; the tokens of a pass are split by axes.context",
+    "context": f"section 'context' {_TRAINING}; axes.context needs no method here",
+    "overlap": f"section 'overlap' {_TRAINING}",
+    "precision": "section 'precision' is for training; generation computes in the dtype of the model's folder",
+    "expert_replicas": f"'expert_replicas' {_TRAINING}",
+}
+"""Keys of `strategy` that must be left out, with the reason."""
+_MEMORY = ("device", "host", "pool", "flash")
+"""The budget."""
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Raise ValueError for what generation does not use, which would be ignored."""
+    if strategy.open:
+        raise ValueError(
+            "'auto' leaves keys to the planner, which plans training; write the degrees of the axes of 'strategy', and "
+            "leave 'memory: auto' out"
+        )
+    if strategy.axes.pipeline > 1:
+        raise ValueError(
+            f"'axes.pipeline' ({strategy.axes.pipeline}): generation does not run pipelines; use tensor_x, tensor_y, "
+            "shard, expert, replicate or context"
+        )
+    plain = Strategy(axes=strategy.axes)
+    for key, reason in _UNUSED.items():
+        if getattr(strategy, key) != getattr(plain, key):
+            raise ValueError(f"{reason}; leave it out")
+    for key in Memory.model_fields:
+        if getattr(strategy.memory, key) == getattr(plain.memory, key):
+            continue
+        if key in _MEMORY:
+            raise ValueError(f"'memory.{key}': generation has no memory tiers yet; leave it out")
+        raise ValueError(f"'memory.{key}' {_TRAINING}; leave it out")
 
 
 class GenerateConfig(Section):
-    """What `hyper-parallel generate` is told beside the model and the prompts."""
+    """What `hyper-parallel generate` is given beside the model and the prompts."""
 
-    reserved: ClassVar = {"strategy": "generation runs on one device, without memory tiers"}
+    wording: ClassVar = Wording(
+        stopping="finished answers are kept",
+        safe="finished answers are kept",
+        resume="run the same command again: a batch goes on after the finished answers",
+    )
 
     version: Literal[1] = 1
     """Version of the format."""
     inference: Inference = Inference()
     """How answers are drawn, and how requests share the device."""
+    strategy: Strategy = Strategy()
+    """How the model and the requests are spread over workers: `axes`, `placement`, `rules`."""
+    launch: LaunchConfig = LaunchConfig()
+    """The workers."""
+    logs: PathText | None = None
+    """A folder for the logs of several workers. Default: none are left."""
+
+    @model_validator(mode="after")
+    def _generation_uses_it(self) -> GenerateConfig:
+        check_strategy(self.strategy)
+        axes, workers = self.strategy.axes, self.launch.workers
+        if workers is not None and workers not in (1, axes.world):
+            raise ValueError(
+                f"the strategy's axes multiply to {axes.world}{f' ({axes.product})' if axes.world > 1 else ''}, but "
+                f"'launch.workers' is {workers}; make them equal, leave 'launch.workers' out, or set it to 1 for one "
+                "device"
+            )
+        return self
+
+    @property
+    def open(self) -> bool:
+        """Never: the planner chooses nothing for generation."""
+        return False
+
+    @property
+    def effective_strategy(self) -> Strategy:
+        """The strategy that runs: with all axes 1 when `launch.workers` is 1."""
+        return self.strategy.on_one_device if self.launch.workers == 1 else self.strategy
+
+    @property
+    def keeps_logs(self) -> bool:
+        """Only in a folder that is named."""
+        return self.logs is not None
+
+    @property
+    def model_type(self) -> str | None:
+        """Not known before the model's folder is read."""
+        return None
 
 
-def load_generate(overrides: Sequence[str] = ()) -> GenerateConfig:
-    """Settings with overrides such as ``"inference.max_tokens=40"``. Raises ConfigError as `load` does."""
+class GenerateRun(GenerateConfig):
+    """The same with the model and the prompts, for workers."""
+
+    out: PathText
+    """The folder of the workers' logs: `logs`, or one that the command removes."""
+    model: PathText
+    """The folder of the model."""
+    prompt: str | None = None
+    """A prompt, whose answer is printed; or else:"""
+    source: PathText | None = None
+    """The file of prompts."""
+    answers: PathText | None = None
+    """The file for answers."""
+
+
+def load_generate(overrides: Sequence[str] = (), file: Path | None = None) -> GenerateConfig:
+    """Settings of a file with overrides such as ``"inference.max_tokens=40"``. Raises ConfigError as `load` does."""
+    if file is not None:
+        return load_file(GenerateConfig, file, overrides)
     return build(GenerateConfig, [("generate", {"version": 1})], overrides)
+
+
+def for_workers(settings: GenerateConfig, **given: Any) -> GenerateRun:
+    """The same settings with the remaining fields of a `GenerateRun`."""
+    return GenerateRun.model_validate(
+        {**{key: getattr(settings, key) for key in GenerateConfig.model_fields}, **given}
+    )

@@ -44,7 +44,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError with one line for each problem: the file or override, the key, what it must be, what it is.
     """
-    return _load(RunConfig, path, overrides)
+    return load_file(RunConfig, path, overrides)
 
 
 def load_strategy(path: str | Path, overrides: Sequence[str] = ()) -> Strategy:
@@ -52,7 +52,7 @@ def load_strategy(path: str | Path, overrides: Sequence[str] = ()) -> Strategy:
 
     Raises ConfigError as `load` does.
     """
-    return _load(Strategy, path, overrides)
+    return load_file(Strategy, path, overrides)
 
 
 def from_dict(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> RunConfig:
@@ -68,7 +68,8 @@ def dump(config: RunConfig | Strategy) -> str:
     return yaml12.write(config.model_dump(mode="json"))
 
 
-def _load(model: type[Model], path: str | Path, overrides: Sequence[str]) -> Model:
+def load_file(model: type[Model], path: str | Path, overrides: Sequence[str]) -> Model:
+    """The model of a file of its sections, with overrides. Raises ConfigError as `load` does."""
     return build(model, _files(model, Path(path), (), LARGEST), overrides)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from hyper_parallel.config.checkpoint import CheckpointConfig
 from hyper_parallel.config.data import DataConfig
 from hyper_parallel.config.launch import LaunchConfig
+from hyper_parallel.config.launched import Wording
 from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.config.train import TrainConfig
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.strategy import Axes, Strategy
+from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.section import PathText, Section
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -20,6 +21,12 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 class RunConfig(Section):
     """One run file: the model, the data, the training, the strategy, the workers and the run's folder."""
+
+    wording: ClassVar = Wording(
+        stopping="the workers finish their step and save",
+        safe="committed checkpoints are safe",
+        resume="run the same command again: it continues from the last committed checkpoint",
+    )
 
     version: Literal[1]
     """The version of the file's format."""
@@ -177,10 +184,14 @@ class RunConfig(Section):
                 "workers; `hyper-parallel simulate FILE --cluster NAME --ranks N` shows what it would choose for a "
                 "cluster. Or write the degrees"
             )
-        if self.launch.workers == 1:
-            # Nothing is gathered on one device, so that nothing can be gathered again.
-            memory = self.strategy.memory.model_copy(update={"gathered": "keep"})
-            settled = {"chosen": (), "cluster": None, "tries": None, "tries_seconds": None}
-            alone = {"axes": Axes(), "sequence": False, **settled}
-            return self.strategy.model_copy(update={**alone, "memory": memory})
-        return self.strategy
+        return self.strategy.on_one_device if self.launch.workers == 1 else self.strategy
+
+    @property
+    def keeps_logs(self) -> bool:
+        """They stay in the run's folder."""
+        return True
+
+    @property
+    def model_type(self) -> str | None:
+        """The Transformers family, where the file names it."""
+        return None if self.model.config is None else str(self.model.config["model_type"])

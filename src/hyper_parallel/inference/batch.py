@@ -2,50 +2,119 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import DataError, HyperParallelError
 from hyper_parallel.inference.generator import Generator
-from hyper_parallel.inference.prompt_file import AnswerFile, Row
+from hyper_parallel.inference.load_model import identity, located
+from hyper_parallel.inference.prompt_file import AnswerFile, read_prompts
+from hyper_parallel.inference.request import Completion, Request
 
 _SECONDS = 2.0
 """Between progress lines."""
 
+Deliver = Callable[[int, Completion, int], None]
+"""Takes the place and the answer of a request, and the tokens of prompts that were shared until now."""
 
-def run_batch(
-    model: Path,
-    rows: Sequence[Row],
-    answers: AnswerFile,
-    settings: Inference,
-    show: Callable[[str, bool], None],
-) -> None:
-    """Answer what is missing. `show` is given a progress line, and whether it is the last.
 
-    Raises DataError with the line of a prompt that the model cannot read, before anything is generated.
-    """
-    generator = Generator(model, **settings.model_dump())
-    ids: dict[int, list[int]] = {}
-    requests = []
-    for row, sample in answers.missing:
-        try:
-            if row not in ids:
-                ids[row] = generator.ids_of(rows[row].prompt)
-            requests.append(generator.request(ids[row], settings, row, sample))
-        except HyperParallelError as error:
-            raise DataError(f"line {rows[row].line} of the prompts: {error}") from None
-    places, tokens, begun, shown = answers.missing, 0, time.monotonic(), 0.0
-    with answers.writing() as file:
-        for count, (place, answer) in enumerate(generator.run(requests), 1):
-            answers.add(file, places[place], answer)
+class Batch:
+    """The files of a batch, and what of it is still to be generated."""
+
+    def __init__(self, model: Path, source: Path, out: Path, settings: Inference) -> None:
+        """Read the prompts, and the answers of an earlier run. Raises DataError for files that cannot be used, and
+        CheckpointError for a folder that holds no model."""
+        self.out, self._settings = out, settings
+        self._rows = read_prompts(source)
+        if not out.absolute().parent.is_dir():
+            raise DataError(f"--out: {out.absolute().parent}: no such folder")
+        if out.exists() and out.samefile(source):
+            raise DataError(f"--out: {out} is the input; give another file")
+        deciding = {
+            **settings.sampling().model_dump(),
+            "seed": settings.seed,
+            "page": settings.page,
+            "model": identity(located(model)),
+        }
+        self._answers = AnswerFile(out, self._rows, settings.n, deciding)
+        self._missing = self._answers.missing
+        self.size = len(self._rows) * settings.n
+        """Answers to all prompts."""
+        self.missing = bool(self._missing)
+        """Whether there is anything to do."""
+        if len(self._missing) < self.size:
+            say(
+                f"{out}: {self.size - len(self._missing)} answers are there; going on with {len(self._missing)}"
+            )
+
+    def requests(self, generator: Generator) -> list[Request]:
+        """What is missing. Raises DataError with the line of a prompt that the model cannot read."""
+        ids: dict[int, list[int]] = {}
+        found = []
+        for row, sample in self._missing:
+            try:
+                if row not in ids:
+                    ids[row] = generator.ids_of(self._rows[row].prompt)
+                found.append(generator.request(ids[row], self._settings, row, sample))
+            except HyperParallelError as error:
+                raise DataError(f"line {self._rows[row].line} of the prompts: {error}") from None
+        return found
+
+    @contextmanager
+    def writing(self) -> Iterator[Deliver]:
+        """The function that writes an answer, and shows progress."""
+        tokens = count = 0
+        begun, shown = time.monotonic(), 0.0
+
+        def deliver(place: int, answer: Completion, shared: int) -> None:
+            nonlocal tokens, count, shown
+            self._answers.add(file, self._missing[place], answer)
             tokens += len(answer.tokens)
-            now = time.monotonic()
-            if now - shown >= _SECONDS or count == len(requests):
+            count += 1
+            now, last = time.monotonic(), count == len(self._missing)
+            if now - shown >= _SECONDS or last:
                 shown = now
                 rate = tokens / max(now - begun, 1e-9)
-                told = f"{count} of {len(requests)} answers, {tokens} tokens, {rate:.0f} tokens/s"
-                if generator.shared:
-                    told += f", {generator.shared} tokens of prompts shared"
-                show(told, count == len(requests))
+                line = f"{count} of {len(self._missing)} answers, {tokens} tokens, {rate:.0f} tokens/s"
+                if shared:
+                    line += f", {shared} tokens of prompts shared"
+                _show(line, last)
+
+        with self._answers.writing() as file:
+            yield deliver
+
+    def end(self) -> None:
+        """Say that all is there."""
+        say(f"{self.out}: {self.size} answers")
+
+
+def run_batch(model: Path, source: Path, out: Path, settings: Inference) -> None:
+    """Answer what is missing, in this process. Raises what `Batch` and `Generator` do, and FaultError if the disk is
+    full."""
+    batch = Batch(model, source, out, settings)
+    if batch.missing:
+        generator = Generator(model, **settings.model_dump())
+        requests = batch.requests(generator)
+        with batch.writing() as deliver:
+            for place, answer in generator.run(requests):
+                deliver(place, answer, generator.shared)
+    batch.end()
+
+
+def say(line: str) -> None:
+    """Write a line on standard error."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _show(line: str, last: bool) -> None:
+    """A progress line, written over on a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{line}" + ("\n" if last else ""))
+        sys.stderr.flush()
+    else:
+        say(line)

@@ -7,7 +7,7 @@ and values go to pages through `PagedCache`, attention is `paged_attention`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import DataError, UnsupportedModelError
 from hyper_parallel.inference import padded_experts, paged_attention
-from hyper_parallel.inference.choose_token import choose, draw_of
+from hyper_parallel.inference.decide import Decide, decide
 from hyper_parallel.inference.kv_pages import rows_of
 from hyper_parallel.inference.kv_sizes import KVCacheSizes, LayerShape
 from hyper_parallel.inference.page_pool import PagePool
@@ -41,6 +41,10 @@ class Engine:
         self.layers = layers
         self.eos = eos
         self.device = next(model.parameters()).device
+        self.decide: Decide = decide
+        """Chooses tokens. Several ranks that compute the same passes choose together."""
+        self.around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A context for each pass of `run`."""
         self.passes = 0
         self.shared = 0
         """Tokens of the prompts of the last run that another request had computed."""
@@ -128,7 +132,8 @@ class Engine:
         """Passes until requests end, and these; none when all have."""
         with self._generating(cache):
             while chosen := scheduler.next_pass():
-                ended = self._advance(chosen, cache, text_of)
+                with self.around_pass():
+                    ended = self._advance(chosen, cache, text_of)
                 scheduler.passed(chosen)
                 self.shared = scheduler.shared
                 for one in ended:
@@ -144,19 +149,12 @@ class Engine:
         ready, logits = self._passed(chosen, cache)
         if not ready:
             return []
-        greedy = logits.argmax(-1).tolist()
-        shares = logits.log_softmax(-1) if any(one.request.sampling.logprobs for one in ready) else None
-        ended = []
-        for place, one in enumerate(ready):
-            sampling = one.request.sampling
-            if sampling.temperature == 0 and sampling.repetition_penalty == 1:
-                token = greedy[place]
-            else:
-                draw = draw_of(one.request.seed, one.request.row, one.request.sample, len(one.answer.tokens))
-                token = choose(logits[place].cpu(), sampling, one.tokens, draw)
-            if self._took(one, token, shares[place] if shares is not None else None, text_of):
-                ended.append(one)
-        return ended
+        decided = self.decide(ready, logits)
+        return [
+            one
+            for one, (token, logprob) in zip(ready, decided, strict=True)
+            if self._took(one, token, logprob, text_of)
+        ]
 
     def _passed(
         self, chosen: list[tuple[Running, Segment]], cache: PagedCache
@@ -172,7 +170,7 @@ class Engine:
         return [one for one, _ in ready], logits
 
     def _took(
-        self, one: Running, token: int, shares_V: Tensor | None, text_of: Callable[[list[int]], str]
+        self, one: Running, token: int, logprob: float | None, text_of: Callable[[list[int]], str]
     ) -> bool:
         """Add a token to an answer; whether the answer ends with it."""
         answer, sampling = one.answer, one.request.sampling
@@ -182,8 +180,8 @@ class Engine:
             return True
         one.tokens.append(token)
         answer.tokens.append(token)
-        if sampling.logprobs and shares_V is not None:
-            answer.logprobs = [*(answer.logprobs or ()), float(shares_V[token])]
+        if logprob is not None:
+            answer.logprobs = [*(answer.logprobs or ()), logprob]
         if sampling.stop:
             # A character has at most 4 bytes, and a token at least one.
             longest = max(map(len, sampling.stop))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from hyper_parallel.config.generate import check_strategy
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.inference.decide import DecideTogether
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.load_model import load
+from hyper_parallel.inference.load_shards import load_shards
 from hyper_parallel.inference.model_support import check_length, check_model, prove
 from hyper_parallel.inference.prompt_file import is_text
+from hyper_parallel.inference.replica import Replica
 from hyper_parallel.inference.request import Completion, Request
+from hyper_parallel.strategy import Strategy
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of a conversation."""
@@ -31,18 +37,33 @@ class Generator:
         print(answer.text)
     """
 
-    def __init__(self, model: nn.Module | str | Path, tokenizer: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module | str | Path,
+        tokenizer: Any = None,
+        *,
+        strategy: Strategy | None = None,
+        **settings: Any,
+    ) -> None:
         """`model`: a Transformers model, or a folder: one that `save_pretrained` or `export` wrote, a run's, or a
-        checkpoint. `tokenizer`: Transformers' fast tokenizer; a folder has its own. `settings`: keys of the `inference`
-        section.
+        checkpoint. `tokenizer`: Transformers' fast tokenizer; a folder has its own. `strategy`: how a folder's model is
+        spread over the ranks of the process group, of which each loads its own shards; every rank then makes the
+        Generator and calls it with the same prompts. `settings`: keys of the `inference` section.
 
         Raises UnsupportedModelError for a model that cannot be generated with, CheckpointError or ConfigError for a
-        folder that cannot be read.
+        folder that cannot be read, StrategyError for a strategy that does not fit.
         """
         self.settings = Inference(**settings)
+        strategy = _checked(strategy)
         if isinstance(model, nn.Module):
+            if strategy is not None:
+                raise ConfigError(
+                    "strategy: is for a model's folder; spread a model in memory with hp.parallelize(model, strategy)"
+                )
             self.model = model
             self.tokenizer = Tokenizer(tokenizer) if tokenizer is not None else None
+        elif strategy is not None and strategy.axes.world > 1:
+            self.model, self.tokenizer = load_shards(Path(model), strategy)
         else:
             self.model, self.tokenizer = load(Path(model))
         self._config = check_model(self.model)
@@ -52,6 +73,10 @@ class Generator:
             layers=int(self._config.num_hidden_layers),
             eos=_ends(self.model, self.tokenizer),
         )
+        self.replica = Replica.of(self.model)
+        """The workers with which this process computes the same passes."""
+        if self.replica.group is not None:
+            self._engine.decide = DecideTogether(self.replica.group, self.replica.leads)
         prove(self._engine, self._config)
 
     def __call__(self, prompts: Sequence[Prompt], **settings: Any) -> list[Completion]:
@@ -79,6 +104,20 @@ class Generator:
     def shared(self) -> int:
         """Tokens of the prompts of the last run that were not computed, since another request had computed them."""
         return self._engine.shared
+
+    @property
+    def passes(self) -> int:
+        """Passes through the model until now."""
+        return self._engine.passes
+
+    @contextmanager
+    def around_passes(self, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Inside, each pass of a run is computed in a context that `around` gives."""
+        before, self._engine.around_pass = self._engine.around_pass, around
+        try:
+            yield
+        finally:
+            self._engine.around_pass = before
 
     def run(
         self, requests: Sequence[Request], settings: Inference | None = None
@@ -119,6 +158,16 @@ class Generator:
     def text_of(self, ids: list[int]) -> str:
         """The text of an answer's tokens; empty without a tokenizer."""
         return self.tokenizer.decode(ids) if self.tokenizer is not None else ""
+
+
+def _checked(strategy: Strategy | None) -> Strategy | None:
+    """Raises ConfigError for one with what generation does not use."""
+    if strategy is not None:
+        try:
+            check_strategy(strategy)
+        except ValueError as error:
+            raise ConfigError(f"strategy: {error}") from None
+    return strategy
 
 
 def _ends(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:

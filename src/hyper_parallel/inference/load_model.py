@@ -67,5 +67,9 @@ def _read(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
         raise ConfigError(
             f"{folder}: the model cannot be loaded: {' '.join(str(error).split())[:300]}"
         ) from error
-    tokenizer = load_tokenizer(str(folder), "MODEL") if (folder / "tokenizer.json").is_file() else None
-    return model.to(backend().device(0)), tokenizer
+    return model.to(backend().device(0)), tokenizer_of(folder)
+
+
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a Transformers folder; None where it has none."""
+    return load_tokenizer(str(folder), "MODEL") if (folder / "tokenizer.json").is_file() else None

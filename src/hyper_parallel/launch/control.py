@@ -83,10 +83,13 @@ class ControlThread:
 
     `grace`: seconds from a stop request until the process ends in any case; None leaves that to the sender of orders.
     `force`: a second Ctrl-C ends the process at once; otherwise that is left to the sender too.
+    `safe`: what is not lost then.
     """
 
-    def __init__(self, link: Link, *, grace: float | None = None, force: bool = False) -> None:
-        self._link, self._grace, self._force = link, grace, force
+    def __init__(
+        self, link: Link, *, grace: float | None = None, force: bool = False, safe: str = ""
+    ) -> None:
+        self._link, self._grace, self._force, self._safe = link, grace, force, safe
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
@@ -202,8 +205,8 @@ class ControlThread:
             os._exit(self._code)
         if self._grace is not None and self._asked_at is not None and now > self._asked_at + self._grace:
             sys.__stderr__.write(  # type: ignore[union-attr]
-                f"{PREFIX}this worker did not end in the {self._grace:g} s of launch.grace and leaves; committed "
-                "checkpoints are safe\n"
+                f"{PREFIX}this worker did not end in the {self._grace:g} s of launch.grace and leaves; "
+                f"{self._safe}\n"
             )
             os._exit(130)
 

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from hyper_parallel.config import RunConfig
+from hyper_parallel.config.launched import Launched
 from hyper_parallel.errors import PREFIX
 from hyper_parallel.launch import logs, stop
 from hyper_parallel.launch.control import ControlThread
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SHOWN = "hyper_parallel/shown"
 
 
-def run_joined(config: RunConfig, target: str, place: WorkerPlace) -> int:
+def run_joined(config: Launched, target: str, place: WorkerPlace) -> int:
     """Run the target as the launcher's worker in this process; returns the exit code (see `launch.run`)."""
     world = place.world if config.open else config.effective_strategy.axes.world
     if place.world != world:
@@ -62,18 +62,18 @@ def run_joined(config: RunConfig, target: str, place: WorkerPlace) -> int:
 
     def frozen(suspect: Suspect) -> None:
         failure = Failure(suspect.rank, "died", suspect.how, time.monotonic())
-        os.write(screen, f"{failure.render(config.out)}\n".encode())
+        os.write(screen, f"{failure.render(config)}\n".encode())
 
     link = StoreLink(place, config.launch.timeout, frozen)
     lost = watch_steps(config.out)
-    with ControlThread(link, grace=config.launch.grace, force=True):
+    with ControlThread(link, grace=config.launch.grace, force=True, safe=config.wording.safe):
         held = run_lock(config.out) if place.rank == 0 else contextlib.nullcontext()
         with held, logs.recording(logs.path_of(config.out, place.rank), terminal):
             code = work(place, config, target, report, connected=link.connect)
         link.settle()
         link.close()
         for failure in shown:
-            _say(failure.render(config.out))
+            _say(failure.render(config))
         if (shown or link.has_failed) and (line := lost()) is not None:
             _say(line)
         if link.has_failed:

@@ -7,13 +7,13 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
+from hyper_parallel.config.launched import Launched
 from hyper_parallel.errors import PREFIX, FaultError, FollowsError, HyperParallelError
 from hyper_parallel.launch.logs import path_of
 
-RESUME = "run the same command again: it continues from the last committed checkpoint"
+_NO_LOG = "logs=FOLDER keeps the logs of the workers"
 
 Kind = Literal["error", "fault", "crash", "lost", "died"]
 
@@ -66,20 +66,23 @@ class Failure:
         """Exit code: 2 for user errors, 1 for all others."""
         return 2 if self.kind == "error" else 1
 
-    def render(self, out: str | Path) -> str:
+    def render(self, config: Launched) -> str:
         """The text for the terminal, without a trailing newline: one line, except for a crash's traceback."""
-        log = path_of(out, self.rank)
+        log = path_of(config.out, self.rank)
+        its_log = f"its log: {log}" if config.keeps_logs else _NO_LOG
         if self.kind in ("error", "fault"):
             return f"{PREFIX}{self.text}"
         if self.kind == "crash":
-            return f"worker {self.rank} failed (its log: {log}):\n{self.text}"
+            return f"worker {self.rank} failed ({its_log}):\n{self.text}"
         if self.kind == "lost":
+            where = f"see the logs in {log.parent}" if config.keeps_logs else _NO_LOG
             return (
                 f"{PREFIX}worker {self.rank} lost the other workers, and none on this machine says why "
-                f"({self.text}); see the logs in {log.parent}"
+                f"({self.text}); {where}"
             )
         return (
-            f"{PREFIX}worker {self.rank} {self.text}; the other workers were ended; {RESUME}; its log: {log}"
+            f"{PREFIX}worker {self.rank} {self.text}; the other workers were ended; {config.wording.resume}; "
+            f"{its_log}"
         )
 
 

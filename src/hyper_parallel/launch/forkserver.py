@@ -20,7 +20,7 @@ from multiprocessing.reduction import send_handle
 from socket import socket
 from typing import Any
 
-from hyper_parallel.config import RunConfig
+from hyper_parallel.config.launched import Launched
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch.launcher_env import WorkerPlace
 from hyper_parallel.launch.stop import SAVE, STOPS
@@ -78,7 +78,7 @@ class ForkServer:
     def start(
         self,
         places: Sequence[WorkerPlace],
-        config: RunConfig,
+        config: Launched,
         target: str,
         preload: Sequence[str],
         listener: socket | None,
@@ -93,6 +93,7 @@ class ForkServer:
             "do": "start",
             "places": [asdict(place) for place in places],
             "config": config.model_dump_json(context={"secrets": True}),
+            "config_class": f"{type(config).__module__}:{type(config).__qualname__}",
             "target": target,
             "preload": list(preload),
             "listens": listener is not None,

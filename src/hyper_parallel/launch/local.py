@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TextIO
 
-from hyper_parallel.config import RunConfig
+from hyper_parallel.config.launched import Launched
 from hyper_parallel.errors import PREFIX, LaunchError
 from hyper_parallel.launch import rendezvous
-from hyper_parallel.launch.failure import RESUME, Failure, cause
+from hyper_parallel.launch.failure import Failure, cause
 from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.forkserver import ForkServer, fork_server
 from hyper_parallel.launch.heartbeat import Beat
@@ -38,7 +38,7 @@ REPEAT_S = 0.3
 """A second SIGINT within this time counts as the same one, as when `timeout` or `kill` signals a group."""
 
 
-def run_local(config: RunConfig, target: str) -> int:
+def run_local(config: Launched, target: str) -> int:
     """Start this machine's share of the workers and supervise them; returns the exit code (see `launch.run`).
 
     Raises LaunchError when they cannot be started.
@@ -84,7 +84,7 @@ _BEGIN_LINE = "\r\x1b[2K"
 class _Watch:
     """The state of one run: live workers, failures, and pending requests."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: Launched) -> None:
         self.config = config
         self.alive: dict[int, Connection] = {}
         self.failures: list[Failure] = []
@@ -144,7 +144,7 @@ class _Watch:
                     return INTERRUPTED
                 if not self.started:
                     raise
-                _say(f"{PREFIX}{error}; {RESUME}")
+                _say(f"{PREFIX}{error}; {self.config.wording.resume}")
                 return 1
             finally:
                 board.close()
@@ -227,7 +227,7 @@ class _Watch:
             if self.alive and self.told not in ("end", "kill"):
                 self._order("end", END_S)
         elif self.asked is not None and self.told is None and self.alive:
-            _say("stopping: the workers finish their step and save; once more ends them at once")
+            _say(f"stopping: {self.config.wording.stopping}; once more ends them at once")
             self._order("stop", self.config.launch.grace)
         elif self.alive and self.told != "kill" and (self.at_once or now > self.kill_at):
             if not self.at_once and self.told == "stop":
@@ -244,7 +244,7 @@ class _Watch:
         ranks = ", ".join(f"{rank} ({at})" if at else str(rank) for rank, at in sorted(where.items()))
         return (
             f"did not end in the {self.config.launch.grace:g} s of launch.grace and is killed: worker {ranks}; "
-            "committed checkpoints are safe"
+            f"{self.config.wording.safe}"
         )
 
     def _order(self, order: str, patience: float) -> None:
@@ -264,18 +264,17 @@ class _Watch:
         if self.asked is not None and failure.kind == "lost" and self.left:
             return
         self.shown = True
-        _say(failure.render(self.config.out))
+        _say(failure.render(self.config))
 
     def _verdict(self) -> int:
         began = cause(self.failures)
         return began.exit_code if began is not None else 0
 
 
-def _preload(config: RunConfig, target: str) -> list[str]:
+def _preload(config: Launched, target: str) -> list[str]:
     """Modules that every worker needs: imported once, before the fork."""
     modules = [target.partition(":")[0]] if target.startswith("hyper_parallel.") else []
-    if config.model.config is not None:
-        family = str(config.model.config["model_type"])
+    if (family := config.model_type) is not None:
         modules.append(f"transformers.models.{family}.modeling_{family}")
     return modules
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from hyper_parallel.config import RunConfig
+from hyper_parallel.config.launched import Launched
 from hyper_parallel.launch.external_launcher import run_joined
 from hyper_parallel.launch.launcher_env import detect
 from hyper_parallel.launch.local import run_local
 
 
-def run(config: RunConfig, target: str) -> int:
+def run(config: Launched, target: str) -> int:
     """Call the target ``package.module:function`` with `(config, Worker)` on every rank; returns the exit code.
 
     0: done. 1: a worker died or raised another exception than a HyperParallelError. 2: a worker raised a

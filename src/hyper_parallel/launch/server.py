@@ -161,7 +161,6 @@ def _become_worker(job: _Job, index: int, server: int, channel: Connection) -> N
 def _work(job: _Job, index: int) -> int:
     import atexit
 
-    from hyper_parallel.config import RunConfig
     from hyper_parallel.launch import logs
     from hyper_parallel.launch.control import CommandLink, ControlThread
     from hyper_parallel.launch.failure import Failure
@@ -182,7 +181,8 @@ def _work(job: _Job, index: int) -> int:
     def report(failure: Failure, store: object) -> None:
         link.tell({"event": "failed", "failure": asdict(failure)})
 
-    config = RunConfig.model_validate_json(job.message["config"])
+    module, _, name = job.message["config_class"].partition(":")
+    config = getattr(importlib.import_module(module), name).model_validate_json(job.message["config"])
     with ControlThread(link), logs.recording(logs.path_of(config.out, place.rank), terminal):
         pulse.write_to(board.slot(index))
         code = work(place, config, job.message["target"], report, listener)

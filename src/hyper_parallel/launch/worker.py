@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.config import RunConfig
+from hyper_parallel.config.launched import Launched
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch import membership, rendezvous, stop
 from hyper_parallel.launch.failure import Failure
@@ -34,7 +34,7 @@ LIMIT = timedelta(days=20)
 """Practically unlimited timeout for a collective: the watchdog ends a run that hangs, and recognizes a suspended one.
 """
 
-Target = Callable[[RunConfig, "Worker"], Any]
+Target = Callable[[Any, "Worker"], Any]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def find_target(name: str) -> Target:
 
 def work(
     place: WorkerPlace,
-    config: RunConfig,
+    config: Launched,
     target: str,
     report: Callable[[Failure, Store | None], None],
     listener: socket.socket | None = None,
@@ -106,7 +106,7 @@ def work(
         return failure.exit_code
 
 
-def _prepared(place: WorkerPlace, config: RunConfig) -> Worker:
+def _prepared(place: WorkerPlace, config: Launched) -> Worker:
     """This process's threads, device and environment."""
     threads = config.launch.threads or max(1, _cores() // place.local_world)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the target starts; torch is loaded already
@@ -143,7 +143,7 @@ def _prepared(place: WorkerPlace, config: RunConfig) -> Worker:
     return Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend)
 
 
-def _admitted(place: WorkerPlace, config: RunConfig, timeout: timedelta, store: Store) -> Store:
+def _admitted(place: WorkerPlace, config: Launched, timeout: timedelta, store: Store) -> Store:
     """The workers' shared store, once this worker has proved its membership."""
     token = membership.token_of(config.launch)
     if place.rank == 0:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from hyper_parallel.config import RunConfig
+from hyper_parallel.config.launched import Launched
 from hyper_parallel.errors import ConfigError
 
 
-def workers_of(config: RunConfig) -> int:
+def workers_of(config: Launched) -> int:
     """The number over all nodes: the product of the axes; if the planner chooses these, `launch.workers`, else one for
     each accelerator of this machine (or for each core without accelerators), times the number of nodes.
 
@@ -28,7 +28,7 @@ def workers_of(config: RunConfig) -> int:
     return world
 
 
-def _devices(config: RunConfig) -> tuple[int, str]:
+def _devices(config: Launched) -> tuple[int, str]:
     """The number of this machine's devices for workers, and their kind."""
     if config.launch.device != "cpu":
         # Only here, because this needs torch.

@@ -34,6 +34,7 @@ _EXPERT_PARTS = {
 _LARGEST_INDEX = 64 * 2**20
 _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "BOOL")
 """Element types whose values are the weights (or, whole numbers, buffers) themselves."""
+_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Source(Protocol):
@@ -57,6 +58,14 @@ class Folder:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def dtype(self) -> torch.dtype | None:
+        """Of the first floating-point tensor, as Transformers' `dtype="auto"` finds it; None where there is none."""
+        for stored, path in self._files.items():
+            kind = self._opened_file(path).get_slice(stored).get_dtype()
+            if kind in _FLOATING:
+                return _FLOATING[kind]
+        return None
+
     def find(self, name: str, model: Any, shape: tuple[int, ...]) -> Source | None:
         """The tensor of a model's parameter or buffer, under whichever name the folder keeps it; None if it has none.
 
@@ -71,9 +80,7 @@ class Folder:
     def _slice(self, stored: str, shape: tuple[int, ...]) -> Any:
         path = self._files[stored]
         try:
-            if path not in self._opened:
-                self._opened[path] = self._stack.enter_context(_opened(path))
-            piece = self._opened[path].get_slice(stored)
+            piece = self._opened_file(path).get_slice(stored)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from None
         if tuple(piece.get_shape()) != shape:
@@ -86,6 +93,11 @@ class Folder:
                 f"scales or a table; give a folder of plain weights ({', '.join(_PLAIN[:4])})"
             )
         return piece
+
+    def _opened_file(self, path: Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = self._stack.enter_context(_opened(path))
+        return self._opened[path]
 
     def _experts(self, name: str, model: Any, shape: tuple[int, ...]) -> Source | None:
         prefix, _, own = name.rpartition(".")

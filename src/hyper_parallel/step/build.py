@@ -220,12 +220,23 @@ def _too_small(rows: int, tokenizer: Tokenizer, mend: str) -> str:
 
 def on_meta(hf: Any, config: RunConfig) -> nn.Module:
     """The run's unsharded model without values. Raises ConfigError when Transformers cannot build it."""
+    dtype = getattr(torch, config.effective_strategy.precision.param)
+    model = causal_model(hf, dtype, None if config.model.attention == "auto" else config.model.attention)
+    if config.model.adapter is not None:
+        model = with_adapters(model, config.model.adapter)
+    if has_encoder(model):
+        raise ConfigError(
+            f"model: {_UNSUPPORTED.format(hf.model_type)}; as a decoder it takes is_decoder: true in model.config"
+        )
+    return model
+
+
+def causal_model(hf: Any, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
+    """Transformers' causal language model of a config, on the meta device. Raises ConfigError when there is none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model: {_UNSUPPORTED.format(hf.model_type)}")
-    dtype = getattr(torch, config.effective_strategy.precision.param)
-    attention = None if config.model.attention == "auto" else config.model.attention
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -235,12 +246,6 @@ def on_meta(hf: Any, config: RunConfig) -> nn.Module:
         reason = f"{type(error).__name__}: {_line(error)}"
         raise ConfigError(f"model: Transformers cannot build it: {reason}") from error
     assert isinstance(model, nn.Module)
-    if config.model.adapter is not None:
-        model = with_adapters(model, config.model.adapter)
-    if has_encoder(model):
-        raise ConfigError(
-            f"model: {_UNSUPPORTED.format(hf.model_type)}; as a decoder it takes is_decoder: true in model.config"
-        )
     return model
 
 

@@ -169,6 +169,14 @@ class Strategy(Section):
         return self.model_copy(update={"axes": axes, "pipeline": Pipeline()})
 
     @property
+    def on_one_device(self) -> Strategy:
+        """The same with all axes 1, for a run on one device."""
+        # Nothing is gathered on one device, so that nothing can be gathered again.
+        memory = self.memory.model_copy(update={"gathered": "keep"})
+        settled = {"chosen": (), "cluster": None, "tries": None, "tries_seconds": None}
+        return self.model_copy(update={"axes": Axes(), "sequence": False, "memory": memory, **settled})
+
+    @property
     def open(self) -> bool:
         """Whether the planner has to choose axes, or a memory budget, before anything can run."""
         return bool(self.axes.open) or BUDGET in self.chosen

@@ -1,0 +1,67 @@
+"""The next tokens of a pass: chosen by this process, or by one rank of a group for all of it.
+
+Ranks that compute the same pass need the same tokens, or they would no longer run in lockstep. Logits may differ in
+their last bits between kinds of processors, so that only one rank chooses, and the others get its choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_parallel.inference.choose_token import choose, draw_of
+from hyper_parallel.inference.scheduler import Running
+
+Decision = tuple[int, float | None]
+"""A token, and the natural logarithm of its probability where the request wants it."""
+
+
+class Decide(Protocol):
+    """Chooses the next token of each request."""
+
+    def __call__(self, ready: Sequence[Running], logits: Tensor) -> list[Decision]:
+        """For float32 logits [len(ready), V]."""
+
+
+def decide(ready: Sequence[Running], logits: Tensor) -> list[Decision]:
+    """The tokens that this process chooses."""
+    greedy = logits.argmax(-1).tolist()
+    shares = logits.log_softmax(-1) if any(one.request.sampling.logprobs for one in ready) else None
+    found = list[Decision]()
+    for place, one in enumerate(ready):
+        sampling = one.request.sampling
+        if sampling.temperature == 0 and sampling.repetition_penalty == 1:
+            token = greedy[place]
+        else:
+            draw = draw_of(one.request.seed, one.request.row, one.request.sample, len(one.answer.tokens))
+            token = choose(logits[place].cpu(), sampling, one.tokens, draw)
+        found.append(
+            (token, float(shares[place, token]) if shares is not None and sampling.logprobs else None)
+        )
+    return found
+
+
+class DecideTogether:
+    """The first rank of a group chooses for all."""
+
+    def __init__(self, group: Any, chooses: bool) -> None:
+        """`chooses`: whether this is the rank."""
+        self._group, self._chooses = group, chooses
+
+    def __call__(self, ready: Sequence[Running], logits: Tensor) -> list[Decision]:
+        """A collective of the group."""
+        wanted = [one.request.sampling.logprobs for one in ready]
+        # The rank that chooses adds to zeros: in float64 tokens and logarithms come out as they went in.
+        both = torch.zeros(len(ready), 2, dtype=torch.float64, device=logits.device)
+        if self._chooses:
+            own = decide(ready, logits)
+            both.copy_(torch.tensor([(token, share or 0.0) for token, share in own], dtype=torch.float64))
+        dist.all_reduce(both, group=self._group)
+        return [
+            (int(token), share if want else None)
+            for (token, share), want in zip(both.tolist(), wanted, strict=True)
+        ]
