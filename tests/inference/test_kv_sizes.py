@@ -21,7 +21,7 @@ def test_bytes_follow_from_the_shapes_that_were_seen(family: str, monkeypatch: p
     model = small(family)
     generator = Generator(model, page=16, batch=6, pages=18, max_tokens=8)
     generator([prompt * 2 for prompt in prompts(model)] * 2)
-    cache, shapes = caches[-1], generator._engine.shapes
+    cache, shapes = caches[-1], generator._engine.cache.shapes
     assert len(shapes) == len(cache.layers)
     staged = 2 if cache.staging.bytes else 0
     expected = KVCacheSizes(device=18, staging=cache.sizes.staging).device_bytes(shapes, 16)

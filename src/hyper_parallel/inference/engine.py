@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.config.inference import Inference, Sampling
-from hyper_parallel.errors import DataError, UnsupportedModelError
+from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference import padded_experts, paged_attention
 from hyper_parallel.inference.decide import Decide, decide
 from hyper_parallel.inference.kv_pages import rows_of
-from hyper_parallel.inference.kv_sizes import KVCacheSizes, LayerShape
+from hyper_parallel.inference.kv_sizes import KVCacheSizes
 from hyper_parallel.inference.page_pool import PagePool
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.paged_cache import PagedCache
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, padded, positions_of
 from hyper_parallel.inference.request import Completion, Request
-from hyper_parallel.inference.scheduler import Running, Scheduler, pages_for
+from hyper_parallel.inference.run_cache import RunCache
+from hyper_parallel.inference.running import Running
+from hyper_parallel.inference.scheduler import Scheduler, pages_for
 from hyper_parallel.shard.loss.forward import parameters_of
 from hyper_parallel.shard.no_grad_forward import inference
 
@@ -46,11 +48,7 @@ class Engine:
         self.around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context for each pass of `run`."""
         self.passes = 0
-        self.shared = 0
-        """Tokens of the prompts of the last run that another request had computed."""
-        self.shapes: tuple[LayerShape, ...] = ()
-        """What each layer caches of a token, known after the first run."""
-        self._expand: frozenset[int] = frozenset()
+        self.cache = RunCache(model, layers, page)
         self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
 
     def run(
@@ -61,23 +59,12 @@ class Engine:
         Raises UnsupportedModelError for a model whose attention is not known, DataError for a request that needs more
         memory than there is.
         """
-        pages = settings.pages or pages_for(requests, settings.batch, self.page)
-        scheduler = Scheduler(
-            settings.batch, settings.rows, self.page, PagePool(pages, settings.prefix_cache)
-        )
-        most = max(map(scheduler.pages_of, requests), default=0)
-        if most > pages:
-            raise DataError(
-                f"a request needs {most} pages of {self.page} tokens, and inference.pages is {pages}; raise it, or "
-                "lower inference.max_tokens"
-            )
-        scheduler.waiting.extend(enumerate(requests))
-        cache = self._cache(KVCacheSizes(device=pages, staging=most * self.page))
-        while ended := self._until_some_end(scheduler, cache, text_of):
-            for one in ended:
-                yield one.number, one.answer
-        assert not scheduler.running, "a request that no pass has room for"
-        assert not scheduler.waiting, "a request that was never admitted"
+        with self.cache.run(requests, settings) as (cache, scheduler):
+            while ended := self._until_some_end(scheduler, cache, text_of):
+                for one in ended:
+                    yield one.number, one.answer
+            assert not scheduler.running, "a request that no pass has room for"
+            assert not scheduler.waiting, "a request that was never admitted"
 
     def replayed(self, texts: Sequence[list[int]], answer: int) -> list[Tensor]:
         """Float32 logits [answer + 1, V] behind each of the last tokens of each text, as generation computes them: all
@@ -88,7 +75,7 @@ class Engine:
         scheduler = Scheduler(len(texts), 3 * self.page, self.page, PagePool(pages, reuse=False))
         scheduler.waiting.extend(enumerate(requests))
         found: list[list[Tensor]] = [[] for _ in texts]
-        cache = self._cache(KVCacheSizes(device=pages))
+        cache = self.cache.fresh(KVCacheSizes(device=pages))
         with self._generating(cache):
             while chosen := scheduler.next_pass():
                 ready, logits = self._passed(chosen, cache)
@@ -100,13 +87,6 @@ class Engine:
                     else:
                         one.tokens.append(texts[one.number][len(one.tokens)])
         return [torch.stack(rows) for rows in found]
-
-    def _cache(self, sizes: KVCacheSizes) -> PagedCache:
-        """An empty cache."""
-        cache = PagedCache(self.layers, sizes, self.page)
-        for layer in self._expand:
-            cache.layers[layer].expand = True
-        return cache
 
     @contextmanager
     def _generating(self, cache: PagedCache) -> Iterator[None]:
@@ -120,8 +100,7 @@ class Engine:
             with inference(self.model):
                 yield
         finally:
-            self.shapes = cache.shapes or self.shapes
-            self._expand = frozenset(layer.layer for layer in cache.layers if layer.expand)
+            self.cache.learn(cache)
             self.model.set_attn_implementation(given)
             if experts is not None:
                 self.model.set_experts_implementation(experts)
@@ -135,7 +114,6 @@ class Engine:
                 with self.around_pass():
                     ended = self._advance(chosen, cache, text_of)
                 scheduler.passed(chosen)
-                self.shared = scheduler.shared
                 for one in ended:
                     scheduler.end(one)
                 if ended:
@@ -225,6 +203,7 @@ class Engine:
             try:
                 with ragged:
                     self.passes += 1
+                    cache.begin(ragged)
                     out = self.model(
                         input_ids=ids,
                         position_ids=positions,

@@ -103,7 +103,7 @@ class Generator:
     @property
     def shared(self) -> int:
         """Tokens of the prompts of the last run that were not computed, since another request had computed them."""
-        return self._engine.shared
+        return self._engine.cache.report.shared
 
     @property
     def passes(self) -> int:

@@ -15,6 +15,8 @@ class Staging:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
+        self.side = 0
+        """The buffer that attention read last: the other one may be being filled."""
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     @property
@@ -22,9 +24,10 @@ class Staging:
         """Of the buffers that were made."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def view(self, which: int, like: Tensor, rows: int, side: int = 0) -> Tensor:
+    def view(self, which: int, like: Tensor, rows: int, side: int | None = None) -> Tensor:
         """Room for `rows` tokens of keys (`which` 0) or values (1) as a store `like` [·, H, D] has them, in one of the
-        two buffers. What was there is overwritten."""
+        two buffers, by default the one that was read last. What was there is overwritten."""
+        side = self.side if side is None else side
         wanted = max(rows, self.rows) * like[0].nbytes if len(like) else 0
         buffer = self._buffers.get((which, side))
         if buffer is None or buffer.numel() < wanted:

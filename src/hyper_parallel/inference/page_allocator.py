@@ -34,10 +34,14 @@ class PageAllocator:
         """Pages that are free."""
         return sum(run.count for run in self._free)
 
-    def allocate(self, count: int) -> tuple[Run, ...] | None:
-        """Runs of `count` pages together; None where fewer are free."""
+    def allocate(self, count: int, after: int | None = None) -> tuple[Run, ...] | None:
+        """Runs of `count` pages together; None where fewer are free. `after`: the page before them, if that can be."""
         if count > self.free:
             return None
+        if after is not None:
+            behind = next((run for run in self._free if run.first == after + 1), None)
+            if behind is not None and behind.count >= count:
+                return (self._take(behind, count),)
         whole = next((run for run in self._free if run.count >= count), None)
         if whole is not None:
             return (self._take(whole, count),)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hyper_parallel.inference.page_allocator import PageAllocator, Run
 
@@ -26,25 +26,42 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._idle: dict[int, None] = {}
         """Pages without users that are kept, the least recently used first."""
+        self.evicted: Callable[[list[tuple[bytes, int]]], None] = lambda pages: None
+        """Called with keys and pages that are about to be given up, `block` at a time."""
+        self.block = 1
 
     @property
     def available(self) -> int:
         """Pages that `allocate` can give."""
         return self._allocator.free + len(self._idle)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Pages for one user, in one run where there is one; None where fewer are available."""
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """Pages for one user, in one run where there is one, behind page `after` where that is free; None where fewer
+        are available."""
         if count > self.available:
             return None
         while self._allocator.free < count:
-            page = next(iter(self._idle))
-            del self._idle[page], self._page_of[self._key_of.pop(page)]
-            self._allocator.release((Run(page, 1),))
-        runs = self._allocator.allocate(count)
+            self._evict(max(self.block, count - self._allocator.free))
+        runs = self._allocator.allocate(count, after)
         assert runs is not None
         pages = [page for run in runs for page in range(run.first, run.end)]
         self._users.update(dict.fromkeys(pages, 1))
         return pages
+
+    def forget(self) -> None:
+        """Give up all pages without users, and what is known of the others."""
+        for page in self._idle:
+            self._allocator.release((Run(page, 1),))
+        self._idle.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+
+    def _evict(self, count: int) -> None:
+        pages = list(self._idle)[:count]
+        self.evicted([(self._key_of[page], page) for page in pages])
+        for page in pages:
+            del self._idle[page], self._page_of[self._key_of.pop(page)]
+        self._allocator.release(tuple(Run(page, 1) for page in pages))
 
     def share(self, key: bytes) -> int | None:
         """The page with this key, with one more user; None if there is none."""

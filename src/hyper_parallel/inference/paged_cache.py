@@ -7,6 +7,7 @@ requests of the pass, one after the other, filled up to a multiple of `GRANULE` 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,8 @@ from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.kv_pages import LayerPages
 from hyper_parallel.inference.kv_sizes import KVCacheSizes, LayerShape
 from hyper_parallel.inference.kv_staging import Staging
-from hyper_parallel.inference.ragged_pass import Returned, Segment, current, padded
+from hyper_parallel.inference.kv_stream import StreamReader
+from hyper_parallel.inference.ragged_pass import RaggedPass, Returned, Segment, current, padded
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -31,6 +33,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.expand = False
         """Whether the layer computes with what `update` returns, before attention."""
         self.pages: LayerPages | None = None
+        self.stream: StreamReader | None = None
         self._sizes = (pages, page, staging)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -65,7 +68,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keys and values [1, H, end - first, D] of a segment's context from token `first` on, in the pass under way.
         The next call of any layer may overwrite them."""
         assert self.pages is not None
-        return self.pages.read(current().cached_rows(segment, first))
+        rows = current().cached_rows(segment, max(first, segment.base))
+        if first < segment.base:
+            assert self.stream is not None, "keys before the pages on the device"
+            return self.stream.read(self.layer, segment, first, rows)
+        return self.pages.read(rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Not used: masks are functions of positions (`paged_attention`)."""
@@ -90,6 +97,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     def __init__(self, layers: int, sizes: KVCacheSizes, page: int) -> None:
         self.sizes = sizes
         self.staging = Staging(sizes.staging)
+        self._reader: StreamReader | None = None
+        self._poll: Callable[[], None] | None = None
         super().__init__(
             layers=[PagedLayer(layer, sizes.device, page, self.staging) for layer in range(layers)]
         )
@@ -100,7 +109,34 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise UnsupportedModelError(
                 f"the model caches keys of layer {layer_idx}, and its config has {len(self.layers)} layers"
             )
+        if self._poll is not None:
+            self._poll()
         return self.layers[layer_idx].update(key_states, value_states)
+
+    def attach(self, reader: StreamReader, poll: Callable[[], None]) -> None:
+        """Read contexts in tiers with `reader`, and call `poll` in every layer."""
+        self._reader, self._poll = reader, poll
+        for layer in self.layers:
+            layer.stream = reader
+
+    def begin(self, ragged: RaggedPass) -> None:
+        """A pass begins."""
+        if self._reader is not None:
+            self._reader.begin(ragged)
+
+    def like(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Of each layer that has written: keys and values of no token, [1, H, 0, D]."""
+        return {
+            layer.layer: (keys, values)
+            for layer in self.layers
+            if layer.pages is not None
+            for keys, values in [[x.new_empty(1, x.size(1), 0, x.size(2)) for x in layer.pages.stores]]
+        }
+
+    def make(self, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Make the pages of layers whose keys and values are known."""
+        for layer, (keys, values) in like.items():
+            self.layers[layer].lazy_initialization(keys, values)
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:

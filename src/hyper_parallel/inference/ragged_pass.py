@@ -19,6 +19,7 @@ from hyper_parallel.inference.kv_pages import rows_of
 from hyper_parallel.inference.page_allocator import Run
 
 if TYPE_CHECKING:
+    from hyper_parallel.inference.kv_stream import Group
     from hyper_parallel.inference.paged_cache import PagedLayer
 
 GRANULE = 16
@@ -35,7 +36,8 @@ class Segment:
     runs: tuple[Run, ...]
     """Its pages on the device, from token `base` on."""
     base: int = 0
-    """Tokens before these pages: in a tier, or of no use any more."""
+    """Tokens before these pages: in a tier (`older`), or of no use any more."""
+    older: tuple[Group, ...] = ()
 
     @property
     def rows(self) -> slice:

@@ -22,6 +22,10 @@ class Request:
     row: int = 0
     sample: int = 0
 
+    def pages(self, page: int) -> int:
+        """Pages of its prompt and its longest answer but the last token, which is not read."""
+        return -(-(len(self.ids) + self.sampling.max_tokens - 1) // page)
+
 
 @dataclass(kw_only=True)
 class Completion:

@@ -1,7 +1,8 @@
 """Continuous batching (Yu et al. 2022, Orca): which requests' tokens are in the next pass.
 
-Requests are admitted in the order in which they came, when a place in the batch and all the pages that the request can
-ever need are free; so nothing that runs is preempted, and no request starves. Prompts are read in pieces on a grid from
+Requests are admitted in the order in which they came. Without tiers, a request starts when a place in the batch and all
+the pages that it can ever need are free; so nothing that runs is preempted, and no request starves. With tiers, it
+starts with pages for its prompt, and `preemption` finds further ones. Prompts are read in pieces on a grid from
 position 0, which does not depend on what else runs: the same products in the same order in any company. A piece that
 another request has computed is shared (`page_pool`); one that another request computes in this pass is waited for.
 """
@@ -10,76 +11,60 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from hyper_parallel.inference.page_allocator import Run
-from hyper_parallel.inference.page_pool import PagePool, keys_of, runs_of
+from hyper_parallel.inference.kv_memory import KVMemory
+from hyper_parallel.inference.page_pool import PagePool
+from hyper_parallel.inference.preemption import Preemption
 from hyper_parallel.inference.ragged_pass import Segment, padded
-from hyper_parallel.inference.request import Completion, Request
-
-
-@dataclass(eq=False)
-class Running:
-    """A request under way: its tokens, prompt first, of which `cached` have keys and values in its pages."""
-
-    number: int
-    request: Request
-    pages: list[int]
-    tokens: list[int]
-    keys: list[bytes]
-    """Of the pages that the prompt fills."""
-    runs: tuple[Run, ...]
-    answer: Completion = field(default_factory=Completion)
-    cached: int = 0
-
-    @property
-    def prefilled(self) -> bool:
-        """Whether only the newest token is missing in the cache."""
-        return self.cached >= len(self.request.ids)
+from hyper_parallel.inference.request import Request
+from hyper_parallel.inference.running import Running
 
 
 class Scheduler:
-    """Requests that wait and that run."""
+    """Requests that wait and that run. `memory`: pages in tiers, where there are any."""
 
-    def __init__(self, batch: int, rows: int, page: int, pool: PagePool) -> None:
+    def __init__(
+        self, batch: int, rows: int, page: int, pool: PagePool, memory: KVMemory | None = None
+    ) -> None:
         self.batch, self.rows, self.page, self.pool = batch, rows, page, pool
         self.shared = 0
         """Tokens of prompts whose pages were there."""
         self.waiting: deque[tuple[int, Request]] = deque()
         self.running: list[Running] = []
-
-    def pages_of(self, request: Request) -> int:
-        """Pages that a request can need: of its prompt and its longest answer but the last token, which is not read."""
-        return -(-(len(request.ids) + request.sampling.max_tokens - 1) // self.page)
+        self._memory = memory
+        self._preemption = Preemption(self.running, pool, memory) if memory is not None else None
+        self._first: Running | None = None
+        """The first of the waiting requests."""
 
     def admit(self) -> None:
         """Start waiting requests while there is a place and memory for the first of them."""
+        if self._preemption is not None:
+            self._preemption.resume(self.batch)
+            if self._preemption.swapped:
+                return
         while self.waiting and len(self.running) < self.batch:
-            number, request = self.waiting[0]
-            pages = self.pool.allocate(self.pages_of(request))
-            if pages is None:
+            if self._first is None:
+                self._first = Running.of(*self.waiting[0], self.page, self.pool.reuse)
+            one = self._first
+            if not self._start(one):
                 return
             self.waiting.popleft()
-            keys = keys_of(request.ids, self.page) if self.pool.reuse else []
-            self.running.append(Running(number, request, pages, list(request.ids), keys, runs_of(pages)))
+            self._first = None
+            self.running.append(one)
 
     def next_pass(self) -> list[tuple[Running, Segment]]:
         """What the next pass computes: the newest token of requests that generate, then pieces of prompts, the oldest
         request first. Empty when nothing runs."""
         self.admit()
-        found: list[tuple[Running, Segment]] = []
-        computed: set[bytes] = set()
-        start = 0
-        for one in sorted(self.running, key=lambda one: not one.prefilled):
+        for one in list(self.running):
             self._share(one)
-            count = 1 if one.prefilled else min(self.page, len(one.request.ids) - one.cached)
-            key = self._key(one)
-            if padded(start + count) > self.rows or key in computed:
-                continue
-            if key is not None:
-                computed.add(key)
-            found.append((one, Segment(start, count, one.cached, one.runs)))
-            start += count
+        if self._preemption is not None:
+            self._preemption.grow()
+        found = self._compose()
+        if not found and self._memory is not None and self.running:
+            # All wait for pages on their way.
+            self._memory.finish(self.running[0])
+            return self.next_pass()
         return found
 
     def passed(self, chosen: Sequence[tuple[Running, Segment]]) -> None:
@@ -87,35 +72,80 @@ class Scheduler:
         for one, segment in chosen:
             key = self._key(one)
             if key is not None:
-                self.pool.register(key, one.pages[one.cached // self.page])
+                self.pool.register(key, one.pages[(one.cached - one.base) // self.page])
             one.cached = segment.end
 
     def end(self, one: Running) -> None:
         """Take a request off the batch and free its pages."""
         self.running.remove(one)
         self.pool.release(one.pages)
+        if self._memory is not None:
+            self._memory.release(one)
+
+    def stop(self) -> None:
+        """Give up all requests and their pages."""
+        if self._preemption is not None:
+            self._preemption.stop()
+        for one in list(self.running):
+            self.end(one)
+        self.waiting.clear()
+
+    def _compose(self) -> list[tuple[Running, Segment]]:
+        found: list[tuple[Running, Segment]] = []
+        computed: set[bytes] = set()
+        start = 0
+        for one in sorted(self.running, key=lambda one: not one.prefilled):
+            count, key = one.step, self._key(one)
+            if padded(start + count) > self.rows or key in computed or self._comes(one):
+                continue
+            if key is not None:
+                computed.add(key)
+            found.append((one, Segment(start, count, one.cached, one.runs, one.base, tuple(one.older))))
+            start += count
+        return found
+
+    def _start(self, one: Running) -> bool:
+        """Give a request its first pages; False, and nothing is changed, where there are too few."""
+        self._share(one)
+        wanted = one.longest if self._preemption is None else self._preemption.first(one)
+        if len(one.pages) < wanted:
+            pages = self.pool.allocate(wanted - len(one.pages))
+            if pages is None:
+                self.pool.release(one.pages)
+                self.shared -= one.cached
+                one.pages, one.cached = [], 0
+                return False
+            one.pages += pages
+        one.lay()
+        return True
 
     def _key(self, one: Running) -> bytes | None:
         """Of the page that a request computes next; None for one that its prompt does not fill."""
-        place = one.cached // self.page
-        return one.keys[place] if place < len(one.keys) else None
+        return one.key((one.cached - one.base) // self.page)
+
+    def _comes(self, one: Running) -> bool:
+        """Whether a request waits for pages that are on their way."""
+        return self._memory is not None and (one.arriving > 0 or self._memory.coming(self._key(one)))
 
     def _share(self, one: Running) -> None:
         """Take pages of the prompt that are there instead of the request's own."""
+        if self._comes(one):
+            return
         before = one.cached
-        while (key := self._key(one)) is not None and (page := self.pool.share(key)) is not None:
-            place = one.cached // self.page
-            self.pool.release([one.pages[place]])
-            one.pages[place] = page
+        while (key := self._key(one)) is not None:
+            place = (one.cached - one.base) // self.page
+            page = self.pool.share(key)
+            if page is not None:
+                self.pool.release(one.pages[place : place + 1])
+                one.pages[place : place + 1] = [page]
+                self.shared += self.page
+            elif self._memory is None or self._memory.coming(key) or not self._memory.fetch(one, place):
+                break
             one.cached += self.page
         if one.cached > before:
-            self.shared += one.cached - before
-            one.runs = runs_of(one.pages)
+            one.lay()
 
 
 def pages_for(requests: Sequence[Request], batch: int, page: int) -> int:
     """Pages that let the `batch` longest of the requests run at once."""
-    needs = sorted(
-        (-(-(len(one.ids) + one.sampling.max_tokens - 1) // page) for one in requests), reverse=True
-    )
-    return sum(needs[:batch])
+    return sum(sorted((one.pages(page) for one in requests), reverse=True)[:batch])

@@ -1,0 +1,180 @@
+"""The KV cache of an engine's runs: its own for each run, or, with sizes and tiers, one that outlives them.
+
+Prefixes that outlive a run hold for the weights that computed them. Before a run, the weights are compared with those
+of the run before (`weights_fingerprint`), and all prefixes are dropped unless they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from hyper_parallel.config.inference import Inference
+from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.inference.kv_memory import KVMemory
+from hyper_parallel.inference.kv_report import CacheReport
+from hyper_parallel.inference.kv_sizes import KVCacheSizes, LayerShape
+from hyper_parallel.inference.page_pool import PagePool
+from hyper_parallel.inference.paged_cache import PagedCache
+from hyper_parallel.inference.request import Request
+from hyper_parallel.inference.scheduler import Scheduler, pages_for
+from hyper_parallel.inference.weights_fingerprint import fingerprint
+from hyper_parallel.offloading.tiers import Tier
+from hyper_parallel.shard.sharded_model import is_sharded
+
+
+@dataclass(frozen=True)
+class _Budget:
+    sizes: KVCacheSizes
+    tiers: Callable[[], Mapping[str, Tier]]
+
+
+class RunCache:
+    """Makes the cache and the scheduler of each run."""
+
+    def __init__(self, model: Any, layers: int, page: int) -> None:
+        self._model, self._layers, self._page = model, layers, page
+        self._like: dict[int, tuple[Tensor, Tensor]] = {}
+        self._expand: frozenset[int] = frozenset()
+        self._budget: _Budget | None = None
+        self._open: tuple[PagedCache, PagePool, KVMemory] | None = None
+        self._weights: object = None
+        self._busy = False
+        self._report = CacheReport()
+        self._shared: Callable[[], int] = lambda: 0
+        self.version: Callable[[], object] = lambda: fingerprint(model)
+        """Something that is equal only as long as the weights are the same; None where that is not known."""
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """What each layer caches of a token, known after the first pass."""
+        return tuple(
+            LayerShape((k.size(1), k.size(3)), (v.size(1), v.size(3)), k.itemsize)
+            for k, v in self._like.values()
+        )
+
+    @property
+    def report(self) -> CacheReport:
+        """Figures of the run under way or the last one. Bytes are those since the tiers were opened."""
+        found = self._report if self._open is None else self._open[2].report()
+        return replace(found, shared=self._shared())
+
+    def configure(self, sizes: KVCacheSizes, tiers: Callable[[], Mapping[str, Tier]]) -> None:
+        """From now on, runs share a cache of these sizes. `tiers` opens those that have pages, the fastest first, when
+        the next run begins; they are closed by `close`."""
+        self.close()
+        self._budget = _Budget(sizes, tiers)
+
+    def close(self) -> None:
+        """Give up what outlives runs, and close the tiers."""
+        if self._open is not None:
+            opened, self._open = self._open, None
+            self._report = opened[2].report()
+            opened[2].close()
+
+    def fresh(self, sizes: KVCacheSizes) -> PagedCache:
+        """An empty cache."""
+        cache = PagedCache(self._layers, sizes, self._page)
+        for layer in self._expand:
+            cache.layers[layer].expand = True
+        return cache
+
+    def learn(self, cache: PagedCache) -> None:
+        """Take note of what a pass showed of the layers."""
+        self._expand = frozenset(layer.layer for layer in cache.layers if layer.expand)
+        self._like.update(cache.like())
+
+    @contextmanager
+    def run(self, requests: Sequence[Request], settings: Inference) -> Iterator[tuple[PagedCache, Scheduler]]:
+        """The cache and the scheduler of a run of these requests. Raises DataError for a request that needs more memory
+        than there is, TierError."""
+        if self._budget is None:
+            pages = settings.pages or pages_for(requests, settings.batch, self._page)
+            pool = PagePool(pages, settings.prefix_cache)
+            scheduler = Scheduler(settings.batch, settings.rows, self._page, pool)
+            self._shared = lambda: scheduler.shared
+            most = self._check(requests, pages)
+            scheduler.waiting.extend(enumerate(requests))
+            yield self.fresh(KVCacheSizes(device=pages, staging=most * self._page)), scheduler
+            return
+        if self._busy:
+            raise ConfigError(
+                "a run of this Generator is under way, and runs share its memory; go through its answers, or close it, "
+                "before the next one"
+            )
+        cache, pool, memory = self._opened()
+        self._check_tiered(requests, memory)
+        cache.staging.rows = max(memory.sizes.staging, self._longest(requests) * self._page)
+        pool.reuse = settings.prefix_cache
+        scheduler = Scheduler(settings.batch, settings.rows, self._page, pool, memory)
+        self._shared = lambda: scheduler.shared
+        scheduler.waiting.extend(enumerate(requests))
+        self._busy = True
+        try:
+            yield cache, scheduler
+            memory.settle()
+        except GeneratorExit:
+            scheduler.stop()
+            raise
+        except BaseException:
+            # What pages hold is not known any more.
+            self.close()
+            raise
+        finally:
+            self._busy = False
+
+    def _opened(self) -> tuple[PagedCache, PagePool, KVMemory]:
+        assert self._budget is not None
+        weights = self.version()
+        if self._open is None:
+            cache = self.fresh(self._budget.sizes)
+            cache.make(self._like)
+            pool = PagePool(self._budget.sizes.device)
+            tiers = self._budget.tiers()
+            try:
+                memory = KVMemory(cache, pool, self._page, tiers, ordered=is_sharded(self._model))
+            except BaseException:
+                for tier in tiers.values():
+                    tier.close()
+                raise
+            self._open = cache, pool, memory
+        elif weights is None or weights != self._weights:
+            self._open[2].forget()
+        self._weights = weights
+        self._open[2].begin()
+        return self._open
+
+    def _longest(self, requests: Sequence[Request]) -> int:
+        return max((one.pages(self._page) for one in requests), default=0)
+
+    def _check(self, requests: Sequence[Request], pages: int) -> int:
+        most = self._longest(requests)
+        if most > pages:
+            raise DataError(
+                f"a request needs {most} pages of {self._page} tokens, and inference.pages is {pages}; raise it, or "
+                "lower inference.max_tokens"
+            )
+        return most
+
+    def _check_tiered(self, requests: Sequence[Request], memory: KVMemory) -> None:
+        most, sizes = self._longest(requests), memory.sizes
+        if sizes.device < memory.least:
+            raise DataError(
+                f"the KV cache has {sizes.device} pages on the device and needs {memory.least}; raise memory.device"
+            )
+        if most > sizes.device and memory.blocks_of(most) > memory.tiers.slots:
+            raise DataError(
+                f"a request needs {most} pages of {self._page} tokens, and the KV cache has {sizes.device} on the "
+                f"device and {memory.tiers.slots * sizes.block} in tiers, of which it needs "
+                f"{memory.blocks_of(most) * sizes.block}; raise memory.device, host or pool, or lower "
+                "inference.max_tokens"
+            )
+        if sizes.staging and most * self._page > sizes.staging:
+            raise DataError(
+                f"a request has up to {most * self._page} tokens, and the staging buffers have {sizes.staging}; raise "
+                "memory.device, or lower inference.max_tokens"
+            )
