@@ -23,6 +23,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command(short_help="Find the best strategy for a model on a cluster, with reasons.")
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--generate",
+    is_flag=True,
+    help="Plan generation instead of training. OVERRIDES set keys of strategy, inference and workload.",
+)
+@click.option("--most", is_flag=True, help="With --generate: the most requests at once that stay fast.")
+@click.option("--slow-ok", is_flag=True, help="With --generate: plan also what physics makes slow.")
 @click.option(
     "--model", metavar="NAME", help="A published model such as llama-3-405b, or a Transformers config."
 )
@@ -98,7 +106,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @as_json
 def plan(
-    model: str | None, cluster: str | None, evaluate: Path | None, as_json: bool, **options: Any
+    model: str | None,
+    cluster: str | None,
+    evaluate: Path | None,
+    as_json: bool,
+    generate: bool,
+    overrides: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Find the best strategy for a model on a cluster, and explain the choice.
 
@@ -116,18 +130,26 @@ def plan(
       hyper-parallel plan --model llama-3-8b --cluster h100x64 --batch 256 --sequence 8k..1M
       hyper-parallel plan --model llama-3-70b --cluster h100x8 --batch 64 --lora-rank 16 --lora-targets attention
       hyper-parallel plan --evaluate runs.csv --json
+      hyper-parallel plan --generate --model llama-3-8b --cluster h100x1 --batch 32 workload.prompt_tokens=32768
 
     \b
     Exit codes:
       0    answered
       2    an invalid option, or a model that does not fit, reported in one line 130  interrupted
     """
-    if evaluate is not None:
+    if not generate and (overrides or options["most"] or options["slow_ok"]):
+        raise click.UsageError("OVERRIDES, --most and --slow-ok belong to --generate")
+    if evaluate is not None and not generate:
         _evaluate(evaluate, as_json)
         return
-    for name, given in (("--model", model), ("--cluster", cluster), ("--batch", options["batch"])):
+    needed = [
+        ("--model", model),
+        ("--cluster", cluster),
+        *([] if generate else [("--batch", options["batch"])]),
+    ]
+    for name, given in needed:
         if given is None:
-            raise click.UsageError(f"give {name}, or --evaluate CSV")
+            raise click.UsageError(f"give {name}" if generate else f"give {name}, or --evaluate CSV")
     assert model is not None
     assert cluster is not None
     for option in ("out", "html"):
@@ -136,6 +158,15 @@ def plan(
             raise ConfigError(
                 f"--{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
             )
+    if generate:
+        from hyper_parallel.cli.plan_generate import plan_generation
+
+        shape, section = _model(model)
+        options["evaluate"] = evaluate
+        plan_generation(
+            shape, model, section, cluster, overrides, options, as_json, _width(), _progress(), write=_write
+        )
+        return
     from hyper_parallel.planner import numbers
 
     lengths = numbers.span("--sequence", options["sequence"])

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     help="A preset such as h100, h100x64 or cloudmatrix384, or the path of a cluster file.",
 )
 @click.option(
+    "--generate",
+    is_flag=True,
+    help="Predict generation instead of training. FILE: a published model, a Transformers folder, or a YAML file with "
+    "model, strategy, inference and workload.",
+)
+@click.option(
     "--ranks",
     type=click.IntRange(min=1),
     help="How many devices; must be what the strategy's axes multiply to, which is what leaving it out means. For "
@@ -54,6 +60,7 @@ def simulate(
     file: Path,
     overrides: tuple[str, ...],
     cluster: str,
+    generate: bool,
     ranks: int | None,
     trace: Path | None,
     html: Path | None,
@@ -75,6 +82,7 @@ def simulate(
       hyper-parallel simulate examples/simulate/llama-8b.yaml --cluster h100x64
       hyper-parallel simulate run.yaml --cluster cloudmatrix384 strategy.axes.tensor=8 --html step.html
       hyper-parallel calibrate && hyper-parallel simulate run.yaml --cluster cluster.yaml     this machine
+      hyper-parallel simulate llama-3-8b --generate --cluster h100x1 inference.batch=32 workload.prompt_tokens=4096
 
     \b
     Exit codes:
@@ -84,20 +92,29 @@ def simulate(
     """
     from hyper_parallel import config
 
-    run = config.load(file, overrides)
+    if generate and (as_written or explain):
+        raise click.UsageError("--as-written and --explain are of training; leave --generate out, or them")
+    run = None if generate else config.load(file, overrides)
     for option, path in (("--trace", trace), ("--html", html)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(
                 f"{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
             )
-    # Only now, because these need torch.
-    from hyper_parallel.estimate import cluster_of, predict_run
-
     begun = time.monotonic()
 
     def progress(said: str) -> None:
         if sys.stderr.isatty():
             click.echo(f"  {time.monotonic() - begun:5.1f} s  {said}", err=True)
+
+    if run is None:
+        from hyper_parallel.cli.simulate_generate import simulate_generation
+
+        simulate_generation(
+            str(file), overrides, cluster, ranks, as_json, progress, write=_write, html=html, trace=trace
+        )
+        return
+    # Only now, because these need torch.
+    from hyper_parallel.estimate import cluster_of, predict_run
 
     if run.open:
         run = _planned(run, cluster, ranks, progress)

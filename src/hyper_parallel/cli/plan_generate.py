@@ -1,0 +1,99 @@
+"""``hyper-parallel plan --generate``"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hyper_parallel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hyper_parallel.workload.shape import Shape
+
+_OF_TRAINING = (
+    "fit",
+    "fix",
+    "runnable",
+    "compare",
+    "refine",
+    "evaluate",
+    "lora_rank",
+    "framework",
+    "tokens",
+    "html",
+)
+"""Options that say something about training only."""
+
+
+def plan_generation(
+    shape: Shape,
+    model: str,
+    section: dict[str, Any] | None,
+    cluster: str,
+    overrides: Sequence[str],
+    options: dict[str, Any],
+    as_json: bool,
+    width: int,
+    say: Callable[[str], None],
+    write: Callable[[str, Path, str], None],
+) -> None:
+    """Print the plan of a workload, and write its file."""
+    from dataclasses import replace
+
+    from hyper_parallel.cluster import Cluster
+    from hyper_parallel.config.generation_plan import load_plan
+    from hyper_parallel.planner import numbers
+    from hyper_parallel.planner.generate.answer import file_text, text, to_json
+    from hyper_parallel.planner.generate.search import GenerationQuestion, most_requests, solve
+
+    for option in _OF_TRAINING:
+        if options.get(option):
+            raise click.UsageError(
+                f"--{option.replace('_', '-')} is of training; leave it out, or leave --generate out"
+            )
+    asked = load_plan(overrides)
+    settings, strategy = asked.inference, asked.strategy
+    if options["batch"] is not None:
+        settings = settings.model_copy(update={"batch": numbers.whole("--batch", options["batch"])})
+    machine = Cluster.named(cluster)
+    machine = machine if machine.name else replace(machine, name=cluster)
+    axes = strategy.axes
+    devices = (
+        numbers.whole("--devices", options["devices"]) if options["devices"] else machine.ranks or axes.world
+    )
+    if machine.ranks and devices > machine.ranks:
+        raise ConfigError(f"--devices {devices:,}: {cluster} has {machine.ranks:,}; name a larger cluster")
+    given = axes.world > 1
+    if given and axes.world != devices:
+        raise ConfigError(
+            f"strategy.axes multiply to {axes.world}, and {devices} devices are planned for; make them equal, or "
+            "leave the "
+            "axes out"
+        )
+    changed = {text.partition("=")[0].strip() for text in overrides}
+    question = GenerationQuestion(
+        shape=shape,
+        cluster=machine,
+        devices=devices,
+        work=asked.workload,
+        settings=settings,
+        memory=strategy.memory,
+        rows_given=bool(changed & {"inference.rows", "inference.page", "inference"}),
+        axes=(axes.tensor, axes.expert) if given else None,
+        slow=options["slow_ok"],
+    )
+    answer = most_requests(question, say) if options["most"] else solve(question, say)
+    click.echo(
+        json.dumps(to_json(answer, options["top"]), indent=2)
+        if as_json
+        else text(answer, options["top"], width)
+    )
+    if options["out"] is not None:
+        write("--out", options["out"], file_text(answer.best, section or model))
+        click.echo(
+            f"next:    hyper-parallel simulate {options['out']} --generate --cluster {cluster}", err=True
+        )

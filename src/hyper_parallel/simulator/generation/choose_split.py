@@ -1,0 +1,224 @@
+"""Choice of a tier split: what lies away from the device so that a workload fits, with the least time.
+
+What costs no pass any time goes first: idle contexts and unused shared prompts, pages that every query has passed,
+what sparse attention does not select. Then as little as fits of what a pass reads (experts that are seldom chosen,
+fetched or computed on the host; weights; contexts), alone or together, priced by the closed form of the whole
+workload; the shortest wins. A choice is *fast* if it takes at most `TOLERANCE` longer than with everything on the
+device; else physics is named: a pass of t seconds hides t · link bytes,
+
+    hidden ≤ link / memory bandwidth        of what a pass reads, where reading decides it          `hidden_share`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config.generation_workload import GenerationWorkload
+from hyper_parallel.config.inference import Inference
+from hyper_parallel.simulator.generation.pass_cost import PassPricer, Sparse, link_rate
+from hyper_parallel.simulator.generation.pass_load import PassLoad
+from hyper_parallel.simulator.generation.pass_model import PassModel
+from hyper_parallel.simulator.generation.tier_split import (
+    Footprint,
+    Held,
+    TierSplit,
+    footprint,
+    held_at_once,
+)
+from hyper_parallel.simulator.generation.whole_run import WholeRun, loads, whole_run
+from hyper_parallel.units import format_bytes
+
+TOLERANCE = 0.01
+"""Longer than with everything on the device by at most this share is fast."""
+
+
+@dataclass(frozen=True)
+class SplitChoice:
+    """A tier split for a workload."""
+
+    split: TierSplit
+    run: WholeRun
+    footprint: Footprint
+    fits: bool
+    whole: WholeRun
+    """With everything on the device, whether it fits or not."""
+    whole_footprint: Footprint
+    reason: str = ""
+    """Why it is slow, or does not fit; empty if it is fast."""
+
+    @property
+    def slower(self) -> float:
+        """Seconds over those with everything on the device, less 1."""
+        return self.run.seconds / self.whole.seconds - 1
+
+    @property
+    def fast(self) -> bool:
+        """Whether it fits and takes next to no more time."""
+        return self.fits and self.slower <= TOLERANCE
+
+
+@dataclass(frozen=True)
+class SplitQuestion:
+    """A workload of a model on a cluster, with what each tier may hold of one rank."""
+
+    model: PassModel
+    cluster: Cluster
+    work: GenerationWorkload
+    settings: Inference
+    device: float
+    """Bytes."""
+    tiers: Mapping[str, float]
+    """Bytes by tier, the nearest first."""
+
+    @property
+    def sparse(self) -> Sparse:
+        """What decides how much a pass reads of experts and contexts."""
+        work = self.work
+        return Sparse(work.expert_skew, work.selected_tokens, work.selected_again)
+
+    @property
+    def load(self) -> PassLoad:
+        """The largest pass."""
+        return max(loads(self.work, self.settings, self.model.split), key=lambda load: load.rows)
+
+    def footprint(self, split: TierSplit) -> Footprint:
+        """What each tier holds."""
+        model, work = self.model, self.work
+        batch = min(self.settings.batch, -(-work.requests // model.split))
+        selected = (
+            model.held(min(work.selected_tokens, work.context)) * batch if work.selected_tokens else 0.0
+        )
+        if not self.tiers:
+            selected = 0.0
+        return footprint(model, split, self._held, self._workspace, selected)
+
+    @cached_property
+    def _held(self) -> Held:
+        batch = min(self.settings.batch, -(-self.work.requests // self.model.split))
+        return held_at_once(self.model, self.work, batch, self.settings.page)
+
+    @cached_property
+    def _workspace(self) -> float:
+        load = self.load
+        return self.model.workspace(load.rows, load.answers)
+
+    def pricer(self, split: TierSplit) -> PassPricer:
+        """Prices passes under a split."""
+        sparse = self.sparse
+        if not self.tiers or split.tier not in self.tiers:
+            # Everything is on the device: nothing of what is selected is copied.
+            sparse = replace(sparse, again=1.0)
+        return PassPricer(self.model, self.cluster, split, sparse)
+
+    def fits(self, found: Footprint) -> bool:
+        """Whether every tier has room."""
+        return found.device <= self.device and all(
+            found.of(tier) <= size for tier, size in self.tiers.items() if tier in found.by_tier
+        )
+
+
+def choose_split(question: SplitQuestion) -> SplitChoice:
+    """The split with the least time of those that fit; one that does not fit, and says so, where none does."""
+    whole_question = replace(question, tiers={})
+    nothing = TierSplit()
+    whole = whole_run(whole_question.pricer(nothing), question.work, question.settings)
+    whole_footprint = whole_question.footprint(nothing)
+    if whole_footprint.device <= question.device:
+        return SplitChoice(nothing, whole, whole_footprint, True, whole, whole_footprint)
+    found: list[SplitChoice] = []
+    least: tuple[TierSplit, Footprint] | None = None
+    for tier in question.tiers:
+        for split in _candidates(question, tier):
+            held = question.footprint(split)
+            if least is None or held.device < least[1].device:
+                least = split, held
+            if question.fits(held):
+                run = whole_run(question.pricer(split), question.work, question.settings)
+                found.append(SplitChoice(split, run, held, True, whole, whole_footprint))
+    if not found:
+        if least is None:
+            least = nothing, whole_footprint
+        return SplitChoice(
+            least[0], whole, least[1], False, whole, whole_footprint, _missing(question, least[1])
+        )
+    best = min(found, key=lambda one: (round(one.run.seconds / whole.seconds, 3), one.footprint.device))
+    return best if best.fast else replace(best, reason=_physics(question, best))
+
+
+def _candidates(question: SplitQuestion, tier: str) -> Iterator[TierSplit]:
+    """Splits to compare: what costs nothing, and then, of each kind and of two together, as little as fits."""
+    free = TierSplit(tier=tier, idle=True, windows=True)
+    yield free
+    experts: list[TierSplit] = []
+    local = question.model.local_experts
+    if local:
+        hows: tuple[Literal["device", "host"], ...] = ("device", "host") if tier == "host" else ("device",)
+        for how in hows:
+            experts += [
+                replace(free, experts=max(1, round(local * share / 8)), experts_computed=how)
+                for share in range(1, 9)
+            ]
+    yield from experts
+    layers = len(question.model.order)
+    for base in (free, *experts[::4]):
+        yield from _least(question, [replace(base, layers=count) for count in range(1, layers + 1)])
+    if not question.work.selected_tokens:
+        shares = [step / 20 for step in range(1, 21)]
+        yield from _least(question, [replace(free, contexts=share) for share in shares])
+        for share in (0.25, 0.5, 1.0):
+            splits = [replace(free, contexts=share, layers=count) for count in range(1, layers + 1)]
+            yield from _least(question, splits)
+
+
+def _least(question: SplitQuestion, splits: list[TierSplit]) -> Iterator[TierSplit]:
+    """The first of splits, ordered by what is away, that fits; the last where none does."""
+    low, high = 0, len(splits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if question.fits(question.footprint(splits[middle])):
+            high = middle
+        else:
+            low = middle + 1
+    yield splits[low]
+
+
+def hidden_share(question: SplitQuestion, tier: str) -> float:
+    """Share of what a pass reads that the link can bring in the time in which memory reads all of it."""
+    device = question.cluster.device
+    assert device is not None
+    return link_rate(question.cluster, tier, question.model.world) / device.memory.read
+
+
+def _physics(question: SplitQuestion, choice: SplitChoice) -> str:
+    """Why a split that fits is slow."""
+    split, run, whole = choice.split, choice.run, choice.whole
+    share = hidden_share(question, split.tier)
+    saved = 1 - question.device / choice.whole_footprint.device
+    parts = []
+    if run.answers > whole.answers * (1 + TOLERANCE):
+        parts.append(
+            f"dense decode reads every byte that it needs in each pass, and at most {share:.1%} of them hide behind "
+            f"memory reads on the link to {split.tier}; this budget has to hide {saved:.1%} of what is held: "
+            f"{run.answer_pass.seconds / whole.answer_pass.seconds:.1f}× the seconds of a pass"
+        )
+    if run.prompts > whole.prompts * (1 + TOLERANCE):
+        cost, tokens = run.prompt_pass, run.prompt_load.tokens
+        parts.append(
+            f"passes of {tokens:,} tokens of prompts take {whole.prompt_pass.seconds:.3g} s, and what they read of "
+            f"{split.tier} {cost.linking:.3g} s: passes of more tokens hide more (inference.rows and page)"
+        )
+    return "; ".join(parts) or f"takes {choice.slower:.1%} longer than with everything on the device"
+
+
+def _missing(question: SplitQuestion, held: Footprint) -> str:
+    """Why nothing fits."""
+    over = [
+        f"{tier} needs {format_bytes(held.of(tier))} and has {format_bytes(size)}"
+        for tier, size in (("device", question.device), *question.tiers.items())
+        if held.of(tier) > size
+    ]
+    return f"nothing fits: {'; '.join(over)}" if over else "nothing fits"
