@@ -23,7 +23,8 @@ from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference.page_pool import PagePool, keys_of
 from hyper_parallel.inference.request import Request
-from hyper_parallel.inference.scheduler import Running, Scheduler
+from hyper_parallel.inference.running import Running
+from hyper_parallel.inference.scheduler import Scheduler
 from hyper_parallel.simulator.generation.pass_cost import PassCost, PassPricer
 from hyper_parallel.simulator.generation.pass_load import PassLoad, Piece
 from hyper_parallel.units import format_count
