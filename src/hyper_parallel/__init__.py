@@ -12,7 +12,7 @@ from hyper_parallel._version import __version__
 
 if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig, load
-    from hyper_parallel.inference import Generator
+    from hyper_parallel.inference import Generator, TieredCache
     from hyper_parallel.offloading.autograd import Swap, offload, release
     from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
     from hyper_parallel.step.pipeline import Pipeline, pipeline
@@ -26,6 +26,7 @@ _HOMES = {
     "RunConfig": "config",
     "Strategy": "strategy",
     "Swap": "offloading.autograd",
+    "TieredCache": "inference",
     "Trainer": "train",
     "init_weights": "shard",
     "load": "config",
@@ -44,6 +45,7 @@ __all__ = [
     "RunConfig",
     "Strategy",
     "Swap",
+    "TieredCache",
     "Trainer",
     "__version__",
     "init_weights",

@@ -1,9 +1,11 @@
 """Inference: continuous batching over a paged KV cache, on unmodified Transformers models.
 
 `Generator` is the interface; `engine` runs passes, `scheduler` composes them, `kv_pages` holds keys and values.
+`TieredCache` is for Transformers' own `generate`.
 """
 
 from hyper_parallel.inference.generator import Generator
 from hyper_parallel.inference.request import Completion, Request
+from hyper_parallel.inference.tiered_cache import CacheReport, TieredCache
 
-__all__ = ["Completion", "Generator", "Request"]
+__all__ = ["CacheReport", "Completion", "Generator", "Request", "TieredCache"]
