@@ -21,7 +21,7 @@ from hyper_parallel.errors import BudgetError, ConfigError, TierError, Unsupport
 from inference.deep_models import LAYERS, deep
 from inference.small_models import small
 
-TOKENS = 24
+TOKENS = 16
 PROMPT = 60
 
 
@@ -70,7 +70,6 @@ BEAMS: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "do_sample":
         ("llama", GREEDY, 0.85),
         ("llama", GREEDY, 0.5),
         ("llama", DRAWN, 0.5),
-        ("llama", BEAMS, 0.85),
         ("llama", BEAMS, 0.5),
         ("gemma3", GREEDY, 0.7),
         ("gemma3", BEAMS, 0.7),
@@ -79,7 +78,6 @@ BEAMS: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "do_sample":
         ("deepseek-v3", BEAMS, 0.5),
         ("gpt-oss", GREEDY, 0.7),
         ("qwen3-moe", GREEDY, 0.5),
-        ("gpt2", GREEDY, 0.5),
     ],
 )
 def test_bits_are_those_of_a_dynamic_cache(family: str, settings: dict[str, Any], part: float) -> None:
