@@ -38,7 +38,7 @@ class Observer(TorchDispatchMode):
 
     def _see(self, tensors: Sequence[Any]) -> None:
         for tensor in tensors:
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 key = id(storage)
                 if key not in self._known:

@@ -15,7 +15,6 @@ from hyper_parallel.errors import DataError
 
 if TYPE_CHECKING:
     from hyper_parallel.config.generate import GenerateConfig
-    from hyper_parallel.config.inference import Inference
 
 
 @click.command(short_help="Generate text with a trained model.")
@@ -47,7 +46,8 @@ def generate(
 
     OVERRIDES set keys of the sections 'inference', 'strategy' and 'launch', as does the file of --config. With
     'strategy.axes' the command starts as many workers on this machine as the product of the axes, each with its shards
-    of the model; under torchrun, Slurm or MPI it joins their workers.
+    of the model; under torchrun, Slurm or MPI it joins their workers. With 'strategy.memory.device', a number of bytes,
+    weights that do not fit are read from 'strategy.memory.host', 'pool' or 'flash' while others compute.
 
     \b
     Examples:
@@ -55,6 +55,7 @@ def generate(
       hyper-parallel generate exported/quickstart --input prompts.jsonl --out answers.jsonl
       hyper-parallel generate runs/quickstart --prompt "class" inference.temperature=0.8 inference.n=4
       hyper-parallel generate runs/quickstart --prompt "class" strategy.axes.tensor=2
+      hyper-parallel generate large --prompt "class" strategy.memory.device=2GiB strategy.memory.flash=/fast/disk
 
     \b
     Exit codes:
@@ -78,11 +79,11 @@ def generate(
             if code:
                 sys.exit(code)
         elif prompt is not None:
-            _answer(model, prompt, settings.inference)
+            _answer(model, prompt, settings)
         elif source is not None and out is not None:
             from hyper_parallel.inference.batch import run_batch
 
-            run_batch(model, source, out, settings.inference)
+            run_batch(model, source, out, settings.inference, settings.strategy.memory)
 
 
 def _on_workers(settings: GenerateConfig) -> bool:
@@ -131,9 +132,10 @@ def _check_prompt(prompt: str) -> None:
             raise DataError("--prompt is no text: it has half of a character (a lone surrogate)") from None
 
 
-def _answer(model: Path, prompt: str, settings: Inference) -> None:
+def _answer(model: Path, prompt: str, settings: GenerateConfig) -> None:
     _check_prompt(prompt)
     from hyper_parallel.inference import Generator
 
-    for answer in Generator(model, **settings.model_dump())([prompt]):
-        click.echo(answer.text)
+    with Generator(model, memory=settings.strategy.memory, **settings.inference.model_dump()) as generator:
+        for answer in generator([prompt]):
+            click.echo(answer.text)

@@ -140,6 +140,11 @@ class TorchBackend(Backend):
     def memory_total(self) -> int:
         return int(self.module.mem_get_info()[1])
 
+    def memory_free(self) -> int:
+        # What the allocator holds and nothing uses is free for tensors, too.
+        unused = int(self.module.memory_reserved()) - int(self.module.memory_allocated())
+        return int(self.module.mem_get_info()[0]) + unused
+
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 

@@ -130,6 +130,10 @@ class Backend(ABC):
         """Bytes that the current device has."""
 
     @abstractmethod
+    def memory_free(self) -> int:
+        """Bytes that this process could still take on the current device."""
+
+    @abstractmethod
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised host tensor that the device copies to and from asynchronously (pinned)."""
 

@@ -89,6 +89,15 @@ class CpuBackend(Backend):
     def memory_total(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
+    def memory_free(self) -> int:
+        # Without swapping, and below the limit on the process's data (setrlimit(2)).
+        free = _bytes_in("/proc/meminfo", "MemAvailable")
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        found = [self.memory_total() if free is None else free]
+        if limit != resource.RLIM_INFINITY:
+            found.append(max(limit - (_status_bytes("VmData") or 0), 0))
+        return min(found)
+
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)  # host memory is the device's memory
 
@@ -104,8 +113,12 @@ class CpuBackend(Backend):
 
 
 def _status_bytes(key: str) -> int | None:
+    return _bytes_in("/proc/self/status", key)
+
+
+def _bytes_in(path: str, key: str) -> int | None:
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path(path).read_text()
     except OSError:
         return None
     for line in status.splitlines():

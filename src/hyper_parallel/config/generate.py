@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +12,8 @@ from hyper_parallel.config.inference import Inference
 from hyper_parallel.config.launch import LaunchConfig
 from hyper_parallel.config.launched import Wording
 from hyper_parallel.config.load import build, load_file
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy import Axes, Strategy
+from hyper_parallel.strategy.generation_memory import GenerationMemory
 from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.strategy.section import PathText, Section
 
@@ -26,8 +27,20 @@ _UNUSED = {
     "expert_replicas": f"'expert_replicas' {_TRAINING}",
 }
 """Keys of `strategy` that must be left out, with the reason."""
-_MEMORY = ("device", "host", "pool", "flash")
-"""The budget."""
+
+
+class GenerationStrategy(Strategy):
+    """How a model and requests are spread over workers, and the memory of each worker's device."""
+
+    plans_memory: ClassVar = False
+
+    memory: GenerationMemory = GenerationMemory()  # type: ignore[assignment]
+    """The byte budget of the device, and tiers for what does not fit."""
+
+    @property
+    def on_one_device(self) -> GenerationStrategy:
+        """As `Strategy`'s."""
+        return self.model_copy(update={"axes": Axes()})
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -42,16 +55,26 @@ def check_strategy(strategy: Strategy) -> None:
             f"'axes.pipeline' ({strategy.axes.pipeline}): generation does not run pipelines; use tensor_x, tensor_y, "
             "shard, expert, replicate or context"
         )
+    if isinstance(strategy, GenerationStrategy) and strategy.axes.world > 1 and strategy.memory.device:
+        raise ValueError(
+            f"'memory.device' is a budget of one device, and 'axes' spread the model over {strategy.axes.world}; leave "
+            "one of them out"
+        )
     plain = Strategy(axes=strategy.axes)
     for key, reason in _UNUSED.items():
         if getattr(strategy, key) != getattr(plain, key):
             raise ValueError(f"{reason}; leave it out")
-    for key in Memory.model_fields:
-        if getattr(strategy.memory, key) == getattr(plain.memory, key):
-            continue
-        if key in _MEMORY:
-            raise ValueError(f"'memory.{key}': generation has no memory tiers yet; leave it out")
-        raise ValueError(f"'memory.{key}' {_TRAINING}; leave it out")
+    budget_of(strategy)
+
+
+def budget_of(strategy: Strategy) -> GenerationMemory:
+    """The memory budget of a strategy. Raises ValueError for a key of training."""
+    if isinstance(strategy, GenerationStrategy):
+        return strategy.memory
+    given = {key: value for key, value in strategy.memory if value != Memory.model_fields[key].get_default()}
+    if other := next((key for key in given if key not in GenerationMemory.model_fields), None):
+        raise ValueError(f"'memory.{other}' {_TRAINING}; leave it out")
+    return GenerationMemory(**given)
 
 
 class GenerateConfig(Section):
@@ -67,8 +90,8 @@ class GenerateConfig(Section):
     """Version of the format."""
     inference: Inference = Inference()
     """How answers are drawn, and how requests share the device."""
-    strategy: Strategy = Strategy()
-    """How the model and the requests are spread over workers: `axes`, `placement`, `rules`."""
+    strategy: GenerationStrategy = GenerationStrategy()
+    """How the model and the requests are spread over workers: `axes`, `placement`, `rules`; and their `memory`."""
     launch: LaunchConfig = LaunchConfig()
     """The workers."""
     logs: PathText | None = None
@@ -92,7 +115,7 @@ class GenerateConfig(Section):
         return False
 
     @property
-    def effective_strategy(self) -> Strategy:
+    def effective_strategy(self) -> GenerationStrategy:
         """The strategy that runs: with all axes 1 when `launch.workers` is 1."""
         return self.strategy.on_one_device if self.launch.workers == 1 else self.strategy
 
@@ -127,6 +150,12 @@ def load_generate(overrides: Sequence[str] = (), file: Path | None = None) -> Ge
     if file is not None:
         return load_file(GenerateConfig, file, overrides)
     return build(GenerateConfig, [("generate", {"version": 1})], overrides)
+
+
+def generation_memory(given: Mapping[str, Any]) -> GenerationMemory:
+    """The section `strategy.memory` from its keys. Raises ConfigError as `load` does."""
+    file = {"version": 1, "strategy": {"memory": dict(given)}}
+    return build(GenerateConfig, [("generate", file)], ()).strategy.memory
 
 
 def for_workers(settings: GenerateConfig, **given: Any) -> GenerateRun:

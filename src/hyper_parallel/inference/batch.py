@@ -14,6 +14,7 @@ from hyper_parallel.inference.generator import Generator
 from hyper_parallel.inference.load_model import identity, located
 from hyper_parallel.inference.prompt_file import AnswerFile, read_prompts
 from hyper_parallel.inference.request import Completion, Request
+from hyper_parallel.strategy.generation_memory import GenerationMemory
 
 _SECONDS = 2.0
 """Between progress lines."""
@@ -65,8 +66,8 @@ class Batch:
         return found
 
     @contextmanager
-    def writing(self) -> Iterator[Deliver]:
-        """The function that writes an answer, and shows progress."""
+    def writing(self, moved: Callable[[], str] = str) -> Iterator[Deliver]:
+        """The function that writes an answer, and shows progress. `moved`: says what went between memories."""
         tokens = count = 0
         begun, shown = time.monotonic(), 0.0
 
@@ -82,6 +83,8 @@ class Batch:
                 line = f"{count} of {len(self._missing)} answers, {tokens} tokens, {rate:.0f} tokens/s"
                 if shared:
                     line += f", {shared} tokens of prompts shared"
+                if found := moved():
+                    line += f", {found}"
                 _show(line, last)
 
         with self._answers.writing() as file:
@@ -92,16 +95,18 @@ class Batch:
         say(f"{self.out}: {self.size} answers")
 
 
-def run_batch(model: Path, source: Path, out: Path, settings: Inference) -> None:
+def run_batch(
+    model: Path, source: Path, out: Path, settings: Inference, memory: GenerationMemory | None = None
+) -> None:
     """Answer what is missing, in this process. Raises what `Batch` and `Generator` do, and FaultError if the disk is
     full."""
     batch = Batch(model, source, out, settings)
     if batch.missing:
-        generator = Generator(model, **settings.model_dump())
-        requests = batch.requests(generator)
-        with batch.writing() as deliver:
-            for place, answer in generator.run(requests):
-                deliver(place, answer, generator.shared)
+        with Generator(model, memory=memory, **settings.model_dump()) as generator:
+            requests = batch.requests(generator)
+            with batch.writing(generator.moved) as deliver:
+                for place, answer in generator.run(requests):
+                    deliver(place, answer, generator.shared)
     batch.end()
 
 

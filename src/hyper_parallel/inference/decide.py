@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.inference.choose_token import choose, draw_of
-from hyper_parallel.inference.scheduler import Running
+from hyper_parallel.inference.running import Running
 
 Decision = tuple[int, float | None]
 """A token, and the natural logarithm of its probability where the request wants it."""

@@ -30,6 +30,10 @@ from hyper_parallel.inference.scheduler import Scheduler, pages_for
 from hyper_parallel.shard.loss.forward import parameters_of
 from hyper_parallel.shard.no_grad_forward import inference
 
+Fit = Callable[["Engine", Sequence[Request], Inference], Inference]
+"""Settings that fit into memory, for some requests."""
+Advance = Callable[[list[tuple[Running, Segment]]], object]
+
 
 class Engine:
     """Runs requests on one model. Not for several threads at once."""
@@ -47,6 +51,8 @@ class Engine:
         """Chooses tokens. Several ranks that compute the same passes choose together."""
         self.around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context for each pass of `run`."""
+        self.fit: Fit | None = None
+        """Chooses `batch` and `pages` of a run, and places weights for it."""
         self.passes = 0
         self.cache = RunCache(model, layers, page)
         self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
@@ -59,6 +65,8 @@ class Engine:
         Raises UnsupportedModelError for a model whose attention is not known, DataError for a request that needs more
         memory than there is.
         """
+        if self.fit is not None:
+            settings = self.fit(self, requests, settings)
         with self.cache.run(requests, settings) as (cache, scheduler):
             while ended := self._until_some_end(scheduler, cache, text_of):
                 for one in ended:
@@ -87,6 +95,13 @@ class Engine:
                     else:
                         one.tokens.append(texts[one.number][len(one.tokens)])
         return [torch.stack(rows) for rows in found]
+
+    @contextmanager
+    def rehearsal(self, sizes: KVCacheSizes) -> Iterator[tuple[PagedCache, Advance]]:
+        """An empty cache, and a function that runs passes of made-up requests with it."""
+        cache = self.cache.fresh(sizes)
+        with self._generating(cache):
+            yield cache, lambda chosen: self._advance(chosen, cache, lambda _: "")
 
     @contextmanager
     def _generating(self, cache: PagedCache) -> Iterator[None]:

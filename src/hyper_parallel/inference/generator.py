@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.config.generate import check_strategy
+from hyper_parallel.config.generate import budget_of, check_strategy, generation_memory
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
@@ -17,13 +17,16 @@ from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.inference.decide import DecideTogether
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.load_model import load
+from hyper_parallel.inference.load_model import load, load_within
 from hyper_parallel.inference.load_shards import load_shards
+from hyper_parallel.inference.memory_budget import MemoryBudget
 from hyper_parallel.inference.model_support import check_length, check_model, prove
 from hyper_parallel.inference.prompt_file import is_text
 from hyper_parallel.inference.replica import Replica
 from hyper_parallel.inference.request import Completion, Request
+from hyper_parallel.inference.weight_source import ModelSource
 from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy.generation_memory import GenerationMemory
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of a conversation."""
@@ -43,18 +46,24 @@ class Generator:
         tokenizer: Any = None,
         *,
         strategy: Strategy | None = None,
+        memory: GenerationMemory | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         """`model`: a Transformers model, or a folder: one that `save_pretrained` or `export` wrote, a run's, or a
         checkpoint. `tokenizer`: Transformers' fast tokenizer; a folder has its own. `strategy`: how a folder's model is
         spread over the ranks of the process group, of which each loads its own shards; every rank then makes the
-        Generator and calls it with the same prompts. `settings`: keys of the `inference` section.
+        Generator and calls it with the same prompts. `memory`: a byte budget, the keys of the section
+        `strategy.memory`; until `close` the weights of a model in memory belong to the Generator. `settings`: keys of
+        the `inference` section.
 
         Raises UnsupportedModelError for a model that cannot be generated with, CheckpointError or ConfigError for a
-        folder that cannot be read, StrategyError for a strategy that does not fit.
+        folder that cannot be read or a budget that is too small, StrategyError for a strategy that does not fit.
         """
         self.settings = Inference(**settings)
         strategy = _checked(strategy)
+        budget = _budget(strategy, memory)
+        self.memory: MemoryBudget | None = None
+        """The budget at work; None without one."""
         if isinstance(model, nn.Module):
             if strategy is not None:
                 raise ConfigError(
@@ -62,10 +71,15 @@ class Generator:
                 )
             self.model = model
             self.tokenizer = Tokenizer(tokenizer) if tokenizer is not None else None
+            check_model(model)
+            if budget.device is not None:
+                self.memory = MemoryBudget(model, ModelSource(model), budget, next(model.parameters()).device)
         elif strategy is not None and strategy.axes.world > 1:
             self.model, self.tokenizer = load_shards(Path(model), strategy)
-        else:
+        elif budget.device is None:
             self.model, self.tokenizer = load(Path(model))
+        else:
+            self.model, self.tokenizer, self.memory = load_within(Path(model), budget)
         self._config = check_model(self.model)
         self._engine = Engine(
             self.model,
@@ -77,7 +91,26 @@ class Generator:
         """The workers with which this process computes the same passes."""
         if self.replica.group is not None:
             self._engine.decide = DecideTogether(self.replica.group, self.replica.leads)
-        prove(self._engine, self._config)
+        if self.memory is None:
+            prove(self._engine, self._config)
+        else:
+            try:
+                self.memory.prove(self._engine, lambda: prove(self._engine, self._config))
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Give back what a budget holds: a model in memory has its weights again, and files are removed. A Generator
+        without a budget has nothing to close."""
+        if self.memory is not None:
+            self.memory.close()
+
+    def __enter__(self) -> Generator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __call__(self, prompts: Sequence[Prompt], **settings: Any) -> list[Completion]:
         """Completions in the order of the prompts, `n` to each in turn. `settings` replace those of the generator;
@@ -87,6 +120,19 @@ class Generator:
 
     def stream(self, prompts: Sequence[Prompt], **settings: Any) -> Iterator[tuple[int, Completion]]:
         """Place and completion, as they are ready; completion k of prompt i has the place i · n + k."""
+        requests, chosen = self._requests(prompts, settings)
+        yield from self.run(requests, chosen)
+
+    def smallest_budget(self, prompts: Sequence[Prompt], **settings: Any) -> int:
+        """The smallest `memory.device`, in bytes, with which these prompts are answered. For a Generator that has a
+        budget."""
+        if self.memory is None:
+            raise ConfigError("this Generator has no memory budget; give it memory={'device': ...}")
+        return self.memory.smallest(self._engine, *self._requests(prompts, settings))
+
+    def _requests(
+        self, prompts: Sequence[Prompt], settings: Mapping[str, Any]
+    ) -> tuple[list[Request], Inference]:
         chosen = Inference(**{**self.settings.model_dump(), **settings})
         if chosen.page != self.settings.page:
             raise ConfigError(
@@ -98,7 +144,11 @@ class Generator:
             for row, one in enumerate(ids)
             for sample in range(chosen.n)
         ]
-        yield from self.run(requests, chosen)
+        return requests, chosen
+
+    def moved(self) -> str:
+        """What was moved between memories until now, in words; empty where nothing was."""
+        return self.memory.report if self.memory is not None else ""
 
     @property
     def shared(self) -> int:
@@ -158,6 +208,18 @@ class Generator:
     def text_of(self, ids: list[int]) -> str:
         """The text of an answer's tokens; empty without a tokenizer."""
         return self.tokenizer.decode(ids) if self.tokenizer is not None else ""
+
+
+def _budget(
+    strategy: Strategy | None, memory: GenerationMemory | Mapping[str, Any] | None
+) -> GenerationMemory:
+    """The budget of one or the other."""
+    given = GenerationMemory() if strategy is None else budget_of(strategy)
+    if memory is None:
+        return given
+    if given != GenerationMemory():
+        raise ConfigError("memory: 'strategy' has a section 'memory', too; give one of them")
+    return memory if isinstance(memory, GenerationMemory) else generation_memory(memory)
 
 
 def _checked(strategy: Strategy | None) -> Strategy | None:

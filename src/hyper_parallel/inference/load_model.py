@@ -7,15 +7,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyper_parallel.checkpoint import export
 from hyper_parallel.checkpoint.find import find
 from hyper_parallel.compat import backend
-from hyper_parallel.config.model import read_config
+from hyper_parallel.config.model import ModelConfig, read_config
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.tokenizer import load as load_tokenizer
 from hyper_parallel.errors import CheckpointError, ConfigError
+from hyper_parallel.inference.memory_budget import MemoryBudget
+from hyper_parallel.inference.weight_source import FolderSource, ModelSource, WeightSource
+from hyper_parallel.shard.safetensors_folder import Folder
+from hyper_parallel.step.build import causal_model, transformers_config
+from hyper_parallel.strategy.generation_memory import GenerationMemory
 
 log = logging.getLogger(__name__)
 
@@ -53,21 +59,57 @@ def identity(found: Path) -> list[Any]:
     ]
 
 
+def load_within(folder: Path, memory: GenerationMemory) -> tuple[nn.Module, Tokenizer | None, MemoryBudget]:
+    """As `load`, with the weights in the tiers of a budget; never more of them in memory than it says.
+
+    Raises TierError for a tier that cannot be opened, besides what `load` raises.
+    """
+    found = located(folder)
+    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as temporary:
+        if not (found / "config.json").is_file():
+            found = export(found, Path(temporary) / "model")
+        model, source = _opened(found)
+        return model, tokenizer_of(found), MemoryBudget(model, source, memory, backend().device(0))
+
+
+def _opened(folder: Path) -> tuple[nn.Module, WeightSource]:
+    """The model, and where its weights come from."""
+    hf = transformers_config(ModelConfig(path=str(folder)))
+    with Folder(folder, pread=True) as files:
+        dtype = hf.dtype or files.dtype() or torch.float32
+    model: Any = causal_model(hf, dtype)
+    model.tie_weights()
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        return model.eval(), FolderSource(model, folder)
+    except CheckpointError as error:
+        log.info("%s; Transformers reads the model, as a whole", error)
+    whole = _from_pretrained(folder)
+    return whole, ModelSource(whole)
+
+
 def _read(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
+    read_config(folder)
+    return _from_pretrained(folder).to(backend().device(0)), tokenizer_of(folder)
+
+
+def _from_pretrained(folder: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    read_config(folder)
     disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, dtype="auto"
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{folder}: the model cannot be loaded: {' '.join(str(error).split())[:300]}"
         ) from error
-    return model.to(backend().device(0)), tokenizer_of(folder)
+    return model
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:

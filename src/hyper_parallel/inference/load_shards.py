@@ -25,7 +25,7 @@ from hyper_parallel.inference.load_model import located, tokenizer_of
 from hyper_parallel.shard import load_weights, parallelize
 from hyper_parallel.shard.safetensors_folder import Folder
 from hyper_parallel.step.build import causal_model, transformers_config
-from hyper_parallel.strategy import Precision, Strategy
+from hyper_parallel.strategy import Memory, Precision, Strategy
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -48,7 +48,7 @@ def load_shards(folder: Path, strategy: Strategy) -> tuple[nn.Module, Tokenizer 
         model: Any = causal_model(hf, dtype)
         one = _DTYPES[dtype]
         precision = Precision(param=one, compute=one, reduce=one)  # type: ignore[arg-type]
-        parallelize(model, strategy.model_copy(update={"precision": precision}))
+        parallelize(model, strategy.model_copy(update={"precision": precision, "memory": Memory()}))
         load_weights(model, found, _device())
         if (found / "generation_config.json").is_file():
             from transformers import GenerationConfig

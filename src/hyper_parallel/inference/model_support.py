@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.errors import HyperParallelError, UnsupportedModelError
+from hyper_parallel.inference.away_weight import ReadElsewhere
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.ragged_pass import padded
+from hyper_parallel.shard.loss.forward import parameters_of
 from hyper_parallel.shard.no_grad_forward import inference
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
 
@@ -111,8 +113,8 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
         together = engine.replayed(prompts, answer=3)
         alone = engine.replayed(prompts[:1], answer=3)
         with inference(model):
-            plain = [_plain(model, prompt, engine.device)[-4:].float() for prompt in prompts]
-    except HyperParallelError:
+            plain = [_plain(model, prompt, engine.device, 4).float() for prompt in prompts]
+    except (HyperParallelError, ReadElsewhere):
         raise
     # Of any kind: the model's own code was not written for such a batch.
     except Exception as error:
@@ -137,11 +139,15 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
         )
 
 
-def _plain(model: Any, prompt: list[int], device: torch.device) -> Tensor:
-    """Logits [len(prompt), V]. The row is filled up, as a pass's is, since some strategies split it."""
-    row = prompt + [0] * (padded(len(prompt)) - len(prompt))
-    logits: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
-    return logits[: len(prompt)]
+def _plain(model: Any, prompt: list[int], device: torch.device, last: int) -> Tensor:
+    """Logits [last, V] of the last tokens. The row is filled up, as a pass's is, since some strategies split it."""
+    length = len(prompt)
+    row = prompt + [0] * (padded(length) - length)
+    kept: dict[str, Any] = {}
+    if "logits_to_keep" in parameters_of(type(model).forward):
+        kept["logits_to_keep"] = torch.arange(length - last, length, device=device)
+    logits: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False, **kept).logits[0]
+    return logits if kept else logits[length - last : length]
 
 
 def _difference(own: Tensor, plain: Tensor, dtype: torch.dtype) -> str | None:

@@ -7,6 +7,9 @@ model's own code then computes all of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +25,18 @@ def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_T
     """Transformers' experts function for `NAME`: [T, D] to [T, D]."""
     own = type(module).forward.__wrapped__
     slots = experts_TK.size(1)
+    if _widest.get():
+        experts_TK = torch.arange(slots, device=experts_TK.device, dtype=experts_TK.dtype).expand_as(
+            experts_TK
+        )
+        filling = min(module.num_experts, experts_TK.numel()) * (GRANULE - 1) // slots + GRANULE
+        wide: Tensor = own(
+            module,
+            pad(hidden_TD, (0, 0, 0, filling)),
+            experts_TK[:1].expand(len(experts_TK) + filling, -1),
+            pad(weights_TK, (0, 0, 0, filling)),
+        )
+        return wide[: len(hidden_TD)]
     counts = torch.bincount(experts_TK.reshape(-1), minlength=module.num_experts)
     missing = torch.where(counts > 0, -counts % GRANULE, 0)
     # The slots of a token are all used: whole multiples more, of the expert that has the most, make the sum fit.
@@ -38,6 +53,17 @@ def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_T
     return out[: len(hidden_TD)]
 
 
+@contextmanager
+def widest_spread() -> Iterator[None]:
+    """Inside, experts are given as many rows of filling as there can be, and each that computes is given all rows: at
+    least the memory of any choice of experts."""
+    token = _widest.set(True)
+    try:
+        yield
+    finally:
+        _widest.reset(token)
+
+
 def register() -> bool:
     """Make the function known to Transformers; whether this version of it has such functions."""
     try:
@@ -46,3 +72,6 @@ def register() -> bool:
         return False
     ALL_EXPERTS_FUNCTIONS.register(NAME, padded_experts)
     return True
+
+
+_widest: ContextVar[bool] = ContextVar("widest_spread", default=False)

@@ -47,7 +47,7 @@ def load_weights(
     skeleton = _skeleton(handle)
     plain_model = without_adapters(skeleton)
     found: list[tuple[str, Source]] = []
-    drawn = dict(_initial_buffers(skeleton))
+    drawn = dict(initial_buffers(skeleton))
     with Folder(Path(folder)) as files:
         for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
             plain = name_in_base(name, skeleton)
@@ -166,7 +166,8 @@ def _initial_values(
                 drawn.update(names.values())
 
 
-def _initial_buffers(skeleton: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def initial_buffers(skeleton: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, values) of every buffer of a model on the meta device, as its own code computes them."""
     with one_device():
         for path, module in skeleton.named_modules():
             buffers = {

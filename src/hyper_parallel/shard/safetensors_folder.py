@@ -6,7 +6,7 @@ into one tensor, the published folders still have the older form; it is read her
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hyper_parallel.errors import CheckpointError
+from hyper_parallel.shard.safetensors_pread import PreadFile
 from hyper_parallel.untrusted import is_plain_name, open_regular, read_json
 
 _RENAMED = (
@@ -46,9 +47,11 @@ class Source(Protocol):
 class Folder:
     """The tensors of a folder, opened as they are asked for; a context that closes the files."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError when there is no safetensors file, or its index cannot be read."""
+    def __init__(self, folder: Path, pread: bool = False) -> None:
+        """`pread`: read slices without mapping the files. Raises CheckpointError when there is no safetensors file, or
+        its index cannot be read."""
         self.folder, self._files = folder, _safetensors_of(folder)
+        self._open: Callable[[Path], Any] = PreadFile if pread else _opened
         self._opened: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -57,6 +60,10 @@ class Folder:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def names(self) -> frozenset[str]:
+        """Names of all tensors, as the folder keeps them."""
+        return frozenset(self._files)
 
     def dtype(self) -> torch.dtype | None:
         """Of the first floating-point tensor, as Transformers' `dtype="auto"` finds it; None where there is none."""
@@ -96,7 +103,7 @@ class Folder:
 
     def _opened_file(self, path: Path) -> Any:
         if path not in self._opened:
-            self._opened[path] = self._stack.enter_context(_opened(path))
+            self._opened[path] = self._stack.enter_context(self._open(path))
         return self._opened[path]
 
     def _experts(self, name: str, model: Any, shape: tuple[int, ...]) -> Source | None:

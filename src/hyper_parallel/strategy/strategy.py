@@ -73,6 +73,9 @@ class Strategy(Section):
         "submodels": "running submodels side by side comes with HyperMPMD",
     }
 
+    plans_memory: ClassVar[bool] = True
+    """Whether `memory.device: auto` is for the planner."""
+
     version: Literal[1] = 1
     """The version of the file's format."""
     axes: Axes = Axes()
@@ -129,7 +132,7 @@ class Strategy(Section):
             given = {"axes": AUTO}
         if not isinstance(given, Mapping) or "chosen" in given:
             return given
-        given, filled = _memory_auto(given)
+        given, filled = _memory_auto(given) if cls.plans_memory else (given, False)
         axes = given.get("axes")
         if axes == AUTO:
             axes = dict.fromkeys(OPEN_NAMES, AUTO)

@@ -1,0 +1,91 @@
+"""A weight whose bytes are in a tier: shape, dtype and device can be read, values cannot.
+
+It stands in a module in place of its parameter. Code that computes with it outside the forward pass of its module is
+found at once (`ReadElsewhere`), instead of computing with whatever lies in the buffer then. Of an embedding's table
+rows can be looked up (`torch.nn.functional.embedding`), which are gathered where the table lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from hyper_parallel.compat.pytree import leaves_of
+
+Rows = Callable[[Tensor], Tensor]
+"""Rows [U, D] of a table, on the device, for their numbers, int64 [U]."""
+
+
+class ReadElsewhere(Exception):
+    """The model's code reads the weight of a module outside of its forward pass. `module`: its name."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(module)
+        self.module = module
+
+
+class AwayWeight(Tensor):
+    """Stands for a weight of `module`, of which `rows` can be looked up."""
+
+    module: str
+    home: torch.device
+    rows: Rows | None
+
+    @classmethod
+    def of(cls, like: Tensor, device: torch.device, module: str, rows: Rows | None = None) -> AwayWeight:
+        """For a weight like `like`, which belongs on `device`."""
+        empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        found = empty.as_subclass(cls)
+        found.module, found.home, found.rows = module, device, rows
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _DEVICE:
+            return args[0].home
+        if func in _FREE:
+            return super().__torch_function__(func, types, args, kwargs)
+        away = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, AwayWeight))
+        if func is embedding and away.rows is not None:
+            return _looked_up(away.rows, *args, **kwargs)
+        raise ReadElsewhere(away.module)
+
+
+def _looked_up(
+    rows: Rows, ids: Tensor, weight: Tensor, padding_idx: Any = None, max_norm: Any = None, *_: Any, **__: Any
+) -> Tensor:
+    """As `torch.nn.functional.embedding`. `padding_idx` is for gradients."""
+    assert max_norm is None, "such tables stay on the device"
+    wanted, places = ids.unique(return_inverse=True)
+    return rows(wanted)[places.reshape(-1)].view(*ids.shape, -1)
+
+
+_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_FREE = frozenset(
+    [
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "ndim", "layout", "requires_grad", "is_meta", "is_sparse", "grad")
+        ),
+        *(
+            getattr(Tensor, name)
+            for name in (
+                "size",
+                "dim",
+                "numel",
+                "stride",
+                "is_floating_point",
+                "is_contiguous",
+                "element_size",
+            )
+        ),
+    ]
+)
+"""What reads no values."""

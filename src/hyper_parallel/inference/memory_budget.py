@@ -1,0 +1,230 @@
+"""Generation within a byte budget: weights in tiers, the workspace measured, and a plan for each run's requests.
+
+Every module that may leave the device lies in a tier from the beginning; those that the plan lets stay are read once
+and kept. Before requests run that are longer than any before, the workspace of their passes is measured with as few
+weights on the device as there can be: first for one request, which tells the smallest budget, then for as many as are
+sure to fit, since the workspace grows at most in proportion to the requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from hyper_parallel.compat import backend
+from hyper_parallel.compat.dispatch import outside_modes
+from hyper_parallel.config.inference import Inference
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.inference.away_weight import ReadElsewhere
+from hyper_parallel.inference.engine import Engine
+from hyper_parallel.inference.kv_sizes import page_bytes
+from hyper_parallel.inference.live_bytes import LiveBytes
+from hyper_parallel.inference.memory_needs import Needs
+from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan, smallest
+from hyper_parallel.inference.request import Request
+from hyper_parallel.inference.weight_source import WeightSource
+from hyper_parallel.inference.weight_stream import WeightStream, storage_bytes
+from hyper_parallel.inference.weight_tiers import WeightTiers, movable, slot_bytes
+from hyper_parallel.inference.weight_units import units_of
+from hyper_parallel.inference.workspace import Extent, measure
+from hyper_parallel.offloading.runtime.open_tiers import open_tiers
+from hyper_parallel.offloading.tiers import Tier
+from hyper_parallel.strategy.generation_memory import GenerationMemory
+from hyper_parallel.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_OF_FREE = 0.95
+"""Of what is free on the device: the rest is for what the allocator rounds up and leaves between blocks."""
+
+
+class MemoryBudget:
+    """The memory of one model. `close` brings its weights back."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: WeightSource,
+        memory: GenerationMemory,
+        device: torch.device,
+    ) -> None:
+        """Raises TierError for a tier that cannot be opened."""
+        self.plan: MemoryPlan | None = None
+        """Of the last run."""
+        self.device = device
+        self._tiers = _opened(memory)
+        self.budget = _free(model, device) if memory.device == "auto" else int(memory.device or 0)
+        """Bytes of the device."""
+        room = {name: tier.capacity for name, tier in self._tiers.items()}
+        units = movable(units_of(model), self._tiers, room) if self._tiers else []
+        try:
+            stored = WeightTiers(units, self._tiers, room)
+            buffer = torch.empty(max(map(slot_bytes, units), default=0), dtype=torch.uint8, device=device)
+            for unit in units:
+                stored.write(unit, buffer, source.fill)
+                source.stored(unit)
+            source.rest(units, device)
+        except BaseException:
+            self._close_tiers()
+            raise
+        finally:
+            source.close()
+        del buffer
+        self.stream = WeightStream(model, units, stored, device)
+        self._sizes = self._sizes_now(0)
+        self._measured: dict[tuple[int, int], list[tuple[Extent, int]]] = {}
+        self._proof = 0
+
+    def prove(self, engine: Engine, prove: Callable[[], None]) -> None:
+        """Compare the engine with the model, within the budget; from then on runs of the engine keep to it.
+
+        Raises ConfigError if it is too small, and what `prove` raises.
+        """
+        while True:
+            least = self._place_least()
+            try:
+                counter = LiveBytes(self.device, self.stream.tensors())
+                with counter:
+                    prove()
+                break
+            except ReadElsewhere as found:
+                self._keep(found.module)
+        self._proof = least.device + counter.peak
+        if self._proof > self.budget:
+            raise self._too_small(0, "")
+        engine.fit = self.fit
+
+    def fit(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> Inference:
+        """Place the weights for these requests; the settings with the requests at once and the pages that fit.
+
+        Raises ConfigError, with the smallest budget and what would lower it, for a budget that is too small.
+        """
+        if not requests:
+            return settings
+        needs = self._needs(engine, requests, settings)
+        found = {1: self._workspace(engine, 1, needs)}
+        floor = needs.floor(1, found[1])
+        if max(floor, self._proof) > self.budget:
+            raise self._too_small(floor, needs.terms(found[1]))
+        most = min(settings.batch, len(requests))
+        while (known := max(found)) < most:
+            # Sure to fit: the workspace grows at most in proportion.
+            sure = [
+                count
+                for count in range(known + 1, most + 1)
+                if needs.floor(count, -(-found[known] * count // known)) <= self.budget
+            ]
+            if not sure:
+                break
+            found[sure[-1]] = self._workspace(engine, sure[-1], needs)
+        plans = []
+        for count in {*(2**power for power in range(most.bit_length())), *found}:
+            bound = min((known for known in found if known >= count), default=None)
+            if bound is not None:
+                plans.append(needs.plan(self.budget, count, found[bound]))
+        plan = min((plan for plan in plans if plan is not None), key=lambda plan: (plan.cost, -plan.requests))
+        self._place(plan)
+        return settings.model_copy(update={"batch": plan.requests, "pages": plan.pages})
+
+    def smallest(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> int:
+        """The smallest budget with which `fit` finds a plan for these requests. Places weights as for that."""
+        needs = self._needs(engine, requests, settings)
+        return max(needs.floor(1, self._workspace(engine, 1, needs)), self._proof)
+
+    @property
+    def report(self) -> str:
+        """What was moved, in words; empty where nothing was."""
+        read = [f"{format_bytes(count)} from {name}" for name, count in self.stream.tiers.read.items()]
+        return f"{', '.join(read)} ({self.stream.stall:.1f} s waited)" if read else ""
+
+    def close(self) -> None:
+        """Bring all weights back to the device, and close the tiers."""
+        self.stream.close()
+        self._close_tiers()
+
+    def _close_tiers(self) -> None:
+        for tier in self._tiers.values():
+            tier.close()
+
+    def _needs(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> Needs:
+        self._sizes = self._sizes_now(page_bytes(engine.cache.shapes, engine.page))
+        return Needs(self._sizes, engine.cache.shapes, engine.page, requests, settings)
+
+    def _workspace(self, engine: Engine, count: int, needs: Needs) -> int:
+        """Of passes of `count` requests; measured unless it was for such requests."""
+        known = self._measured.setdefault((count, needs.settings.rows), [])
+        for other, bytes_ in known:
+            if needs.extent.within(other):
+                return bytes_
+        self._place_least()
+        bytes_ = measure(engine, self.stream.tensors(), count, needs.extent, needs.settings)
+        known.append((needs.extent, bytes_))
+        return bytes_
+
+    def _keep(self, name: str) -> None:
+        """The model's code reads the weights of this module elsewhere: they stay on the device for good."""
+        log.warning(
+            "%s: its weights are read outside of its forward pass; they stay on the device (%s)",
+            name,
+            format_bytes(self.stream.keep(name)),
+        )
+        self.plan = None
+        self._sizes = self._sizes_now(self._sizes.page)
+
+    def _place_least(self) -> MemoryPlan:
+        """As few weights on the device as there can be."""
+        least = smallest(self._sizes, pages=0, workspace=0)
+        plan = make_plan(self._sizes, least, requests=1, pages=0, workspace=0)
+        assert plan is not None, "the smallest budget has a plan"
+        self._place(plan)
+        return plan
+
+    def _place(self, plan: MemoryPlan) -> None:
+        if self.plan is None or (plan.resident, plan.gathered, plan.buffer) != (
+            self.plan.resident,
+            self.plan.gathered,
+            self.plan.buffer,
+        ):
+            units = self.stream.units
+            self.stream.place(
+                [units[place] for place in plan.resident],
+                [units[place] for place in plan.gathered],
+                plan.buffer,
+            )
+        self.plan = plan
+
+    def _sizes_now(self, page: int) -> Sizes:
+        return Sizes(tuple(unit.size for unit in self.stream.units), self.stream.fixed, page)
+
+    def _too_small(self, floor: int, why: str) -> ConfigError:
+        """For requests that need `floor` bytes; the comparison of `prove` may need more."""
+        if self._proof > floor:
+            weights = smallest(self._sizes, pages=0, workspace=0)
+            floor = self._proof
+            why = (
+                f"{format_bytes(weights)} of weights, and {format_bytes(floor - weights)} for a comparison with the "
+                "model's own forward pass (lower inference.page)"
+            )
+        where = (
+            "" if self._tiers else ", or set memory.host, pool or flash, so that weights can leave the device"
+        )
+        return ConfigError(
+            f"memory.device is {self.budget} bytes, and generation needs at least {floor} ({format_bytes(floor)}): "
+            f"{why}; raise it{where}"
+        )
+
+
+def _opened(memory: GenerationMemory) -> dict[str, Tier]:
+    pool = None if memory.pool is None else (memory.pool, f"generate-{os.getpid()}", "generation")
+    with outside_modes():  # this memory is not the device's
+        return open_tiers(backend(), memory.host, memory.flash, pool)
+
+
+def _free(model: nn.Module, device: torch.device) -> int:
+    """What is free on the device, with what the model holds there."""
+    held = storage_bytes(x for x in (*model.parameters(), *model.buffers()) if x.device == device)
+    return int(_OF_FREE * (backend().memory_free() + held))

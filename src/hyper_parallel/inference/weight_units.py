@@ -1,0 +1,149 @@
+"""Modules as they are streamed: which weights lie together, and where in a flat buffer.
+
+A decoder layer is one module, or, if it has more than `SPLIT` bytes, its parts are: attention, MLP, single projections.
+Outside of the layers each module with weights of its own is one: embedding, head. Modules of a few bytes (norms), and
+weights that several modules share, always are on the device; a head that shares its table with the embedding is
+streamed, and the embedding's rows are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.inference.memory_plan import Module
+from hyper_parallel.shard.model_structure import layers_of
+
+SPLIT = 16 << 20
+"""Bytes above which a module is streamed in parts: a few milliseconds of reading from a fast disk."""
+ALIGN = 64
+"""Bytes at a multiple of which a weight begins."""
+_SMALL = 0.02
+"""Of a layer's bytes: modules with less are not streamed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One weight of a module: whose it is, and where its bytes are among the module's."""
+
+    owners: tuple[tuple[nn.Module, str], ...]
+    name: str
+    """In the model."""
+    shape: torch.Size
+    dtype: torch.dtype
+    first: int
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The weight in a buffer, uint8, with the module's bytes."""
+        return buffer[self.first : self.first + self.bytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A module that is streamed as one. `tables`: embeddings that look rows up in its only weight."""
+
+    name: str
+    module: nn.Module
+    parts: tuple[Part, ...]
+    bytes: int
+    tables: tuple[nn.Module, ...] = ()
+
+    @property
+    def size(self) -> Module:
+        """For the plan."""
+        return Module(self.name, self.bytes, gatherable=self.module in self.tables)
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row of a table."""
+        part = self.parts[0]
+        return part.bytes // part.shape[0]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The modules of a model that can be streamed, in the order in which the model names them."""
+    found = layers_of(model)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no list of layers, whose weights could be streamed; remove memory.device"
+        )
+    _, layers = found
+    modules: list[tuple[str, nn.Module]] = []
+    prefix_of = {id(module): name for name, module in model.named_modules()}
+    inside: set[int] = set()
+    total = 0
+    for layer in dict.fromkeys(layers):
+        total += _bytes(layer)
+        inside.update(id(module) for module in layer.modules())
+        modules += _divided(prefix_of[id(layer)], layer)
+    least = _SMALL * total / len(layers)
+    owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    for name, module in model.named_modules():
+        if id(module) not in inside and module._parameters:
+            modules.append((name, module))
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, own, f"{name}.{own}" if name else own))
+    order = {id(module): place for place, module in enumerate(model.modules())}
+    modules.sort(key=lambda one: order[id(one[1])])
+    units = [_unit(name, module, owners, whole=id(module) in inside) for name, module in modules]
+    return [unit for unit in units if unit is not None and unit.bytes >= least]
+
+
+def _divided(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module, or its children where it is larger than `SPLIT` and has some with weights."""
+    children = [(own, child) for own, child in module.named_children() if _bytes(child)]
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict)  # they have no forward pass
+    if children and (listed or _bytes(module) > SPLIT):
+        for own, child in children:
+            yield from _divided(f"{name}.{own}", child)
+    else:
+        yield name, module
+
+
+def _unit(
+    name: str, module: nn.Module, owners: dict[int, list[tuple[nn.Module, str, str]]], whole: bool
+) -> Unit | None:
+    """The unit of a module with the weights below it (`whole`) or its own; None where it has none that can leave."""
+    within = set(map(id, module.modules())) if whole else {id(module)}
+    parameters = {id(one): one for one in module.parameters(recurse=whole)}
+    parts, at, tables = list[Part](), 0, list[nn.Module]()
+    for key, parameter in parameters.items():
+        outside = [owner for owner, _, _ in owners[key] if id(owner) not in within]
+        if not _plain(parameter):
+            continue
+        if outside and not all(map(_is_table, outside)):
+            continue
+        if outside and len(parameters) > 1:
+            continue
+        if outside and _is_table(module):
+            return None  # the other module's
+        tables += outside
+        own = tuple((owner, own) for owner, own, _ in owners[key])
+        parts.append(Part(own, owners[key][0][2], parameter.shape, parameter.dtype, at))
+        at += -(-parts[-1].bytes // ALIGN) * ALIGN
+    if _is_table(module) and len(parts) == 1:
+        tables.append(module)
+    return Unit(name, module, tuple(parts), at, tuple(tables)) if parts else None
+
+
+def _plain(parameter: Tensor) -> bool:
+    """Whether its bytes are all that there is to it."""
+    return type(parameter) is nn.Parameter and parameter.layout == torch.strided
+
+
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and module.max_norm is None
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
