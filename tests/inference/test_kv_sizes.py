@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hyper_parallel.inference import Generator
-from hyper_parallel.inference.kv_sizes import BLOCK_BYTES, KVCacheSizes, block_pages, page_bytes
+from hyper_parallel.inference.kv_sizes import (
+    BLOCK_BYTES,
+    KVCacheSizes,
+    LayerShape,
+    block_pages,
+    least_bytes,
+    page_bytes,
+    sizes_within,
+)
 from hyper_parallel.inference.paged_cache import PagedCache
 from inference.small_models import prompts, small
 
@@ -34,3 +46,20 @@ def test_a_block_is_large_enough() -> None:
         assert count * block_pages(count) >= BLOCK_BYTES
         assert block_pages(count) == 1 or count * (block_pages(count) - 1) < BLOCK_BYTES
     assert page_bytes([], 16) == 0
+
+
+@given(st.integers(1, 10**6), st.integers(1, 40), st.integers(1, 8), st.booleans(), st.integers(1, 4))
+def test_sizes_fit_into_the_budget(budget: int, longest: int, batch: int, tiered: bool, heads: int) -> None:
+    layers = [LayerShape((heads, 8), (heads, 8), 4), LayerShape((1, 16), (1, 4), 2)]
+    room = {"host": 10**7} if tiered else {}
+    wanted = longest * batch
+    found = sizes_within(budget, layers, 16, longest=longest, wanted=wanted, room=room)
+    least = least_bytes(layers, 16, longest=longest, tiered=tiered)
+    assert (found is not None) == (budget >= least)
+    if found is not None:
+        assert found.device_bytes(layers, 16) <= budget
+        assert found.device <= wanted
+        assert (
+            found.device == wanted
+            or replace(found, device=found.device + 1).device_bytes(layers, 16) > budget
+        )

@@ -7,11 +7,14 @@ from the last one they are dropped, in the order of an eviction policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from torch import Tensor
 
+from hyper_parallel.inference.kv_eviction import SAMPLE, PredictedUse
 from hyper_parallel.inference.kv_sizes import KVCacheSizes
 from hyper_parallel.offloading.tiers import Pending, Tier
 
@@ -60,8 +63,9 @@ class KVTiers:
             tier.reserve(dict.fromkeys(range(count), size))
             self.levels.append(TierSlots(name, tier, list(range(count))[::-1], count))
             self.idle.append({})
-        self.victim: Callable[[dict[Block, None]], Block] = lambda idle: next(iter(idle))
+        self.uses = PredictedUse()
         """Which idle block of a full tier goes first."""
+        self._draws = random.Random(0)
         self.dropped: Callable[[Block], None] = lambda block: None
         """Called with an idle block that is lost."""
         self.move: Callable[[Block, int], None]
@@ -126,7 +130,7 @@ class KVTiers:
         """Make sure that a slot of a level is free; False where requests need all."""
         found, idle = self.levels[level], self.idle[level]
         if not found.free and idle:
-            block = self.victim(idle)
+            block = self._victim(idle)
             if level + 1 < len(self.levels) and self._clear(level + 1):
                 del idle[block]
                 slot = block.slot
@@ -137,7 +141,16 @@ class KVTiers:
                 self._drop(level, block)
         return bool(found.free)
 
+    def _victim(self, idle: dict[Block, None]) -> Block:
+        """Of a block with several pages, the first one that its prompts need decides."""
+        oldest: dict[Hashable, Block] = {block.keys[0]: block for block in islice(idle, SAMPLE)}
+        some = self._draws.sample(list(idle), min(SAMPLE, len(idle)))
+        others: dict[Hashable, Block] = {block.keys[0]: block for block in some}
+        return (oldest | others)[self.uses.first(oldest, list(others))]
+
     def _drop(self, level: int, block: Block) -> None:
         del self.idle[level][block]
         self.dropped(block)
+        for key in block.keys:
+            self.uses.left(key)
         self.levels[level].free.append(block.slot)

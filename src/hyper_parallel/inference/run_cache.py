@@ -162,7 +162,7 @@ class RunCache:
 
     def _check_tiered(self, requests: Sequence[Request], memory: KVMemory) -> None:
         most, sizes = self._longest(requests), memory.sizes
-        if sizes.device < memory.least:
+        if most > sizes.device < memory.least:
             raise DataError(
                 f"the KV cache has {sizes.device} pages on the device and needs {memory.least}; raise memory.device"
             )
