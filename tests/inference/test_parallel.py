@@ -11,8 +11,10 @@ import pytest
 from harness import run_ranks
 from hyper_parallel import Strategy, parallelize
 from hyper_parallel.config.inference import Sampling
-from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.errors import ConfigError, UnsupportedModelError
 from hyper_parallel.inference import Generator, Request
+from hyper_parallel.inference.context_group import ContextGroup
+from hyper_parallel.inference.ragged_pass import Segment
 from hyper_parallel.inference.split_requests import split
 from inference.small_models import prompts, small
 
@@ -75,6 +77,66 @@ def test_each_worker_loads_its_shards(axes: dict[str, int], tmp_path: Path) -> N
     for tokens, held in run_ranks(_from_folder, 2, str(tmp_path), axes):
         assert tokens == expected
         assert 0.45 * whole < held < 0.6 * whole
+
+
+def _context(rank: int, world: int, folder: str, axes: dict[str, int]) -> tuple[Any, Any, bool]:
+    generator = Generator(folder, strategy=Strategy(axes=axes), max_tokens=TOKENS, page=16, logprobs=True)
+    given = prompts(generator.model)
+    found = generator(given)
+    # The longest alone: several of its pieces are in one pass, at other rows.
+    alone = generator([given[5]])
+    same = alone[0].tokens == found[5].tokens and alone[0].logprobs == found[5].logprobs
+    return [one.tokens for one in found], [one.logprobs for one in found], same
+
+
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("llama", {"context": 2}),
+        ("gemma3", {"context": 2}),
+        ("gpt-oss", {"context": 2}),
+        ("deepseek-v3", {"context": 2}),
+        ("llama", {"replicate": 2, "context": 2}),
+    ],
+)
+def test_context_has_the_tokens_of_one_device_and_the_same_bits_in_any_company(
+    family: str, axes: dict[str, int], tmp_path: Path
+) -> None:
+    model: Any = small(family)
+    model.save_pretrained(tmp_path)
+    expected = Generator(model, max_tokens=TOKENS, page=16, logprobs=True)(prompts(model))
+    for tokens, logprobs, same in run_ranks(_context, Strategy(axes=axes).axes.world, str(tmp_path), axes):
+        assert tokens == [one.tokens for one in expected]
+        for own, other in zip(logprobs, expected, strict=True):
+            assert own == pytest.approx(other.logprobs, abs=1e-4)
+        assert same
+
+
+def test_a_context_group_computes_each_token_once_where_its_page_is() -> None:
+    group = ContextGroup(1, 3, page=16)
+    # A long piece in mid-prompt, the newest token of another request, and a short prompt.
+    segments = [Segment(0, 40, 96, ()), Segment(40, 1, 70, ()), Segment(41, 5, 0, ())]
+    pieces = group.pieces(segments)
+    assert [[(one.segment, one.start, one.count, one.first) for one in part] for part in pieces] == [
+        [(0, 0, 16, 96), (2, 16, 5, 0)],
+        [(0, 0, 16, 112), (1, 16, 1, 70)],
+        [(0, 0, 8, 128)],
+    ]
+    assert group.length(pieces) == 32
+    assert [group.local(136, rank) for rank in range(3)] == [48, 48, 40]
+    assert [group.local(71, rank) for rank in range(3)] == [32, 23, 16]
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"context": 2, "expert": 2}, "must divide shard · tensor"),
+        ({"pipeline": 2}, "does not run pipelines"),
+    ],
+)
+def test_strategies_that_generation_cannot_do_are_refused(axes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Generator("unread", strategy=Strategy(axes=axes))
 
 
 def test_requests_are_split_evenly_and_answers_to_a_prompt_stay_together() -> None:

@@ -48,6 +48,9 @@ class StepContext:
     """Weights and gradient sums kept between the micro-batches of the step; None keeps nothing."""
     documents: bool | None = None
     """Whether rows hold several packed documents; None looks at the values of position_ids."""
+    expert_rows: int = 1
+    """Rows of each expert are filled up to a multiple of this: a product of few rows adds up in another order, and a
+    generated token must not depend on how many tokens of other requests an expert gets."""
     even_load: float | None = None
     """For costs only, the sizes hold for no batch: every expert is chosen equally often, and this rank's get so many
     times the mean. None reads the routing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.inference import padded_experts, paged_attention
 from hyper_parallel.inference.decide import Decide, decide
 from hyper_parallel.inference.kv_pages import rows_of
@@ -22,7 +24,7 @@ from hyper_parallel.inference.kv_sizes import KVCacheSizes
 from hyper_parallel.inference.page_pool import PagePool
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.paged_cache import PagedCache
-from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, padded, positions_of
+from hyper_parallel.inference.ragged_pass import GRANULE, RaggedPass, Segment, padded, positions_of
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.run_cache import RunCache
 from hyper_parallel.inference.running import Running
@@ -42,6 +44,8 @@ class Engine:
         """`page`: tokens of a page. `layers`: those with a cache. `eos`: tokens that end an answer, which they are no
         part of."""
         paged_attention.register()
+        self.attention = paged_attention.NAME
+        """The name of the attention function."""
         self.model: Any = model
         self.page = page
         self.layers = layers
@@ -53,6 +57,8 @@ class Engine:
         """A context for each pass of `run`."""
         self.fit: Fit | None = None
         """Chooses `batch` and `pages` of a run, and places weights for it."""
+        self.row_length: Callable[[Sequence[Segment]], int] | None = None
+        """Rows of a pass over segments, where they are not in one row."""
         self.passes = 0
         self.cache = RunCache(model, layers, page)
         self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
@@ -68,6 +74,7 @@ class Engine:
         if self.fit is not None:
             settings = self.fit(self, requests, settings)
         with self.cache.run(requests, settings) as (cache, scheduler):
+            scheduler.row_length = self.row_length
             while ended := self._until_some_end(scheduler, cache, text_of):
                 for one in ended:
                     yield one.number, one.answer
@@ -81,6 +88,7 @@ class Engine:
         requests = [Request(ids=tuple(text[:-answer]), sampling=sampling) for text in texts]
         pages = pages_for(requests, len(texts), self.page)
         scheduler = Scheduler(len(texts), 3 * self.page, self.page, PagePool(pages, reuse=False))
+        scheduler.row_length = self.row_length
         scheduler.waiting.extend(enumerate(requests))
         found: list[list[Tensor]] = [[] for _ in texts]
         cache = self.cache.fresh(KVCacheSizes(device=pages))
@@ -108,11 +116,11 @@ class Engine:
         """Inside, the model's attention is `paged_attention`, without gradients; afterwards it is as it was."""
         given = self.model.config._attn_implementation
         experts = getattr(self.model.config, "_experts_implementation", None)
-        self.model.set_attn_implementation(paged_attention.NAME)
+        self.model.set_attn_implementation(self.attention)
         if experts is not None and padded_experts.register():
             self.model.set_experts_implementation(padded_experts.NAME)
         try:
-            with inference(self.model):
+            with inference(self.model), replace(current_step(), expert_rows=GRANULE).installed():
                 yield
         finally:
             self.cache.learn(cache)
@@ -209,10 +217,21 @@ class Engine:
         ]
         ragged = RaggedPass(segments, page, torch.tensor(slots, device=self.device))
         last = [segment.start + segment.count - 1 for segment in ready]
-        rows_kept = last + [0] * (padded(len(last)) - len(last))
+        return self._forward(row, positions_of(segments, length, self.device), last, ragged, cache)
+
+    def _forward(
+        self,
+        row: Sequence[int],
+        positions: Tensor,
+        last: Sequence[int],
+        ragged: RaggedPass,
+        cache: PagedCache,
+    ) -> Tensor:
+        """Float32 logits [len(last), V] of the rows `last`, after the pass over the tokens `row` at int64 `positions`
+        [1, len(row)]."""
+        rows_kept = [*last] + [0] * (padded(len(last)) - len(last))
         kept = {"logits_to_keep": torch.tensor(rows_kept, dtype=torch.int64, device=self.device)}
         ids = torch.tensor([row], device=self.device)
-        positions = positions_of(segments, length, self.device)
         # A layer that turns out to compute with cached values is given all of them, from the next try on.
         for _ in range(self.layers + 1):
             try:
@@ -226,7 +245,7 @@ class Engine:
                         use_cache=True,
                         **(kept if self._keeps else {}),
                     )
-                logits: Tensor = out.logits[0, : len(ready)] if self._keeps else out.logits[0, last]
+                logits: Tensor = out.logits[0, : len(last)] if self._keeps else out.logits[0, list(last)]
                 return logits.float()
             except ExpandsKeys:
                 continue

@@ -15,6 +15,8 @@ from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.inference.context_engine import ContextEngine
+from hyper_parallel.inference.context_group import context_group, without_context
 from hyper_parallel.inference.decide import DecideTogether
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.load_model import load, load_within
@@ -25,6 +27,7 @@ from hyper_parallel.inference.prompt_file import is_text
 from hyper_parallel.inference.replica import Replica
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.weight_source import ModelSource
+from hyper_parallel.shard.sharded_model import sharded
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.generation_memory import GenerationMemory
 
@@ -75,19 +78,21 @@ class Generator:
             if budget.device is not None:
                 self.memory = MemoryBudget(model, ModelSource(model), budget, next(model.parameters()).device)
         elif strategy is not None and strategy.axes.world > 1:
-            self.model, self.tokenizer = load_shards(Path(model), strategy)
+            self.model, self.tokenizer = load_shards(Path(model), without_context(strategy))
         elif budget.device is None:
             self.model, self.tokenizer = load(Path(model))
         else:
             self.model, self.tokenizer, self.memory = load_within(Path(model), budget)
         self._config = check_model(self.model)
-        self._engine = Engine(
-            self.model,
-            self.settings.page,
-            layers=int(self._config.num_hidden_layers),
-            eos=_ends(self.model, self.tokenizer),
+        size = strategy.axes.context if strategy is not None else 1
+        context = context_group(sharded(self.model), size, self.settings.page) if size > 1 else None
+        layers, eos = int(self._config.num_hidden_layers), _ends(self.model, self.tokenizer)
+        self._engine = (
+            Engine(self.model, self.settings.page, layers=layers, eos=eos)
+            if context is None
+            else ContextEngine(self.model, context, layers=layers, eos=eos)
         )
-        self.replica = Replica.of(self.model)
+        self.replica = Replica.of(self.model, size)
         """The workers with which this process computes the same passes."""
         if self.replica.group is not None:
             self._engine.decide = DecideTogether(self.replica.group, self.replica.leads)

@@ -7,7 +7,7 @@ no query of a segment sees, before a sliding window, are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -77,11 +77,7 @@ def attention(
     """
     if not isinstance(attention_mask, RaggedMask):
         raise UnsupportedModelError(f"{type(module).__name__} gives attention no mask function")
-    for name, setting in given.items():
-        if setting is not None and name not in _IGNORED and not isinstance(setting, bool):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} gives attention {name}, which paged attention does not know"
-            )
+    check_keywords(module, given)
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
     read = _contexts(module, key, value)
     plain = softcap is not None or s_aux is not None
@@ -101,6 +97,15 @@ def attention(
         parts.append(parts[0].new_zeros(1, filling, *parts[0].shape[2:]))
     # Contiguous: some models view it.
     return torch.cat(parts, 1), None
+
+
+def check_keywords(module: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for a keyword that attention would leave out silently."""
+    for name, setting in given.items():
+        if setting is not None and name not in _IGNORED and not isinstance(setting, bool):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} gives attention {name}, which paged attention does not know"
+            )
 
 
 def register() -> None:

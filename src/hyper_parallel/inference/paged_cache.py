@@ -54,7 +54,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             ragged.returned[key_states.data_ptr()] = Returned(self, key_states, value_states, versions)
             return key_states, value_states
         tokens = sum(one.end for one in ragged.segments)
-        length = padded(tokens)
+        # Never without rows, which some models' views do not take.
+        length = padded(max(tokens, 1))
         keys, values = (x.new_zeros(1, x.size(1), length, x.size(3)) for x in (key_states, value_states))
         end = 0
         for segment in ragged.segments:

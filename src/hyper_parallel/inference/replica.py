@@ -27,14 +27,16 @@ class Replica:
     """The process group of its ranks; None where it has one."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> Replica:
-        """Of this rank of a model. A collective of all ranks of a parallelized one."""
+    def of(cls, model: nn.Module, context: int = 1) -> Replica:
+        """Of this rank of a model whose weights are replicated over `context` ranks of each replica, too. A collective
+        of all ranks of a parallelized one."""
         if not is_sharded(model) or sharded(model).mesh.world == 1:
             return cls()
         handle = sharded(model)
         ranks: dict[int, list[int]] = {}
         for rank in handle.axes.devices.ranks:
-            ranks.setdefault(handle.axes.devices.coordinate(rank)["replicate"], []).append(rank)
+            index = handle.axes.devices.coordinate(rank)["replicate"] // context
+            ranks.setdefault(index, []).append(rank)
         found = cls()
         for index, members in sorted(ranks.items()):
             # Every rank takes part in making every group.

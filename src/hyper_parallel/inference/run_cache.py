@@ -36,8 +36,10 @@ class _Budget:
 class RunCache:
     """Makes the cache and the scheduler of each run."""
 
-    def __init__(self, model: Any, layers: int, page: int) -> None:
+    def __init__(self, model: Any, layers: int, page: int, stored: int | None = None) -> None:
+        """`page`: tokens of a page, of which this process stores `stored`, by default all."""
         self._model, self._layers, self._page = model, layers, page
+        self._stored = page if stored is None else stored
         self._like: dict[int, tuple[Tensor, Tensor]] = {}
         self._expand: frozenset[int] = frozenset()
         self._budget: _Budget | None = None
@@ -78,7 +80,7 @@ class RunCache:
 
     def fresh(self, sizes: KVCacheSizes) -> PagedCache:
         """An empty cache."""
-        cache = PagedCache(self._layers, sizes, self._page)
+        cache = PagedCache(self._layers, sizes, self._stored)
         for layer in self._expand:
             cache.layers[layer].expand = True
         return cache

@@ -10,7 +10,7 @@ another request has computed is shared (`page_pool`); one that another request c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hyper_parallel.inference.kv_memory import KVMemory
 from hyper_parallel.inference.page_pool import PagePool
@@ -29,6 +29,8 @@ class Scheduler:
         self.batch, self.rows, self.page, self.pool = batch, rows, page, pool
         self.shared = 0
         """Tokens of prompts whose pages were there."""
+        self.row_length: Callable[[Sequence[Segment]], int] | None = None
+        """Rows of a pass over segments; None where they are in one row."""
         self.waiting: deque[tuple[int, Request]] = deque()
         self.running: list[Running] = []
         self._memory = memory
@@ -98,11 +100,12 @@ class Scheduler:
         start = 0
         for one in sorted(self.running, key=lambda one: not one.prefilled):
             count, key = one.step, self._key(one)
-            if padded(start + count) > self.rows or key in computed or self._comes(one):
+            segment = Segment(start, count, one.cached, one.runs, one.base, tuple(one.older))
+            if self._length(found, segment) > self.rows or key in computed or self._comes(one):
                 continue
             if key is not None:
                 computed.add(key)
-            found.append((one, Segment(start, count, one.cached, one.runs, one.base, tuple(one.older))))
+            found.append((one, segment))
             start += count
         return found
 
@@ -120,6 +123,12 @@ class Scheduler:
             one.pages += pages
         one.lay()
         return True
+
+    def _length(self, found: Sequence[tuple[Running, Segment]], more: Segment) -> int:
+        """Rows of a pass with one more segment."""
+        if self.row_length is None:
+            return padded(more.start + more.count)
+        return self.row_length([*(segment for _, segment in found), more])
 
     def _key(self, one: Running) -> bytes | None:
         """Of the page that a request computes next; None for one that its prompt does not fill."""

@@ -14,10 +14,13 @@ graph has one node for any number of experts, and only the number of all rows is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+
+from hyper_parallel.graph.step_context import current_step
 
 _library = torch.library.Library("hyper_parallel", "FRAGMENT")
 _library.define("grouped_mm(Tensor a, Tensor b, SymInt[] counts, Tensor? bias=None) -> Tensor")
@@ -95,6 +98,23 @@ def apply_experts(
     module: nn.Module, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, counts: list[int]
 ) -> torch.Tensor:
     """[R, h] to [R, h]: apply the experts to rows sorted by expert, `counts` rows each; `weights` by parameter name."""
+    multiple = current_step().expert_rows
+    if multiple == 1:
+        return _applied(module, weights, rows, counts)
+    filled = [-(-count // multiple) * multiple for count in counts]
+    starts = accumulate(filled, initial=0)
+    places = torch.tensor(
+        [start + row for start, count in zip(starts, counts, strict=False) for row in range(count)],
+        dtype=torch.int64,
+        device=rows.device,
+    )
+    larger = rows.new_zeros(sum(filled), rows.size(1)).index_copy(0, places, rows)
+    return _applied(module, weights, larger, filled)[places]
+
+
+def _applied(
+    module: nn.Module, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, counts: list[int]
+) -> torch.Tensor:
     experts: Any = module
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     inner = grouped_linear(rows, weights[up], counts, weights.get(f"{up}_bias"), experts.is_transposed)
