@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.overlap import overlap_pass
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.metrics import figures
@@ -40,6 +41,26 @@ def test_what_cannot_be_says_why() -> None:
     found = refine([wrong], Cluster.named("h100x2"), lambda _: None)
     assert found[0].seconds is None
     assert "'train.batch' (3) must be a multiple" in found[0].reason
+
+
+def test_a_step_above_the_limit_is_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds what it is then found to hold in the order of the model's code; within the limit nothing changes."""
+    file, cluster, said = _written(shard=2, zero=3, micro=1), Cluster.named("h100x2"), []
+    (free,) = refine([file], cluster, said.append)
+    (within,) = refine([file], cluster, said.append, limit=1e12)
+    assert free.peak is not None
+    assert within == free
+    monkeypatch.setattr(overlap_pass, "overlap", _never)
+    (above,) = refine([file], cluster, said.append, limit=free.peak / 4)
+    assert above.seconds is None
+    assert above.fits is False
+    assert above.peak is not None
+    assert free.peak / 2 < above.peak < 2 * free.peak
+    assert "was not simulated" in above.reason
+
+
+def _never(*given: object, **named: object) -> None:
+    raise AssertionError("ordered")
 
 
 @pytest.mark.matrix

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from hyper_parallel.graph.no_gc import uncollected
+from hyper_parallel.graph.no_gc import collect_between, uncollected
 
 
 @uncollected()
@@ -32,3 +32,12 @@ def test_who_has_turned_it_off_finds_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_large_steps_leave_is_freed_where_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(gc, "collect", lambda: asked.append(gc.isenabled()))
+    collect_between()
+    with uncollected():
+        collect_between()
+    assert asked == [False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from harness.captured import recipe_of
 from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.graph_nodes import append_call
 from hyper_parallel.compat.symbolic_sizes import another_symbol, expression
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.costs import Pricer
+from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.dynamic_sizes import Sizes, balanced_sizes, known
 from hyper_parallel.graph.ir import values_of
 from hyper_parallel.graph.memory_effects import effects, reads, touched, writes
@@ -100,3 +104,48 @@ def test_a_split_sequence_is_captured_twice(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(capture_train_step, "capture", counting)
     _step("llama", 20, {"axes": {"tensor": 2}, "sequence": True})
     assert layers == [4, 5]
+
+
+def test_a_name_is_what_the_graph_itself_would_give() -> None:
+    """Of copies too, whose names are known from the graph before."""
+    wanted = [
+        "mm",
+        "mm_1",
+        "mm_1",
+        "add_7",
+        "add",
+        "max",
+        "max_1",
+        "mm_01",
+        "a_1_2",
+        "_3",
+        "add_7",
+        "mm_1_1",
+        "view_2",
+    ]
+    for _ in range(2):
+        ours, theirs = fx.Graph(), fx.Graph()
+        for name in wanted:
+            append_call(ours, name, torch.ops.aten.neg.default, (), {})
+            theirs.create_node("call_function", torch.ops.aten.neg.default, name=name)
+        assert [node.name for node in ours.nodes] == [node.name for node in theirs.nodes]
+        for name in ("mm", "add", "max", "a_1", "view", "_3"):
+            assert ours._graph_namespace.create_name(name, None) == theirs._graph_namespace.create_name(
+                name, None
+            )
+
+
+def test_collectives_that_are_free_are_not_walked_through_for_each_one(experts: StepGraph) -> None:
+    class _Walked(list[fx.Node]):
+        walks = 0
+
+        def __iter__(self) -> Iterator[fx.Node]:
+            type(self).walks += 1
+            return super().__iter__()
+
+        def __contains__(self, node: object) -> bool:
+            raise AssertionError("a list is walked through for each node that is looked up")
+
+    free = _Walked(node for node in experts.nodes if is_collective(node))
+    assert dependencies(experts, free) == dependencies(experts, frozenset(free))
+    assert _Walked.walks == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ from hyper_parallel.cli.verify import verify
 from hyper_parallel.errors import PREFIX, FaultError, HyperParallelError, WorkersFailedError
 from hyper_parallel.untrusted import printable
 
+_ANSWERS = ("simulate", "plan")
+"""Subcommands that make large graphs, print an answer and end."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
 
@@ -66,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     disk failed (FaultError). If a launcher started several workers on this machine, only the first one prints it.
     Any other exception is a defect and shows its traceback; Python then exits with 1.
     """
+    if arguments is None and sys.argv[1:2] and sys.argv[1] in _ANSWERS:
+        _collect_nothing()
     try:
         command.main(args=arguments, prog_name="hyper-parallel", standalone_mode=False)
     except click.ClickException as error:
@@ -86,6 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if speaks(os.environ):
             click.echo("hyper-parallel: interrupted", err=True)
         sys.exit(INTERRUPTED)
+
+
+def _collect_nothing() -> None:
+    """Let the process end without a search for garbage: it takes as long to walk through a graph as a pass does."""
+    gc.disable()
+    atexit.register(gc.freeze)
 
 
 def _speaks() -> bool:

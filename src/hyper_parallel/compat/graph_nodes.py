@@ -37,10 +37,33 @@ def set_meta(node: fx.Node, meta: dict[str, Any]) -> None:
 
 def append_node(graph: fx.Graph, name: str, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
     """A node of any kind at the graph's insert point, as of `append_call`."""
-    name = graph._graph_namespace.create_name(name, None)
+    name = _unique_name(graph._graph_namespace, name)
     node = fx.Node(graph, name, op, target, args, kwargs)
     graph._graph_namespace.associate_name_with_obj(name, node)
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+_numbered: dict[str, tuple[str, int]] = {}
+"""Names that end with a number and are legal, to what stands before it, and the number. Passes copy the same names
+again and again."""
+_MOST = 1 << 20
+
+
+def _unique_name(namespace: Any, name: str) -> str:
+    """What `_Namespace.create_name` answers and leaves in the namespace, in less time for a name that is free."""
+    parts = _numbered.get(name)
+    if parts is not None and name not in namespace._used_names:
+        namespace._used_names.add(name)
+        namespace._base_count[parts[0]] = parts[1]
+        return name
+    made: str = namespace.create_name(name, None)
+    if parts is None and made == name:
+        base, _, number = name.rpartition("_")
+        if base and number.isdecimal() and namespace._base_count.get(base) == int(number):
+            if len(_numbered) >= _MOST:
+                _numbered.clear()
+            _numbered[name] = base, int(number)
+    return made

@@ -7,7 +7,7 @@ taken as rank 0 has them), so that one rank class stands for all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +18,14 @@ from hyper_parallel.cluster.token_dispatch import TokenDispatch
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.build_trace import load_of, trace_of
+from hyper_parallel.estimate.memory_limit import WithinMemory
 from hyper_parallel.estimate.predict_pipeline import predict_pipeline
 from hyper_parallel.estimate.prediction import Prediction
 from hyper_parallel.estimate.run_inputs import micro_batch, model_of
 from hyper_parallel.estimate.trace_store import StoredTrace, TraceStore
+from hyper_parallel.graph import Pass
 from hyper_parallel.graph.no_gc import uncollected
+from hyper_parallel.graph.pass_manager import SCHEDULE
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import described_offload, passes
 from hyper_parallel.offloading.schedule.explain import explained
@@ -44,6 +47,7 @@ def predict_run(
     fused: bool | None = None,
     dispatch: TokenDispatch | None = None,
     cache: Path | None = None,
+    limit: float | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """What a step of a run would take on a cluster. Nothing is allocated, and no data or weights are read.
@@ -54,10 +58,11 @@ def predict_run(
     moves, and how far from the best that is. `fused`: memory-bound operators are priced as fused kernels; left out,
     where the file has them compiled (`train.compile: true`). `dispatch`: the library that sends tokens to experts; left
     out, a row for each expert, as `train` sends them. `cache`: a folder of Traces of earlier predictions, in which a
-    step that was captured before is found (`estimate.trace_store`); left out, it is captured. `progress` is told what
-    is being done.
+    step that was captured before is found (`estimate.trace_store`); left out, it is captured. `limit`: bytes; a step
+    without a budget that holds more in the order of the model's code is neither ordered nor simulated. `progress` is
+    told what is being done.
 
-    Raises ConfigError, StrategyError, or CaptureError for a step that cannot be written down as a graph.
+    Raises ConfigError, StrategyError, CaptureError for a step that cannot be written down as a graph, or AboveLimit.
     """
     # Views take time on a host only, which computes what was captured; other devices have attention as one kernel.
     views = prices_views(cluster)
@@ -72,6 +77,7 @@ def predict_run(
             dispatch,
             views,
             cache,
+            limit,
             progress or (lambda _: None),
         )
 
@@ -87,6 +93,7 @@ def _predicted(
     dispatch: TokenDispatch | None,
     views: bool,
     cache: Path | None,
+    limit: float | None,
     say: Progress,
 ) -> Prediction:
     strategy = config.effective_strategy
@@ -120,7 +127,7 @@ def _predicted(
     key = None if store is None else store.key(plain, config, cluster, pricing)
     kept = None if store is None or key is None else store.find(key)
     if kept is None:
-        kept = _captured(plain, config, cluster, as_written, explain, fused, views, say)
+        kept = _captured(plain, config, cluster, as_written, explain, fused, views, limit, say)
         if store is not None and key is not None:
             store.save(key, kept)
     else:
@@ -152,6 +159,7 @@ def _captured(
     explain: bool,
     fused: bool,
     views: bool,
+    limit: float | None,
     say: Progress,
 ) -> StoredTrace:
     """The Trace of a step that is captured now."""
@@ -165,7 +173,10 @@ def _captured(
         classes=dict.fromkeys(range(world), "all"),
         views=views,
         fused=fused,
-        passes_of=lambda smaller: passes(smaller, cluster, ordered=not as_written, offload=offload),
+        passes_of=lambda smaller: _checked(
+            passes(smaller, cluster, ordered=not as_written, offload=offload),
+            limit if offload is None else None,
+        ),
         say=say,
         notes=notes,
     )
@@ -175,6 +186,13 @@ def _captured(
         say("looking for bounds" if explain else "planned")
         notes += [explained(found) if explain else str(found) for found in offload.found]
     return StoredTrace(trace, notes)
+
+
+def _checked(rewrites: Sequence[Pass], limit: float | None) -> Sequence[Pass]:
+    """The passes, with a limit on memory checked before collectives are ordered."""
+    if limit is None:
+        return rewrites
+    return [WithinMemory(one, limit) if SCHEDULE in one.provides else one for one in rewrites]
 
 
 def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluster:

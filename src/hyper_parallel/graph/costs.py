@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from hyper_parallel.compat.collective_counter import FUNCTIONAL
@@ -98,6 +99,10 @@ class Pricer:
         self._works: dict[Hashable, Work | None] = {}
         """By the likeness of the node: layers are alike."""
         self._likes: dict[Hashable, int] = {}
+        self._forms: dict[
+            tuple[int, int, torch.dtype], tuple[tuple[int, ...], tuple[int, ...], str, int, int]
+        ] = {}
+        """Shape and stride by their identity, and dtype, to all of a `_Sized` but its storage: copies share them."""
 
     def cost(self, node: fx.Node) -> Work | Collective | None:
         """What a node does; None where it does nothing."""
@@ -299,18 +304,25 @@ class Pricer:
         found = self._sized.get(id(value))
         if found is None:
             self._alive.append(value)
-            shape = tuple([self._known(size) for size in value.shape])
-            stride = tuple([self._known(size) for size in value.stride])
-            like = self._likes.setdefault((shape, stride, value.dtype), len(self._likes))
-            # As of `Value.bytes`, of numbers: products of symbols take long.
-            size = value.dtype.itemsize
-            for length, step in zip(shape, value.stride, strict=True):
-                if not (isinstance(step, int) and step == 0):
-                    size *= length
-            found = self._sized[id(value)] = _Sized(
-                shape, stride, str(value.dtype).removeprefix("torch."), size, value.storage, like
-            )
+            key = (id(value.shape), id(value.stride), value.dtype)
+            form = self._forms.get(key)
+            if form is None:
+                form = self._forms[key] = self._form(value)
+            shape, stride, dtype, size, like = form
+            found = self._sized[id(value)] = _Sized(shape, stride, dtype, size, value.storage, like)
         return found
+
+    def _form(self, value: Value) -> tuple[tuple[int, ...], tuple[int, ...], str, int, int]:
+        """All of a `_Sized` but the storage."""
+        shape = tuple([self._known(size) for size in value.shape])
+        stride = tuple([self._known(size) for size in value.stride])
+        like = self._likes.setdefault((shape, stride, value.dtype), len(self._likes))
+        # As of `Value.bytes`, of numbers: products of symbols take long.
+        size = value.dtype.itemsize
+        for length, step in zip(shape, value.stride, strict=True):
+            if not (isinstance(step, int) and step == 0):
+                size *= length
+        return shape, stride, str(value.dtype).removeprefix("torch."), size, like
 
     def _known(self, size: Size) -> int:
         if type(size) is int:

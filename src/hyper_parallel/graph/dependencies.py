@@ -120,7 +120,8 @@ class _Found:
     """Walks the nodes in order and remembers who touched what last."""
 
     def __init__(self, step: StepGraph, free: Collection[fx.Node]) -> None:
-        self._free = free
+        # Looked up for each collective: a list of them would be walked each time.
+        self._free = frozenset(free)
         self.needs: dict[fx.Node, set[fx.Node]] = {}
         self._lasting = {storage.index for storage in step.storages if storage.name is not None}
         self._wrote: dict[int, fx.Node] = {}

@@ -12,6 +12,12 @@ import gc
 from collections.abc import Iterator
 
 
+def collect_between() -> None:
+    """Free what one large step has left before the next one is made, where the collector rests for longer than both."""
+    if not gc.isenabled():
+        gc.collect()
+
+
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """In the block cycles are not collected; what has none is freed at once as ever. May be nested."""

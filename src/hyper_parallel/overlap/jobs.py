@@ -42,15 +42,14 @@ class Priced:
     lives: list[Lifetime]
 
     @classmethod
-    def of(cls, step: StepGraph, sizes: Mapping[Any, int] | None = None) -> Priced:
-        """`sizes` gives the symbols of the step's sizes values."""
+    def of(cls, step: StepGraph, sizes: Mapping[Any, int] | None = None, like: Costs | None = None) -> Priced:
+        """`sizes` gives the symbols of the step's sizes values. `like`: costs of another step, whose nodes do the same
+        as those of their names in this one."""
         known = dict(sizes or {})
-        return cls(
-            step,
-            known,
-            {node.name: cost for node, cost in costs(step, known).items()},
-            lifetimes(step, known),
-        )
+        found = dict(like or {})
+        new = [node for node in step.nodes if node.name not in found]
+        found.update((node.name, cost) for node, cost in costs(step, known, new).items())
+        return cls(step, known, found, lifetimes(step, known))
 
 
 @dataclass(frozen=True)

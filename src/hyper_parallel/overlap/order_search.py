@@ -159,8 +159,13 @@ class OrderSearch:
 
     def _jobs(self, tried: Tried) -> Jobs:
         graph = tried.chunks(self.step) if tried.chunks != NO_CHUNKS else self.step
-        graph = Buckets()(graph) if tried.buckets else graph
-        of = self._priced if graph is self.step else Priced.of(graph, self._sizes)
+        of = self._priced
+        if tried.buckets:
+            # Only collectives become others, with other names.
+            known = None if graph is not self.step else of.costs
+            of = Priced.of(Buckets()(graph), self._sizes, known)
+        elif graph is not self.step:
+            of = Priced.of(graph, self._sizes)
         jobs = jobs_of(of, self._prices)
         return _one_lane(jobs) if tried.one_lane else jobs
 
