@@ -111,7 +111,7 @@ class SplitQuestion:
         sparse = self.sparse
         if not self.tiers or split.tier not in self.tiers:
             # Everything is on the device: nothing of what is selected is copied.
-            sparse = replace(sparse, again=1.0)
+            sparse = replace(sparse, apart=False)
         return PassPricer(self.model, self.cluster, split, sparse)
 
     def fits(self, found: Footprint) -> bool:

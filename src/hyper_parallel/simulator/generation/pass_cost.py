@@ -38,6 +38,8 @@ class Sparse:
     """As `GenerationWorkload.selected_tokens`."""
     again: float = 0.0
     """As `GenerationWorkload.selected_again`."""
+    apart: bool = True
+    """Whether what is not selected lies in a tier; else the device has all of it."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,13 @@ class PassPricer:
         device = self._costs.device
         self.memory = device.memory.read
         self.link = (
-            link_rate(cluster, self.split.tier, model.world) if self.split.any or self._selects else 0.0
+            link_rate(cluster, self.split.tier, model.world) if self.split.any or self.selects else 0.0
         )
 
     @property
-    def _selects(self) -> bool:
-        return self.sparse.selected > 0
+    def selects(self) -> bool:
+        """Whether sparse attention selects tokens of contexts in a tier."""
+        return self.sparse.selected > 0 and self.sparse.apart
 
     def touched(self, load: PassLoad) -> float:
         """Share of the rank's experts that the tokens of a pass choose."""
@@ -160,12 +163,16 @@ class PassPricer:
         sizes = layer.attention
         if sizes is None:
             return 0.0
-        if self._selects:
-            # Of the selected tokens, those that were not selected before.
+        if self.selects:
+            # Of the selected tokens, those that were not selected before. A piece of a prompt reads all before it.
             return sum(
-                min(self.sparse.selected, piece.first) * (1 - self.sparse.again) * sizes.token
+                (
+                    min(self.sparse.selected, piece.first) * (1 - self.sparse.again)
+                    if piece.count == 1
+                    else min(piece.first, piece.read(sizes.window))
+                )
+                * sizes.token
                 for piece in load.pieces
-                if piece.count == 1
             )
         return sum(
             min(piece.first, piece.read(sizes.window)) * self.split.contexts * sizes.token
@@ -307,7 +314,7 @@ class _Follower:
             if one.contexts:
                 free = self._attended[-BUFFERS] if len(self._attended) >= BUFFERS else 0.0
                 # What is selected is known one layer ahead; what is read whole, before the pass.
-                since = max(free, before if self._pricer.sparse.selected else begun)
+                since = max(free, before if self._pricer.selects else begun)
                 arrived = self._copied(one.contexts, since)
                 before = now
                 now = max(now + one.before, arrived)

@@ -62,7 +62,7 @@ def simulated(pricer: PassPricer, load: PassLoad, passes: int = 0) -> SimulatedP
 
 def reads_tiers(pricer: PassPricer, load: PassLoad) -> bool:
     """Whether a pass copies anything."""
-    if not (pricer.split.any or pricer.sparse.selected):
+    if not (pricer.split.any or pricer.selects):
         return False
     costs = {kind: pricer.layer(at, load) for at, kind in enumerate(pricer.model.order)}
     return bool(pricer.split.layers) or any(one.contexts or one.experts or one.host for one in costs.values())
@@ -108,7 +108,7 @@ class _Writer:
         first = len(self.ops)
         if cost.contexts:
             free = self._attended[-BUFFERS] if len(self._attended) >= BUFFERS else -1
-            since = max(free, self._begun if self._pricer.sparse.selected else entry)
+            since = max(free, self._begun if self._pricer.selects else entry)
             arrived = self._copy("contexts", cost.contexts, since, at)
         behind: set[int] = set()
         for op in layer.ops:
@@ -167,7 +167,7 @@ class _Writer:
 
     @property
     def _selected(self) -> float:
-        return 1.0 if self._pricer.sparse.selected else 0.0
+        return 1.0 if self._pricer.selects else 0.0
 
     def _write(
         self, name: str, module: str, queue: str, work: Work | None, after: tuple[int, ...] = ()

@@ -126,7 +126,7 @@ def footprint(
     if selected:
         away = max(0.0, running - passed - selected)
     attending = max(1, sum(1 for layer in model.layers if layer.attention))
-    staging = 0.0 if selected else BUFFERS * away / attending
+    staging = BUFFERS * away / attending
     device = {
         "weights": float(model.weights - resident - experts),
         "buffers": float(min(BUFFERS * largest, resident)),
