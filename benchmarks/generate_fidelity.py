@@ -1,10 +1,11 @@
 """Predicted against measured generation on this machine: python benchmarks/generate_fidelity.py
 
-1. `hyper-parallel calibrate` measures this machine's operators (no model); `--cluster FILE` takes an earlier
-measurement instead. 2. Passes of prompts and passes that generate, and whole batches, are predicted from that file,
-as `simulate --generate` does. 3. `Generator` runs the same requests: seconds of each pass of the engine, and tokens/s
-of a batch. One thread, nothing beside it; cases alternate,
-   and each figure is the median of rounds.
+1. `hyper-parallel calibrate` measures this machine's operators (no model) with one worker on all cores;
+   `--cluster FILE` takes an earlier measurement instead.
+2. Passes of prompts, passes that generate and whole batches are predicted from that file, as `simulate --generate`
+   does.
+3. `Generator` runs the same requests with as many threads: seconds of each pass of the engine, and tokens/s of a batch;
+   medians of several rounds.
 
 Nothing is fitted to the cases. The settings of a batch are those of the engine; a pass's prediction is compared with
 the passes of the same composition. docs/inference-predictions.md is written from the result.
@@ -203,7 +204,7 @@ def page_lines(rows: Sequence[dict[str, Any]], where: dict[str, Any]) -> list[st
     lines[0] += "."
     lines += [
         "",
-        f"Measured on {where['cpu']}, {where['cores']} cores, one thread, PyTorch {where['torch']}. Milliseconds "
+        f"Measured on {where['cpu']}, {where['cores']} cores, as many threads, PyTorch {where['torch']}. Milliseconds "
         "of a pass.",
         "",
         "| Llama | Requests | Prompt | Answer | Prompts' pass: predicted | measured | error | Answers' pass: "
@@ -233,7 +234,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="Print the first two cases; write nothing.")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     if asked.cluster is None:
         level = "quick" if asked.quick else "full"
         cluster = calibrate(
