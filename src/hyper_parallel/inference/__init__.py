@@ -6,6 +6,6 @@
 
 from hyper_parallel.inference.generator import Generator
 from hyper_parallel.inference.request import Completion, Request
-from hyper_parallel.inference.tiered_cache import CacheReport, TieredCache
+from hyper_parallel.inference.tiered_cache import TieredCache, TieredCacheReport
 
-__all__ = ["CacheReport", "Completion", "Generator", "Request", "TieredCache"]
+__all__ = ["Completion", "Generator", "Request", "TieredCache", "TieredCacheReport"]

@@ -124,8 +124,7 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
             f"{name} does not run with a paged cache: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         ) from error
     problems = [
-        _difference(own, expected, next(model.parameters()).dtype)
-        for own, expected in zip(together, plain, strict=True)
+        _difference(own, expected, _computed_in(model)) for own, expected in zip(together, plain, strict=True)
     ]
     if found := next((problem for problem in problems if problem), None):
         raise UnsupportedModelError(
@@ -137,6 +136,14 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
             "%s rounds otherwise in other batches on this device: a request's tokens may depend on what else runs",
             name,
         )
+
+
+def _computed_in(model: nn.Module) -> torch.dtype:
+    """The dtype of the forward pass."""
+    if is_sharded(model):
+        found: torch.dtype = getattr(torch, sharded(model).strategy.precision.compute)
+        return found
+    return next(model.parameters()).dtype
 
 
 def _plain(model: Any, prompt: list[int], device: torch.device, last: int) -> Tensor:

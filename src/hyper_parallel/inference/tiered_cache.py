@@ -29,7 +29,7 @@ from hyper_parallel.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
-class CacheReport:
+class TieredCacheReport:
     """What a TieredCache did."""
 
     device: int
@@ -216,14 +216,14 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
         self.close()
 
     @property
-    def report(self) -> CacheReport:
+    def report(self) -> TieredCacheReport:
         """Bytes on the device and moved by each tier."""
         moved = dict(self._transfers.blocks.moved)
         for name, one in self._tiers_wanted.items():
             if one is not None:
                 moved.setdefault(name, Moved())
         streamed = sum(one.streamed for one in self._own())
-        return CacheReport(self._transfers.peak, self.budget, streamed, len(self.layers), moved)
+        return TieredCacheReport(self._transfers.peak, self.budget, streamed, len(self.layers), moved)
 
     # Inside.
 

@@ -1,8 +1,11 @@
 """Text sampling from the model during training.
 
-There is no cache: each token costs a forward pass over a window of fixed length, which any strategy that trains
-can do. Ranks never decide how many passes to make by what they computed, so they cannot lose each other. Every
-rank draws the same numbers, on the host in fp64, so that rounding in the logits hardly ever changes a token.
+The inference engine (paged KV cache) computes each token once. What it cannot run (context parallelism, models that it
+refuses, a text longer than the context) is computed without a cache: a forward pass over a window of fixed length for
+each token, which any strategy that trains can do. Both give the same text up to rounding.
+
+Ranks never decide how many passes to make by what they computed, so they cannot lose each other. Every rank draws the
+same numbers, on the host in fp64, so that rounding in the logits hardly ever changes a token.
 """
 
 from __future__ import annotations
@@ -42,20 +45,44 @@ def sample(
     draws = torch.rand(tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     ids = list(prompt) or [tokenizer.eos]
     start = len(ids)
-    # A causal model's logits do not depend on what stands after a position, so the window is filled up.
-    length = min(sequence, -(-(start + tokens) // _STEP) * _STEP)
+    within = min(tokens, sequence - start + 1)
+    stopped = False
+    if within > 0 and hasattr(model, "config"):
+        # Here, since it imports Transformers, which training needs for Transformers' models alone.
+        from hyper_parallel.train.cached_sample import add_cached
+
+        stopped = add_cached(
+            model, ids, within, lambda logits, i: _choose(logits, temperature, draws[i]), ends
+        )
+    # What the cache or the context had no room for.
+    if not stopped:
+        # A causal model's logits do not depend on what stands after a position, so the window is filled up.
+        length = min(sequence, -(-(start + tokens) // _STEP) * _STEP)
+        _with_windows(model, ids, draws[len(ids) - start :], temperature, ends, length, tokenizer.pad, device)
+    added = list(itertools.takewhile(lambda token: token not in stops, ids[start:]))
+    return tokenizer.decode(ids[:start] + added)
+
+
+def _with_windows(
+    model: nn.Module,
+    ids: list[int],
+    draws: Tensor,
+    temperature: float,
+    ends: Callable[[], bool],
+    length: int,
+    pad: int,
+    device: torch.device,
+) -> None:
+    """Add a token to `ids` for each draw, until `ends` returns true."""
     positions = torch.arange(length, device=device).unsqueeze(0)
     with inference(model):
         for draw in draws:
             if ends():
-                break
+                return
             seen = ids[-length:]
-            window = torch.tensor([seen + [tokenizer.pad] * (length - len(seen))], device=device)
+            window = torch.tensor([seen + [pad] * (length - len(seen))], device=device)
             logits = logits_of(model, window, positions)
             ids.append(_choose(logits[0, len(seen) - 1], temperature, draw))
-    added = ids[start:]
-    added = list(itertools.takewhile(lambda token: token not in stops, added))
-    return tokenizer.decode(ids[:start] + added)
 
 
 def _choose(logits_V: Tensor, temperature: float, draw: Tensor) -> int:
