@@ -117,6 +117,7 @@ def test_weights_that_are_read_elsewhere_stay(monkeypatch: pytest.MonkeyPatch) -
         assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.up_proj"} <= set(names)
         generator.memory.budget = generator.smallest_budget(given)
         assert tokens(generator, given) == plain
+    assert tokens(Generator(model, max_tokens=TOKENS), given) == plain
 
 
 @pytest.mark.parametrize("advice", [{"max_tokens": 40}, {"page": 16}])

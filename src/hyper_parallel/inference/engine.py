@@ -106,8 +106,8 @@ class Engine:
 
     @contextmanager
     def rehearsal(self, sizes: KVCacheSizes) -> Iterator[tuple[PagedCache, Advance]]:
-        """An empty cache, and a function that runs passes of made-up requests with it."""
-        cache = self.cache.fresh(sizes)
+        """A cache of zeros, and a function that runs passes of made-up requests with it."""
+        cache = self.cache.zeros(sizes)
         with self._generating(cache):
             yield cache, lambda chosen: self._advance(chosen, cache, lambda _: "")
 

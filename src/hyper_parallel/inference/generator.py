@@ -76,7 +76,8 @@ class Generator:
             self.tokenizer = Tokenizer(tokenizer) if tokenizer is not None else None
             check_model(model)
             if budget.device is not None:
-                self.memory = MemoryBudget(model, ModelSource(model), budget, next(model.parameters()).device)
+                device = next(model.parameters()).device
+                self.memory = MemoryBudget(model, ModelSource(model), budget, device, restore=True)
         elif strategy is not None and strategy.axes.world > 1:
             self.model, self.tokenizer = load_shards(Path(model), without_context(strategy))
         elif budget.device is None:

@@ -69,7 +69,11 @@ def load_within(folder: Path, memory: GenerationMemory) -> tuple[nn.Module, Toke
         if not (found / "config.json").is_file():
             found = export(found, Path(temporary) / "model")
         model, source = _opened(found)
-        return model, tokenizer_of(found), MemoryBudget(model, source, memory, backend().device(0))
+        return (
+            model,
+            tokenizer_of(found),
+            MemoryBudget(model, source, memory, backend().device(0), restore=False),
+        )
 
 
 def _opened(folder: Path) -> tuple[nn.Module, WeightSource]:

@@ -43,7 +43,7 @@ _OF_FREE = 0.95
 
 
 class MemoryBudget:
-    """The memory of one model. `close` brings its weights back."""
+    """The memory of one model."""
 
     def __init__(
         self,
@@ -51,8 +51,11 @@ class MemoryBudget:
         source: WeightSource,
         memory: GenerationMemory,
         device: torch.device,
+        *,
+        restore: bool,
     ) -> None:
-        """Raises TierError for a tier that cannot be opened."""
+        """`restore`: give the model its weights back at the end. Raises TierError for a tier that cannot be opened."""
+        self._restore, self._closed = restore, False
         self.plan: MemoryPlan | None = None
         """Of the last run."""
         self.device = device
@@ -142,9 +145,13 @@ class MemoryBudget:
         return f"{', '.join(read)} ({self.stream.stall:.1f} s waited)" if read else ""
 
     def close(self) -> None:
-        """Bring all weights back to the device, and close the tiers."""
-        self.stream.close()
-        self._close_tiers()
+        """End, once, and close the tiers."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self.stream.close(self._restore)
+            finally:
+                self._close_tiers()
 
     def _close_tiers(self) -> None:
         for tier in self._tiers.values():

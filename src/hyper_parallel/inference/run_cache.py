@@ -85,6 +85,15 @@ class RunCache:
             cache.layers[layer].expand = True
         return cache
 
+    def zeros(self, sizes: KVCacheSizes) -> PagedCache:
+        """A cache of zeros, for passes that read rows which none has written. After the first pass."""
+        cache = self.fresh(sizes)
+        cache.make(self._like)
+        for layer in cache.layers:
+            for store in layer.pages.stores if layer.pages is not None else ():
+                store.zero_()
+        return cache
+
     def learn(self, cache: PagedCache) -> None:
         """Take note of what a pass showed of the layers."""
         self._expand = frozenset(layer.layer for layer in cache.layers if layer.expand)

@@ -52,12 +52,12 @@ class WeightStream:
         self._order: list[Unit] = []
         self._next = 0
         self._seen: list[Unit] = []
-        self._originals = [
-            (owner, own, owner._parameters[own])
+        self._originals: dict[tuple[int, str], Any] = {
+            (id(owner), own): owner._parameters[own]
             for unit in self.units
             for part in unit.parts
             for owner, own in part.owners
-        ]
+        }
         self._away = {
             (id(owner), own): AwayWeight.of(
                 torch.empty(part.shape, dtype=part.dtype, device="meta"),
@@ -112,27 +112,22 @@ class WeightStream:
     def keep(self, name: str) -> int:
         """The weights of a unit stay on the device from now on, as if they had never been able to leave; their
         bytes."""
-        unit = next(one for one in self.units if one.name == name)
-        self.place([unit], (), 0)
-        self.units = tuple(one for one in self.units if one is not unit)
-        del self._resident[unit]
         self._settle()
+        unit = next(one for one in self.units if one.name == name)
+        self.units = tuple(one for one in self.units if one is not unit)
+        self._give_back(unit)
         return unit.bytes
 
-    def close(self) -> None:
-        """Bring all weights back to the parameters that the model had."""
+    def close(self, restore: bool) -> None:
+        """End; with `restore`, all weights come back to the parameters that the model had."""
         self._settle()
         self._arena = torch.empty(0, dtype=torch.uint8, device=self.device)
         for unit in self.units:
-            if unit not in self._resident:
-                self._make_resident(unit)
-        for owner, own, original in self._originals:
-            if original is not None and not original.is_meta:
-                value = owner._parameters[own]
-                if value is not original:
-                    original.data = value  # type: ignore[assignment]
-                owner._parameters[own] = original
-        self._settle()
+            if restore:
+                self._give_back(unit)
+            else:
+                self._set_away(unit, also_tables=True)
+        self._resident.clear()
 
     def _present(self) -> list[Tensor]:
         return [x for x in (*self._model.parameters(), *self._model.buffers()) if not x.is_meta]
@@ -209,6 +204,22 @@ class WeightStream:
                 )
             self._drop(idle)
         return region
+
+    def _give_back(self, unit: Unit) -> None:
+        """Give the model's own parameters their values again, each in memory of its own."""
+        self._resident.pop(unit, None)
+        memory = torch.empty(unit.bytes, dtype=torch.uint8, device=self.device)
+        for pending in self.tiers.begin_read(unit, memory):
+            pending.wait()
+        for part in unit.parts:
+            value = part.view(memory).clone()
+            parameter = self._originals[id(part.owners[0][0]), part.owners[0][1]]
+            if parameter.is_meta:
+                parameter = nn.Parameter(value, requires_grad=False)
+            else:
+                parameter.data = value
+            for owner, own in part.owners:
+                owner._parameters[own] = parameter
 
     def _make_resident(self, unit: Unit) -> None:
         memory = torch.empty(unit.bytes, dtype=torch.uint8, device=self.device)

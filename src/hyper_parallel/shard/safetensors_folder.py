@@ -50,8 +50,8 @@ class Folder:
     def __init__(self, folder: Path, pread: bool = False) -> None:
         """`pread`: read slices without mapping the files. Raises CheckpointError when there is no safetensors file, or
         its index cannot be read."""
-        self.folder, self._files = folder, _safetensors_of(folder)
         self._open: Callable[[Path], Any] = PreadFile if pread else _opened
+        self.folder, self._files = folder, _safetensors_of(folder, self._open)
         self._opened: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -159,7 +159,7 @@ def _names(name: str, model: Any) -> Iterator[str]:
         yield from (key for key, target in ties.items() if target == name)
 
 
-def _safetensors_of(folder: Path) -> dict[str, Path]:
+def _safetensors_of(folder: Path, open_file: Callable[[Path], Any]) -> dict[str, Path]:
     """Tensor name to file, of a folder as `save_pretrained` writes it. The folder may be anybody's."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -180,7 +180,7 @@ def _safetensors_of(folder: Path) -> dict[str, Path]:
         raise CheckpointError(
             f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
         )
-    with _opened(single) as file:
+    with open_file(single) as file:
         return dict.fromkeys(file.keys(), single)
 
 

@@ -54,9 +54,8 @@ class PreadFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    @property
-    def names(self) -> list[str]:
-        """Of the tensors."""
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
         return list(self._entries)
 
     def get_slice(self, name: str) -> PreadSlice:

@@ -1,0 +1,153 @@
+"""Random byte budgets of generation: python benchmarks/generate_budget.py [--cases 100] [--seed 0]
+
+Each case is a family with random widths, prompts, answers, settings, tiers and a budget between the smallest and what
+holds everything. The model is read from a folder into the tiers. From the first weight that is read to the last answer
+an observer, which knows nothing of plans, counts the bytes of live storages after every operator: they may never exceed
+the budget. The tokens must be those of a run without a budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import write
+from observer import Observer
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from hyper_parallel import Generator
+from hyper_parallel.inference import weight_units
+from hyper_parallel.verify.families import FAMILIES, WITH_IMAGES
+
+NAMES = sorted(set(FAMILIES) - set(WITH_IMAGES))
+
+
+def model_of(draw: random.Random, folder: Path) -> tuple[str, Any]:
+    """A family with MLPs of a random width, written to a folder."""
+    name = draw.choice(NAMES)
+    fields = {**FAMILIES[name], "max_position_embeddings": 512}
+    for key in ("intermediate_size", "n_inner"):
+        if fields.get(key):
+            fields[key] *= draw.choice((1, 4, 16))
+    kind, attention = fields.pop("model_type"), fields.pop("attn_implementation", "sdpa")
+    torch.manual_seed(draw.randrange(1000))
+    config = AutoConfig.for_model(kind, **fields)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, experts_implementation="eager", dtype=torch.float32
+    )
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.save_pretrained(folder)
+    return name, model
+
+
+def case(seed: int) -> dict[str, Any]:
+    """One case, and what was found."""
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="generate-budget-") as temporary:
+        name, model = model_of(draw, Path(temporary) / "model")
+        # Layers as a whole, or in as many parts as they have.
+        weight_units.SPLIT = draw.choice((1, 16 << 20))
+        vocabulary = model.config.get_text_config().vocab_size
+        del model
+        prompts = [
+            [draw.randrange(vocabulary) for _ in range(draw.choice((1, 3, 17, 33, 70, 120)))]
+            for _ in range(draw.randint(1, 8))
+        ]
+        settings: dict[str, Any] = {
+            "max_tokens": draw.choice((1, 4, 9)),
+            "page": draw.choice((16, 32)),
+            "batch": draw.choice((1, 3, 32)),
+            "logprobs": draw.random() < 0.3,
+        }
+        if draw.random() < 0.4:
+            settings |= {
+                "temperature": 0.8,
+                "top_k": draw.choice((None, 5)),
+                "top_p": draw.choice((None, 0.9)),
+            }
+        folder = Path(temporary) / "model"
+        plain = [answer.tokens for answer in Generator(folder, **settings)(prompts)]
+        tiers: dict[str, Any] = draw.choice(
+            (
+                {"host": "64MiB"},
+                {"flash": f"{temporary}/spill"},
+                {"host": "60KiB", "flash": f"{temporary}/spill"},
+            )
+        )
+        with Generator(folder, memory={"device": "1GiB", **tiers}, **settings) as generator:
+            generator(prompts)
+            assert generator.memory is not None
+            assert generator.memory.plan is not None
+            whole = generator.memory.plan.device
+            least = generator.smallest_budget(prompts)
+        share = draw.choice((0.0, draw.random(), 1.0))
+        budget = least + int(share * max(whole - least, 0))
+        with (
+            Observer([]) as seen,
+            Generator(folder, memory={"device": budget, **tiers}, **settings) as generator,
+        ):
+            same = [answer.tokens for answer in generator(prompts)] == plain
+            assert generator.memory is not None
+            plan = generator.memory.plan
+            assert plan is not None
+            return {
+                "seed": seed,
+                "family": name,
+                "budget": budget,
+                "smallest": least,
+                "whole": whole,
+                "peak": seen.peak,
+                "planned": plan.device,
+                "read_by_a_pass": plan.read,
+                "requests_at_once": plan.requests,
+                "tiers": sorted(tiers),
+                "kept": seen.peak <= budget,
+                "same_tokens": same,
+            }
+
+
+def main() -> int:
+    """Run all, print, keep; 1 where a budget was exceeded or a token changed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    began, found = time.perf_counter(), []
+    for seed in range(given.seed, given.seed + given.cases):
+        one = case(seed)
+        found.append(one)
+        wrong = "" if one["kept"] and one["same_tokens"] else "  WRONG"
+        print(
+            f"{seed}: {one['family']}: peak {one['peak']} of {one['budget']} ({one['smallest']} to {one['whole']}), "
+            f"{one['requests_at_once']} requests at once{wrong}",
+            flush=True,
+        )
+    summary = {
+        "cases": len(found),
+        "budgets_kept": sum(one["kept"] for one in found),
+        "same_tokens": sum(one["same_tokens"] for one in found),
+        "streamed": sum(one["read_by_a_pass"] > 0 for one in found),
+        "largest_share_of_budget": max(one["peak"] / one["budget"] for one in found),
+        "seconds": time.perf_counter() - began,
+    }
+    print(summary)
+    print(write("generate_budget", {"summary": summary, "cases": found}))
+    return int(summary["budgets_kept"] < len(found) or summary["same_tokens"] < len(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
