@@ -93,7 +93,7 @@ def test_a_model_that_the_engine_refuses(caplog: pytest.LogCaptureFixture) -> No
     model.config.layer_types = ["linear_attention"] * 2
     caplog.set_level("INFO")
     assert _sample(model) == _sample(small("llama"), cached=False)
-    assert "without a KV cache" in caplog.text
+    assert "without the inference engine" in caplog.text
 
 
 def _rank(rank: int, world: int, family: str, axes: dict[str, int], compute: str) -> str:

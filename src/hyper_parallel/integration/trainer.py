@@ -25,6 +25,7 @@ from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.accelerate import SpreadAccelerator
 from hyper_parallel.integration.batch_rows import Rows, rows_of, shifted
 from hyper_parallel.integration.causal_models import has_next_token_loss, parameters_that_count
+from hyper_parallel.integration.engine_generate import EngineGenerate
 from hyper_parallel.integration.few_lengths import FewLengths
 from hyper_parallel.integration.local_optimizer import on_local
 from hyper_parallel.integration.memory_budget import Budget, check_budget, has_budget, under_budget
@@ -98,6 +99,8 @@ class SpreadTrainer(SpreadSaving):
                 self._budget = under_budget(self.spread, self._swap)
                 self._lengths = FewLengths(self.spread.handle)
         args.gradient_accumulation_steps *= settled.accumulation
+        # Plans of a budget are for whole forward passes.
+        self._generate = EngineGenerate(model, self.spread, args.seed, uses=self._budget is None)
         self.accelerator: Any = SpreadAccelerator.of(self.accelerator, self.spread)
         self.gather_function = self.accelerator.gather_for_metrics
         if "use_gather_object" in inspect.signature(self.gather_function).parameters:
@@ -229,6 +232,7 @@ class SpreadTrainer(SpreadSaving):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own; weights that were gathered for its last forward pass are let go of."""
+        self._generate.begin()
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
@@ -246,9 +250,10 @@ class SpreadTrainer(SpreadSaving):
         """The loss of the global batch, the same on every rank, and this share's logits and labels, whole."""
         spread = self._spread_model
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
-            loss, *generated = super().prediction_step(
-                model, inputs, prediction_loss_only, ignore_keys, **self._generating(kwargs)
-            )
+            with self._generate.in_place():
+                loss, *generated = super().prediction_step(
+                    model, inputs, prediction_loss_only, ignore_keys, **self._generating(kwargs)
+                )
             if loss is not None and self._is_causal(inputs):
                 loss = self.prediction_step(model, inputs, True)[0]
             return loss, *generated

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.decide import Decision
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.model_support import check_length, check_model, prove
+from hyper_parallel.inference.model_support import check_length
+from hyper_parallel.inference.offered_engine import offered_engine
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.running import Running
-
-log = logging.getLogger(__name__)
 
 _STOPPED = -1
 """In place of a token: the run was asked to stop."""
@@ -51,18 +47,11 @@ def add_cached(
 
 
 def _engine(model: nn.Module, tokens: int) -> Engine | None:
-    """An engine for texts of so many tokens; None where it refuses the model, on any rank."""
-    found: Engine | None = None
-    try:
-        config = check_model(model)
-        check_length(config, tokens)
-        layers = int(config.num_hidden_layers)
-        found = Engine(model, Inference().page, layers=layers, eos=frozenset({_STOPPED}))
-        prove(found, config)
-    except UnsupportedModelError as error:
-        log.info("the sample is computed without a KV cache: %s", error)
-        found = None
-    refused = torch.tensor(float(found is None))
-    if dist.is_initialized():
-        dist.all_reduce(refused)
-    return None if refused.item() else found
+    """An engine for texts of so many tokens; None where it refuses them."""
+    engine = offered_engine(model, "the sample is computed", frozenset({_STOPPED}))
+    if engine is not None:
+        try:
+            check_length(engine.model.config.get_text_config(decoder=True), tokens)
+        except UnsupportedModelError:
+            return None
+    return engine
