@@ -75,6 +75,13 @@ def test_settings_that_do_not_fit() -> None:
         Generator(small("llama"))([[1]], page=16)
 
 
+@pytest.mark.parametrize("prompt", ["ab", [1, 2], [{"role": "user", "content": "ab"}]])
+def test_one_prompt_that_is_no_list(prompt: Any) -> None:
+    """It would be taken for as many prompts as it has characters, tokens or messages."""
+    with pytest.raises(DataError, match="also of one"):
+        Generator(small("llama"))(prompt)
+
+
 def test_half_of_a_character() -> None:
     class Tokens:
         eos_token_id = 0

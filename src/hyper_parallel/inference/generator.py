@@ -139,6 +139,8 @@ class Generator:
     def _requests(
         self, prompts: Sequence[Prompt], settings: Mapping[str, Any]
     ) -> tuple[list[Request], Inference]:
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
+            raise DataError("prompts are a list, also of one: generator([prompt])")
         chosen = Inference(**{**self.settings.model_dump(), **settings})
         if chosen.page != self.settings.page:
             raise ConfigError(
