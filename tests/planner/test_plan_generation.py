@@ -12,6 +12,7 @@ import pytest
 
 from hyper_parallel.cli.main import main
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.config.generate import check_folder, load_generate
 from hyper_parallel.config.generation_run import load_generation
 from hyper_parallel.config.generation_workload import GenerationWorkload
 from hyper_parallel.config.inference import Inference
@@ -19,7 +20,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.generate.answer import file_text
 from hyper_parallel.planner.generate.search import GenerationQuestion, most_requests, solve
 from hyper_parallel.simulator.generation.choose_split import TOLERANCE
-from hyper_parallel.strategy import Memory
+from hyper_parallel.strategy.generation_memory import GenerationMemory
 from hyper_parallel.workload.published import shape
 
 
@@ -42,7 +43,7 @@ def question(
         work=GenerationWorkload(**work),
         settings=Inference(batch=batch, page=512, rows=8192),
         rows_given=rows,
-        memory=Memory(**(memory or {})),
+        memory=GenerationMemory(**(memory or {})),
         slow=slow,
     )
 
@@ -113,6 +114,8 @@ def test_the_file_is_what_simulate_reads(tmp_path: Path, capsys: pytest.CaptureF
     assert run.inference.rows == best.settings.rows
     assert run.workload == best.work
     assert run.strategy.memory.device == 24 * 2**30
+    settings = load_generate(file=path)
+    assert (settings.strategy, settings.inference) == (run.strategy, run.inference)
     main_of(["simulate", str(path), "--generate", "--cluster", "h100x1", "--json", "workload.requests=2"])
     found = json.loads(capsys.readouterr().out)
     assert found["simulated"] is True
@@ -120,6 +123,15 @@ def test_the_file_is_what_simulate_reads(tmp_path: Path, capsys: pytest.CaptureF
     assert found["run"]["bound"] <= found["run"]["seconds"]
     assert found["prompt_pass"]["bound"] <= found["prompt_pass"]["seconds"]
     assert found["device_bytes"] < 0.74 * found["device_bytes_without_tiers"]
+
+
+def test_a_file_for_another_folder_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"version: 1\nmodel: {{path: {tmp_path / 'one'}}}\n")
+    settings = load_generate(file=path)
+    check_folder(settings, tmp_path / "other" / ".." / "one")
+    with pytest.raises(ConfigError, match=r"model\.path: the settings are for .*one, and MODEL is .*other"):
+        check_folder(settings, tmp_path / "other")
 
 
 def main_of(arguments: list[str]) -> None:

@@ -70,9 +70,10 @@ def generate(
         raise click.UsageError("--input needs --out, the file for the answers")
     if out is not None and source is None:
         raise click.UsageError("--out belongs to --input; the answer to --prompt is printed")
-    from hyper_parallel.config.generate import load_generate
+    from hyper_parallel.config.generate import check_folder, load_generate
 
     settings = load_generate(overrides, file)
+    check_folder(settings, model)
     with interruptible():
         if _on_workers(settings):
             code = _run_workers(settings, model, prompt, source, out)
@@ -103,7 +104,7 @@ def _run_workers(
     from hyper_parallel.config.generate import for_workers
 
     _check(model, prompt, source)
-    named = {"model": model, "source": source, "answers": out}
+    named = {"folder": model, "source": source, "answers": out}
     paths = {key: str(path) for key, path in named.items() if path is not None}
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-", ignore_cleanup_errors=True) as temporary:
         run = for_workers(settings, out=settings.logs or temporary, prompt=prompt, **paths)

@@ -8,10 +8,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from hyper_parallel.config.generation_workload import GenerationWorkload
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.config.launch import LaunchConfig
 from hyper_parallel.config.launched import Wording
 from hyper_parallel.config.load import build, load_file
+from hyper_parallel.config.predicted_model import PredictedModel
+from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Axes, Strategy
 from hyper_parallel.strategy.generation_memory import GenerationMemory
 from hyper_parallel.strategy.memory import Memory
@@ -96,6 +99,12 @@ class GenerateConfig(Section):
     """The workers."""
     logs: PathText | None = None
     """A folder for the logs of several workers. Default: none are left."""
+    model: PredictedModel | None = None
+    """The model of a file that `simulate --generate` reads. The command is given its folder, which must be `model.path`
+    where the file has one.
+    """
+    workload: GenerationWorkload | None = None
+    """The requests that `simulate --generate` predicts for. The command answers the prompts that it is given."""
 
     @model_validator(mode="after")
     def _generation_uses_it(self) -> GenerateConfig:
@@ -131,12 +140,12 @@ class GenerateConfig(Section):
 
 
 class GenerateRun(GenerateConfig):
-    """The same with the model and the prompts, for workers."""
+    """The same with the folder of the model and the prompts, for workers."""
 
     out: PathText
     """The folder of the workers' logs: `logs`, or one that the command removes."""
-    model: PathText
-    """The folder of the model."""
+    folder: PathText
+    """Of the model."""
     prompt: str | None = None
     """A prompt, whose answer is printed; or else:"""
     source: PathText | None = None
@@ -150,6 +159,15 @@ def load_generate(overrides: Sequence[str] = (), file: Path | None = None) -> Ge
     if file is not None:
         return load_file(GenerateConfig, file, overrides)
     return build(GenerateConfig, [("generate", {"version": 1})], overrides)
+
+
+def check_folder(settings: GenerateConfig, folder: Path) -> None:
+    """Raise ConfigError where the settings are of a file that describes another folder's model."""
+    named = settings.model.path if settings.model is not None else None
+    if named is not None and Path(named).expanduser().resolve() != folder.expanduser().resolve():
+        raise ConfigError(
+            f"model.path: the settings are for {named}, and MODEL is {folder}; make them equal, or leave 'model' out"
+        )
 
 
 def generation_memory(given: Mapping[str, Any]) -> GenerationMemory:

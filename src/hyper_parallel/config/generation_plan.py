@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from hyper_parallel.config.generate import GenerationStrategy
 from hyper_parallel.config.generation_workload import GenerationWorkload
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.config.load import build
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.section import Section
 
 
@@ -18,7 +18,7 @@ class PlannedGeneration(Section):
 
     version: Literal[1] = 1
     """Version of the format."""
-    strategy: Strategy = Strategy()
+    strategy: GenerationStrategy = GenerationStrategy()
     """Axes that are given, and budgets: `memory.device` with the tiers."""
     inference: Inference = Inference()
     """`batch`: requests at once; `rows` and `page`, if given, are kept."""

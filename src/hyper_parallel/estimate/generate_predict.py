@@ -23,7 +23,7 @@ from hyper_parallel.simulator.generation.pass_trace import simulated
 from hyper_parallel.simulator.generation.tier_split import TierSplit
 from hyper_parallel.simulator.generation.whole_run import whole_run
 from hyper_parallel.step.build import transformers_config
-from hyper_parallel.strategy import Precision, Strategy
+from hyper_parallel.strategy import Memory, Precision, Strategy
 
 Progress = Callable[[str], None]
 
@@ -88,7 +88,7 @@ def strategy_of(config: GenerationRun) -> Strategy:
             "strategy.precision: generation computes in the model's own dtype (model.config.dtype); leave it out"
         )
     refuse_axes(strategy)
-    return strategy.model_copy(update={"check": False})
+    return strategy.model_copy(update={"check": False, "memory": Memory()})
 
 
 def in_dtype(strategy: Strategy, model: nn.Module) -> Strategy:
@@ -118,7 +118,8 @@ def meta_model(config: GenerationRun) -> nn.Module:
 
 
 def question_of(model: PassModel, config: GenerationRun, cluster: Cluster) -> SplitQuestion:
-    """What each tier may hold of one rank: `strategy.memory`, or all of the device."""
+    """What each tier may hold of one rank: `strategy.memory`; without `device`, or where that is `auto`, all of the
+    device."""
     memory = config.strategy.memory
     device = cluster.tier("device")
     tiers: dict[str, float] = {}
@@ -130,7 +131,7 @@ def question_of(model: PassModel, config: GenerationRun, cluster: Cluster) -> Sp
     if memory.flash:
         flash = cluster.tier("flash")
         tiers["flash"] = flash.bytes / min(flash.ranks, world)
-    held = float(memory.device) if memory.device is not None else device.bytes / device.ranks
+    held = float(memory.device) if isinstance(memory.device, int) else device.bytes / device.ranks
     return SplitQuestion(model, cluster, config.workload, config.inference, held, tiers)
 
 

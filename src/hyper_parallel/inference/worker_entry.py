@@ -27,14 +27,14 @@ def main(config: GenerateRun, worker: Worker) -> None:
         leads, settings = worker.rank == 0, config.inference
         batch = None
         if leads and config.source is not None and config.answers is not None:
-            batch = Batch(Path(config.model), Path(config.source), Path(config.answers), settings)
+            batch = Batch(Path(config.folder), Path(config.source), Path(config.answers), settings)
         if not _from_rank_0(batch is None or batch.missing, worker):
             if batch is not None:
                 batch.end()
             return
         with pulse.operation("loading the model"):
             generator = Generator(
-                Path(config.model), strategy=config.effective_strategy, **settings.model_dump()
+                Path(config.folder), strategy=config.effective_strategy, **settings.model_dump()
             )
         requests: list[Request] = []
         if batch is not None:

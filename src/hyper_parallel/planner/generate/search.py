@@ -26,7 +26,7 @@ from hyper_parallel.simulator.generation.choose_split import (
 )
 from hyper_parallel.simulator.generation.pass_model import PassModel
 from hyper_parallel.simulator.generation.shape_pass import of_shape
-from hyper_parallel.strategy import Memory
+from hyper_parallel.strategy.generation_memory import GenerationMemory
 from hyper_parallel.workload.shape import Shape
 
 ROWS = ((256, 2048), (512, 8192), (1024, 16384), (2048, 8192), (4096, 16384))
@@ -44,7 +44,7 @@ class GenerationQuestion:
     devices: int
     work: GenerationWorkload
     settings: Inference
-    memory: Memory = field(default_factory=Memory)
+    memory: GenerationMemory = field(default_factory=GenerationMemory)
     """Budgets that are given; else those of the cluster."""
     rows_given: bool = False
     """Whether `settings` says the sizes of passes."""
@@ -221,8 +221,8 @@ def budgets(question: GenerationQuestion, cluster: Cluster) -> tuple[float, dict
     """Bytes that a rank may use of the device and of each tier: those given, else what the cluster's leave."""
     memory, ranks = question.memory, question.devices
     own = memory_budget(cluster, fitted(), needed=float("inf"))
-    device = float(memory.device) if memory.device is not None else float(own.device)
-    if memory.device is None and not own.device:
+    device = float(memory.device) if isinstance(memory.device, int) else float(own.device)
+    if not isinstance(memory.device, int) and not own.device:
         # A host that is its own device: what other programs leave is not known.
         device = cluster.tier("device").bytes / cluster.tier("device").ranks
     given = {
@@ -233,6 +233,6 @@ def budgets(question: GenerationQuestion, cluster: Cluster) -> tuple[float, dict
         flash = cluster.tier("flash")
         given["flash"] = flash.bytes / min(flash.ranks, ranks)
     tiers = {tier: size for tier, size in given.items() if size}
-    if not tiers and memory.device is None:
+    if not tiers and not isinstance(memory.device, int):
         tiers = {tier: float(size) for tier, size in (("host", own.host), ("pool", own.pool)) if size}
     return device, tiers
