@@ -176,6 +176,11 @@ def generation_memory(given: Mapping[str, Any]) -> GenerationMemory:
     return build(GenerateConfig, [("generate", file)], ()).strategy.memory
 
 
+def inference_settings(given: Mapping[str, Any]) -> Inference:
+    """The section `inference` from its keys. Raises ConfigError as `load` does."""
+    return build(GenerateConfig, [("generate", {"version": 1, "inference": dict(given)})], ()).inference
+
+
 def for_workers(settings: GenerateConfig, **given: Any) -> GenerateRun:
     """The same settings with the remaining fields of a `GenerateRun`."""
     return GenerateRun.model_validate(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.config.generate import budget_of, check_strategy, generation_memory
+from hyper_parallel.config.generate import budget_of, check_strategy, generation_memory, inference_settings
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
@@ -62,7 +62,7 @@ class Generator:
         Raises UnsupportedModelError for a model that cannot be generated with, CheckpointError or ConfigError for a
         folder that cannot be read or a budget that is too small, StrategyError for a strategy that does not fit.
         """
-        self.settings = Inference(**settings)
+        self.settings = inference_settings(settings)
         strategy = _checked(strategy)
         budget = _budget(strategy, memory)
         self.memory: MemoryBudget | None = None
@@ -141,7 +141,7 @@ class Generator:
     ) -> tuple[list[Request], Inference]:
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
             raise DataError("prompts are a list, also of one: generator([prompt])")
-        chosen = Inference(**{**self.settings.model_dump(), **settings})
+        chosen = inference_settings({**self.settings.model_dump(), **settings})
         if chosen.page != self.settings.page:
             raise ConfigError(
                 f"page: this Generator's pages have {self.settings.page} tokens; make another one"
