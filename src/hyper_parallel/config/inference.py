@@ -41,7 +41,7 @@ class Inference(Sampling):
     """Requests that generate at once, at most."""
     page: int = Field(default=32, ge=1, le=4096, multiple_of=16, strict=True)
     """Tokens of a page of the KV cache. Prompts are read in pieces of this many tokens."""
-    rows: int = Field(default=96, ge=32, multiple_of=16, strict=True)
+    rows: int = Field(default=96, ge=32, multiple_of=32, strict=True)
     """Tokens of a pass through the model, at most: one for each generating request, and pieces of prompts."""
     prefix_cache: bool = True
     """Prompts with a common beginning share its pages, whole pages of it."""

@@ -18,6 +18,7 @@ from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.inference import padded_experts, paged_attention
+from hyper_parallel.inference.blocked_products import BlockedProducts
 from hyper_parallel.inference.decide import Decide, decide
 from hyper_parallel.inference.kv_pages import rows_of
 from hyper_parallel.inference.kv_sizes import KVCacheSizes
@@ -87,7 +88,7 @@ class Engine:
         sampling = Sampling(max_tokens=answer + 1)
         requests = [Request(ids=tuple(text[:-answer]), sampling=sampling) for text in texts]
         pages = pages_for(requests, len(texts), self.page)
-        scheduler = Scheduler(len(texts), 3 * self.page, self.page, PagePool(pages, reuse=False))
+        scheduler = Scheduler(len(texts), 2 * self.page, self.page, PagePool(pages, reuse=False))
         scheduler.row_length = self.row_length
         scheduler.waiting.extend(enumerate(requests))
         found: list[list[Tensor]] = [[] for _ in texts]
@@ -235,7 +236,7 @@ class Engine:
         # A layer that turns out to compute with cached values is given all of them, from the next try on.
         for _ in range(self.layers + 1):
             try:
-                with ragged:
+                with ragged, BlockedProducts(GRANULE):
                     self.passes += 1
                     cache.begin(ragged)
                     out = self.model(

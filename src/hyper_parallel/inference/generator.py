@@ -15,6 +15,7 @@ from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.inference.blocked_products import column_major
 from hyper_parallel.inference.context_engine import ContextEngine
 from hyper_parallel.inference.context_group import context_group, without_context
 from hyper_parallel.inference.decide import DecideTogether
@@ -24,6 +25,7 @@ from hyper_parallel.inference.load_shards import load_shards
 from hyper_parallel.inference.memory_budget import MemoryBudget
 from hyper_parallel.inference.model_support import check_length, check_model, prove
 from hyper_parallel.inference.prompt_file import is_text
+from hyper_parallel.inference.ragged_pass import GRANULE
 from hyper_parallel.inference.replica import Replica
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.weight_source import ModelSource
@@ -82,6 +84,7 @@ class Generator:
             self.model, self.tokenizer = load_shards(Path(model), without_context(strategy))
         elif budget.device is None:
             self.model, self.tokenizer = load(Path(model))
+            column_major(self.model, GRANULE)
         else:
             self.model, self.tokenizer, self.memory = load_within(Path(model), budget)
         self._config = check_model(self.model)

@@ -31,6 +31,9 @@ class LayerPages:
             for x in (keys_1HTD, values_1HTD)
         ]
         """Of keys and of values, [rows, H, D]."""
+        keys, values = (store.transpose(0, 1).unsqueeze(0) for store in self.stores)
+        self.rows = (keys, values)
+        """The same as attention reads them, [1, H, rows, D]."""
 
     @property
     def bytes(self) -> int:

@@ -149,7 +149,7 @@ def _computed_in(model: nn.Module) -> torch.dtype:
 def _plain(model: Any, prompt: list[int], device: torch.device, last: int) -> Tensor:
     """Logits [last, V] of the last tokens. The row is filled up, as a pass's is, since some strategies split it."""
     length = len(prompt)
-    row = prompt + [0] * (padded(length) - length)
+    row = prompt + [0] * (padded(length, 16) - length)
     kept: dict[str, Any] = {}
     if "logits_to_keep" in parameters_of(type(model).forward):
         kept["logits_to_keep"] = torch.arange(length - last, length, device=device)

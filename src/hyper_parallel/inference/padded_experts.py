@@ -1,8 +1,8 @@
-"""Experts of a ragged pass, registered with Transformers as `NAME`: each expert's rows are a multiple of `GRANULE`.
+"""Experts of a ragged pass, registered with Transformers as `NAME`: each expert's rows are a multiple of `BLOCK`.
 
 How many tokens reach an expert depends on the other requests, and a matrix product of few rows adds up in another order
-than one of many (`ragged_pass`). So tokens of weight 0 are added until every expert that has any has a multiple; the
-model's own code then computes all of them.
+than one of many (`blocked_products`). So tokens of weight 0 are added until every expert that has any has a multiple;
+the model's own code then computes all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hyper_parallel.inference.ragged_pass import GRANULE
+from hyper_parallel.inference.blocked_products import BlockedProducts
 
 NAME = "hyper_parallel_padded"
+BLOCK = 16
+"""Rows of a product of an expert, which few tokens reach."""
 
 
 def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -29,27 +31,29 @@ def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_T
         experts_TK = torch.arange(slots, device=experts_TK.device, dtype=experts_TK.dtype).expand_as(
             experts_TK
         )
-        filling = min(module.num_experts, experts_TK.numel()) * (GRANULE - 1) // slots + GRANULE
-        wide: Tensor = own(
-            module,
-            pad(hidden_TD, (0, 0, 0, filling)),
-            experts_TK[:1].expand(len(experts_TK) + filling, -1),
-            pad(weights_TK, (0, 0, 0, filling)),
-        )
+        filling = min(module.num_experts, experts_TK.numel()) * (BLOCK - 1) // slots + BLOCK
+        with BlockedProducts(BLOCK):
+            wide: Tensor = own(
+                module,
+                pad(hidden_TD, (0, 0, 0, filling)),
+                experts_TK[:1].expand(len(experts_TK) + filling, -1),
+                pad(weights_TK, (0, 0, 0, filling)),
+            )
         return wide[: len(hidden_TD)]
     counts = torch.bincount(experts_TK.reshape(-1), minlength=module.num_experts)
-    missing = torch.where(counts > 0, -counts % GRANULE, 0)
+    missing = torch.where(counts > 0, -counts % BLOCK, 0)
     # The slots of a token are all used: whole multiples more, of the expert that has the most, make the sum fit.
     while int(missing.sum()) % slots:
-        missing[counts.argmax()] += GRANULE
+        missing[counts.argmax()] += BLOCK
     added = torch.arange(len(missing), device=missing.device).repeat_interleave(missing).view(-1, slots)
     tokens = len(added)
-    out: Tensor = own(
-        module,
-        pad(hidden_TD, (0, 0, 0, tokens)),
-        torch.cat([experts_TK, added.to(experts_TK.dtype)]),
-        pad(weights_TK, (0, 0, 0, tokens)),
-    )
+    with BlockedProducts(BLOCK):
+        out: Tensor = own(
+            module,
+            pad(hidden_TD, (0, 0, 0, tokens)),
+            torch.cat([experts_TK, added.to(experts_TK.dtype)]),
+            pad(weights_TK, (0, 0, 0, tokens)),
+        )
     return out[: len(hidden_TD)]
 
 

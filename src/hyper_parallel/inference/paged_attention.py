@@ -3,11 +3,15 @@
 What a query sees is the model's own mask function (causal, sliding window, chunks), evaluated at the positions of the
 request: models hand it to their attention's mask function, which here returns it unevaluated (`RaggedMask`). Keys that
 no query of a segment sees, before a sliding window, are not read.
+
+Each segment is a call of its own, whose bits depend on that request alone. What these calls need and layers have in
+common (masks, where keys lie) is found once a pass (`Contexts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -16,38 +20,78 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import causal_mask_function
 
+from hyper_parallel.compat.dispatch import without_function_modes
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.ragged_pass import Segment, current, padded
+from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current, padded
+from hyper_parallel.inference.row_views import RowViews
 
 NAME = "hyper_parallel_paged"
 _IGNORED = frozenset({"dropout", "sliding_window", "position_ids", "cache_position", "past_key_values"})
 """Keywords that change nothing here: the mask says what is seen, and nothing is trained."""
 
 
+@dataclass(frozen=True)
+class Contexts:
+    """What the segments of a pass see in one kind of layers."""
+
+    ragged: RaggedPass
+    seen: list[tuple[int, Tensor | None]]
+    """Of each segment: the first position that some query sees, and bool [queries, keys from there], True where seen;
+    None where all are."""
+    on_device: RowViews
+    """Keys of each segment in the pages, where they lie in one run."""
+    in_all: RowViews
+    """Keys of each segment among those of all segments, one after the other."""
+
+
 class RaggedMask:
-    """The mask of one kind of layers in one pass, evaluated for each segment when first needed."""
+    """The mask of one kind of layers in one pass."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
         self._function = function
         self._causal = function is causal_mask_function
         self._device = device
-        self._seen: dict[Segment, tuple[int, Tensor | None]] = {}
+        self._contexts: Contexts | None = None
+
+    def contexts(self, ragged: RaggedPass) -> Contexts:
+        """Evaluated for the segments of a pass, when first needed."""
+        if self._contexts is None or self._contexts.ragged is not ragged:
+            seen = [self.of(segment) for segment in ragged.segments]
+            pairs = list(zip(ragged.segments, seen, strict=True))
+            starts = accumulate((one.end for one in ragged.segments), initial=0)
+            self._contexts = Contexts(
+                ragged,
+                seen,
+                RowViews([_in_one_run(ragged, segment, first) for segment, (first, _) in pairs]),
+                RowViews(
+                    [
+                        slice(start + first, start + segment.end)
+                        for (segment, (first, _)), start in zip(pairs, starts, strict=False)
+                    ]
+                ),
+            )
+        return self._contexts
 
     def of(self, segment: Segment) -> tuple[int, Tensor | None]:
-        """The first position that some query of the segment sees, and bool [queries, keys from there], True where seen;
-        None where all are."""
+        """The first position that some query of the segment sees, and what they see from there; None for all."""
         if self._causal and segment.count == 1:
             return 0, None
-        if segment not in self._seen:
-            queries = torch.arange(segment.first, segment.end, device=self._device)
-            keys = torch.arange(segment.end, device=self._device)
-            zero = torch.zeros((), dtype=torch.int64, device=self._device)
-            seen = self._function(zero, zero, queries[:, None], keys[None, :])
-            seen = torch.as_tensor(seen, device=self._device).expand(segment.count, segment.end)
-            first = int(seen.any(0).int().argmax())
-            part = seen[:, first:]
-            self._seen[segment] = (first, None if bool(part.all()) else part.contiguous())
-        return self._seen[segment]
+        queries = torch.arange(segment.first, segment.end, device=self._device)
+        keys = torch.arange(segment.end, device=self._device)
+        zero = torch.zeros((), dtype=torch.int64, device=self._device)
+        seen = self._function(zero, zero, queries[:, None], keys[None, :])
+        seen = torch.as_tensor(seen, device=self._device).expand(segment.count, segment.end)
+        first = int(seen.any(0).int().argmax())
+        part = seen[:, first:]
+        return first, None if bool(part.all()) else part.contiguous()
+
+
+def _in_one_run(ragged: RaggedPass, segment: Segment, first: int) -> slice | None:
+    """Rows of the KV cache with a segment's context from token `first` on, where it is one run of the device."""
+    if first < segment.base:
+        return None
+    rows = ragged.cached_rows(segment, first)
+    return rows[0] if len(rows) == 1 else None
 
 
 def ragged_mask(
@@ -79,24 +123,26 @@ def attention(
         raise UnsupportedModelError(f"{type(module).__name__} gives attention no mask function")
     check_keywords(module, given)
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
-    read = _contexts(module, key, value)
+    contexts = attention_mask.contexts(current())
+    given_keys = _read(module, key, value, contexts)
     plain = softcap is not None or s_aux is not None
-    parts = []
-    for segment in current().segments:
-        first, mask = attention_mask.of(segment)
-        keys, values = read(segment, first)
-        queries = query[:, :, segment.rows]
-        if plain:
-            part = _plain(queries, keys, values, mask, scale, softcap, s_aux)
-        else:
-            grouped = keys.size(1) != queries.size(1)
-            part = scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=grouped)
-        parts.append(part.transpose(1, 2))
-    filling = query.size(2) - sum(segment.count for segment in current().segments)
-    if filling:
-        parts.append(parts[0].new_zeros(1, filling, *parts[0].shape[2:]))
-    # Contiguous: some models view it.
-    return torch.cat(parts, 1), None
+    # Its products are of one request each, whatever else is in the pass.
+    with without_function_modes():
+        counts = [segment.count for segment in contexts.ragged.segments]
+        filling = query.size(2) - sum(counts)
+        *queries, rest = query.split_with_sizes([*counts, filling], 2)
+        parts = []
+        for one, (_, mask), (keys, values) in zip(queries, contexts.seen, given_keys, strict=True):
+            if plain:
+                part = _plain(one, keys, values, mask, scale, softcap, s_aux)
+            else:
+                grouped = keys.size(1) != one.size(1)
+                part = scaled_dot_product_attention(one, keys, values, mask, scale=scale, enable_gqa=grouped)
+            parts.append(part)
+        if filling:
+            parts.append(parts[0].new_zeros(*rest.shape[:3], parts[0].size(3)))
+        # Contiguous: some models view it.
+        return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
 def check_keywords(module: nn.Module, given: Mapping[str, Any]) -> None:
@@ -121,35 +167,34 @@ class ExpandsKeys(Exception):
     """A layer computes with what the cache returned. It is now given all contexts: run the pass again."""
 
 
-Read = Callable[[Segment, int], tuple[Tensor, Tensor]]
-
-
-def _contexts(module: nn.Module, key: Tensor, value: Tensor) -> Read:
-    """How keys and values [1, H, end - first, D] of a segment are read: from pages, or out of all contexts."""
-    ragged = current()
+def _read(
+    module: nn.Module, key: Tensor, value: Tensor, contexts: Contexts
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values [1, H, S, D] that each segment sees: from pages, or out of all contexts. The next ones may
+    overwrite them."""
+    ragged = contexts.ragged
     found = ragged.returned.get(key.data_ptr())
     if found is not None and found.same(key, value):
-        return found.layer.read
-    layer = ragged.last
-    if layer is None:
+        layer = found.layer
+        views = (contexts.on_device.of(x, 2) for x in layer.rows)
+        for segment, (first, _), keys, values in zip(ragged.segments, contexts.seen, *views, strict=True):
+            yield layer.read(segment, first) if keys is None or values is None else (keys, values)
+        return
+    last = ragged.last
+    if last is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends without writing to the cache")
-    if not layer.expand:
-        layer.expand = True
+    if not last.expand:
+        last.expand = True
         raise ExpandsKeys
-    starts = dict(
-        zip(ragged.segments, accumulate((one.end for one in ragged.segments), initial=0), strict=False)
-    )
     total = sum(segment.end for segment in ragged.segments)
     if key.size(2) != padded(total):
         raise UnsupportedModelError(
             f"{type(module).__name__} gives attention {key.size(2)} keys, where its requests have {total}"
         )
-
-    def out_of_all(segment: Segment, first: int) -> tuple[Tensor, Tensor]:
-        part = slice(starts[segment] + first, starts[segment] + segment.end)
-        return key[:, :, part], value[:, :, part]
-
-    return out_of_all
+    for keys, values in zip(contexts.in_all.of(key, 2), contexts.in_all.of(value, 2), strict=True):
+        assert keys is not None
+        assert values is not None
+        yield keys, values
 
 
 def _plain(

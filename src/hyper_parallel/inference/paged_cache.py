@@ -65,6 +65,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             end += segment.end
         return keys, values
 
+    @property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, H, rows, D] of all pages on the device."""
+        assert self.pages is not None
+        return self.pages.rows
+
     def read(self, segment: Segment, first: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values [1, H, end - first, D] of a segment's context from token `first` on, in the pass under way.
         The next call of any layer may overwrite them."""

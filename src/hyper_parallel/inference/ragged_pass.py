@@ -1,8 +1,8 @@
 """A pass through the model: one row [1, T] of tokens of many requests, and where their keys and values lie.
 
 Each request has a segment of the row. Linear layers see T tokens; attention runs segment by segment
-(`paged_attention`). The end of the row is filled up so that T is a multiple of `GRANULE`: a matrix product then adds up
-in one order whatever else is in the pass (`row_classes`).
+(`paged_attention`). The end of the row is filled up so that T is a multiple of `GRANULE`: products are computed in
+blocks of as many rows, and so add up in one order whatever else is in the pass (`blocked_products`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hyper_parallel.inference.kv_stream import Group
     from hyper_parallel.inference.paged_cache import PagedLayer
 
-GRANULE = 16
+GRANULE = 32
 """Rows of a pass are a multiple of this many tokens."""
 
 
@@ -112,9 +112,9 @@ def current() -> RaggedPass:
     return found
 
 
-def padded(tokens: int) -> int:
+def padded(tokens: int, granule: int = GRANULE) -> int:
     """Length of the row for so many tokens."""
-    return -(-tokens // GRANULE) * GRANULE
+    return -(-tokens // granule) * granule
 
 
 def positions_of(segments: Sequence[Segment], length: int, device: torch.device) -> Tensor:
