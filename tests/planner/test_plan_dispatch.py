@@ -116,7 +116,7 @@ def test_exchanges_grow_with_the_load_of_the_fullest_rank() -> None:
 
 
 def test_overlap_hides_no_more_than_there_is_to_compute() -> None:
-    behind = table().replaced(overlap_expert=1.0)
+    behind = table().replaced(overlap_expert=1.0, ordered=0.0)
     k = replace(NO_WAIT, hidden_expert=0.5)
     whole = seconds(table(), k)
     assert seconds(behind, k, compute=0.0) == pytest.approx(whole)

@@ -14,7 +14,7 @@ from hyper_parallel.planner.columns import Array, Columns, taken
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.memory import HOST_PART, on_host
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.framework_profiles import GENERIC
+from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL
 from hyper_parallel.planner.lower_bounds import Bounds
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PIPELINES
@@ -45,6 +45,13 @@ CASES = [
     pytest.param(question(gib=8.0, adapter=Adapter(16), fix=SMALL), id="adapters"),
     pytest.param(
         question(EXPERTS, gib=16.0, devices=4, prediction_modules=1, fix=SMALL), id="one token more"
+    ),
+    *(
+        pytest.param(
+            question(EXPERTS, gib=20.0, devices=4, slower=slower, profile=HYPER_PARALLEL, fix=SMALL),
+            id=f"experts in pairs, links {slower} times as slow",
+        )
+        for slower in (1, 20)
     ),
 ]
 
@@ -122,6 +129,8 @@ def _named(name: str) -> Cluster:
         ("llama-3-70b, adapters", 64, "h100"),
         ("deepseek-v3, one token more", 256, "h800"),
         ("nemotron-3-super, one token more", 256, "cut by cost"),
+        ("deepseek-v3, in pairs", 256, "h800"),
+        ("mixtral-8x7b, in pairs", 64, "cloudmatrix384"),
     ],
 )
 @pytest.mark.parametrize("constants", [K, fitted()], ids=["prior", "fitted"])
@@ -130,7 +139,8 @@ def test_bounds_are_not_above_estimates(name: str, devices: int, cluster: str, c
     work = Workload(shape(model), batch=1024, sequence=4096)
     adapter = Adapter(16, ("attention",)) if kind == "adapters" else None
     work = replace(work, adapter=adapter, prediction_modules=int(kind == "one token more"))
-    profile = replace(GENERIC, balanced=float(cluster == "cut by cost"))
+    usual = HYPER_PARALLEL if kind == "in pairs" else GENERIC
+    profile = replace(usual, balanced=float(cluster == "cut by cost"))
     asked = Question(workload=work, cluster=_named(cluster), devices=devices, profile=profile)
     space, common = StrategySpace(asked), base(asked)
     bounds = Bounds(space, common, constants)

@@ -294,12 +294,13 @@ def _one(question: Question, section: dict[str, Any] | None, options: dict[str, 
             click.echo(f"note: {note}", err=True)
         click.echo(f"next:    hyper-parallel train {options['out']}", err=True)
     if options["html"] is not None:
-        from hyper_parallel.planner.constants import fitted
         from hyper_parallel.planner.page import page
         from hyper_parallel.planner.pareto import front
+        from hyper_parallel.planner.simulated_links import constants_for
 
         _progress()("what memory costs in time")
-        _write("--html", options["html"], page(told, front(question, fitted())))
+        constants = constants_for(question.profile, question.cluster)
+        _write("--html", options["html"], page(told, front(question, constants)))
 
 
 def _series(
@@ -311,9 +312,9 @@ def _series(
 ) -> None:
     """A series: over numbers of devices, over sequence lengths, or down to the fewest devices that fit."""
     from hyper_parallel.planner import sweep, sweep_tables
-    from hyper_parallel.planner.constants import fitted
+    from hyper_parallel.planner.simulated_links import constants_for
 
-    say, constants = _progress(), fitted()
+    say, constants = _progress(), constants_for(question.profile, question.cluster)
     if options["fit"]:
         found = sweep.fewest(question, constants, say)
         told = sweep_tables.fewest(question, found, _tokens(options))

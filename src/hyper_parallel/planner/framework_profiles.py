@@ -302,10 +302,13 @@ HYPER_PARALLEL = Profile(
     name="hyper-parallel",
     source=(
         "docs/overlap.md, docs/experts.md and strategy.precision: weights gathered a layer ahead, gradients reduced "
-        "beside the next layer; parameters and both moments in float32; kernels as the model's code has them"
+        "beside the next layer and in float32; two micro-batches side by side; parameters and both moments in float32; "
+        "kernels as the model's code has them"
     ),
     fused=0,
     flash=2,
+    ordered=1,
+    scatter_bytes=4,
     weight_bytes=4,
     state_bytes=8,
     logit_bytes=12,

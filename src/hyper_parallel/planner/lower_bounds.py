@@ -47,6 +47,7 @@ import numpy.typing as npt
 from hyper_parallel.planner.codes import ORDERS, SCHEDULES
 from hyper_parallel.planner.columns import Array, Columns, full_like, unique
 from hyper_parallel.planner.constants import Constants
+from hyper_parallel.planner.cost_model.layer import sent
 from hyper_parallel.planner.cost_model.memory import HOST_PART, by_stage
 from hyper_parallel.planner.cost_model.optimizer_step import UPDATE_BYTES, gathered
 from hyper_parallel.planner.cost_model.parameters import held, trained
@@ -114,6 +115,7 @@ class Bounds:
         split["shard"] = np.ones(parent.size)
         least = np.full(first.size, np.inf)
         base, constants = self.base, self.constants
+        pair = 2.0 if np.any(base.ordered > 0) else 1.0
         if not self._ordered():
             best = np.maximum(np.maximum(base.node_rate, base.supernode_rate), base.network_rate)
             base = base.replaced(node=np.inf, node_rate=best)
@@ -130,10 +132,11 @@ class Bounds:
                 spread = {name: split[name][part] for name in split if name in SPREAD}
                 dual = split["dual"][part] * DUALPIPE
                 spread |= {"zero": np.zeros(1), "order": np.full(1, float(order)), "schedule": dual}
-                table = base.replaced(**spread, batch=spread["micro"])
+                # Of a pair of micro-batches, where the other one hides what a single one would show.
+                table = base.replaced(**spread, batch=spread["micro"] * pair)
                 parts = seconds_by_kind(table, constants)
                 passes = sum_of({name: parts[name] for name in (*PASSES, "head")})
-                np.minimum.at(least, parent[part], np.broadcast_to(passes, dual.size))
+                np.minimum.at(least, parent[part], np.broadcast_to(passes / pair, dual.size))
         times = self.space.batch / (rows["replicate"] * rows["shard"] * rows["micro"] * rows["pipeline"])
         found: Array = (times * least[which] + self.constants.fixed + self._update()) * self.slower * _CLOSE
         return found
@@ -194,9 +197,15 @@ class Bounds:
         backward = share * parts["products"] + 2.5 * parts["attention"] / 3.5
         backward = backward + 1.6 * parts["elementwise"] / 2.6 + exchanged
         own = held(table)
-        gathers = gathered(table, Ranks(table, self.constants), own, trained(table, own)).backward
+        ranks = Ranks(table, self.constants)
+        gathers = gathered(table, ranks, own, trained(table, own)).backward
+        slower: Array = np.full(1, 1 + self.constants.beside)
+        if np.any(table.ordered * table.expert > 1):
+            # Exchanges take turns with gathers, and what they hide of a pass may be as long as the pass itself.
+            gathers = gathers + sent(table, self.constants, ranks)
+            slower = np.where(table.expert > 1, 1.0, slower)
         # Gathers that take longer than the backward pass hide what comes beside them.
-        covered = np.maximum(gathers - (1 + self.constants.beside) * backward / times, 0.0)
+        covered = np.maximum(gathers - slower * backward / times, 0.0)
         longer: Array = np.maximum(again * forward / times - covered, 0.0)
         return longer
 

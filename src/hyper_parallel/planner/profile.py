@@ -68,6 +68,10 @@ class Profile:
     """Tokens travel to experts and back beside the computation of another micro-batch."""
     overlap_shared: float = 0.0
     """They travel beside shared experts."""
+    ordered: float = 0.0
+    """Collectives are in the order that `hyper_parallel.overlap` searches: without a pipeline, and with an even number
+    of micro-batches, tokens travel to experts and back beside the other micro-batch of a pair, and take turns with
+    gathered weights on the links that both use. Links have the rates that a cluster states (`simulated_links`)."""
     graphs: float = 0.0
     """Kernels are launched from recorded graphs."""
     fused_routing: float = 0.0
@@ -88,6 +92,9 @@ class Profile:
     """Routing is forced to be even, as benchmarks do."""
     gradient_bytes: float = 4.0
     """Bytes of a gradient's element, as it is summed over micro-batches and ranks."""
+    scatter_bytes: float = 2.0
+    """The same where parameters are split for good (ZeRO-3) and gradients are scattered layer by layer; at least the
+    bytes that a weight is computed in."""
     weight_bytes: float = 2.0
     """Bytes of a parameter as ranks keep it between steps, a float32 master in the optimizer's state not counted."""
     state_bytes: float = 12.0

@@ -17,10 +17,10 @@ from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
 from hyper_parallel.estimate.memory_limit import AboveLimit
 from hyper_parallel.graph.no_gc import collect_between, uncollected
-from hyper_parallel.planner.constants import fitted
 from hyper_parallel.planner.format import ON_HOST
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
+from hyper_parallel.planner.simulated_links import constants_for
 from hyper_parallel.planner.solve import NothingFitsError, PrintedAnswer, Refined, solve
 from hyper_parallel.units import format_bytes
 
@@ -75,12 +75,13 @@ def _solved(
     model: Mapping[str, Any] | None,
 ) -> PrintedAnswer:
     """One question, answered until a strategy that was simulated fits."""
-    known = fitted()
+    known = constants_for(question.profile, question.cluster)
     for _ in range(ROUNDS):
         told = solve(question, known, compare=compare, tokens=tokens, model=model)
         # One that does not fit is not shown, so that its time need not be known.
         limit = ORDERED * told.best[0].capacity if question.runnable and count == 1 else None
         told = replace(told, refined=refine(told.files[:count], question.cluster, progress, limit))
+        # Also of a step that was not ordered, though ordering may lower its peak: with more room more is hidden.
         over = [
             found.peak / best.peak
             for found, best in zip(told.refined, told.best, strict=False)

@@ -21,6 +21,7 @@ from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
 from hyper_parallel.planner.run_file import PlannedRunFile, planned_run_file
 from hyper_parallel.planner.runs_of_kind import Support, support
 from hyper_parallel.planner.simplest import Tied, simplest
+from hyper_parallel.planner.simulated_links import constants_for
 from hyper_parallel.planner.sweep import ask
 from hyper_parallel.planner.table import Table
 from hyper_parallel.planner.user_strategy import user_strategy
@@ -93,7 +94,7 @@ def solve(
     `compare`: a file with the user's strategy. `tokens`: of the whole run. `model`: the section `model` of a run file,
     where it is known. Raises ConfigError where no strategy is legal, and NothingFitsError where no legal one fits.
     """
-    known = constants or fitted()
+    known = constants or constants_for(question.profile, question.cluster)
     notes: list[str] = []
     row = Table.of(question.workload, question.cluster, question.profile, devices=float(question.devices))
     other = None if compare is None else row.replaced(**user_strategy(compare, question, notes))

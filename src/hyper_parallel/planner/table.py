@@ -189,6 +189,7 @@ class Table:
     overlap_tensor: Array
     overlap_expert: Array
     overlap_shared: Array
+    ordered: Array
     graphs: Array
     fused_routing: Array
     bias_by_expert: Array
@@ -198,6 +199,7 @@ class Table:
     dispatch_bytes: Array
     even: Array
     gradient_bytes: Array
+    scatter_bytes: Array
     weight_bytes: Array
     state_bytes: Array
     logit_bytes: Array

@@ -32,9 +32,10 @@ from hyper_parallel.planner.auto.candidates import (
 from hyper_parallel.planner.auto.query import precision_of
 from hyper_parallel.planner.auto.resolved import Overrides
 from hyper_parallel.planner.auto.simulate_candidates import Simulated, simulated
-from hyper_parallel.planner.constants import fitted
+from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL
 from hyper_parallel.planner.measured_constants import is_measured, read_off
 from hyper_parallel.planner.simplest import TIE
+from hyper_parallel.planner.simulated_links import constants_for
 from hyper_parallel.units import format_bytes, format_duration
 
 FEW = 12
@@ -86,7 +87,7 @@ def choose(
     if is_measured(cluster):
         (seen, constants), count = read_off(cluster, precision_of(config)), FEW
     else:
-        seen, constants, count = cluster, fitted(), FEWER
+        seen, constants, count = cluster, constants_for(HYPER_PARALLEL, cluster), FEWER
     listed = shortlist(config, seen, world, count, constants)
     few = listed.few
     predictions: list[Simulated] = []

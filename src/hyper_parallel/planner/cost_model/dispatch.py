@@ -31,7 +31,8 @@ over them before it and reduce-scattered behind it.
 **Overlap.** What is exposed of a layer's exchanges, both passes together, is what neither of these hides:
 
     behind another micro-batch     `hidden_expert` where a framework does so (Megatron's combined 1F1B), everything in
-                                   DualPipe (2412.19437, section 3.2.1), and never more than there is to compute
+                                   DualPipe (2412.19437, section 3.2.1) and where micro-batches run in pairs
+                                   (`paired`), and never more than there is to compute
     behind shared experts          as long as these take (Megatron's --moe-shared-expert-overlap)
 """
 
@@ -43,6 +44,7 @@ from hyper_parallel.cluster.token_dispatch import destinations, reached
 from hyper_parallel.planner.codes import SCHEDULES
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.dims import element_bytes, expert_width
+from hyper_parallel.planner.cost_model.pipeline import micro_batches
 from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.table import Array, Table
 
@@ -65,6 +67,13 @@ def copies(t: Table, ranks: Ranks) -> tuple[tuple[Array, Array], tuple[Array, Ar
     return plain, (to_domains * (1 - 1 / domains), to_ranks * (1 - 1 / inside))
 
 
+def paired(t: Table, k: Constants) -> Array:
+    """1 where exchanges are ordered beside the other micro-batch of a pair: without a pipeline, and with an even number
+    of micro-batches. Nowhere on machines on which collectives and products take turns."""
+    pairs = (t.pipeline <= 1) & (micro_batches(t) % 2 == 0)
+    return np.where(pairs, t.ordered * float(k.beside < 1.0), 0.0)
+
+
 def exchanged_experts(
     t: Table, k: Constants, ranks: Ranks, tokens: Array, compute: Array, shared: Array
 ) -> Array:
@@ -73,6 +82,18 @@ def exchanged_experts(
     `compute`: seconds of a routed layer's arithmetic forward; `shared`: of its shared experts alone. The backward pass
     takes twice as long.
     """
+    seconds = experts_sent(t, k, ranks, tokens)
+    share = np.where(t.schedule == DUALPIPE, 1.0, k.hidden_expert * t.overlap_expert)
+    if np.any(t.ordered > 0):
+        share = np.maximum(share, paired(t, k))
+    # Both passes have three times the forward pass' arithmetic between them, half of it for each exchange's mean.
+    behind = np.minimum(share * seconds, 1.5 * compute)
+    beside = np.minimum(np.maximum(seconds - behind, 0.0), 1.5 * shared * t.overlap_shared)
+    return np.where(t.expert * t.expert_tensor > 1, seconds - behind - beside, 0.0)
+
+
+def experts_sent(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> Array:
+    """Seconds of a routed layer's exchanges in each pass, hidden or not, where experts are spread."""
     size = element_bytes(t)
     narrow = np.where(t.dispatch_bytes < 2, t.dispatch_bytes, size)
     each = load(t, k) * tokens / ranks.tensor * expert_width(t)
@@ -81,11 +102,7 @@ def exchanged_experts(
         rows = each * t.chosen * t.expert_tensor
         gathers = ranks.expert_tensor.gather(rows * narrow) + ranks.expert_tensor.gather(rows * size)
         seconds = seconds + np.where(t.expert_tensor > 1, gathers, 0.0)
-    share = np.where(t.schedule == DUALPIPE, 1.0, k.hidden_expert * t.overlap_expert)
-    # Both passes have three times the forward pass' arithmetic between them, half of it for each exchange's mean.
-    behind = np.minimum(share * seconds, 1.5 * compute)
-    beside = np.minimum(np.maximum(seconds - behind, 0.0), 1.5 * shared * t.overlap_shared)
-    return np.where(t.expert * t.expert_tensor > 1, seconds - behind - beside, 0.0)
+    return seconds
 
 
 def _one_way(t: Table, k: Constants, ranks: Ranks, bytes: Array) -> Array:

@@ -43,7 +43,7 @@ from hyper_parallel.planner.cost_model.dims import (
     mixing,
     routed_share,
 )
-from hyper_parallel.planner.cost_model.dispatch import load
+from hyper_parallel.planner.cost_model.dispatch import experts_sent, load
 from hyper_parallel.planner.cost_model.kernels import Products, moved
 from hyper_parallel.planner.cost_model.layer_collectives import Exchanged, exchanged
 from hyper_parallel.planner.cost_model.mixers import SCAN_LAUNCHES, projected, scanned
@@ -104,6 +104,14 @@ class Layer:
     backward: Array
     again: Array
     """What is computed once more before the backward pass."""
+    sent: Array
+    """Exchanges of experts in each pass, hidden or not, where the order of collectives is searched (`Profile.ordered`);
+    else 0."""
+
+    @property
+    def hidden(self) -> Array:
+        """Those that go beside the pass."""
+        return np.maximum(self.sent - self.apart.expert, 0.0)
 
 
 def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
@@ -151,7 +159,16 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
         forward,
         backward,
         again * t.recomputed,
+        sent(t, k, ranks),
     )
+
+
+def sent(t: Table, k: Constants, ranks: Ranks) -> Array:
+    """`Layer.sent`."""
+    if not np.any((t.ordered > 0) & (ranks.of_experts > 1)):
+        return np.zeros(1)
+    each = experts_sent(t, k, ranks, t.micro * t.sequence / t.context)
+    return np.where(ranks.of_experts > 1, t.ordered * routed_share(t) * each, 0.0)
 
 
 def _longer(k: Constants, device: Array, host: Array) -> Array:

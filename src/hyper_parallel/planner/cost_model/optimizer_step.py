@@ -13,7 +13,8 @@ over the ranks that share them.
 **Gathered weights** (ZeRO-3): each layer's, before each of its passes; gradients are scattered as they come. What takes
 longer than the pass shows, and the rest slows the pass it runs beside by `beside` (13% on NVLink: Galvatron, arXiv
 2211.13878; Calculon has 15% there and 2% on InfiniBand). Where it slows the pass by its whole time, as workers do whose
-cores move what they send, the two take turns.
+cores move what they send, the two take turns. Exchanges of experts that go beside the same pass (`Profile.ordered`) use
+the same links: a pass takes at least what gathers and exchanges take one after the other (`overlapped_pass`).
 
 **The optimizer** reads and writes 28 bytes a parameter of Adam in mixed precision: gradient, master value, two moments,
 and the parameter. State that lies in the host's memory is fetched and stored beside the passes, activations too; what
@@ -50,24 +51,41 @@ def gathered(t: Table, ranks: Ranks, held: ParameterCounts, trained: ParameterCo
     if not np.any(t.zero >= 3):
         return Gathered(np.zeros(1), np.zeros(1))
     group = ranks.gathering
+    # Experts that nothing spreads are split and gathered as the rest of a layer is.
+    alike = ranks.of_experts <= 1
     size = np.where(t.frozen > 0, np.minimum(t.frozen_bytes, element_bytes(t)), element_bytes(t))
 
     def once(size: Array, counts: ParameterCounts) -> Array:
-        experts = ranks.reducing_experts.gather(size * counts.experts)
-        seconds = group.gather(size * counts.layer) + np.where(counts.experts > 0, experts, 0.0)
+        spread = ranks.reducing_experts.gather(size * counts.experts)
+        experts = np.where(alike, group.gather(size * counts.experts), spread)
+        # Of models of few layers, embedding and head are a good part of what is gathered.
+        ends = t.ordered * (2 - t.tied) * counts.embedding / t.layers
+        seconds = group.gather(size * (counts.layer + ends)) + np.where(counts.experts > 0, experts, 0.0)
         return np.where((t.zero >= 3) & (group.ranks > 1), seconds, 0.0)
 
     forward = once(size, held)
-    scattered = once(element_bytes(t), trained) if trained is not held else forward
+    narrow = trained is held and not np.any(t.scatter_bytes > element_bytes(t))
+    scattered = forward if narrow else once(np.maximum(t.scatter_bytes, element_bytes(t)), trained)
+    if np.any(t.ordered * t.replicate > 1):
+        # Copies of the parameters add up what was scattered.
+        parts = np.maximum(t.scatter_bytes, element_bytes(t)) * trained.layer / group.ranks
+        added = np.where((t.zero >= 3) & (t.replicate > 1), t.ordered * ranks.copies.reduce(parts), 0.0)
+        scattered = scattered + added
     return Gathered(forward, forward + scattered)
 
 
-def overlapped_pass(k: Constants, busy: Array, collective: Array) -> Array:
-    """Seconds of a pass with a collective beside it."""
+def overlapped_pass(
+    k: Constants, busy: Array, collective: Array, sent: Array | float = 0.0, hidden: Array | float = 0.0
+) -> Array:
+    """Seconds of a pass with a collective beside it.
+
+    `sent`: exchanges that take turns with it on the links, of which `hidden` seconds also go beside the pass; what is
+    not hidden is a part of `busy`. A pass lasts at least as long as its links are in use.
+    """
     if k.beside >= 1.0:
         return busy + collective
-    share = np.minimum(1.0, collective / np.maximum(busy, 1e-12))
-    return np.maximum(busy * (1 + k.beside * share), collective)
+    share = np.minimum(1.0, (collective + hidden) / np.maximum(busy, 1e-12))
+    return np.maximum(busy * (1 + k.beside * share), collective + sent)
 
 
 def reduced(

@@ -92,6 +92,13 @@ class Ranks:
         """Ranks that share one copy of the parameters: `shard` and `context`."""
         return RankGroup.of(self.t, self.k, self.t.shard * self.t.context, self._before_tokens)
 
+    @cached_property
+    def copies(self) -> RankGroup:
+        """Ranks that hold the same part of the parameters: `replicate`, outside of `shard` and `context`."""
+        return RankGroup.of(
+            self.t, self.k, self.t.replicate, self._before_tokens * self.t.shard * self.t.context
+        )
+
     def _group(self, ranks: Array, axis: str) -> RankGroup:
         return RankGroup.of(self.t, self.k, ranks, self._inside(axis))
 

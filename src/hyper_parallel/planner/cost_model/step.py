@@ -12,7 +12,7 @@ section 5). `parts` add up to the step; each is what it adds to the critical pat
 | again | what is computed once more |
 | head | embedding, head and loss, and modules that predict one token more |
 | tensor, expert, context | collectives of layers that are not hidden |
-| gathers | weights that are split for good (ZeRO-3), beyond what computation hides |
+| gathers | weights that are split for good (ZeRO-3), and exchanges beside them, beyond what computation hides |
 | launches | the host's, where the device waits for it |
 | uneven | the slowest stage's time beyond the mean stage's |
 | bubble, sends | the pipeline |
@@ -99,8 +99,12 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
     learning = trained(t, own)
     one = layer(t, k, ranks)
     shared = gathered(t, ranks, own, learning)
-    forward = overlapped_pass(k, one.forward, shared.forward)
-    backward = overlapped_pass(k, one.backward + one.again, shared.backward)
+    # What is computed again sends its tokens again.
+    twice = 1 + np.where(t.recompute == 2, t.recomputed, 0.0)
+    forward = overlapped_pass(k, one.forward, shared.forward, one.sent, one.hidden)
+    backward = overlapped_pass(
+        k, one.backward + one.again, shared.backward, twice * one.sent, twice * one.hidden
+    )
     passes = forward + backward
     top = head(t, k) + prediction_modules(t, k, passes)
     m = micro_batches(t)
