@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -107,6 +108,22 @@ def test_mistakes_are_one_line(
         main(["generate", *arguments])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_batch_within_a_byte_budget(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    memory = ["strategy.memory.device=4MiB", "strategy.memory.host=64MiB", "strategy.memory.flash=spill"]
+    for name, budget in (("plain", []), ("budget", memory)):
+        files = ["--input", "prompts.jsonl", "--out", f"{name}.jsonl"]
+        with contextlib.suppress(SystemExit):
+            main(["generate", "model", *files, "inference.max_tokens=8", "inference.page=16", *budget])
+    said = capsys.readouterr().err
+    assert answers(folder / "budget.jsonl") == answers(folder / "plain.jsonl")
+    assert "from host (" in said
+    assert "strategy.memory.flash: no byte was moved there" in said
+    assert not list((folder / "spill").iterdir())
 
 
 def test_a_prompt_of_a_file_that_is_too_long_names_its_line(folder: Path) -> None:

@@ -122,8 +122,8 @@ def test_weights_that_are_read_elsewhere_stay(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("advice", [{"max_tokens": 40}, {"page": 16}])
 def test_what_the_error_says_would_help_does(advice: dict[str, int]) -> None:
-    model, given = small("llama", **WIDE["llama"]), [[1] * 200]
-    settings = {"max_tokens": 300, "page": 64}
+    model, given = small("llama", **WIDE["llama"], max_position_embeddings=2048), [[1] * 200]
+    settings = {"max_tokens": 1500, "page": 64}
     with Generator(model, memory=ROOMY, **settings) as generator:
         assert generator.memory is not None
         least = generator.smallest_budget(given)

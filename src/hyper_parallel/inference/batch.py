@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -90,8 +90,12 @@ class Batch:
         with self._answers.writing() as file:
             yield deliver
 
-    def end(self) -> None:
-        """Say that all is there."""
+    def end(self, unused: Sequence[str] = ()) -> None:
+        """Say that all is there, and which tiers were of no use."""
+        for name in unused:
+            say(
+                f"strategy.memory.{name}: no byte was moved there; what these prompts need had room without it"
+            )
         say(f"{self.out}: {self.size} answers")
 
 
@@ -101,13 +105,15 @@ def run_batch(
     """Answer what is missing, in this process. Raises what `Batch` and `Generator` do, and FaultError if the disk is
     full."""
     batch = Batch(model, source, out, settings)
+    unused: Sequence[str] = ()
     if batch.missing:
         with Generator(model, memory=memory, **settings.model_dump()) as generator:
             requests = batch.requests(generator)
             with batch.writing(generator.moved) as deliver:
                 for place, answer in generator.run(requests):
                     deliver(place, answer, generator.shared)
-    batch.end()
+            unused = generator.unused_tiers
+    batch.end(unused)
 
 
 def say(line: str) -> None:

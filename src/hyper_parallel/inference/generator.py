@@ -20,6 +20,7 @@ from hyper_parallel.inference.context_engine import ContextEngine
 from hyper_parallel.inference.context_group import context_group, without_context
 from hyper_parallel.inference.decide import DecideTogether
 from hyper_parallel.inference.engine import Engine
+from hyper_parallel.inference.kv_report import CacheReport
 from hyper_parallel.inference.load_model import load, load_within
 from hyper_parallel.inference.load_shards import load_shards
 from hyper_parallel.inference.memory_budget import MemoryBudget
@@ -112,6 +113,7 @@ class Generator:
     def close(self) -> None:
         """Give back what a budget holds: a model in memory has its weights again, and files are removed. A Generator
         without a budget has nothing to close."""
+        self._engine.cache.close()
         if self.memory is not None:
             self.memory.close()
 
@@ -159,12 +161,27 @@ class Generator:
 
     def moved(self) -> str:
         """What was moved between memories until now, in words; empty where nothing was."""
-        return self.memory.report if self.memory is not None else ""
+        parts = [self.memory.report if self.memory is not None else ""]
+        if cache := self.cache_report.progress():
+            parts.append(f"keys and values: {cache}")
+        return "; ".join(filter(None, parts))
+
+    @property
+    def cache_report(self) -> CacheReport:
+        """Figures of the KV cache, of the run under way or the last one; bytes since its tiers were opened."""
+        return self._engine.cache.report
+
+    @property
+    def unused_tiers(self) -> tuple[str, ...]:
+        """Tiers of the budget that nothing has been moved to."""
+        return () if self.memory is None else self.memory.unused(self.cache_report)
 
     @property
     def shared(self) -> int:
-        """Tokens of the prompts of the last run that were not computed, since another request had computed them."""
-        return self._engine.cache.report.shared
+        """Tokens of the prompts of the last run that were not computed, since another request had computed them, on the
+        device or in tiers."""
+        report = self.cache_report
+        return report.shared + report.fetched
 
     @property
     def passes(self) -> int:

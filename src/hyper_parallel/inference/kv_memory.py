@@ -50,7 +50,8 @@ class KVMemory:
         self._arriving: dict[Load, tuple[Running, list[tuple[bytes, int]]]] = {}
         self._coming: set[bytes] = set()
         plane = page * max(max(one.planes) for one in shapes)
-        self.group = max(1, min(self.tiers.slot // plane, self.sizes.device // 2 - 1))
+        most = self.sizes.device // 2 - 1 if self.sizes.group is None else self.sizes.group
+        self.group = max(1, min(self.tiers.slot // plane, most))
         """Pages of a group of a streamed context."""
         self._planes = 2 * len(shapes)
         self.counts = Counter[str]()
@@ -191,8 +192,12 @@ class KVMemory:
         return CacheReport(tiers=tiers, **self.counts)
 
     def close(self) -> None:
-        """Close the tiers."""
+        """Close the tiers, and give all memory back: tensors of the cache, too, which refers to this and would live
+        until the next collection of garbage."""
         self.tiers.close()
+        self._mover.clear()
+        self._reader.clear()
+        self._cache.clear()
 
     def _load(self, one: Running, part: StoredPages) -> None:
         targets = [(index, one.pages[place]) for index, place in part.places]

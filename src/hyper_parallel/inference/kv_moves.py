@@ -91,6 +91,11 @@ class PageMover:
         for buffer in self._buffers:
             self._settle(buffer)
 
+    def clear(self) -> None:
+        """Give up all buffers. Nothing is under way."""
+        self._loads.clear()
+        self._buffers = []
+
     def _stores(self) -> Iterator[Tensor]:
         for layer in self._cache.layers:
             if layer.pages is not None:

@@ -48,6 +48,9 @@ class KVCacheSizes:
     many as the longest request has."""
     block: int = 1
     """Pages that are moved together, so that a transfer has `BLOCK_BYTES` or more (`block_pages`)."""
+    group: int | None = None
+    """Pages of a group of a streamed context; None: as many as half of the pages on the device are. A streamed request
+    runs with a group and one more page on the device."""
 
     @property
     def tiered(self) -> int:

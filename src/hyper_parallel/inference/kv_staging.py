@@ -24,6 +24,10 @@ class Staging:
         """Of the buffers that were made."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
+    def clear(self) -> None:
+        """Give up the buffers."""
+        self._buffers.clear()
+
     def view(self, which: int, like: Tensor, rows: int, side: int | None = None) -> Tensor:
         """Room for `rows` tokens of keys (`which` 0) or values (1) as a store `like` [·, H, D] has them, in one of the
         two buffers, by default the one that was read last. What was there is overwritten."""

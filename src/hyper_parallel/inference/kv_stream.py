@@ -52,7 +52,7 @@ class StreamReader:
 
     def __init__(self, staging: Staging, tiers: KVTiers, layers: Sequence[LayerPages | None]) -> None:
         """`layers`: the pages of each."""
-        self._staging, self._tiers, self._layers = staging, tiers, layers
+        self._staging, self._tiers, self._layers = staging, tiers, list(layers)
         self._next: _Fetch | None = None
         self._order: list[int] = []
         self._seen: list[int] = []
@@ -91,6 +91,10 @@ class StreamReader:
         self._ahead(layer, segment)
         keys, values = (view[first - found.low :].transpose(0, 1).unsqueeze(0) for view in found.views)
         return keys, values
+
+    def clear(self) -> None:
+        """Give up what is being read."""
+        self._next, self._segments, self._layers = None, [], []
 
     def _ahead(self, layer: int, segment: Segment) -> None:
         """Begin to read what comes next."""

@@ -14,6 +14,7 @@ from itertools import islice
 
 from torch import Tensor
 
+from hyper_parallel.compat.dispatch import outside_modes
 from hyper_parallel.inference.kv_eviction import SAMPLE, PredictedUse
 from hyper_parallel.inference.kv_sizes import KVCacheSizes
 from hyper_parallel.offloading.tiers import Pending, Tier
@@ -60,7 +61,8 @@ class KVTiers:
         for name, tier in tiers.items():
             count = getattr(sizes, name) // sizes.block
             size = -(-slot // tier.align) * tier.align
-            tier.reserve(dict.fromkeys(range(count), size))
+            with outside_modes():  # this memory is not the device's
+                tier.reserve(dict.fromkeys(range(count), size))
             self.levels.append(TierSlots(name, tier, list(range(count))[::-1], count))
             self.idle.append({})
         self.uses = PredictedUse()
@@ -87,13 +89,15 @@ class KVTiers:
         """Begin to write uint8 [block.size]."""
         found = self.levels[block.level]
         found.written += block.size
-        return found.tier.begin_write(block.slot, x)
+        with outside_modes():
+            return found.tier.begin_write(block.slot, x)
 
     def begin_read(self, block: Block, x: Tensor) -> Pending:
         """Begin to read it into uint8 [block.size]."""
         found = self.levels[block.level]
         found.read += block.size
-        return found.tier.begin_read(block.slot, x)
+        with outside_modes():
+            return found.tier.begin_read(block.slot, x)
 
     def pin(self, block: Block) -> None:
         """One more request needs it."""

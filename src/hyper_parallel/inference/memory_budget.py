@@ -9,18 +9,20 @@ sure to fit, since the workspace grows at most in proportion to the requests.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from hyper_parallel.compat import backend
-from hyper_parallel.compat.dispatch import outside_modes
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference.away_weight import ReadElsewhere
+from hyper_parallel.inference.budget_tiers import tiers_for_cache, tiers_for_weights, units_in_tiers
 from hyper_parallel.inference.engine import Engine
+from hyper_parallel.inference.kv_report import CacheReport
 from hyper_parallel.inference.kv_sizes import page_bytes
 from hyper_parallel.inference.live_bytes import LiveBytes
 from hyper_parallel.inference.memory_needs import Needs
@@ -28,11 +30,9 @@ from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan, s
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.weight_source import WeightSource
 from hyper_parallel.inference.weight_stream import WeightStream, storage_bytes
-from hyper_parallel.inference.weight_tiers import WeightTiers, movable, slot_bytes
-from hyper_parallel.inference.weight_units import units_of
+from hyper_parallel.inference.weight_tiers import WeightTiers, slot_bytes
+from hyper_parallel.inference.weights_fingerprint import fingerprint
 from hyper_parallel.inference.workspace import Extent, measure
-from hyper_parallel.offloading.runtime.open_tiers import open_tiers
-from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.strategy.generation_memory import GenerationMemory
 from hyper_parallel.units import format_bytes
 
@@ -40,6 +40,30 @@ log = logging.getLogger(__name__)
 
 _OF_FREE = 0.95
 """Of what is free on the device: the rest is for what the allocator rounds up and leaves between blocks."""
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A plan, and for what it was made."""
+
+    plan: MemoryPlan
+    budget: int
+    settings: Inference
+    extent: Extent
+    most: int
+
+    def suits(self, budget: int, needs: Needs, most: int) -> bool:
+        """Whether it also is one for other requests, so that what the KV cache holds can stay."""
+        same = all(
+            getattr(self.settings, key) == getattr(needs.settings, key) for key in ("pages", "rows", "batch")
+        )
+        return (
+            self.plan.cache.tiered
+            and self.budget == budget
+            and same
+            and needs.extent.within(self.extent)
+            and most <= self.most
+        )
 
 
 class MemoryBudget:
@@ -59,13 +83,15 @@ class MemoryBudget:
         self.plan: MemoryPlan | None = None
         """Of the last run."""
         self.device = device
-        self._tiers = _opened(memory)
+        self._memory = memory
+        self._tiers = tiers_for_weights(memory)
         self.budget = _free(model, device) if memory.device == "auto" else int(memory.device or 0)
         """Bytes of the device."""
-        room = {name: tier.capacity for name, tier in self._tiers.items()}
-        units = movable(units_of(model), self._tiers, room) if self._tiers else []
         try:
+            units, room = units_in_tiers(model, self._tiers, self.budget)
             stored = WeightTiers(units, self._tiers, room)
+            self._room = {name: tier.capacity - stored.taken[name] for name, tier in self._tiers.items()}
+            """Bytes of each tier for the KV cache."""
             buffer = torch.empty(max(map(slot_bytes, units), default=0), dtype=torch.uint8, device=device)
             for unit in units:
                 stored.write(unit, buffer, source.fill)
@@ -81,6 +107,9 @@ class MemoryBudget:
         self._sizes = self._sizes_now(0)
         self._measured: dict[tuple[int, int], list[tuple[Extent, int]]] = {}
         self._proof = 0
+        self._model = model
+        self._chosen: _Chosen | None = None
+        """Nothing was placed since."""
 
     def prove(self, engine: Engine, prove: Callable[[], None]) -> None:
         """Compare the engine with the model, within the budget; from then on runs of the engine keep to it.
@@ -100,6 +129,7 @@ class MemoryBudget:
         if self._proof > self.budget:
             raise self._too_small(0, "")
         engine.fit = self.fit
+        engine.cache.version = lambda: fingerprint(self._model, self.stream.constant())
 
     def fit(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> Inference:
         """Place the weights for these requests; the settings with the requests at once and the pages that fit.
@@ -108,12 +138,23 @@ class MemoryBudget:
         """
         if not requests:
             return settings
+        engine.cache.check_idle()
         needs = self._needs(engine, requests, settings)
+        most = min(settings.batch, len(requests))
+        if self._chosen is None or not self._chosen.suits(self.budget, needs, most):
+            plan = self._best(engine, needs, most)
+            self._place(plan)
+            self._lay_cache(engine, plan)
+            self._chosen = _Chosen(plan, self.budget, settings, needs.extent, most)
+        plan = self._chosen.plan
+        return settings.model_copy(update={"batch": min(plan.requests, settings.batch), "pages": plan.pages})
+
+    def _best(self, engine: Engine, needs: Needs, most: int) -> MemoryPlan:
+        """The plan with the lowest cost, for `most` requests at once or fewer."""
         found = {1: self._workspace(engine, 1, needs)}
         floor = needs.floor(1, found[1])
         if max(floor, self._proof) > self.budget:
             raise self._too_small(floor, needs.terms(found[1]))
-        most = min(settings.batch, len(requests))
         while (known := max(found)) < most:
             # Sure to fit: the workspace grows at most in proportion.
             sure = [
@@ -129,12 +170,19 @@ class MemoryBudget:
             bound = min((known for known in found if known >= count), default=None)
             if bound is not None:
                 plans.append(needs.plan(self.budget, count, found[bound]))
-        plan = min((plan for plan in plans if plan is not None), key=lambda plan: (plan.cost, -plan.requests))
-        self._place(plan)
-        return settings.model_copy(update={"batch": plan.requests, "pages": plan.pages})
+        return min((plan for plan in plans if plan is not None), key=lambda plan: (plan.cost, -plan.requests))
+
+    def _lay_cache(self, engine: Engine, plan: MemoryPlan) -> None:
+        """The next run has a KV cache of these sizes."""
+        sizes = plan.cache.sizes
+        if not plan.cache.tiered:
+            engine.cache.separate()
+            return
+        engine.cache.configure(sizes, partial(tiers_for_cache, self._memory, sizes, self._sizes.page))
 
     def smallest(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> int:
         """The smallest budget with which `fit` finds a plan for these requests. Places weights as for that."""
+        engine.cache.check_idle()
         needs = self._needs(engine, requests, settings)
         return max(needs.floor(1, self._workspace(engine, 1, needs)), self._proof)
 
@@ -143,6 +191,13 @@ class MemoryBudget:
         """What was moved, in words; empty where nothing was."""
         read = [f"{format_bytes(count)} from {name}" for name, count in self.stream.tiers.read.items()]
         return f"{', '.join(read)} ({self.stream.stall:.1f} s waited)" if read else ""
+
+    def unused(self, cache: CacheReport) -> tuple[str, ...]:
+        """Tiers to which neither weights nor, by its report, keys and values were moved."""
+        used = {one.name for one in cache.tiers if one.written + one.read}
+        return tuple(
+            name for name in self._tiers if not self.stream.tiers.bytes.get(name) and name not in used
+        )
 
     def close(self) -> None:
         """End, once, and close the tiers."""
@@ -159,7 +214,7 @@ class MemoryBudget:
 
     def _needs(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> Needs:
         self._sizes = self._sizes_now(page_bytes(engine.cache.shapes, engine.page))
-        return Needs(self._sizes, engine.cache.shapes, engine.page, requests, settings)
+        return Needs(self._sizes, engine.cache.shapes, engine.page, requests, settings, self._room)
 
     def _workspace(self, engine: Engine, count: int, needs: Needs) -> int:
         """Of passes of `count` requests; measured unless it was for such requests."""
@@ -167,6 +222,9 @@ class MemoryBudget:
         for other, bytes_ in known:
             if needs.extent.within(other):
                 return bytes_
+        # What outlives runs is not in the plan of this.
+        engine.cache.close()
+        self._chosen = None
         self._place_least()
         bytes_ = measure(engine, self.stream.tensors(), count, needs.extent, needs.settings)
         known.append((needs.extent, bytes_))
@@ -223,12 +281,6 @@ class MemoryBudget:
             f"memory.device is {self.budget} bytes, and generation needs at least {floor} ({format_bytes(floor)}): "
             f"{why}; raise it{where}"
         )
-
-
-def _opened(memory: GenerationMemory) -> dict[str, Tier]:
-    pool = None if memory.pool is None else (memory.pool, f"generate-{os.getpid()}", "generation")
-    with outside_modes():  # this memory is not the device's
-        return open_tiers(backend(), memory.host, memory.flash, pool)
 
 
 def _free(model: nn.Module, device: torch.device) -> int:

@@ -7,9 +7,10 @@ that follow one another: one computes while the next is read. A pass that reads 
 more than its compute, whatever the number of its requests; so of several numbers b of requests the plan takes the one
 with the fewest bytes for each token (zig-zag order; Sheng et al. 2023, FlexGen, section 4):
 
-    cost(b) = (R(b) + W · link / device) / b                                                        (`MemoryPlan.cost`)
+    cost(b) = (R(b) + C(b) + W · link / device) / b                                                 (`MemoryPlan.cost`)
 
-with W the bytes of all weights, which the device reads from its own memory in each pass.
+with W the bytes of all weights, which the device reads from its own memory in each pass, and C the bytes of contexts
+that a pass reads from tiers.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hyper_parallel.inference.kv_plan import KVChoice
+from hyper_parallel.inference.kv_sizes import KVCacheSizes
+
 LINK_SHARE = 1 / 40
 """Bandwidth of the link to a tier, as a share of the device's memory: 1/50 (H100, PCIe 5) to 1/32 (Ascend 910C). It
 decides only between numbers of requests."""
+
+_NO_CACHE = KVChoice(KVCacheSizes(device=0))
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,9 @@ class MemoryPlan:
     workspace: int
     """Of everything else that a pass computes, measured."""
     staging: int = 0
-    """Of the buffers of streamed contexts."""
+    """Of the buffers of contexts that do not lie in one piece, and of transfers."""
+    cache: KVChoice = _NO_CACHE
+    """Sizes of the KV cache."""
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -93,7 +101,7 @@ class MemoryPlan:
     @property
     def cost(self) -> float:
         """Bytes over the link for each token, compute included as what the device reads."""
-        return (self.read + LINK_SHARE * self.sizes.weights) / self.requests
+        return (self.read + self.cache.read + LINK_SHARE * self.sizes.weights) / self.requests
 
 
 def make_plan(

@@ -126,6 +126,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.stream = reader
 
+    def clear(self) -> None:
+        """Give up all pages and buffers."""
+        self.staging.clear()
+        for layer in self.layers:
+            layer.pages = None
+
     def begin(self, ragged: RaggedPass) -> None:
         """A pass begins."""
         if self._reader is not None:

@@ -45,7 +45,7 @@ class RunCache:
         self._budget: _Budget | None = None
         self._open: tuple[PagedCache, PagePool, KVMemory] | None = None
         self._weights: object = None
-        self._busy = False
+        self._busy = 0
         self._report = CacheReport()
         self._shared: Callable[[], int] = lambda: 0
         self.version: Callable[[], object] = lambda: fingerprint(model)
@@ -70,6 +70,19 @@ class RunCache:
         the next run begins; they are closed by `close`."""
         self.close()
         self._budget = _Budget(sizes, tiers)
+
+    def separate(self) -> None:
+        """From now on, each run has a cache of its own, without tiers."""
+        self.close()
+        self._budget = None
+
+    def check_idle(self) -> None:
+        """Raise ConfigError while a run is under way."""
+        if self._busy:
+            raise ConfigError(
+                "a run of this Generator is under way, and runs share its memory; go through its answers, or close it, "
+                "before the next one"
+            )
 
     def close(self) -> None:
         """Give up what outlives runs, and close the tiers."""
@@ -110,13 +123,13 @@ class RunCache:
             self._shared = lambda: scheduler.shared
             most = self._check(requests, pages)
             scheduler.waiting.extend(enumerate(requests))
-            yield self.fresh(KVCacheSizes(device=pages, staging=most * self._page)), scheduler
+            self._busy += 1
+            try:
+                yield self.fresh(KVCacheSizes(device=pages, staging=most * self._page)), scheduler
+            finally:
+                self._busy -= 1
             return
-        if self._busy:
-            raise ConfigError(
-                "a run of this Generator is under way, and runs share its memory; go through its answers, or close it, "
-                "before the next one"
-            )
+        self.check_idle()
         cache, pool, memory = self._opened()
         self._check_tiered(requests, memory)
         cache.staging.rows = max(memory.sizes.staging, self._longest(requests) * self._page)
@@ -124,7 +137,7 @@ class RunCache:
         scheduler = Scheduler(settings.batch, settings.rows, self._page, pool, memory)
         self._shared = lambda: scheduler.shared
         scheduler.waiting.extend(enumerate(requests))
-        self._busy = True
+        self._busy += 1
         try:
             yield cache, scheduler
             memory.settle()
@@ -136,7 +149,7 @@ class RunCache:
             self.close()
             raise
         finally:
-            self._busy = False
+            self._busy -= 1
 
     def _opened(self) -> tuple[PagedCache, PagePool, KVMemory]:
         assert self._budget is not None

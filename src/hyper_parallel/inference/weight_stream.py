@@ -109,6 +109,10 @@ class WeightStream:
         """All weights and buffers that are on the device, and the buffer that weights are streamed through."""
         return [*self._present(), *self._resident.values(), self._arena]
 
+    def constant(self) -> frozenset[int]:
+        """Identities of what stands in modules for weights in tiers, which nobody can write to."""
+        return frozenset(map(id, self._away.values()))
+
     def keep(self, name: str) -> int:
         """The weights of a unit stay on the device from now on, as if they had never been able to leave; their
         bytes."""

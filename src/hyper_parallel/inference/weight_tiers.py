@@ -68,6 +68,11 @@ class WeightTiers:
             sizes[name].update({slot.number: slot.last - slot.first for slot in self._slots[unit]})
         self.bytes = {name: sum(found.values()) for name, found in sizes.items()}
         """Bytes of weights in each tier."""
+        self.taken = {
+            name: sum(-(-count // tiers[name].align) * tiers[name].align for count in found.values())
+            for name, found in sizes.items()
+        }
+        """Bytes of each tier that these need."""
         with outside_modes():
             for name, tier in tiers.items():
                 if sizes[name]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.inference import padded_experts
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.kv_sizes import KVCacheSizes
+from hyper_parallel.inference.kv_sizes import LEAST, KVCacheSizes
 from hyper_parallel.inference.live_bytes import LiveBytes
 from hyper_parallel.inference.page_allocator import Run
 from hyper_parallel.inference.ragged_pass import Segment, padded
@@ -65,8 +65,10 @@ def measure(engine: Engine, known: Sequence[Tensor], count: int, extent: Extent,
     """Bytes that a pass of at most `count` requests holds. `known`: tensors that are counted elsewhere, as is the KV
     cache."""
     pages = -(-extent.context // engine.page)
-    scattered = tuple(Run(page, 1) for page in reversed(range(pages)))
-    sizes = KVCacheSizes(device=pages, staging=pages * engine.page)
+    # A few pages again and again: where contexts lie in tiers, the device has no room for a whole one.
+    there = min(pages, LEAST)
+    scattered = tuple(Run(place % there, 1) for place in reversed(range(pages)))
+    sizes = KVCacheSizes(device=there, staging=pages * engine.page)
     return max(
         _peak(engine, known, sizes, chosen)
         for chosen in _passes(count, extent, settings, engine.page, scattered)
