@@ -30,7 +30,7 @@ from hyper_parallel.inference.ragged_pass import GRANULE
 from hyper_parallel.inference.replica import Replica
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.weight_source import ModelSource
-from hyper_parallel.shard.sharded_model import sharded
+from hyper_parallel.shard.sharded_model import is_sharded, sharded
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.generation_memory import GenerationMemory
 
@@ -68,6 +68,8 @@ class Generator:
         self.settings = inference_settings(settings)
         strategy = _checked(strategy)
         budget = _budget(strategy, memory)
+        if budget.device is not None:
+            _check_one_device(model, strategy)
         self.memory: MemoryBudget | None = None
         """The budget at work; None without one."""
         if isinstance(model, nn.Module):
@@ -248,6 +250,17 @@ def _budget(
     if given != GenerationMemory():
         raise ConfigError("memory: 'strategy' has a section 'memory', too; give one of them")
     return memory if isinstance(memory, GenerationMemory) else generation_memory(memory)
+
+
+def _check_one_device(model: nn.Module | str | Path, strategy: Strategy | None) -> None:
+    """Raises ConfigError for a model on several devices, which a budget does not cover."""
+    world = strategy.axes.world if strategy is not None else 1
+    if isinstance(model, nn.Module) and is_sharded(model):
+        world = sharded(model).mesh.world
+    if world > 1:
+        raise ConfigError(
+            f"memory.device: is a budget of one device, and the model is spread over {world}; leave one of them out"
+        )
 
 
 def _checked(strategy: Strategy | None) -> Strategy | None:
