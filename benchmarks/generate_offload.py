@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import os
 import shutil
 import statistics
@@ -38,7 +37,7 @@ from typing import Any
 import torch
 from generate_offload_cache import policies
 from generate_offload_weights import AccelerateDisk, Answers, StaticBatches, Work, generated
-from measure import paired_ratio, write
+from measure import paired_ratio, without_notes, write
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import set_verbosity_error
 
@@ -289,11 +288,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load = os.getloadavg()[0]
     torch.set_num_threads(1)
     set_verbosity_error()
-    logging.disable(logging.WARNING)
     began = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="generate-offload-", dir=Path(__file__).parent))
     try:
-        rows = measured(given, folder)
+        with without_notes():
+            rows = measured(given, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     gaps = [gap for row in rows.values() for one in row["runs"].values() for gap in one["differences"]]

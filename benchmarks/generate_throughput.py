@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import statistics
 import tempfile
 import time
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from measure import paired_ratio, write
+from measure import paired_ratio, without_notes, write
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import set_verbosity_error
 
@@ -239,7 +238,6 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     set_verbosity_error()
-    logging.disable(logging.WARNING)
     result: dict[str, Any] = {
         "requests": given.requests,
         "prompts": PROMPTS,
@@ -251,7 +249,8 @@ def main() -> None:
             torch.set_num_threads(threads)
             work = drawn(given.requests, given.longest, CASES[name].vocabulary)
             others = [one for one in given.others.split(",") if one]
-            one = measured(CASES[name], work, given.rounds, others)
+            with without_notes():
+                one = measured(CASES[name], work, given.rounds, others)
             result["cases"][f"{name}, {threads} threads"] = one
             print(
                 f"{name}, {threads} threads: {one['ours']['processor_s']:.2f} s of the processor", flush=True

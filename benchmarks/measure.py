@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import platform
 import queue
@@ -10,7 +12,7 @@ import random
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,17 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "system": platform.platform(),
     }
+
+
+@contextlib.contextmanager
+def without_notes() -> Iterator[None]:
+    """Without log messages up to warnings, of any package; what is measured says them again and again."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> dict[str, float]:

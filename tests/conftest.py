@@ -3,8 +3,11 @@ limit on an example of a property, because nothing here asserts a time."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,3 +15,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def logs_stay_on() -> Iterator[None]:
+    """A test that turns log messages off for good is itself at fault, not the later one that misses a message."""
+    yield
+    assert logging.root.manager.disable == logging.NOTSET

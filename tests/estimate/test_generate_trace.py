@@ -29,7 +29,7 @@ def run(split: TierSplit | None = None, settings: dict[str, Any] | None = None, 
     ("prompt", "answer", "requests", "shared", "settings"),
     [
         (70, 9, 7, 0, {"batch": 3}),
-        (33, 5, 6, 32, {"batch": 6, "page": 16, "rows": 48}),
+        (33, 5, 6, 32, {"batch": 6, "page": 16, "rows": 64}),
         (150, 4, 5, 96, {"batch": 2}),
     ],
 )

@@ -39,11 +39,12 @@ MLA = {
 
 def _inputs(value: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    return torch.randn(2, 3, 6, 12), torch.randn(2, 3, 6, 12), torch.randn(2, 3, 6, value)
+    q, k, v = torch.randn(2, 3, 6, 12), torch.randn(2, 3, 6, 12), torch.randn(2, 3, 6, value)
+    return q.double(), k.double(), v.double()
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"scale": 0.2}, {"attn_mask": torch.randn(6, 6)}]
+    "options", [{}, {"is_causal": True}, {"scale": 0.2}, {"attn_mask": torch.randn(6, 6).double()}]
 )
 def test_the_numbers_and_gradients_are_those_without_padding(options: dict[str, object]) -> None:
     found = []
@@ -55,7 +56,7 @@ def test_the_numbers_and_gradients_are_those_without_padding(options: dict[str, 
         found.append([result, q.grad, k.grad, v.grad])
     for mine, expected in zip(*found, strict=True):
         assert mine is not None
-        assert torch.allclose(mine, expected, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(mine, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_positional_arguments_and_heads_of_one_size_are_left_alone() -> None:
@@ -67,7 +68,7 @@ def test_positional_arguments_and_heads_of_one_size_are_left_alone() -> None:
     with padded_values():
         found = functional.scaled_dot_product_attention(q, k, v, None, 0.0, True)
     assert torch.allclose(
-        found, functional.scaled_dot_product_attention(q, k, v, None, 0.0, True), rtol=1e-5, atol=1e-6
+        found, functional.scaled_dot_product_attention(q, k, v, None, 0.0, True), rtol=1e-12, atol=1e-14
     )
 
 

@@ -261,9 +261,8 @@ def test_after_a_kill_the_next_start_cleans_up_and_goes_on(
     assert not list((tmp_path / "spill").iterdir()) and not _pool(two).exists()
 
 
-def test_a_fault_of_a_disk_is_not_the_users_mistake() -> None:
+def test_a_fault_of_a_disk_is_not_the_users_mistake(tmp_path: Path) -> None:
     assert Failure.of(0, FaultError("slots-1 is damaged")).exit_code == 1
     assert Failure.of(0, TierError("the disk ran full; make room")).exit_code == 2
-    assert Failure.of(0, FaultError("slots-1 is damaged")).render("runs") == (
-        "hyper-parallel: error: slots-1 is damaged"
-    )
+    said = Failure.of(0, FaultError("slots-1 is damaged")).render(run_config(tmp_path, "run"))
+    assert said == "hyper-parallel: error: slots-1 is damaged"
