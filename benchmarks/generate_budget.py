@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from hyper_parallel import Generator
-from hyper_parallel.inference import weight_units
+from hyper_parallel.inference.weights import units
 from hyper_parallel.verify.families import FAMILIES, WITH_IMAGES
 
 NAMES = sorted(set(FAMILIES) - set(WITH_IMAGES))
@@ -56,7 +56,7 @@ def case(seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="generate-budget-") as temporary:
         name, model = model_of(draw, Path(temporary) / "model")
         # Layers as a whole, or in as many parts as they have.
-        weight_units.SPLIT = draw.choice((1, 16 << 20))
+        units.SPLIT = draw.choice((1, 16 << 20))
         vocabulary = model.config.get_text_config().vocab_size
         del model
         prompts = [

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from measure import RESULTS, machine
 
-from hyper_parallel.inference.kv_eviction import SAMPLE, PredictedUse
+from hyper_parallel.inference.kv_cache.eviction import SAMPLE, PredictedUse
 
 PAGE = 32
 """Tokens."""

@@ -29,12 +29,12 @@ from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from hyper_parallel.compat import backend
-from hyper_parallel.inference.live_bytes import LiveBytes
-from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan
-from hyper_parallel.inference.weight_source import ModelSource
-from hyper_parallel.inference.weight_stream import WeightStream
-from hyper_parallel.inference.weight_tiers import WeightTiers, slot_bytes
-from hyper_parallel.inference.weight_units import units_of
+from hyper_parallel.inference.budget.live_bytes import LiveBytes
+from hyper_parallel.inference.budget.plan import MemoryPlan, Sizes, make_plan
+from hyper_parallel.inference.weights.source import ModelSource
+from hyper_parallel.inference.weights.stream import WeightStream
+from hyper_parallel.inference.weights.tiers import WeightTiers, slot_bytes
+from hyper_parallel.inference.weights.units import units_of
 from hyper_parallel.offloading.runtime.open_tiers import open_tiers
 
 Answers = list[list[int]]

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import attack_models
+import pytest
 
 
 def test_every_causal_model_of_transformers_is_attacked_or_is_made_of_several() -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import budget_allocator
 import budget_patterns
+import pytest
 from allocations import compiled
 
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import comm_volume
+import pytest
 
 from hyper_parallel.shard.tensor2d.factorization import Gathered, Shape
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import generate_offload
+import pytest
 from generate_offload_cache import policies
 from generate_offload_weights import Work, generated
 

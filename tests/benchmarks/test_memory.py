@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import budget
 import memory
+import pytest
 import torch
 from observer import Observer, UnseenHost
 

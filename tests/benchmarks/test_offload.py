@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import offload
 import offload_pages
 import offload_peers as peers
 import offload_saved
+import pytest
 import torch
 from memory import MODELS, build, recipe_of
 from torch import nn

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from offload_choices_pages import AGAIN, ALL, COPIES, UPDATES, again, updates
 

@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import hostile_checkpoints
 import hostile_files
+import pytest
 
 from hyper_parallel.checkpoint import newest
 from hyper_parallel.checkpoint.validate import whole

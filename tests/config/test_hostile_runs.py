@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import hostile_files
 import hostile_runs
+import pytest
 
 from hyper_parallel.config import load, yaml12
 from hyper_parallel.config.validation_errors import MOST_LINES

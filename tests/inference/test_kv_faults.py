@@ -10,7 +10,7 @@ import torch
 
 from hyper_parallel.errors import ConfigError, DataError, TierError
 from hyper_parallel.inference import Generator
-from hyper_parallel.inference.kv_sizes import KVCacheSizes
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.offloading.tiers.direct_file import DirectFile
 from inference.small_models import prompts, small
 from inference.tiers import opened

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hyper_parallel.inference import Generator, Request
-from hyper_parallel.inference.kv_memory import KVMemory
-from hyper_parallel.inference.kv_sizes import KVCacheSizes
+from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from inference.small_models import small
 from inference.tiers import opened
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.inference import Generator
-from hyper_parallel.inference.kv_sizes import (
+from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.sizes import (
     BLOCK_BYTES,
     KVCacheSizes,
     LayerShape,
@@ -18,7 +19,6 @@ from hyper_parallel.inference.kv_sizes import (
     page_bytes,
     sizes_within,
 )
-from hyper_parallel.inference.paged_cache import PagedCache
 from inference.small_models import prompts, small
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.inference import Generator
-from hyper_parallel.inference.kv_sizes import KVCacheSizes
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from inference.small_models import prompts, small
 from inference.tiers import opened
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.inference import Generator, weight_units
+from hyper_parallel.inference import Generator
+from hyper_parallel.inference.weights import units
 from inference.small_models import prompts, small
 
 WIDE: dict[str, dict[str, Any]] = {
@@ -105,7 +106,7 @@ class Impatient(nn.Module):
 
 
 def test_weights_that_are_read_elsewhere_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_units, "SPLIT", 1)
+    monkeypatch.setattr(units, "SPLIT", 1)
     model: Any = small("llama", **WIDE["llama"], vocab_size=100)
     model.model.layers[1].mlp = Impatient(model.model.layers[1].mlp)
     given = prompts(model, LENGTHS)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.inference import Generator
-from hyper_parallel.inference.page_pool import PagePool, keys_of
+from hyper_parallel.inference.kv_cache.page_pool import PagePool, keys_of
 from inference.small_models import small
 
 SYSTEM = [7 + place % 50 for place in range(70)]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.config.inference import Sampling
-from hyper_parallel.inference.page_pool import PagePool
+from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.scheduler import Scheduler
 

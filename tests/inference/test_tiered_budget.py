@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, Gemma3TextConfig
 
 from hyper_parallel import TieredCache
-from hyper_parallel.inference.tiered_budget import (
+from hyper_parallel.inference.tiered_cache.split import (
     LayerSize,
     block_tokens,
     smallest_budget,

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
+from observer import Observer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BudgetError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from observer import Observer
 
 _LLAMA = {
     "vocab_size": 64,

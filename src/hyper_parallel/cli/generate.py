@@ -108,7 +108,7 @@ def _run_workers(
     paths = {key: str(path) for key, path in named.items() if path is not None}
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-", ignore_cleanup_errors=True) as temporary:
         run = for_workers(settings, out=settings.logs or temporary, prompt=prompt, **paths)
-        return launch.run(run, "hyper_parallel.inference.worker_entry:main")
+        return launch.run(run, "hyper_parallel.inference.workers.entry:main")
 
 
 def _check(model: Path, prompt: str | None, source: Path | None) -> None:

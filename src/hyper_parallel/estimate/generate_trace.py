@@ -21,7 +21,7 @@ from typing import Any
 from hyper_parallel.config.generation_workload import GenerationWorkload
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.inference.page_pool import PagePool, keys_of
+from hyper_parallel.inference.kv_cache.page_pool import PagePool, keys_of
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.running import Running
 from hyper_parallel.inference.scheduler import Scheduler

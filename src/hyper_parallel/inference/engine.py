@@ -19,17 +19,17 @@ from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.inference import padded_experts, paged_attention
 from hyper_parallel.inference.blocked_products import BlockedProducts
-from hyper_parallel.inference.decide import Decide, decide
-from hyper_parallel.inference.kv_pages import rows_of
-from hyper_parallel.inference.kv_sizes import KVCacheSizes
-from hyper_parallel.inference.page_pool import PagePool
+from hyper_parallel.inference.kv_cache.page_pool import PagePool
+from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.pages import rows_of
+from hyper_parallel.inference.kv_cache.run_cache import RunCache
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.inference.paged_attention import ExpandsKeys
-from hyper_parallel.inference.paged_cache import PagedCache
 from hyper_parallel.inference.ragged_pass import GRANULE, RaggedPass, Segment, padded, positions_of
 from hyper_parallel.inference.request import Completion, Request
-from hyper_parallel.inference.run_cache import RunCache
 from hyper_parallel.inference.running import Running
 from hyper_parallel.inference.scheduler import Scheduler, pages_for
+from hyper_parallel.inference.workers.decide import Decide, decide
 from hyper_parallel.shard.loss.forward import parameters_of
 from hyper_parallel.shard.no_grad_forward import inference
 

@@ -16,20 +16,20 @@ from hyper_parallel.data.chat import prompt as render
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.inference.blocked_products import column_major
-from hyper_parallel.inference.context_engine import ContextEngine
-from hyper_parallel.inference.context_group import context_group, without_context
-from hyper_parallel.inference.decide import DecideTogether
+from hyper_parallel.inference.budget.memory_budget import MemoryBudget
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.kv_report import CacheReport
+from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.load_model import load, load_within
-from hyper_parallel.inference.load_shards import load_shards
-from hyper_parallel.inference.memory_budget import MemoryBudget
 from hyper_parallel.inference.model_support import check_length, check_model, prove
 from hyper_parallel.inference.prompt_file import is_text
 from hyper_parallel.inference.ragged_pass import GRANULE
-from hyper_parallel.inference.replica import Replica
 from hyper_parallel.inference.request import Completion, Request
-from hyper_parallel.inference.weight_source import ModelSource
+from hyper_parallel.inference.weights.source import ModelSource
+from hyper_parallel.inference.workers.context_engine import ContextEngine
+from hyper_parallel.inference.workers.context_group import context_group, without_context
+from hyper_parallel.inference.workers.decide import DecideTogether
+from hyper_parallel.inference.workers.load_shards import load_shards
+from hyper_parallel.inference.workers.replica import Replica
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.generation_memory import GenerationMemory

@@ -17,8 +17,8 @@ from hyper_parallel.config.model import ModelConfig, read_config
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.tokenizer import load as load_tokenizer
 from hyper_parallel.errors import CheckpointError, ConfigError
-from hyper_parallel.inference.memory_budget import MemoryBudget
-from hyper_parallel.inference.weight_source import FolderSource, ModelSource, WeightSource
+from hyper_parallel.inference.budget.memory_budget import MemoryBudget
+from hyper_parallel.inference.weights.source import FolderSource, ModelSource, WeightSource
 from hyper_parallel.shard.safetensors_folder import Folder
 from hyper_parallel.step.build import causal_model, transformers_config
 from hyper_parallel.strategy.generation_memory import GenerationMemory

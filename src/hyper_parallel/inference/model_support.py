@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.errors import HyperParallelError, UnsupportedModelError
-from hyper_parallel.inference.away_weight import ReadElsewhere
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.ragged_pass import padded
+from hyper_parallel.inference.weights.away_weight import ReadElsewhere
 from hyper_parallel.shard.loss.forward import parameters_of
 from hyper_parallel.shard.no_grad_forward import inference
 from hyper_parallel.shard.sharded_model import is_sharded, sharded

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.kv_pages import rows_of
-from hyper_parallel.inference.page_allocator import Run
+from hyper_parallel.inference.kv_cache.page_allocator import Run
+from hyper_parallel.inference.kv_cache.pages import rows_of
 
 if TYPE_CHECKING:
-    from hyper_parallel.inference.kv_stream import Group
-    from hyper_parallel.inference.paged_cache import PagedLayer
+    from hyper_parallel.inference.kv_cache.paged_cache import PagedLayer
+    from hyper_parallel.inference.kv_cache.stream import Group
 
 GRANULE = 32
 """Rows of a pass are a multiple of this many tokens."""

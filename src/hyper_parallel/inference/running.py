@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hyper_parallel.inference.kv_stream import Group
-from hyper_parallel.inference.kv_tiers import Block
-from hyper_parallel.inference.page_allocator import Run
-from hyper_parallel.inference.page_pool import keys_of, runs_of
+from hyper_parallel.inference.kv_cache.page_allocator import Run
+from hyper_parallel.inference.kv_cache.page_pool import keys_of, runs_of
+from hyper_parallel.inference.kv_cache.stream import Group
+from hyper_parallel.inference.kv_cache.tiers import Block
 from hyper_parallel.inference.request import Completion, Request
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hyper_parallel.inference.kv_memory import KVMemory
-from hyper_parallel.inference.page_pool import PagePool
-from hyper_parallel.inference.preemption import Preemption
+from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
+from hyper_parallel.inference.kv_cache.page_pool import PagePool
+from hyper_parallel.inference.kv_cache.preemption import Preemption
 from hyper_parallel.inference.ragged_pass import Segment, padded
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.running import Running

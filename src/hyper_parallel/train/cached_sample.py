@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.decide import Decision
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.model_support import check_length
 from hyper_parallel.inference.offered_engine import offered_engine
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.running import Running
+from hyper_parallel.inference.workers.decide import Decision
 
 _STOPPED = -1
 """In place of a token: the run was asked to stop."""

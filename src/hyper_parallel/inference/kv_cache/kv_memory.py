@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from hyper_parallel.inference.kv_moves import Load, PageMover
-from hyper_parallel.inference.kv_report import CacheReport, TierReport
-from hyper_parallel.inference.kv_sizes import KVCacheSizes, page_bytes
-from hyper_parallel.inference.kv_stream import Group, StreamReader
-from hyper_parallel.inference.kv_tiers import Block, KVTiers
-from hyper_parallel.inference.page_pool import PagePool
-from hyper_parallel.inference.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.moves import Load, PageMover
+from hyper_parallel.inference.kv_cache.page_pool import PagePool
+from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.report import CacheReport, TierReport
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, page_bytes
+from hyper_parallel.inference.kv_cache.stream import Group, StreamReader
+from hyper_parallel.inference.kv_cache.tiers import Block, KVTiers
 from hyper_parallel.inference.running import Running, StoredPages
 from hyper_parallel.offloading.tiers import Tier
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hyper_parallel.config.inference import Inference
-from hyper_parallel.inference.kv_plan import KVChoice, KVDemand, kv_choices
-from hyper_parallel.inference.kv_sizes import LayerShape
-from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan, smallest
+from hyper_parallel.inference.budget.plan import MemoryPlan, Sizes, make_plan, smallest
+from hyper_parallel.inference.budget.workspace import Extent
+from hyper_parallel.inference.kv_cache.plan import KVChoice, KVDemand, kv_choices
+from hyper_parallel.inference.kv_cache.sizes import LayerShape
 from hyper_parallel.inference.request import Request
-from hyper_parallel.inference.workspace import Extent
 from hyper_parallel.units import format_bytes
 
 

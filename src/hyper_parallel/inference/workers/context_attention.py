@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat import collectives
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.context_group import ContextGroup, Piece
 from hyper_parallel.inference.paged_attention import ExpandsKeys, check_keywords
 from hyper_parallel.inference.ragged_pass import RaggedPass, current
+from hyper_parallel.inference.workers.context_group import ContextGroup, Piece
 
 NAME = "hyper_parallel_context"
 _BLOCK = 2048

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.kv_pages import LayerPages
-from hyper_parallel.inference.kv_staging import Staging
-from hyper_parallel.inference.kv_tiers import Block, KVTiers
+from hyper_parallel.inference.kv_cache.pages import LayerPages
+from hyper_parallel.inference.kv_cache.staging import Staging
+from hyper_parallel.inference.kv_cache.tiers import Block, KVTiers
 from hyper_parallel.offloading.tiers import Pending
 
 if TYPE_CHECKING:

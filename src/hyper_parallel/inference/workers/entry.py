@@ -12,7 +12,7 @@ from hyper_parallel.config.generate import GenerateRun
 from hyper_parallel.inference.batch import Batch
 from hyper_parallel.inference.generator import Generator
 from hyper_parallel.inference.request import Completion, Request
-from hyper_parallel.inference.split_requests import run_split
+from hyper_parallel.inference.workers.split_requests import run_split
 from hyper_parallel.launch import Worker, stop
 from hyper_parallel.launch.heartbeat import pulse
 

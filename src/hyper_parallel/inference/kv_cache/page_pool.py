@@ -12,7 +12,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 
-from hyper_parallel.inference.page_allocator import PageAllocator, Run
+from hyper_parallel.inference.kv_cache.page_allocator import PageAllocator, Run
 
 
 class PagePool:

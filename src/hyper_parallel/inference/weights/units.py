@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.memory_plan import Module
+from hyper_parallel.inference.budget.plan import Module
 from hyper_parallel.shard.model_structure import layers_of
 
 SPLIT = 16 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyper_parallel.inference.weight_units import ALIGN
+from hyper_parallel.inference.weights.units import ALIGN
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import nn
 
 from hyper_parallel.compat import backend
 from hyper_parallel.compat.dispatch import outside_modes
-from hyper_parallel.inference.kv_plan import ALIGN
-from hyper_parallel.inference.kv_sizes import KVCacheSizes
-from hyper_parallel.inference.weight_tiers import movable
-from hyper_parallel.inference.weight_units import Unit, units_of
+from hyper_parallel.inference.kv_cache.plan import ALIGN
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
+from hyper_parallel.inference.weights.tiers import movable
+from hyper_parallel.inference.weights.units import Unit, units_of
 from hyper_parallel.offloading.runtime.open_tiers import open_tiers
 from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.strategy.generation_memory import GenerationMemory

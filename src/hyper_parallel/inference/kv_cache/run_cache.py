@@ -1,7 +1,7 @@
 """The KV cache of an engine's runs: its own for each run, or, with sizes and tiers, one that outlives them.
 
 Prefixes that outlive a run hold for the weights that computed them. Before a run, the weights are compared with those
-of the run before (`weights_fingerprint`), and all prefixes are dropped unless they are the same.
+of the run before (`weights.fingerprint`), and all prefixes are dropped unless they are the same.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import ConfigError, DataError
-from hyper_parallel.inference.kv_memory import KVMemory
-from hyper_parallel.inference.kv_report import CacheReport
-from hyper_parallel.inference.kv_sizes import KVCacheSizes, LayerShape
-from hyper_parallel.inference.page_pool import PagePool
-from hyper_parallel.inference.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
+from hyper_parallel.inference.kv_cache.page_pool import PagePool
+from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.report import CacheReport
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.scheduler import Scheduler, pages_for
-from hyper_parallel.inference.weights_fingerprint import fingerprint
+from hyper_parallel.inference.weights.fingerprint import fingerprint
 from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.shard.sharded_model import is_sharded
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.tiered_budget import LayerSize
-from hyper_parallel.inference.tiered_transfers import Block, Transfers
+from hyper_parallel.inference.tiered_cache.split import LayerSize
+from hyper_parallel.inference.tiered_cache.transfers import Block, Transfers
 
 
 class RowOrders:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat import hf_conversions
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.inference.weight_units import Part, Unit
+from hyper_parallel.inference.weights.units import Part, Unit
 from hyper_parallel.shard.load_weights import initial_buffers
 from hyper_parallel.shard.safetensors_folder import Folder, Source
 

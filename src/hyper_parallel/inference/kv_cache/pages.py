@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.kv_sizes import LayerShape
-from hyper_parallel.inference.kv_staging import Staging
-from hyper_parallel.inference.page_allocator import Run
+from hyper_parallel.inference.kv_cache.page_allocator import Run
+from hyper_parallel.inference.kv_cache.sizes import LayerShape
+from hyper_parallel.inference.kv_cache.staging import Staging
 
 
 class LayerPages:

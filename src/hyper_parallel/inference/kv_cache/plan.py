@@ -9,7 +9,7 @@ For b requests at once, of P_i pages each, three kinds of sizes come into questi
 
     read(b, d) = page bytes · Σ over the b longest, i with P_i > d, of (P_i - d / b)
 
-Which is best depends on the memory that is left for weights, so that a plan for both is made for each (`memory_needs`).
+Which is best depends on the memory that is left for weights, so that a plan for both is made for each (`budget.needs`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hyper_parallel.inference.kv_sizes import LEAST, KVCacheSizes, LayerShape, block_pages, page_bytes
+from hyper_parallel.inference.kv_cache.sizes import LEAST, KVCacheSizes, LayerShape, block_pages, page_bytes
 
 ALIGN = 4096
 """Bytes at a multiple of which a slot of any tier begins."""

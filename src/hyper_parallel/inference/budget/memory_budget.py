@@ -19,20 +19,20 @@ from torch import nn
 from hyper_parallel.compat import backend
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.inference.away_weight import ReadElsewhere
-from hyper_parallel.inference.budget_tiers import tiers_for_cache, tiers_for_weights, units_in_tiers
+from hyper_parallel.inference.budget.live_bytes import LiveBytes
+from hyper_parallel.inference.budget.needs import Needs
+from hyper_parallel.inference.budget.plan import MemoryPlan, Sizes, make_plan, smallest
+from hyper_parallel.inference.budget.tiers import tiers_for_cache, tiers_for_weights, units_in_tiers
+from hyper_parallel.inference.budget.workspace import Extent, measure
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.kv_report import CacheReport
-from hyper_parallel.inference.kv_sizes import page_bytes
-from hyper_parallel.inference.live_bytes import LiveBytes
-from hyper_parallel.inference.memory_needs import Needs
-from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan, smallest
+from hyper_parallel.inference.kv_cache.report import CacheReport
+from hyper_parallel.inference.kv_cache.sizes import page_bytes
 from hyper_parallel.inference.request import Request
-from hyper_parallel.inference.weight_source import WeightSource
-from hyper_parallel.inference.weight_stream import WeightStream, storage_bytes
-from hyper_parallel.inference.weight_tiers import WeightTiers, slot_bytes
-from hyper_parallel.inference.weights_fingerprint import fingerprint
-from hyper_parallel.inference.workspace import Extent, measure
+from hyper_parallel.inference.weights.away_weight import ReadElsewhere
+from hyper_parallel.inference.weights.fingerprint import fingerprint
+from hyper_parallel.inference.weights.source import WeightSource
+from hyper_parallel.inference.weights.stream import WeightStream, storage_bytes
+from hyper_parallel.inference.weights.tiers import WeightTiers, slot_bytes
 from hyper_parallel.strategy.generation_memory import GenerationMemory
 from hyper_parallel.units import format_bytes
 

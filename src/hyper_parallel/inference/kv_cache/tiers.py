@@ -15,8 +15,8 @@ from itertools import islice
 from torch import Tensor
 
 from hyper_parallel.compat.dispatch import outside_modes
-from hyper_parallel.inference.kv_eviction import SAMPLE, PredictedUse
-from hyper_parallel.inference.kv_sizes import KVCacheSizes
+from hyper_parallel.inference.kv_cache.eviction import SAMPLE, PredictedUse
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.offloading.tiers import Pending, Tier
 
 Key = bytes

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.compat import collectives
-from hyper_parallel.inference import context_attention
-from hyper_parallel.inference.context_attention import ContextPass
-from hyper_parallel.inference.context_group import ContextGroup
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.kv_pages import rows_of
-from hyper_parallel.inference.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.pages import rows_of
+from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.ragged_pass import Segment
-from hyper_parallel.inference.run_cache import RunCache
+from hyper_parallel.inference.workers import context_attention
+from hyper_parallel.inference.workers.context_attention import ContextPass
+from hyper_parallel.inference.workers.context_group import ContextGroup
 
 
 class ContextEngine(Engine):

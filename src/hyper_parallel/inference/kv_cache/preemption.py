@@ -13,8 +13,8 @@ and so does the next one. No request starts while another is swapped out.
 
 from __future__ import annotations
 
-from hyper_parallel.inference.kv_memory import KVMemory
-from hyper_parallel.inference.page_pool import PagePool
+from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
+from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.running import Running
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.away_weight import AwayWeight
-from hyper_parallel.inference.stream_buffer import Region, StreamBuffer
-from hyper_parallel.inference.weight_tiers import WeightTiers
-from hyper_parallel.inference.weight_units import Unit
+from hyper_parallel.inference.weights.away_weight import AwayWeight
+from hyper_parallel.inference.weights.buffer import Region, StreamBuffer
+from hyper_parallel.inference.weights.tiers import WeightTiers
+from hyper_parallel.inference.weights.units import Unit
 from hyper_parallel.offloading.tiers import Pending
 
 

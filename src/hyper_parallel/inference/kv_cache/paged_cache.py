@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.kv_pages import LayerPages
-from hyper_parallel.inference.kv_sizes import KVCacheSizes, LayerShape
-from hyper_parallel.inference.kv_staging import Staging
-from hyper_parallel.inference.kv_stream import StreamReader
+from hyper_parallel.inference.kv_cache.pages import LayerPages
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape
+from hyper_parallel.inference.kv_cache.staging import Staging
+from hyper_parallel.inference.kv_cache.stream import StreamReader
 from hyper_parallel.inference.ragged_pass import RaggedPass, Returned, Segment, current, padded
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.kv_pages import rows_of
-from hyper_parallel.inference.kv_tiers import Block, KVTiers
-from hyper_parallel.inference.page_pool import runs_of
-from hyper_parallel.inference.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.page_pool import runs_of
+from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.pages import rows_of
+from hyper_parallel.inference.kv_cache.tiers import Block, KVTiers
 from hyper_parallel.offloading.tiers import Pending
 
 

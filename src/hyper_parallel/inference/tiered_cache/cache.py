@@ -1,6 +1,6 @@
 """`TieredCache`: a Transformers cache whose keys and values beyond a device budget lie in host memory, a pool or flash.
 
-Layers are resident or streamed (`tiered_budget` splits them, `tiered_layer` holds them). Each pass is planned when its
+Layers are resident or streamed (`split` divides the budget, `layer` holds them). Each pass is planned when its
 first layer is updated, before memory is taken; what was resident and does not fit any more moves to the tiers then.
 """
 
@@ -19,10 +19,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import BudgetError, ConfigError, UnsupportedModelError
-from hyper_parallel.inference.tiered_blocks import Moved, TierBlocks
-from hyper_parallel.inference.tiered_budget import LayerSize, Split, block_tokens, smallest_budget, split
-from hyper_parallel.inference.tiered_layer import RowOrders, TieredLayer, TieredSlidingLayer, _Tiered
-from hyper_parallel.inference.tiered_transfers import Transfers
+from hyper_parallel.inference.tiered_cache.blocks import Moved, TierBlocks
+from hyper_parallel.inference.tiered_cache.layer import RowOrders, TieredLayer, TieredSlidingLayer, _Tiered
+from hyper_parallel.inference.tiered_cache.split import LayerSize, Split, block_tokens, smallest_budget, split
+from hyper_parallel.inference.tiered_cache.transfers import Transfers
 from hyper_parallel.offloading.runtime.open_tiers import open_tiers
 from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.units import format_bytes, parse_bytes

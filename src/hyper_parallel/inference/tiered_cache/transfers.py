@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hyper_parallel.compat.live_storages import StorageReference
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.inference.tiered_blocks import Place, TierBlocks
+from hyper_parallel.inference.tiered_cache.blocks import Place, TierBlocks
 from hyper_parallel.offloading.tiers import Pending
 from hyper_parallel.units import format_bytes
 

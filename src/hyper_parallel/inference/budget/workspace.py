@@ -18,10 +18,10 @@ from torch import Tensor
 
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.inference import padded_experts
+from hyper_parallel.inference.budget.live_bytes import LiveBytes
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.kv_sizes import LEAST, KVCacheSizes
-from hyper_parallel.inference.live_bytes import LiveBytes
-from hyper_parallel.inference.page_allocator import Run
+from hyper_parallel.inference.kv_cache.page_allocator import Run
+from hyper_parallel.inference.kv_cache.sizes import LEAST, KVCacheSizes
 from hyper_parallel.inference.ragged_pass import Segment, padded
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.running import Running

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.inference.kv_plan import KVChoice
-from hyper_parallel.inference.kv_sizes import KVCacheSizes
+from hyper_parallel.inference.kv_cache.plan import KVChoice
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 
 LINK_SHARE = 1 / 40
 """Bandwidth of the link to a tier, as a share of the device's memory: 1/50 (H100, PCIe 5) to 1/32 (Ascend 910C). It

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyper_parallel.compat.dispatch import outside_modes
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.inference.weight_units import Unit
+from hyper_parallel.inference.weights.units import Unit
 from hyper_parallel.offloading.tiers import Pending, Tier, Workplace
 from hyper_parallel.units import format_bytes
 

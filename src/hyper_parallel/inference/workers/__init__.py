@@ -1,0 +1,1 @@
+"""Generation on several workers: context-parallel passes, and requests split over replicas."""
