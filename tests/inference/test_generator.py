@@ -70,7 +70,7 @@ def test_more_requests_than_rows_of_a_pass() -> None:
 
 def test_settings_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="raise rows or lower page"):
-        Generator(small("llama"), page=128)
+        Generator(small("llama"), page=256)
     with pytest.raises(ConfigError, match="did you mean 'max_tokens'"):
         Generator(small("llama"), max_token=8)
     with pytest.raises(ConfigError, match="pages have 32 tokens"):

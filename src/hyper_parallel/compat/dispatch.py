@@ -37,11 +37,6 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
-def without_function_modes() -> contextlib.AbstractContextManager[Any]:
-    """Functions in the block are not shown to `TorchFunctionMode`s."""
-    return torch._C.DisableTorchFunction()
-
-
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
     """Operators in the block are given what they are given, whatever `torch.autocast` is on."""
     return torch._C._DisableAutocast()  # type: ignore[no-any-return]

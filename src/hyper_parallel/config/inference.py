@@ -37,11 +37,11 @@ class Inference(Sampling):
     """Answers to each prompt."""
     seed: int = Field(default=0, ge=0, strict=True)
     """Random numbers are a function of (seed, row of the input, answer, token)."""
-    batch: int = Field(default=32, ge=1, strict=True)
+    batch: int = Field(default=64, ge=1, strict=True)
     """Requests that generate at once, at most."""
     page: int = Field(default=32, ge=1, le=4096, multiple_of=16, strict=True)
     """Tokens of a page of the KV cache. Prompts are read in pieces of this many tokens."""
-    rows: int = Field(default=96, ge=32, multiple_of=32, strict=True)
+    rows: int = Field(default=128, ge=32, multiple_of=32, strict=True)
     """Tokens of a pass through the model, at most: one for each generating request, and pieces of prompts."""
     prefix_cache: bool = True
     """Prompts with a common beginning share its pages, whole pages of it."""

@@ -1,8 +1,9 @@
 """Matrix products in blocks of a fixed number of rows, so that a row's bits do not depend on how many there are.
 
 A library chooses its kernel by the size of a product, and with several threads whether these share a sum: MKL with two
-threads adds up 64 rows of [M, 1408] x [1408, 512] in another order than 32. Products of one size have one order. On the
-host, blocks of 32 rows run as fast as larger products; elsewhere products are left as they are.
+threads adds up 64 rows of [M, 1408] x [1408, 512] in another order than 32. Products of one size have one order.
+Several blocks are computed as one product where that has the bits of the blocks, which a product of random numbers
+shows once for each size of a weight. Elsewhere than on the host products are left as they are.
 
 The host reads weights of K rows of N fastest: 32 rows take 0.55 to 0.85 of the time that they take with the N rows of K
 that linear layers have (`column_major`).
@@ -11,82 +12,111 @@ that linear layers have (`column_major`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from hyper_parallel.compat.matrix_products import products_by
 
 _PLAIN = (Tensor, nn.Parameter)
 """Not distributed tensors, whose products are those of their shards."""
+_AT_ONCE = (4, 3, 2)
+"""Blocks that are tried as one product."""
 
 
-class BlockedProducts(TorchFunctionMode):
-    """While it is entered, products of a multiple of `block` rows on the host are computed block by block."""
+@contextmanager
+def blocked_products(block: int, *, merged: bool | None = None) -> Iterator[None]:
+    """In it, products of a multiple of `block` rows on the host are computed block by block. `merged`: several blocks
+    as one product, where the bits are the same; what shows it takes the memory of such a product once. By default as
+    in the block around this one, else True."""
+    merge = _MERGED.get() if merged is None else merged
 
-    def __init__(self, block: int) -> None:
-        super().__init__()
-        self._block = block
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """The function, or its product by blocks."""
-        given = kwargs or {}
-        read = _FORMS.get(func)
-        form = read(*args, **given) if read is not None else None
-        found = self._blocked(*form) if form is not None else None
-        return func(*args, **given) if found is None else found
-
-    def _blocked(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """x [..., K] @ weight [K, N] + bias [N], or [B, M, K] @ [B, K, N]; None for what is no such product."""
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         if x.device.type != "cpu" or type(x) not in _PLAIN or type(weight) not in _PLAIN:
             return None
-        batched = weight.dim() == x.dim() == 3 and x.size(0) == weight.size(0)
-        if x.dim() < 2 or (weight.dim() != 2 and not batched):
+        rows = x.size(-2)
+        if rows <= block or rows % block:
             return None
-        rows = x.size(1) if batched else x.numel() // max(x.size(-1), 1)
-        if rows == 0 or rows % self._block:
-            return None
-        firsts = range(0, rows, self._block)
-        if batched:
-            return torch.cat([torch.bmm(x[:, first : first + self._block], weight) for first in firsts], 1)
-        flat = x.reshape(rows, x.size(-1))
-        out = flat.new_empty(rows, weight.size(1))
-        for first in firsts:
-            block, own = flat[first : first + self._block], out[first : first + self._block]
+        if x.dim() == 3:
+            return _batched(x, weight, bias, block)
+        # A bias of each row is cut as rows are.
+        by_row = bias is not None and bias.dim() == 2 and bias.size(0) == rows
+        whole = merge and not by_row and x.is_contiguous()
+        out = x.new_empty(rows, weight.size(1))
+        first = 0
+        while first < rows:
+            end = first + (_rows_at_once(rows - first, block, weight, bias) if whole else block)
             if bias is None:
-                torch.mm(block, weight, out=own)
+                torch.mm(x[first:end], weight, out=out[first:end])
             else:
-                torch.addmm(bias, block, weight, out=own)
-        return out.view(*x.shape[:-1], -1)
+                part = bias[first:end] if by_row else bias
+                torch.addmm(part, x[first:end], weight, out=out[first:end])
+            first = end
+        return out
+
+    token = _MERGED.set(merge)
+    try:
+        with products_by(product):
+            yield
+    finally:
+        _MERGED.reset(token)
 
 
-Form = tuple[Tensor, Tensor, Tensor | None]
+def _batched(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
+    """x [B, M, K] @ weight [B, K, N] + bias."""
+    parts = x.split(block, 1)
+    if bias is None:
+        return torch.cat([torch.bmm(part, weight) for part in parts], 1)
+    biases = bias.expand(x.size(0), x.size(1), weight.size(2)).split(block, 1)
+    return torch.cat([torch.baddbmm(own, part, weight) for own, part in zip(biases, parts, strict=True)], 1)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Form:
-    return input, weight.t(), bias
+def _rows_at_once(rows: int, block: int, weight: Tensor, bias: Tensor | None) -> int:
+    """Rows of the largest product of at most `rows` rows that has the bits of products of `block` rows."""
+    for blocks in _AT_ONCE:
+        if blocks * block <= rows and _same_bits(blocks * block, block, weight, bias):
+            return blocks * block
+    return block
 
 
-def _product(input: Tensor, other: Tensor, **more: Any) -> Form | None:
-    return None if more else (input, other, None)
+def _same_bits(rows: int, block: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product of `rows` rows has the bits of products of `block` rows, with weights like this one."""
+    key = (
+        *(rows, block, weight.shape, weight.stride(), weight.dtype),
+        None if bias is None else (bias.shape, bias.dtype),
+        torch.get_num_threads(),
+    )
+    if key not in _SAME:
+        _SAME[key] = _shown_same(rows, block, weight, bias)
+    return _SAME[key]
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> Form | None:
-    return None if more else (mat1, mat2, input)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-_FORMS: dict[Callable[..., Any], Callable[..., Form | None]] = {
-    nn.functional.linear: _linear,
-    torch.addmm: _addmm,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.bmm), _product),
-}
+def _shown_same(rows: int, block: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Compared on random rows. False where these would not show another order of the sums: a weight of zeros."""
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, weight.size(0), generator=draws).to(weight.dtype)
+    at_once = _product(x, weight, bias)
+    blocks = zip(x.split(block), at_once.split(block), strict=True)
+    if not all(torch.equal(_product(part, weight, bias), same) for part, same in blocks):
+        return False
+    cut = weight.size(0) // 2 - 1
+    if cut < 1:
+        return False
+    return not torch.equal(
+        _product(x[:, :cut], weight[:cut], bias) + torch.mm(x[:, cut:], weight[cut:]), at_once
+    )
+
+
+_SAME: dict[tuple[object, ...], bool] = {}
+"""What was found by `_same_bits`."""
+_MERGED: ContextVar[bool] = ContextVar("merged", default=True)
 
 
 def column_major(model: nn.Module, rows: int) -> None:

@@ -18,7 +18,7 @@ from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.inference import padded_experts, paged_attention
-from hyper_parallel.inference.blocked_products import BlockedProducts
+from hyper_parallel.inference.blocked_products import blocked_products
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.pages import rows_of
@@ -236,7 +236,8 @@ class Engine:
         # A layer that turns out to compute with cached values is given all of them, from the next try on.
         for _ in range(self.layers + 1):
             try:
-                with ragged, BlockedProducts(GRANULE):
+                # What a budget's plan has measured is the memory of blocks.
+                with ragged, blocked_products(GRANULE, merged=self.fit is None):
                     self.passes += 1
                     cache.begin(ragged)
                     out = self.model(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hyper_parallel.inference.blocked_products import BlockedProducts
+from hyper_parallel.inference.blocked_products import blocked_products
 
 NAME = "hyper_parallel_padded"
 BLOCK = 16
@@ -32,7 +32,7 @@ def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_T
             experts_TK
         )
         filling = min(module.num_experts, experts_TK.numel()) * (BLOCK - 1) // slots + BLOCK
-        with BlockedProducts(BLOCK):
+        with blocked_products(BLOCK):
             wide: Tensor = own(
                 module,
                 pad(hidden_TD, (0, 0, 0, filling)),
@@ -47,7 +47,7 @@ def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_T
         missing[counts.argmax()] += BLOCK
     added = torch.arange(len(missing), device=missing.device).repeat_interleave(missing).view(-1, slots)
     tokens = len(added)
-    with BlockedProducts(BLOCK):
+    with blocked_products(BLOCK):
         out: Tensor = own(
             module,
             pad(hidden_TD, (0, 0, 0, tokens)),

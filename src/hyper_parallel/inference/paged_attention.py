@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import causal_mask_function
 
-from hyper_parallel.compat.dispatch import without_function_modes
+from hyper_parallel.compat.matrix_products import unchanged_products
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current, padded
 from hyper_parallel.inference.row_views import RowViews
@@ -127,7 +127,7 @@ def attention(
     given_keys = _read(module, key, value, contexts)
     plain = softcap is not None or s_aux is not None
     # Its products are of one request each, whatever else is in the pass.
-    with without_function_modes():
+    with unchanged_products():
         counts = [segment.count for segment in contexts.ragged.segments]
         filling = query.size(2) - sum(counts)
         *queries, rest = query.split_with_sizes([*counts, filling], 2)
