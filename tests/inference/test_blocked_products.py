@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hyper_parallel.compat.matrix_products import unchanged_products, products_by
+from hyper_parallel.compat.matrix_products import products_by, unchanged_products
 from hyper_parallel.inference.blocked_products import _SAME, blocked_products, column_major
 from hyper_parallel.inference.row_views import RowViews
 
