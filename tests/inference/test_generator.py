@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +91,15 @@ def test_half_of_a_character() -> None:
 
     with pytest.raises(DataError, match="lone surrogate"):
         Generator(small("llama"), Tokens())(["\ud800"])
+
+
+@pytest.mark.parametrize("own", [None, 7, [7, 9]])
+def test_what_ends_an_answer_is_what_ends_it_in_transformers(own: Any, tmp_path: Path) -> None:
+    """A generation config without an end-of-text token stands for none, whatever the config has."""
+    model: Any = copy.deepcopy(small("llama"))
+    model.config.eos_token_id, model.generation_config.eos_token_id = 5, own
+    model.save_pretrained(tmp_path)
+    for one in (model, tmp_path):
+        assert Generator(one)._engine.eos == frozenset([own] if isinstance(own, int) else own or ())
+    (tmp_path / "generation_config.json").unlink()
+    assert Generator(tmp_path)._engine.eos == {5}

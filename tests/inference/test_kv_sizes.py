@@ -28,7 +28,9 @@ def test_bytes_follow_from_the_shapes_that_were_seen(family: str, monkeypatch: p
     caches = list[PagedCache]()
     own = PagedCache.__init__
     monkeypatch.setattr(
-        PagedCache, "__init__", lambda self, *given: (own(self, *given), caches.append(self))[0]
+        PagedCache,
+        "__init__",
+        lambda self, *given, **more: (own(self, *given, **more), caches.append(self))[0],
     )
     model = small(family)
     generator = Generator(model, page=16, batch=6, pages=18, max_tokens=8)

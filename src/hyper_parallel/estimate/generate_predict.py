@@ -157,9 +157,8 @@ def _notes(model: PassModel, config: GenerationRun, choice: SplitChoice) -> list
     ]
     if any(layer.attention and layer.attention.latent for layer in model.kinds):
         found.append(
-            "requests that generate attend to cached latents, with the weights that expand them absorbed; an "
-            "engine that "
-            "expands every context in each pass takes longer"
+            "requests that generate attend to cached latents, with the weights that expand them absorbed, as "
+            "`generate` does; an engine that expands every context in each pass takes longer"
         )
     if model.experts:
         skew = config.workload.expert_skew

@@ -233,8 +233,9 @@ class Engine:
         rows_kept = [*last] + [0] * (padded(len(last)) - len(last))
         kept = {"logits_to_keep": torch.tensor(rows_kept, dtype=torch.int64, device=self.device)}
         ids = torch.tensor([row], device=self.device)
-        # A layer that turns out to compute with cached values is given all of them, from the next try on.
-        for _ in range(self.layers + 1):
+        # A layer that turns out to compute with cached values is given what it needs for that, from the next try on;
+        # if it is not linear in them, all of them.
+        for _ in range(2 * self.layers + 1):
             try:
                 # What a budget's plan has measured is the memory of blocks.
                 with ragged, blocked_products(GRANULE, merged=self.fit is None):

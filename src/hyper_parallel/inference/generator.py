@@ -274,9 +274,8 @@ def _checked(strategy: Strategy | None) -> Strategy | None:
 
 
 def _ends(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end an answer: those of the generation config, else of the config, and the tokenizer's own."""
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if own is None:
-        own = getattr(model.config, "eos_token_id", None)
+    """The tokens that end an answer: those of the generation config, which Transformers makes from the config where
+    there is none, and the tokenizer's own."""
+    own = getattr(getattr(model, "generation_config", model.config), "eos_token_id", None)
     ids = own if isinstance(own, list | tuple) else [] if own is None else [own]
     return frozenset(map(int, [*ids, *([tokenizer.eos] if tokenizer is not None else [])]))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from transformers.masking_utils import causal_mask_function
 
 from hyper_parallel.compat.matrix_products import unchanged_products
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current, padded
+from hyper_parallel.inference.kv_cache.latents import Matrices
+from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current
 from hyper_parallel.inference.row_views import RowViews
 
 NAME = "hyper_parallel_paged"
@@ -40,8 +40,6 @@ class Contexts:
     None where all are."""
     on_device: RowViews
     """Keys of each segment in the pages, where they lie in one run."""
-    in_all: RowViews
-    """Keys of each segment among those of all segments, one after the other."""
 
 
 class RaggedMask:
@@ -58,17 +56,10 @@ class RaggedMask:
         if self._contexts is None or self._contexts.ragged is not ragged:
             seen = [self.of(segment) for segment in ragged.segments]
             pairs = list(zip(ragged.segments, seen, strict=True))
-            starts = accumulate((one.end for one in ragged.segments), initial=0)
             self._contexts = Contexts(
                 ragged,
                 seen,
                 RowViews([_in_one_run(ragged, segment, first) for segment, (first, _) in pairs]),
-                RowViews(
-                    [
-                        slice(start + first, start + segment.end)
-                        for (segment, (first, _)), start in zip(pairs, starts, strict=False)
-                    ]
-                ),
             )
         return self._contexts
 
@@ -124,21 +115,19 @@ def attention(
     check_keywords(module, given)
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
     contexts = attention_mask.contexts(current())
-    given_keys = _read(module, key, value, contexts)
-    plain = softcap is not None or s_aux is not None
+    read = _read(module, key, value, contexts)
+    kernel = _Kernel(scale, softcap, s_aux)
     # Its products are of one request each, whatever else is in the pass.
     with unchanged_products():
         counts = [segment.count for segment in contexts.ragged.segments]
         filling = query.size(2) - sum(counts)
         *queries, rest = query.split_with_sizes([*counts, filling], 2)
-        parts = []
-        for one, (_, mask), (keys, values) in zip(queries, contexts.seen, given_keys, strict=True):
-            if plain:
-                part = _plain(one, keys, values, mask, scale, softcap, s_aux)
-            else:
-                grouped = keys.size(1) != one.size(1)
-                part = scaled_dot_product_attention(one, keys, values, mask, scale=scale, enable_gqa=grouped)
-            parts.append(part)
+        parts = [
+            kernel.absorbed(one, keys, values, matrices, mask)
+            if matrices is not None
+            else kernel(one, keys, values, mask)
+            for one, (_, mask), (keys, values, matrices) in zip(queries, contexts.seen, read, strict=True)
+        ]
         if filling:
             parts.append(parts[0].new_zeros(*rest.shape[:3], parts[0].size(3)))
         # Contiguous: some models view it.
@@ -164,21 +153,24 @@ def register() -> None:
 
 
 class ExpandsKeys(Exception):
-    """A layer computes with what the cache returned. It is now given all contexts: run the pass again."""
+    """A layer computes with what the cache returned. It is now given what it needs for that: run the pass again."""
 
 
 def _read(
     module: nn.Module, key: Tensor, value: Tensor, contexts: Contexts
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values [1, H, S, D] that each segment sees: from pages, or out of all contexts. The next ones may
-    overwrite them."""
+) -> Iterator[tuple[Tensor, Tensor, Matrices | None]]:
+    """Keys and values [1, H, S, D] that each segment sees: from pages, or expanded by the layer; or what it cached
+    [1, 1, S, R], and the matrices that expand it. The next ones may overwrite them."""
     ragged = contexts.ragged
     found = ragged.returned.get(key.data_ptr())
     if found is not None and found.same(key, value):
         layer = found.layer
         views = (contexts.on_device.of(x, 2) for x in layer.rows)
         for segment, (first, _), keys, values in zip(ragged.segments, contexts.seen, *views, strict=True):
-            yield layer.read(segment, first) if keys is None or values is None else (keys, values)
+            if keys is None or values is None:
+                yield *layer.read(segment, first), None
+            else:
+                yield keys, values, None
         return
     last = ragged.last
     if last is None:
@@ -186,38 +178,70 @@ def _read(
     if not last.expand:
         last.expand = True
         raise ExpandsKeys
-    total = sum(segment.end for segment in ragged.segments)
-    if key.size(2) != padded(total):
+    latents = last.latents
+    if key.size(2) != latents.rows:
         raise UnsupportedModelError(
-            f"{type(module).__name__} gives attention {key.size(2)} keys, where its requests have {total}"
+            f"{type(module).__name__} gives attention {key.size(2)} keys, and was given {latents.rows} cached ones"
         )
-    for keys, values in zip(contexts.in_all.of(key, 2), contexts.in_all.of(value, 2), strict=True):
-        assert keys is not None
-        assert values is not None
-        yield keys, values
+    if not latents.learn(key, value):
+        raise ExpandsKeys
+    for segment, (first, _) in zip(ragged.segments, contexts.seen, strict=True):
+        rows = latents.whole(segment)
+        if rows is None:
+            yield *last.read(segment, first), latents.matrices
+        else:
+            seen = slice(rows.start + first, rows.stop)
+            yield key[:, :, seen], value[:, :, seen], None
 
 
-def _plain(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """Attention with soft-capped scores (Gemma 2, section 2) or attention sinks (Xiao et al. 2023: a logit of each head
-    without a value), which no kernel of PyTorch has. Softmax in float32."""
-    groups = queries.size(1) // keys.size(1)
-    keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
-    scores = queries @ keys.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks_H is None:
-        shares = scores.softmax(-1, dtype=torch.float32)
-    else:
-        sinks = sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        shares = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
-    return shares.to(values.dtype) @ values
+@dataclass(frozen=True)
+class _Kernel:
+    """Attention of one segment's queries [1, H, count, D]. Softmax in float32."""
+
+    scale: float
+    softcap: float | None
+    """Of scores (Gemma 2, section 2)."""
+    sinks_H: Tensor | None
+    """A logit of each head without a value (Xiao et al. 2023)."""
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """To keys and values [1, H, S, D]."""
+        if self.softcap is None and self.sinks_H is None:
+            grouped = keys.size(1) != queries.size(1)
+            return scaled_dot_product_attention(
+                queries, keys, values, mask, scale=self.scale, enable_gqa=grouped
+            )
+        groups = queries.size(1) // keys.size(1)
+        keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+        return self._shares(queries @ keys.transpose(2, 3), mask, values.dtype) @ values
+
+    def absorbed(
+        self, queries: Tensor, first: Tensor, second: Tensor, matrices: Matrices, mask: Tensor | None
+    ) -> Tensor:
+        """To what was cached, [1, 1, S, R1] and [1, 1, S, R2]."""
+        one, other = first[0, 0], second[0, 0]
+        heads, count = queries.shape[1:3]
+        # Contiguous: a view's strides depend on what else is in the pass, and kernels are chosen by them.
+        to_both = torch.bmm(queries[0].contiguous(), matrices.keys.transpose(1, 2))
+        to_one, to_other = to_both.split([one.size(1), other.size(1)], 2)
+        scores = to_one.reshape(-1, one.size(1)) @ one.t()
+        scores = scores + to_other.reshape(-1, other.size(1)) @ other.t()
+        shares = self._shares(scores.view(1, heads, count, -1), mask, one.dtype).view(heads * count, -1)
+        out = torch.bmm((shares @ one).view(heads, count, -1), matrices.values[:, : matrices.first])
+        if not matrices.one_in_values:
+            out = out + torch.bmm(
+                (shares @ other).view(heads, count, -1), matrices.values[:, matrices.first :]
+            )
+        return out[None]
+
+    def _shares(self, scores: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Of each value, for products [1, H, count, S] of queries and keys."""
+        scores = scores * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        if self.sinks_H is None:
+            return scores.softmax(-1, dtype=torch.float32).to(dtype)
+        sinks = self.sinks_H.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(dtype)

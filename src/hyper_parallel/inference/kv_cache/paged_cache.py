@@ -1,8 +1,8 @@
 """The paged KV cache behind Transformers' `Cache.update`: writes a pass's keys and values to the pages of its requests.
 
 Most models hand what `update` returns to attention as it is; then attention reads the pages themselves, and `update`
-returns the new rows only. A layer that computes with it first (MLA, which expands its latents) is given all rows of all
-requests of the pass, one after the other, filled up to a multiple of `GRANULE` (`expand`).
+returns the new rows only. A layer that computes with it first (MLA, which expands its latents) is given what `latents`
+needs to absorb its matrices, and all rows of contexts that are expanded (`expand`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.inference.kv_cache.latents import Latents
 from hyper_parallel.inference.kv_cache.pages import LayerPages
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape
 from hyper_parallel.inference.kv_cache.staging import Staging
 from hyper_parallel.inference.kv_cache.stream import StreamReader
-from hyper_parallel.inference.ragged_pass import RaggedPass, Returned, Segment, current, padded
+from hyper_parallel.inference.ragged_pass import RaggedPass, Returned, Segment, current
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -27,11 +28,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, layer: int, pages: int, page: int, staging: Staging) -> None:
+    def __init__(self, layer: int, pages: int, page: int, staging: Staging, latents: Latents) -> None:
         super().__init__()
         self.layer = layer
         self.expand = False
         """Whether the layer computes with what `update` returns, before attention."""
+        self.latents = latents
         self.pages: LayerPages | None = None
         self.stream: StreamReader | None = None
         self._sizes = (pages, page, staging)
@@ -42,7 +44,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write [1, H, T, D]; the rows that were given, or with `expand` those of all contexts."""
+        """Write [1, H, T, D]; the rows that were given, or with `expand` what `latents` gives."""
         if self.pages is None:
             self.lazy_initialization(key_states, value_states)
         assert self.pages is not None
@@ -53,17 +55,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             versions = (key_states._version, value_states._version)
             ragged.returned[key_states.data_ptr()] = Returned(self, key_states, value_states, versions)
             return key_states, value_states
-        tokens = sum(one.end for one in ragged.segments)
-        # Never without rows, which some models' views do not take.
-        length = padded(max(tokens, 1))
-        keys, values = (x.new_zeros(1, x.size(1), length, x.size(3)) for x in (key_states, value_states))
-        end = 0
-        for segment in ragged.segments:
-            # One after the other: what is read may lie in staging buffers.
-            for all_, context in zip((keys, values), self.read(segment), strict=True):
-                all_[:, :, end : end + segment.end] = context
-            end += segment.end
-        return keys, values
+        return self.latents.given(key_states, value_states, ragged.segments, self.read)
 
     @property
     def rows(self) -> tuple[Tensor, Tensor]:
@@ -101,13 +93,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 class PagedCache(Cache):  # type: ignore[misc]
     """Pages of all layers."""
 
-    def __init__(self, layers: int, sizes: KVCacheSizes, page: int) -> None:
+    def __init__(
+        self, layers: int, sizes: KVCacheSizes, page: int, *, absorb: bool = True, keep: bool = False
+    ) -> None:
+        """`absorb`, `keep`: as `Latents` has them."""
         self.sizes = sizes
         self.staging = Staging(sizes.staging)
         self._reader: StreamReader | None = None
         self._poll: Callable[[], None] | None = None
         super().__init__(
-            layers=[PagedLayer(layer, sizes.device, page, self.staging) for layer in range(layers)]
+            layers=[
+                PagedLayer(layer, sizes.device, page, self.staging, Latents(absorb=absorb, keep=keep))
+                for layer in range(layers)
+            ]
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:

@@ -41,7 +41,8 @@ class RunCache:
         self._model, self._layers, self._page = model, layers, page
         self._stored = page if stored is None else stored
         self._like: dict[int, tuple[Tensor, Tensor]] = {}
-        self._expand: frozenset[int] = frozenset()
+        self._linear: dict[int, bool | None] = {}
+        """Of the layers that compute with cached values (`Latents`)."""
         self._budget: _Budget | None = None
         self._open: tuple[PagedCache, PagePool, KVMemory] | None = None
         self._weights: object = None
@@ -91,11 +92,13 @@ class RunCache:
             self._report = opened[2].report()
             opened[2].close()
 
-    def fresh(self, sizes: KVCacheSizes) -> PagedCache:
-        """An empty cache."""
-        cache = PagedCache(self._layers, sizes, self._stored)
-        for layer in self._expand:
+    def fresh(self, sizes: KVCacheSizes, *, keep: bool = False) -> PagedCache:
+        """An empty cache. `keep`: for one run, in which weights stay the same."""
+        whole = self._stored == self._page
+        cache = PagedCache(self._layers, sizes, self._stored, absorb=whole, keep=keep)
+        for layer, linear in self._linear.items():
             cache.layers[layer].expand = True
+            cache.layers[layer].latents.linear = linear
         return cache
 
     def zeros(self, sizes: KVCacheSizes) -> PagedCache:
@@ -109,7 +112,7 @@ class RunCache:
 
     def learn(self, cache: PagedCache) -> None:
         """Take note of what a pass showed of the layers."""
-        self._expand = frozenset(layer.layer for layer in cache.layers if layer.expand)
+        self._linear = {layer.layer: layer.latents.linear for layer in cache.layers if layer.expand}
         self._like.update(cache.like())
 
     @contextmanager
@@ -125,7 +128,7 @@ class RunCache:
             scheduler.waiting.extend(enumerate(requests))
             self._busy += 1
             try:
-                yield self.fresh(KVCacheSizes(device=pages, staging=most * self._page)), scheduler
+                yield self.fresh(KVCacheSizes(device=pages, staging=most * self._page), keep=True), scheduler
             finally:
                 self._busy -= 1
             return
