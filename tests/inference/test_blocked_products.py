@@ -41,6 +41,36 @@ def test_rows_have_the_same_bits_in_any_number(by_column: bool, bias: bool) -> N
     torch.testing.assert_close(layer(x)[:, :32], alone)
 
 
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("form", ["plain", "bias", "bias of each row", "batch", "batch and bias"])
+def test_any_number_of_rows(form: str, merged: bool) -> None:
+    """What is left of the last block is filled up."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(200, 1408), torch.randn(1408, 512), torch.randn(200, 512)
+
+    def product(rows: slice) -> Tensor:
+        if form == "plain":
+            return x[rows] @ weight
+        if form == "bias":
+            return torch.addmm(bias[0], x[rows], weight)
+        if form == "bias of each row":
+            return torch.addmm(bias[rows], x[rows], weight)
+        both = torch.stack([x[rows], -x[rows]])
+        if form == "batch":
+            return torch.bmm(both, torch.stack([weight, weight]))[1]
+        return torch.baddbmm(bias[rows].expand(2, -1, -1), both, torch.stack([weight, weight]))[1]
+
+    with blocked_products(16, merged=merged):
+        block = product(slice(16))
+        for rows in (16, 17, 24, 41, 72, 128, 200):
+            found = product(slice(rows))
+            assert found.shape == (rows, 512)
+            assert torch.equal(found[:16], block)
+            last = slice(rows - 16, rows)
+            assert torch.equal(found[last], product(last))
+
+
 def test_products_of_all_forms() -> None:
     x, weight, bias = torch.randn(2, 32, 24), torch.randn(24, 40), torch.randn(40)
     flat, batch = x.view(64, 24), torch.randn(2, 24, 40)

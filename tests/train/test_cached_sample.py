@@ -10,7 +10,7 @@ import torch
 
 from harness import run_ranks
 from hyper_parallel import Strategy, parallelize
-from hyper_parallel.inference.ragged_pass import GRANULE
+from hyper_parallel.inference.ragged_pass import BLOCK
 from hyper_parallel.train import cached_sample
 from hyper_parallel.train.sample import sample
 from inference.small_models import prompts, small
@@ -66,7 +66,7 @@ def test_each_token_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = copy.deepcopy(small("llama"))
     seen = _passes(model, monkeypatch)
     _sample(model)
-    assert seen[-(TOKENS - 1) :] == [GRANULE] * (TOKENS - 1)
+    assert seen[-(TOKENS - 1) :] == [BLOCK] * (TOKENS - 1)
     seen.clear()
     _sample(model, cached=False)
     assert seen == [128] * TOKENS

@@ -1,9 +1,9 @@
 """Matrix products in blocks of a fixed number of rows, so that a row's bits do not depend on how many there are.
 
 A library chooses its kernel by the size of a product, and with several threads whether these share a sum: MKL with two
-threads adds up 64 rows of [M, 1408] x [1408, 512] in another order than 32. Products of one size have one order.
-Several blocks are computed as one product where that has the bits of the blocks, which a product of random numbers
-shows once for each size of a weight. Elsewhere than on the host products are left as they are.
+threads adds up 64 rows of [M, 1408] x [1408, 512] in another order than 32. Products of one size have one order. More
+rows are computed as one product where that has the bits of blocks, which a product of random numbers shows once for
+each size of a weight. Elsewhere than on the host products are left as they are.
 
 The host reads weights of K rows of N fastest: 32 rows take 0.55 to 0.85 of the time that they take with the N rows of K
 that linear layers have (`column_major`).
@@ -18,27 +18,29 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from hyper_parallel.compat.matrix_products import products_by
 
 _PLAIN = (Tensor, nn.Parameter)
 """Not distributed tensors, whose products are those of their shards."""
-_AT_ONCE = (4, 3, 2)
-"""Blocks that are tried as one product."""
+_MOST = 128
+"""Rows of a product, at most: more take as long."""
 
 
 @contextmanager
 def blocked_products(block: int, *, merged: bool | None = None) -> Iterator[None]:
-    """In it, products of a multiple of `block` rows on the host are computed block by block. `merged`: several blocks
-    as one product, where the bits are the same; what shows it takes the memory of such a product once. By default as
-    in the block around this one, else True."""
+    """In it, products of more than `block` rows on the host have the bits of products of `block` rows. `merged`: more
+    rows are computed as one product, where the bits are the same; what shows it takes the memory of such a product
+    once. By default as in the block around this one, else True."""
     merge = _MERGED.get() if merged is None else merged
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         if x.device.type != "cpu" or type(x) not in _PLAIN or type(weight) not in _PLAIN:
             return None
-        rows = x.size(-2)
-        if rows <= block or rows % block:
+        rows, inner = x.shape[-2:]
+        # A product of one number is no sum.
+        if rows <= block or inner == 1:
             return None
         if x.dim() == 3:
             return _batched(x, weight, bias, block)
@@ -48,12 +50,16 @@ def blocked_products(block: int, *, merged: bool | None = None) -> Iterator[None
         out = x.new_empty(rows, weight.size(1))
         first = 0
         while first < rows:
-            end = first + (_rows_at_once(rows - first, block, weight, bias) if whole else block)
-            if bias is None:
-                torch.mm(x[first:end], weight, out=out[first:end])
+            count = _rows_at_once(rows - first, block, weight, bias) if whole else block
+            end = first + count
+            part, own = x[first:end], bias[first:end] if bias is not None and by_row else bias
+            if end <= rows:
+                _product(part, weight, own, out[first:end])
             else:
-                part = bias[first:end] if by_row else bias
-                torch.addmm(part, x[first:end], weight, out=out[first:end])
+                filled = pad(part, (0, 0, 0, end - rows))
+                if own is not None and by_row:
+                    own = pad(own, (0, 0, 0, block - len(own)))
+                out[first:] = _product(filled, weight, own)[: rows - first]
             first = end
         return out
 
@@ -67,18 +73,22 @@ def blocked_products(block: int, *, merged: bool | None = None) -> Iterator[None
 
 def _batched(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
     """x [B, M, K] @ weight [B, K, N] + bias."""
-    parts = x.split(block, 1)
+    rows = x.size(1)
+    filling = -rows % block
+    parts = pad(x, (0, 0, 0, filling)).split(block, 1)
     if bias is None:
-        return torch.cat([torch.bmm(part, weight) for part in parts], 1)
-    biases = bias.expand(x.size(0), x.size(1), weight.size(2)).split(block, 1)
-    return torch.cat([torch.baddbmm(own, part, weight) for own, part in zip(biases, parts, strict=True)], 1)
+        return torch.cat([torch.bmm(part, weight) for part in parts], 1)[:, :rows]
+    biases = pad(bias.expand(x.size(0), rows, weight.size(2)), (0, 0, 0, filling)).split(block, 1)
+    products = [torch.baddbmm(own, part, weight) for own, part in zip(biases, parts, strict=True)]
+    return torch.cat(products, 1)[:, :rows]
 
 
 def _rows_at_once(rows: int, block: int, weight: Tensor, bias: Tensor | None) -> int:
-    """Rows of the largest product of at most `rows` rows that has the bits of products of `block` rows."""
-    for blocks in _AT_ONCE:
-        if blocks * block <= rows and _same_bits(blocks * block, block, weight, bias):
-            return blocks * block
+    """Rows of the largest product of at most `rows` rows that has the bits of products of `block` rows; else `block`,
+    which may be more than there are."""
+    for count in (rows, *(block * blocks for blocks in (8, 6, 4, 3, 2))):
+        if block < count <= min(rows, _MOST) and _same_bits(count, block, weight, bias):
+            return count
     return block
 
 
@@ -94,8 +104,8 @@ def _same_bits(rows: int, block: int, weight: Tensor, bias: Tensor | None) -> bo
     return _SAME[key]
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
 def _shown_same(rows: int, block: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -103,8 +113,9 @@ def _shown_same(rows: int, block: int, weight: Tensor, bias: Tensor | None) -> b
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(rows, weight.size(0), generator=draws).to(weight.dtype)
     at_once = _product(x, weight, bias)
-    blocks = zip(x.split(block), at_once.split(block), strict=True)
-    if not all(torch.equal(_product(part, weight, bias), same) for part, same in blocks):
+    blocks = pad(x, (0, 0, 0, -rows % block)).split(block)
+    places = zip(blocks, at_once.split(block), strict=True)
+    if not all(torch.equal(_product(part, weight, bias)[: len(same)], same) for part, same in places):
         return False
     cut = weight.size(0) // 2 - 1
     if cut < 1:

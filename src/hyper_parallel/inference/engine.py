@@ -25,13 +25,22 @@ from hyper_parallel.inference.kv_cache.pages import rows_of
 from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.inference.paged_attention import ExpandsKeys
-from hyper_parallel.inference.ragged_pass import GRANULE, RaggedPass, Segment, padded, positions_of
+from hyper_parallel.inference.ragged_pass import (
+    BLOCK,
+    GRANULE,
+    WIDE,
+    RaggedPass,
+    Segment,
+    pass_rows,
+    positions_of,
+)
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.running import Running
 from hyper_parallel.inference.scheduler import Scheduler, pages_for
 from hyper_parallel.inference.workers.decide import Decide, decide
 from hyper_parallel.shard.loss.forward import parameters_of
 from hyper_parallel.shard.no_grad_forward import inference
+from hyper_parallel.shard.sharded_model import is_sharded
 
 Fit = Callable[["Engine", Sequence[Request], Inference], Inference]
 """Settings that fit into memory, for some requests."""
@@ -52,14 +61,16 @@ class Engine:
         self.layers = layers
         self.eos = eos
         self.device = next(model.parameters()).device
+        self.granule = GRANULE if self.device.type == "cpu" and not is_sharded(model) else WIDE
+        """Rows of a pass are a multiple of this many."""
         self.decide: Decide = decide
         """Chooses tokens. Several ranks that compute the same passes choose together."""
         self.around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context for each pass of `run`."""
         self.fit: Fit | None = None
         """Chooses `batch` and `pages` of a run, and places weights for it."""
-        self.row_length: Callable[[Sequence[Segment]], int] | None = None
-        """Rows of a pass over segments, where they are not in one row."""
+        self.row_length: Callable[[Sequence[Segment]], int] = self._row_length
+        """Rows of a pass over segments."""
         self.passes = 0
         self.cache = RunCache(model, layers, page)
         self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
@@ -105,6 +116,9 @@ class Engine:
                         one.tokens.append(texts[one.number][len(one.tokens)])
         return [torch.stack(rows) for rows in found]
 
+    def _row_length(self, segments: Sequence[Segment]) -> int:
+        return pass_rows(segments[-1].start + segments[-1].count, self.granule)
+
     @contextmanager
     def rehearsal(self, sizes: KVCacheSizes) -> Iterator[tuple[PagedCache, Advance]]:
         """A cache of zeros, and a function that runs passes of made-up requests with it."""
@@ -121,7 +135,7 @@ class Engine:
         if experts is not None and padded_experts.register():
             self.model.set_experts_implementation(padded_experts.NAME)
         try:
-            with inference(self.model), replace(current_step(), expert_rows=GRANULE).installed():
+            with inference(self.model), replace(current_step(), expert_rows=WIDE).installed():
                 yield
         finally:
             self.cache.learn(cache)
@@ -207,7 +221,7 @@ class Engine:
     ) -> Tensor:
         """Float32 logits [len(ready), V] of the last tokens of the segments `ready`, after a pass over all segments."""
         count = sum(len(part) for part in tokens)
-        length = padded(count)
+        length = pass_rows(count, self.granule)
         row = [token for part in tokens for token in part] + [0] * (length - count)
         page = self.page
         slots = [
@@ -230,7 +244,7 @@ class Engine:
     ) -> Tensor:
         """Float32 logits [len(last), V] of the rows `last`, after the pass over the tokens `row` at int64 `positions`
         [1, len(row)]."""
-        rows_kept = [*last] + [0] * (padded(len(last)) - len(last))
+        rows_kept = [*last] + [0] * (pass_rows(len(last), self.granule) - len(last))
         kept = {"logits_to_keep": torch.tensor(rows_kept, dtype=torch.int64, device=self.device)}
         ids = torch.tensor([row], device=self.device)
         # A layer that turns out to compute with cached values is given what it needs for that, from the next try on;
@@ -238,7 +252,7 @@ class Engine:
         for _ in range(2 * self.layers + 1):
             try:
                 # What a budget's plan has measured is the memory of blocks.
-                with ragged, blocked_products(GRANULE, merged=self.fit is None):
+                with ragged, blocked_products(BLOCK, merged=self.fit is None):
                     self.passes += 1
                     cache.begin(ragged)
                     out = self.model(

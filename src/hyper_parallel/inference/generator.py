@@ -22,7 +22,7 @@ from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.load_model import load, load_within
 from hyper_parallel.inference.model_support import check_length, check_model, prove
 from hyper_parallel.inference.prompt_file import is_text
-from hyper_parallel.inference.ragged_pass import GRANULE
+from hyper_parallel.inference.ragged_pass import BLOCK
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.weights.source import ModelSource
 from hyper_parallel.inference.workers.context_engine import ContextEngine
@@ -87,7 +87,7 @@ class Generator:
             self.model, self.tokenizer = load_shards(Path(model), without_context(strategy))
         elif budget.device is None:
             self.model, self.tokenizer = load(Path(model))
-            column_major(self.model, GRANULE)
+            column_major(self.model, BLOCK)
         else:
             self.model, self.tokenizer, self.memory = load_within(Path(model), budget)
         self._config = check_model(self.model)

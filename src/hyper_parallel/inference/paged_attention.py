@@ -183,12 +183,13 @@ def _read(
         raise UnsupportedModelError(
             f"{type(module).__name__} gives attention {key.size(2)} keys, and was given {latents.rows} cached ones"
         )
-    if not latents.learn(key, value):
+    matrices = latents.learn(key, value)
+    places = [latents.whole(segment) for segment in ragged.segments]
+    if matrices is None and None in places:
         raise ExpandsKeys
-    for segment, (first, _) in zip(ragged.segments, contexts.seen, strict=True):
-        rows = latents.whole(segment)
+    for segment, rows, (first, _) in zip(ragged.segments, places, contexts.seen, strict=True):
         if rows is None:
-            yield *last.read(segment, first), latents.matrices
+            yield *last.read(segment, first), matrices
         else:
             seen = slice(rows.start + first, rows.stop)
             yield key[:, :, seen], value[:, :, seen], None

@@ -1,8 +1,8 @@
 """A pass through the model: one row [1, T] of tokens of many requests, and where their keys and values lie.
 
 Each request has a segment of the row. Linear layers see T tokens; attention runs segment by segment
-(`paged_attention`). The end of the row is filled up so that T is a multiple of `GRANULE`: products are computed in
-blocks of as many rows, and so add up in one order whatever else is in the pass (`blocked_products`).
+(`paged_attention`). The end of the row is filled up to a multiple of a few rows. On the host products are computed in
+blocks of `BLOCK` rows, and so add up in one order whatever else is in the pass (`blocked_products`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from hyper_parallel.inference.kv_cache.paged_cache import PagedLayer
     from hyper_parallel.inference.kv_cache.stream import Group
 
-GRANULE = 32
-"""Rows of a pass are a multiple of this many tokens."""
+BLOCK = 16
+"""Rows of a matrix product on the host; a pass has at least as many."""
+GRANULE = 8
+"""Rows of a pass on the host are a multiple of this many tokens."""
+WIDE = 32
+"""The same where rows are split over ranks, and on accelerators, whose kernels are chosen for each number of rows."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +116,14 @@ def current() -> RaggedPass:
     return found
 
 
-def padded(tokens: int, granule: int = GRANULE) -> int:
-    """Length of the row for so many tokens."""
+def padded(tokens: int, granule: int) -> int:
+    """The next multiple."""
     return -(-tokens // granule) * granule
+
+
+def pass_rows(tokens: int, granule: int) -> int:
+    """Length of the row for so many tokens."""
+    return max(BLOCK, padded(tokens, granule))
 
 
 def positions_of(segments: Sequence[Segment], length: int, device: torch.device) -> Tensor:

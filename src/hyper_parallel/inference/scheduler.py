@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.preemption import Preemption
-from hyper_parallel.inference.ragged_pass import Segment, padded
+from hyper_parallel.inference.ragged_pass import WIDE, Segment, pass_rows
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.running import Running
 
@@ -29,8 +29,8 @@ class Scheduler:
         self.batch, self.rows, self.page, self.pool = batch, rows, page, pool
         self.shared = 0
         """Tokens of prompts whose pages were there."""
-        self.row_length: Callable[[Sequence[Segment]], int] | None = None
-        """Rows of a pass over segments; None where they are in one row."""
+        self.row_length: Callable[[Sequence[Segment]], int] = _row_length
+        """Rows of a pass over segments."""
         self.waiting: deque[tuple[int, Request]] = deque()
         self.running: list[Running] = []
         self._memory = memory
@@ -96,12 +96,17 @@ class Scheduler:
 
     def _compose(self) -> list[tuple[Running, Segment]]:
         found: list[tuple[Running, Segment]] = []
+        segments: list[Segment] = []
         computed: set[bytes] = set()
         start = 0
         for one in sorted(self.running, key=lambda one: not one.prefilled):
             count, key = one.step, self._key(one)
             segment = Segment(start, count, one.cached, one.runs, one.base, tuple(one.older))
-            if self._length(found, segment) > self.rows or key in computed or self._comes(one):
+            if key in computed or self._comes(one):
+                continue
+            segments.append(segment)
+            if self.row_length(segments) > self.rows:
+                segments.pop()
                 continue
             if key is not None:
                 computed.add(key)
@@ -123,12 +128,6 @@ class Scheduler:
             one.pages += pages
         one.lay()
         return True
-
-    def _length(self, found: Sequence[tuple[Running, Segment]], more: Segment) -> int:
-        """Rows of a pass with one more segment."""
-        if self.row_length is None:
-            return padded(more.start + more.count)
-        return self.row_length([*(segment for _, segment in found), more])
 
     def _key(self, one: Running) -> bytes | None:
         """Of the page that a request computes next; None for one that its prompt does not fill."""
@@ -155,6 +154,11 @@ class Scheduler:
             one.cached += self.page
         if one.cached > before:
             one.lay()
+
+
+def _row_length(segments: Sequence[Segment]) -> int:
+    """In one row."""
+    return pass_rows(segments[-1].start + segments[-1].count, WIDE)
 
 
 def pages_for(requests: Sequence[Request], batch: int, page: int) -> int:

@@ -128,7 +128,7 @@ class MemoryBudget:
         self._proof = least.device + counter.peak
         if self._proof > self.budget:
             raise self._too_small(0, "")
-        engine.fit = self.fit
+        engine.fit, engine.cache.spare = self.fit, False
         engine.cache.version = lambda: fingerprint(self._model, self.stream.constant())
 
     def fit(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> Inference:

@@ -22,7 +22,7 @@ from hyper_parallel.inference.budget.live_bytes import LiveBytes
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.kv_cache.page_allocator import Run
 from hyper_parallel.inference.kv_cache.sizes import LEAST, KVCacheSizes
-from hyper_parallel.inference.ragged_pass import Segment, padded
+from hyper_parallel.inference.ragged_pass import Segment
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.running import Running
 
@@ -71,7 +71,7 @@ def measure(engine: Engine, known: Sequence[Tensor], count: int, extent: Extent,
     sizes = KVCacheSizes(device=there, staging=pages * engine.page)
     return max(
         _peak(engine, known, sizes, chosen)
-        for chosen in _passes(count, extent, settings, engine.page, scattered)
+        for chosen in _passes(engine, count, extent, settings.rows, scattered)
     )
 
 
@@ -86,24 +86,25 @@ def _peak(
 
 
 def _passes(
-    count: int, extent: Extent, settings: Inference, page: int, runs: tuple[Run, ...]
+    engine: Engine, count: int, extent: Extent, rows: int, runs: tuple[Run, ...]
 ) -> list[list[tuple[Running, Segment]]]:
-    piece = min(page, extent.prompt)
-    pieces = _pass([piece] * count, extent.prompt, extent, settings.rows, page, runs)
-    newest = _pass([1] * count, extent.context, extent, settings.rows, page, runs)
+    piece = min(engine.page, extent.prompt)
+    pieces = _pass(engine, [piece] * count, extent.prompt, extent, rows, runs)
+    newest = _pass(engine, [1] * count, extent.context, extent, rows, runs)
     return [pieces, newest]
 
 
 def _pass(
-    counts: Sequence[int], end: int, extent: Extent, rows: int, page: int, runs: tuple[Run, ...]
+    engine: Engine, counts: Sequence[int], end: int, extent: Extent, rows: int, runs: tuple[Run, ...]
 ) -> list[tuple[Running, Segment]]:
     found: list[tuple[Running, Segment]] = []
     start = 0
     for number, count in enumerate(counts):
-        if padded(start + count) > rows:
+        segment = Segment(start, count, end - count, runs)
+        if engine.row_length([*(one for _, one in found), segment]) > rows:
             break
         request = Request(ids=(0,) * end, sampling=extent.sampling)
-        running = Running(number, request, page, [0] * end, [])
-        found.append((running, Segment(start, count, end - count, runs)))
+        running = Running(number, request, engine.page, [0] * end, [])
+        found.append((running, segment))
         start += count
     return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.ragged_pass import Segment, padded
+from hyper_parallel.inference.ragged_pass import BLOCK, Segment, pass_rows
 
 ABSORBED_ROWS = 64
 """Rows of a segment up to which matrices are absorbed. A context of S tokens takes S · R · (Dk + Dv) products a head to
@@ -47,9 +47,8 @@ class Latents:
         """`keep`: matrices are found once, and not in every pass: for weights that stay the same."""
         self.linear: bool | None = None if absorb else False
         """Whether the layer is linear in what it cached; None until that was tried."""
-        self.matrices: Matrices | None = None
-        """In the pass under way."""
         self._keep = keep
+        self._kept: Matrices | None = None
         self._one_in_values: bool | None = None
         self._units: tuple[Tensor, Tensor] | None = None
         self._whole: dict[int, slice] = {}
@@ -62,15 +61,13 @@ class Latents:
         found, then all rows of contexts that are expanded. `first` and `second`: the rows of the pass itself."""
         if first.size(1) != 1 or second.size(1) != 1:
             self.linear = False
-        if not self._keep:
-            self.matrices = None
         self._units = None
-        if self.linear is not False and self.matrices is None:
+        if self.linear is not False and self._kept is None:
             self._units = _unit_vectors(first, second)
         whole = [one for one in segments if self.linear is False or one.count > ABSORBED_ROWS]
         end = 0 if self._units is None else self._units[0].size(2)
         # Never without rows, which some models' views do not take.
-        self._rows = padded(max(end + sum(one.end for one in whole), 1))
+        self._rows = pass_rows(end + sum(one.end for one in whole), BLOCK)
         given = tuple(x.new_zeros(1, x.size(1), self._rows, x.size(3)) for x in (first, second))
         if self._units is not None:
             for all_, part in zip(given, self._units, strict=True):
@@ -84,23 +81,25 @@ class Latents:
             end += segment.end
         return given[0], given[1]
 
-    def learn(self, keys: Tensor, values: Tensor) -> bool:
-        """Take the matrices from what the layer made of `given`, [1, H, rows, Dk] and [1, H, rows, Dv]; False if it
-        turns out not to be linear, and needs all contexts."""
-        if self._units is None:
-            return True
-        first, second = (x[0, 0] for x in self._units)
+    def learn(self, keys: Tensor, values: Tensor) -> Matrices | None:
+        """The matrices, from what the layer made of `given`: [1, H, rows, Dk] and [1, H, rows, Dv]. None for a layer
+        that is not linear, and needs all contexts."""
+        if self._kept is not None or self._units is None:
+            return self._kept
+        (first, second), self._units = (x[0, 0] for x in self._units), None
         count = first.size(1) + second.size(1)
         found = [x[0, :, :count].contiguous() for x in (keys, values)]
         if self.linear is None:
             row = torch.cat([first[-1], second[-1]])
             made = (x[0, :, count] for x in (keys, values))
             self.linear = all(_is_product(row, matrix, x) for matrix, x in zip(found, made, strict=True))
-        if self.linear:
-            if self._one_in_values is None:
-                self._one_in_values = not bool(found[1][:, first.size(1) :].any())
-            self.matrices = Matrices(found[0], found[1], first.size(1), self._one_in_values)
-        return self.linear
+        if not self.linear:
+            return None
+        if self._one_in_values is None:
+            self._one_in_values = not bool(found[1][:, first.size(1) :].any())
+        matrices = Matrices(found[0], found[1], first.size(1), self._one_in_values)
+        self._kept = matrices if self._keep else None
+        return matrices
 
     @property
     def rows(self) -> int:

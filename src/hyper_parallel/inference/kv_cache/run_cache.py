@@ -49,6 +49,8 @@ class RunCache:
         self._busy = 0
         self._report = CacheReport()
         self._shared: Callable[[], int] = lambda: 0
+        self.spare = True
+        """Whether runs may keep what only saves time: not where bytes are counted."""
         self.version: Callable[[], object] = lambda: fingerprint(model)
         """Something that is equal only as long as the weights are the same; None where that is not known."""
 
@@ -128,7 +130,8 @@ class RunCache:
             scheduler.waiting.extend(enumerate(requests))
             self._busy += 1
             try:
-                yield self.fresh(KVCacheSizes(device=pages, staging=most * self._page), keep=True), scheduler
+                sizes = KVCacheSizes(device=pages, staging=most * self._page)
+                yield self.fresh(sizes, keep=self.spare), scheduler
             finally:
                 self._busy -= 1
             return

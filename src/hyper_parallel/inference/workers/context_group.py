@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.inference.ragged_pass import GRANULE, Segment, padded
+from hyper_parallel.inference.ragged_pass import WIDE, Segment, padded
 from hyper_parallel.shard.sharded_model import ShardedModel
 from hyper_parallel.strategy import Strategy
 
@@ -75,7 +75,7 @@ class ContextGroup:
 
     def length(self, pieces: Sequence[Sequence[Piece]]) -> int:
         """Rows of the pass, the same on every rank: those of the rank that has most, filled up."""
-        return max(GRANULE, *(padded(sum(piece.count for piece in part)) for part in pieces))
+        return max(WIDE, *(padded(sum(piece.count for piece in part), WIDE) for part in pieces))
 
 
 def without_context(strategy: Strategy) -> Strategy:
