@@ -125,12 +125,9 @@ def _generate(
         if memory is not None:
             place = str(Path(folder) / "flash") if memory == "flash" else "1GiB"
             tier = {memory: place}
-            if world == 1:
-                with Generator(model, memory={"device": "1GiB", **tier}, max_tokens=tokens) as roomy:
-                    least = roomy.smallest_budget(given)
-                budget = {"device": least, **tier}
-            else:
-                budget = {"device": "64MiB", **tier}
+            roomy = GenerationStrategy.model_validate({"axes": axes, "memory": {"device": "1GiB", **tier}})
+            with Generator(model, strategy=roomy, max_tokens=tokens) as generator:
+                budget = {"device": generator.smallest_budget(given), **tier}
         strategy = GenerationStrategy.model_validate({"axes": axes, "memory": budget})
         with Generator(model, strategy=strategy, max_tokens=tokens) as generator:
             return [answer.tokens for answer in generator(given)], generator.moved()

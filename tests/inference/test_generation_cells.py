@@ -12,7 +12,7 @@ def reference() -> Reference:
     return Reference("llama", 12)
 
 
-@pytest.mark.parametrize(("axes", "memory"), [({"tensor": 2}, None), ({}, "host")])
+@pytest.mark.parametrize(("axes", "memory"), [({"tensor": 2}, None), ({}, "host"), ({"tensor": 2}, "pool")])
 def test_a_cell_is_right(reference: Reference, axes: dict[str, int], memory: str | None) -> None:
     found = run_cell(reference, axes, memory)
     assert (found.outcome, found.detail) == ("right", "")
@@ -21,9 +21,9 @@ def test_a_cell_is_right(reference: Reference, axes: dict[str, int], memory: str
 
 
 def test_a_refusal_has_its_reason(reference: Reference) -> None:
-    found = run_cell(reference, {"tensor": 2}, "host")
+    found = run_cell(reference, {"pipeline": 2}, "host")
     assert found.outcome == "refused"
-    assert "memory.device" in found.detail
+    assert "axes.pipeline" in found.detail
 
 
 def test_one_other_token_and_a_missing_one_are_wrong(reference: Reference) -> None:

@@ -139,20 +139,6 @@ def test_strategies_that_generation_cannot_do_are_refused(axes: dict[str, int], 
         Generator("unread", strategy=Strategy(axes=axes))
 
 
-def _budget_refused(rank: int, world: int) -> str:
-    model = copy.deepcopy(small("llama"))
-    parallelize(model, Strategy(axes={"tensor": 2}))
-    with pytest.raises(ConfigError) as refused:
-        Generator(model, memory={"device": "64MiB", "host": "64MiB"})
-    return str(refused.value)
-
-
-def test_a_budget_for_several_devices_is_refused() -> None:
-    with pytest.raises(ConfigError, match="budget of one device, and the model is spread over 2"):
-        Generator("unread", strategy=Strategy(axes={"tensor": 2}), memory={"device": "auto"})
-    assert all("spread over 2" in line for line in run_ranks(_budget_refused, 2))
-
-
 def test_requests_are_split_evenly_and_answers_to_a_prompt_stay_together() -> None:
     lengths = [5, 50, 7, 300, 20, 20, 90, 10]
     requests = [

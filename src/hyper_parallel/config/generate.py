@@ -58,11 +58,6 @@ def check_strategy(strategy: Strategy) -> None:
             f"'axes.pipeline' ({strategy.axes.pipeline}): generation does not run pipelines; use tensor_x, tensor_y, "
             "shard, expert, replicate or context"
         )
-    if isinstance(strategy, GenerationStrategy) and strategy.axes.world > 1 and strategy.memory.device:
-        raise ValueError(
-            f"'memory.device' is a budget of one device, and 'axes' spread the model over {strategy.axes.world}; leave "
-            "one of them out"
-        )
     plain = Strategy(axes=strategy.axes)
     for key, reason in _UNUSED.items():
         if getattr(strategy, key) != getattr(plain, key):

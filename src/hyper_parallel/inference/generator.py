@@ -15,6 +15,7 @@ from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.inference.agreement import Agreement
 from hyper_parallel.inference.blocked_products import column_major
 from hyper_parallel.inference.budget.memory_budget import MemoryBudget
 from hyper_parallel.inference.engine import Engine
@@ -30,7 +31,7 @@ from hyper_parallel.inference.workers.context_group import context_group, withou
 from hyper_parallel.inference.workers.decide import DecideTogether
 from hyper_parallel.inference.workers.load_shards import load_shards
 from hyper_parallel.inference.workers.replica import Replica
-from hyper_parallel.shard.sharded_model import is_sharded, sharded
+from hyper_parallel.shard.sharded_model import sharded
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.generation_memory import GenerationMemory
 
@@ -68,8 +69,6 @@ class Generator:
         self.settings = inference_settings(settings)
         strategy = _checked(strategy)
         budget = _budget(strategy, memory)
-        if budget.device is not None:
-            _check_one_device(model, strategy)
         self.memory: MemoryBudget | None = None
         """The budget at work; None without one."""
         if isinstance(model, nn.Module):
@@ -80,9 +79,6 @@ class Generator:
             self.model = model
             self.tokenizer = Tokenizer(tokenizer) if tokenizer is not None else None
             check_model(model)
-            if budget.device is not None:
-                device = next(model.parameters()).device
-                self.memory = MemoryBudget(model, ModelSource(model), budget, device, restore=True)
         elif strategy is not None and strategy.axes.world > 1:
             self.model, self.tokenizer = load_shards(Path(model), without_context(strategy))
         elif budget.device is None:
@@ -92,6 +88,18 @@ class Generator:
             self.model, self.tokenizer, self.memory = load_within(Path(model), budget)
         self._config = check_model(self.model)
         size = strategy.axes.context if strategy is not None else 1
+        self.replica = Replica.of(self.model, size)
+        """The workers with which this process computes the same passes."""
+        agreement = Agreement(self.replica.group, next(self.model.parameters()).device)
+        if budget.device is not None and self.memory is None:
+            self.memory = MemoryBudget(
+                self.model,
+                ModelSource(self.model),
+                budget,
+                next(self.model.parameters()).device,
+                restore=isinstance(model, nn.Module),
+                agreement=agreement,
+            )
         context = context_group(sharded(self.model), size, self.settings.page) if size > 1 else None
         layers, eos = int(self._config.num_hidden_layers), _ends(self.model, self.tokenizer)
         self._engine = (
@@ -99,8 +107,7 @@ class Generator:
             if context is None
             else ContextEngine(self.model, context, layers=layers, eos=eos)
         )
-        self.replica = Replica.of(self.model, size)
-        """The workers with which this process computes the same passes."""
+        self._engine.cache.agreement = agreement
         if self.replica.group is not None:
             self._engine.decide = DecideTogether(self.replica.group, self.replica.leads)
         if self.memory is None:
@@ -250,17 +257,6 @@ def _budget(
     if given != GenerationMemory():
         raise ConfigError("memory: 'strategy' has a section 'memory', too; give one of them")
     return memory if isinstance(memory, GenerationMemory) else generation_memory(memory)
-
-
-def _check_one_device(model: nn.Module | str | Path, strategy: Strategy | None) -> None:
-    """Raises ConfigError for a model on several devices, which a budget does not cover."""
-    world = strategy.axes.world if strategy is not None else 1
-    if isinstance(model, nn.Module) and is_sharded(model):
-        world = sharded(model).mesh.world
-    if world > 1:
-        raise ConfigError(
-            f"memory.device: is a budget of one device, and the model is spread over {world}; leave one of them out"
-        )
 
 
 def _checked(strategy: Strategy | None) -> Strategy | None:

@@ -4,6 +4,9 @@ Every module that may leave the device lies in a tier from the beginning; those 
 and kept. Before requests run that are longer than any before, the workspace of their passes is measured with as few
 weights on the device as there can be: first for one request, which tells the smallest budget, then for as many as are
 sure to fit, since the workspace grows at most in proportion to the requests.
+
+Weights of a model that is spread over ranks stay where they are. Its ranks agree on every number that a decision
+depends on, the largest of sizes and the smallest of budgets, so that all of them take the same decisions.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import nn
 from hyper_parallel.compat import backend
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.inference.agreement import Agreement
 from hyper_parallel.inference.budget.live_bytes import LiveBytes
 from hyper_parallel.inference.budget.needs import Needs
 from hyper_parallel.inference.budget.plan import MemoryPlan, Sizes, make_plan, smallest
@@ -33,6 +37,8 @@ from hyper_parallel.inference.weights.fingerprint import fingerprint
 from hyper_parallel.inference.weights.source import WeightSource
 from hyper_parallel.inference.weights.stream import WeightStream, storage_bytes
 from hyper_parallel.inference.weights.tiers import WeightTiers, slot_bytes
+from hyper_parallel.shard.sharded_model import is_sharded
+from hyper_parallel.shard.sharded_parameter import local_of
 from hyper_parallel.strategy.generation_memory import GenerationMemory
 from hyper_parallel.units import format_bytes
 
@@ -77,20 +83,27 @@ class MemoryBudget:
         device: torch.device,
         *,
         restore: bool,
+        agreement: Agreement | None = None,
     ) -> None:
-        """`restore`: give the model its weights back at the end. Raises TierError for a tier that cannot be opened."""
+        """`restore`: give the model its weights back at the end. `agreement`: between the ranks that run the same
+        passes, which all make a budget. Raises TierError for a tier that cannot be opened."""
         self._restore, self._closed = restore, False
+        self._agreement = agreement or Agreement()
         self.plan: MemoryPlan | None = None
         """Of the last run."""
         self.device = device
         self._memory = memory
         self._tiers = tiers_for_weights(memory)
-        self.budget = _free(model, device) if memory.device == "auto" else int(memory.device or 0)
+        budget = _free(model, device) if memory.device == "auto" else int(memory.device or 0)
+        (self.budget,) = self._agreement.smallest([budget])
         """Bytes of the device."""
         try:
             units, room = units_in_tiers(model, self._tiers, self.budget)
             stored = WeightTiers(units, self._tiers, room)
-            self._room = {name: tier.capacity - stored.taken[name] for name, tier in self._tiers.items()}
+            left = self._agreement.smallest(
+                [tier.capacity - stored.taken[name] for name, tier in self._tiers.items()]
+            )
+            self._room = dict(zip(self._tiers, left, strict=True))
             """Bytes of each tier for the KV cache."""
             buffer = torch.empty(max(map(slot_bytes, units), default=0), dtype=torch.uint8, device=device)
             for unit in units:
@@ -125,7 +138,7 @@ class MemoryBudget:
                 break
             except ReadElsewhere as found:
                 self._keep(found.module)
-        self._proof = least.device + counter.peak
+        (self._proof,) = self._agreement.largest([least.device + counter.peak])
         if self._proof > self.budget:
             raise self._too_small(0, "")
         engine.fit, engine.cache.spare = self.fit, False
@@ -213,8 +226,9 @@ class MemoryBudget:
             tier.close()
 
     def _needs(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> Needs:
-        self._sizes = self._sizes_now(page_bytes(engine.cache.shapes, engine.page))
-        return Needs(self._sizes, engine.cache.shapes, engine.page, requests, settings, self._room)
+        self._sizes = self._sizes_now(page_bytes(engine.cache.shapes, engine.cache.stored))
+        page, stored = engine.page, engine.cache.stored
+        return Needs(self._sizes, engine.cache.shapes, page, requests, settings, self._room, stored=stored)
 
     def _workspace(self, engine: Engine, count: int, needs: Needs) -> int:
         """Of passes of `count` requests; measured unless it was for such requests."""
@@ -226,7 +240,8 @@ class MemoryBudget:
         engine.cache.close()
         self._chosen = None
         self._place_least()
-        bytes_ = measure(engine, self.stream.tensors(), count, needs.extent, needs.settings)
+        own = measure(engine, self.stream.tensors(), count, needs.extent, needs.settings)
+        (bytes_,) = self._agreement.largest([own])
         known.append((needs.extent, bytes_))
         return bytes_
 
@@ -263,7 +278,8 @@ class MemoryBudget:
         self.plan = plan
 
     def _sizes_now(self, page: int) -> Sizes:
-        return Sizes(tuple(unit.size for unit in self.stream.units), self.stream.fixed, page)
+        (fixed,) = self._agreement.largest([self.stream.fixed])
+        return Sizes(tuple(unit.size for unit in self.stream.units), fixed, page)
 
     def _too_small(self, floor: int, why: str) -> ConfigError:
         """For requests that need `floor` bytes; the comparison of `prove` may need more."""
@@ -274,9 +290,11 @@ class MemoryBudget:
                 f"{format_bytes(weights)} of weights, and {format_bytes(floor - weights)} for a comparison with the "
                 "model's own forward pass (lower inference.page)"
             )
-        where = (
-            "" if self._tiers else ", or set memory.host, pool or flash, so that weights can leave the device"
-        )
+        where = ""
+        if is_sharded(self._model):
+            where = ", or spread the model over more devices"
+        elif not self._tiers:
+            where = ", or set memory.host, pool or flash, so that weights can leave the device"
         return ConfigError(
             f"memory.device is {self.budget} bytes, and generation needs at least {floor} ({format_bytes(floor)}): "
             f"{why}; raise it{where}"
@@ -285,5 +303,5 @@ class MemoryBudget:
 
 def _free(model: nn.Module, device: torch.device) -> int:
     """What is free on the device, with what the model holds there."""
-    held = storage_bytes(x for x in (*model.parameters(), *model.buffers()) if x.device == device)
+    held = storage_bytes(local_of(x) for x in (*model.parameters(), *model.buffers()) if x.device == device)
     return int(_OF_FREE * (backend().memory_free() + held))

@@ -26,14 +26,17 @@ class Needs:
         requests: Sequence[Request],
         settings: Inference,
         room: Mapping[str, int],
+        *,
+        stored: int | None = None,
     ) -> None:
+        """`page`: tokens of a page, of which this process stores `stored`, by default all."""
         self.settings = settings
         self.extent = Extent.of(requests)
-        self._sizes, self._page = sizes, page
+        self._sizes, self._page, self._stored = sizes, page, page if stored is None else stored
         self._weights = smallest(sizes, pages=0, workspace=0)
         self._demand = KVDemand(
             shapes=tuple(shapes),
-            page=page,
+            page=self._stored,
             pages=tuple(sorted((one.pages(page) for one in requests), reverse=True)),
             room=room,
             device=settings.pages,
@@ -85,4 +88,4 @@ class Needs:
 
     def _bytes(self, choice: KVChoice) -> int:
         """On the device."""
-        return choice.sizes.device_bytes(self._demand.shapes, self._page)
+        return choice.sizes.device_bytes(self._demand.shapes, self._stored)

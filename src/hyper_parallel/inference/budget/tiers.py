@@ -19,6 +19,7 @@ from hyper_parallel.inference.weights.tiers import movable
 from hyper_parallel.inference.weights.units import Unit, units_of
 from hyper_parallel.offloading.runtime.open_tiers import open_tiers
 from hyper_parallel.offloading.tiers import Tier
+from hyper_parallel.shard.sharded_model import is_sharded
 from hyper_parallel.strategy.generation_memory import GenerationMemory
 
 _FOR_CACHE = 0.25
@@ -41,9 +42,10 @@ def tiers_for_cache(memory: GenerationMemory, sizes: KVCacheSizes, page_bytes: i
 def units_in_tiers(
     model: nn.Module, tiers: Mapping[str, Tier], budget: int
 ) -> tuple[list[Unit], dict[str, int]]:
-    """The modules that lie in tiers, as many as there is room for, and the bytes of each tier for them."""
+    """The modules that lie in tiers, as many as there is room for, and the bytes of each tier for them. None of a model
+    that is spread over ranks."""
     room = {name: tier.capacity for name, tier in tiers.items()}
-    if not tiers:
+    if not tiers or is_sharded(model):
         return [], room
     units = units_of(model)
     total = sum(one.nbytes for one in model.parameters())

@@ -68,7 +68,7 @@ def measure(engine: Engine, known: Sequence[Tensor], count: int, extent: Extent,
     # A few pages again and again: where contexts lie in tiers, the device has no room for a whole one.
     there = min(pages, LEAST)
     scattered = tuple(Run(place % there, 1) for place in reversed(range(pages)))
-    sizes = KVCacheSizes(device=there, staging=pages * engine.page)
+    sizes = KVCacheSizes(device=there, staging=pages * engine.cache.stored)
     return max(
         _peak(engine, known, sizes, chosen)
         for chosen in _passes(engine, count, extent, settings.rows, scattered)

@@ -14,7 +14,7 @@ from hyper_parallel.inference.kv_cache.moves import Load, PageMover
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.report import CacheReport, TierReport
-from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, page_bytes
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape, page_bytes
 from hyper_parallel.inference.kv_cache.stream import Group, StreamReader
 from hyper_parallel.inference.kv_cache.tiers import Block, KVTiers
 from hyper_parallel.inference.running import Running, StoredPages
@@ -32,24 +32,28 @@ class KVMemory:
         pool: PagePool,
         page: int,
         tiers: Mapping[str, Tier],
+        shapes: Sequence[LayerShape],
         *,
+        stored: int | None = None,
         ordered: bool = False,
     ) -> None:
-        """`ordered`: wait for each read at once, so that what is in a pass does not depend on how fast a tier is: ranks
-        that run the same passes need that. Raises TierError if a tier has not enough memory."""
+        """`page`: tokens of a page, of which this process stores `stored`, by default all. `shapes`: those of the
+        cache's layers, or larger ones, by which memory is divided. `ordered`: wait for each read at once, so that what
+        is in a pass does not depend on how fast a tier is: ranks that run the same passes need that. Raises TierError
+        if a tier has not enough memory."""
         self._ordered = ordered
         self._cache, self._pool, self._page = cache, pool, page
         self.sizes: KVCacheSizes = cache.sizes
-        shapes = cache.shapes
-        self.tiers = KVTiers(tiers, self.sizes, self.sizes.block * page_bytes(shapes, page))
+        stored = page if stored is None else stored
+        self.tiers = KVTiers(tiers, self.sizes, self.sizes.block * page_bytes(shapes, stored))
         device = next(layer.pages.stores[0].device for layer in cache.layers if layer.pages is not None)
-        self._mover = PageMover(cache, self.tiers, page, device)
+        self._mover = PageMover(cache, self.tiers, stored, device)
         self._reader = StreamReader(cache.staging, self.tiers, [layer.pages for layer in cache.layers])
         self._stored: dict[bytes, tuple[Block, int, int]] = {}
         """Key to block, pages of the block, and place in it."""
         self._arriving: dict[Load, tuple[Running, list[tuple[bytes, int]]]] = {}
         self._coming: set[bytes] = set()
-        plane = page * max(max(one.planes) for one in shapes)
+        plane = stored * max(max(one.planes) for one in shapes)
         most = self.sizes.device // 2 - 1 if self.sizes.group is None else self.sizes.group
         self.group = max(1, min(self.tiers.slot // plane, most))
         """Pages of a group of a streamed context."""

@@ -45,7 +45,7 @@ class KVDemand:
 
     shapes: tuple[LayerShape, ...]
     page: int
-    """Tokens of a page."""
+    """Tokens of a page, as this process stores it."""
     pages: tuple[int, ...]
     """Of each request at its end, the longest first."""
     room: Mapping[str, int]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.inference.agreement import Agreement
 from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
@@ -39,8 +40,13 @@ class RunCache:
     def __init__(self, model: Any, layers: int, page: int, stored: int | None = None) -> None:
         """`page`: tokens of a page, of which this process stores `stored`, by default all."""
         self._model, self._layers, self._page = model, layers, page
-        self._stored = page if stored is None else stored
+        self.stored = page if stored is None else stored
+        """Tokens of a page that this process stores."""
         self._like: dict[int, tuple[Tensor, Tensor]] = {}
+        self.agreement = Agreement()
+        """Between the ranks that run the same passes."""
+        self._shapes: tuple[tuple[LayerShape, ...], tuple[LayerShape, ...]] = ((), ())
+        """This rank's own, and those that were agreed on."""
         self._linear: dict[int, bool | None] = {}
         """Of the layers that compute with cached values (`Latents`)."""
         self._budget: _Budget | None = None
@@ -56,11 +62,22 @@ class RunCache:
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
-        """What each layer caches of a token, known after the first pass."""
-        return tuple(
+        """What each layer caches of a token, known after the first pass; of ranks that run the same passes the most
+        heads that one has. A collective of these when it is asked for the first time after a pass."""
+        own = tuple(
             LayerShape((k.size(1), k.size(3)), (v.size(1), v.size(3)), k.itemsize)
             for k, v in self._like.values()
         )
+        if self._shapes[0] != own:
+            heads = self.agreement.largest([count for one in own for count in (one.keys[0], one.values[0])])
+            self._shapes = (
+                own,
+                tuple(
+                    replace(one, keys=(keys, one.keys[1]), values=(values, one.values[1]))
+                    for one, keys, values in zip(own, heads[::2], heads[1::2], strict=True)
+                ),
+            )
+        return self._shapes[1]
 
     @property
     def report(self) -> CacheReport:
@@ -96,8 +113,8 @@ class RunCache:
 
     def fresh(self, sizes: KVCacheSizes, *, keep: bool = False) -> PagedCache:
         """An empty cache. `keep`: for one run, in which weights stay the same."""
-        whole = self._stored == self._page
-        cache = PagedCache(self._layers, sizes, self._stored, absorb=whole, keep=keep)
+        whole = self.stored == self._page
+        cache = PagedCache(self._layers, sizes, self.stored, absorb=whole, keep=keep)
         for layer, linear in self._linear.items():
             cache.layers[layer].expand = True
             cache.layers[layer].latents.linear = linear
@@ -130,7 +147,7 @@ class RunCache:
             scheduler.waiting.extend(enumerate(requests))
             self._busy += 1
             try:
-                sizes = KVCacheSizes(device=pages, staging=most * self._page)
+                sizes = KVCacheSizes(device=pages, staging=most * self.stored)
                 yield self.fresh(sizes, keep=self.spare), scheduler
             finally:
                 self._busy -= 1
@@ -138,7 +155,7 @@ class RunCache:
         self.check_idle()
         cache, pool, memory = self._opened()
         self._check_tiered(requests, memory)
-        cache.staging.rows = max(memory.sizes.staging, self._longest(requests) * self._page)
+        cache.staging.rows = max(memory.sizes.staging, self._longest(requests) * self.stored)
         pool.reuse = settings.prefix_cache
         scheduler = Scheduler(settings.batch, settings.rows, self._page, pool, memory)
         self._shared = lambda: scheduler.shared
@@ -166,7 +183,15 @@ class RunCache:
             pool = PagePool(self._budget.sizes.device)
             tiers = self._budget.tiers()
             try:
-                memory = KVMemory(cache, pool, self._page, tiers, ordered=is_sharded(self._model))
+                memory = KVMemory(
+                    cache,
+                    pool,
+                    self._page,
+                    tiers,
+                    self.shapes,
+                    stored=self.stored,
+                    ordered=is_sharded(self._model),
+                )
             except BaseException:
                 for tier in tiers.values():
                     tier.close()
@@ -203,8 +228,8 @@ class RunCache:
                 f"{memory.blocks_of(most) * sizes.block}; raise memory.device, host or pool, or lower "
                 "inference.max_tokens"
             )
-        if sizes.staging and most * self._page > sizes.staging:
+        if sizes.staging and most * self.stored > sizes.staging:
             raise DataError(
-                f"a request has up to {most * self._page} tokens, and the staging buffers have {sizes.staging}; raise "
+                f"a request has up to {most * self.stored} tokens, and the staging buffers have {sizes.staging}; raise "
                 "memory.device, or lower inference.max_tokens"
             )

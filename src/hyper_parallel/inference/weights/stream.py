@@ -23,6 +23,7 @@ from hyper_parallel.inference.weights.buffer import Region, StreamBuffer
 from hyper_parallel.inference.weights.tiers import WeightTiers
 from hyper_parallel.inference.weights.units import Unit
 from hyper_parallel.offloading.tiers import Pending
+from hyper_parallel.shard.sharded_parameter import local_of
 
 
 class _Loaded:
@@ -134,7 +135,7 @@ class WeightStream:
         self._resident.clear()
 
     def _present(self) -> list[Tensor]:
-        return [x for x in (*self._model.parameters(), *self._model.buffers()) if not x.is_meta]
+        return [local_of(x) for x in (*self._model.parameters(), *self._model.buffers()) if not x.is_meta]
 
     def _before(self, unit: Unit, *_: Any) -> None:
         """A module's forward pass begins."""

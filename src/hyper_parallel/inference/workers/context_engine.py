@@ -16,6 +16,7 @@ from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.pages import rows_of
 from hyper_parallel.inference.kv_cache.run_cache import RunCache
+from hyper_parallel.inference.kv_cache.stream import Group
 from hyper_parallel.inference.ragged_pass import Segment
 from hyper_parallel.inference.workers import context_attention
 from hyper_parallel.inference.workers.context_attention import ContextPass
@@ -47,14 +48,15 @@ class ContextEngine(Engine):
         row, positions, slots = [0] * length, [0] * length, list[int]()
         for piece in own:
             segment = segments[piece.segment]
+            base = context.local(segment.base)
             there = slice(piece.start, piece.start + piece.count)
             row[there] = tokens[piece.segment][piece.first - segment.first : piece.end - segment.first]
             positions[there] = range(piece.first, piece.end)
-            first = context.local(piece.first)
+            first = context.local(piece.first) - base
             for rows in rows_of(segment.runs, context.page, first, first + piece.count):
                 slots += range(rows.start, rows.stop)
         contexts = {
-            index: Segment(index, context.local(segment.end), 0, segment.runs)
+            index: self._local(index, segment)
             for index, segment in enumerate(segments)
             if context.local(segment.end)
         }
@@ -80,3 +82,9 @@ class ContextEngine(Engine):
         if last:
             logits[list(last)] = found
         return collectives.all_reduce(logits, context.group)
+
+    def _local(self, index: int, segment: Segment) -> Segment:
+        """What this rank has of a request's context."""
+        local = self._context.local
+        older = tuple(Group(local(one.first), local(one.end), one.blocks) for one in segment.older)
+        return Segment(index, local(segment.end), 0, segment.runs, local(segment.base), older)

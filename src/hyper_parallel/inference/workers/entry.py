@@ -36,20 +36,21 @@ def main(config: GenerateRun, worker: Worker) -> None:
             generator = Generator(
                 Path(config.folder), strategy=config.effective_strategy, **settings.model_dump()
             )
-        requests: list[Request] = []
-        if batch is not None:
-            requests = batch.requests(generator)
-        elif leads:
-            assert config.prompt is not None
-            ids = generator.ids_of(config.prompt)
-            requests = [generator.request(ids, settings, 0, sample) for sample in range(settings.n)]
-        requests = _from_rank_0(requests, worker)
-        if batch is not None:
-            with batch.writing() as deliver:
-                run_split(generator, requests, settings, deliver, worker.rank)
-            batch.end()
-        else:
-            _print_answers(generator, requests, config, worker)
+        with generator:
+            requests: list[Request] = []
+            if batch is not None:
+                requests = batch.requests(generator)
+            elif leads:
+                assert config.prompt is not None
+                ids = generator.ids_of(config.prompt)
+                requests = [generator.request(ids, settings, 0, sample) for sample in range(settings.n)]
+            requests = _from_rank_0(requests, worker)
+            if batch is not None:
+                with batch.writing(generator.moved) as deliver:
+                    run_split(generator, requests, settings, deliver, worker.rank)
+                batch.end(generator.unused_tiers)
+            else:
+                _print_answers(generator, requests, config, worker)
 
 
 def _print_answers(
