@@ -3,7 +3,7 @@
 A cell is a family × axes × memory tier: 256 greedy float32 tokens for each of four prompts in one batch, from a saved
 folder, on real gloo workers. Every token is that of Transformers' `generate`, one prompt at a time, or within 1e-4 of
 the top logit (a tie, which rounding decides; at most 1 in 1,000 tokens). With a tier, the budget is the smallest that
-suffices.
+suffices with four pages of the KV cache on the device.
 
 A cell is right, refused (with the reason), or wrong. Writes benchmarks/results/verify_generate.json after each cell;
 cells that it has are left out unless `--again` is given. `--short`: 24 tokens and a sample, not written. Ends with 1

@@ -18,6 +18,8 @@ LENGTHS = (1, 31, 33, 70)
 """Tokens of the prompts."""
 TIE = 1e-4
 """Two logits that are as close are a tie, which rounding decides."""
+SMALL = {"page": 16, "pages": 4}
+"""Of a cache with tiers: fewer pages on the device than the longest request has."""
 MOST_TIES = 1e-3
 """Of all tokens."""
 EXPERTS = frozenset({"gpt-oss", "mixtral", "qwen3-moe", "deepseek-v3"})
@@ -121,15 +123,17 @@ def _generate(
 
     model = Path(folder) / "model"
     budget: dict[str, Any] = {}
+    settings: dict[str, Any] = {"max_tokens": tokens}
     try:
         if memory is not None:
+            settings |= SMALL
             place = str(Path(folder) / "flash") if memory == "flash" else "1GiB"
             tier = {memory: place}
             roomy = GenerationStrategy.model_validate({"axes": axes, "memory": {"device": "1GiB", **tier}})
-            with Generator(model, strategy=roomy, max_tokens=tokens) as generator:
+            with Generator(model, strategy=roomy, **settings) as generator:
                 budget = {"device": generator.smallest_budget(given), **tier}
         strategy = GenerationStrategy.model_validate({"axes": axes, "memory": budget})
-        with Generator(model, strategy=strategy, max_tokens=tokens) as generator:
+        with Generator(model, strategy=strategy, **settings) as generator:
             return [answer.tokens for answer in generator(given)], generator.moved()
     except HyperParallelError as error:
         return [], f"refused: {error}"
