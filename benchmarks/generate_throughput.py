@@ -20,12 +20,13 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from measure import paired_ratio, without_notes, write
+from measure import machine, paired_ratio, without_notes, write
+from pages import DOCS, put
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import set_verbosity_error
 
@@ -226,6 +227,23 @@ def measured(case: Case, work: Work, rounds: int, others: Sequence[str]) -> dict
     return result
 
 
+def page(result: Mapping[str, Any], rounds: int) -> Iterator[str]:
+    """The table of the page."""
+    yield f"{machine()['cpu']}, {rounds} rounds; medians, and of ratios a 95% interval."
+    yield ""
+    yield "| Llama, layers x width | threads | Generator | static, sorted by an oracle | continuous (`generate_batch`) |"
+    yield "|---|---|---|---|---|"
+    for name, one in result["cases"].items():
+        case, _, threads = name.partition(", ")
+        cells = [f"{one['ours']['clock_s']:.2f} s, {one['ours']['tokens_per_s']:.0f} tokens/s"]
+        for other in ("static", "continuous"):
+            ratio = one[other]["faster"]["clock"]
+            cells.append(
+                f"{one[other]['clock_s']:.2f} s: {ratio['ratio']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+            )
+        yield f"| {case} | {threads.split()[0]} | " + " | ".join(cells) + " |"
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -268,6 +286,7 @@ def main() -> None:
         for key in ("cases", "threads", "others", "requests", "longest")
     ):
         print(write("generate_throughput", result))
+        put(DOCS / "inference.md", "generate_throughput.py", page(result, given.rounds))
 
 
 if __name__ == "__main__":

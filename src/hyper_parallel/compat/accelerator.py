@@ -134,7 +134,7 @@ class TorchBackend(Backend):
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def return_memory(self) -> None:
+    def return_memory(self, least: int = 1 << 18) -> None:
         pass  # what a block that was let go leaves free serves the next tensor of this process
 
     def memory_total(self) -> int:

@@ -121,9 +121,13 @@ class Backend(ABC):
         no threads."""
 
     @abstractmethod
-    def return_memory(self) -> None:
-        """From now on large blocks that tensors let go return to the system at once, where the allocator keeps them
-        otherwise, so that this process holds what its tensors hold."""
+    def return_memory(self, least: int = 1 << 18) -> None:
+        """From now on blocks of at least `least` bytes that tensors let go return to the system at once, where the
+        allocator keeps them otherwise, so that this process holds what its tensors hold.
+
+        glibc before 2.38 finds no use for many of the smaller blocks that were let go (bug 14581): near a limit on the
+        process, 16 KiB keep its heap from growing, and cost time for each block.
+        """
 
     @abstractmethod
     def memory_total(self) -> int:

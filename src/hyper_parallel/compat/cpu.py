@@ -19,8 +19,6 @@ from hyper_parallel.compat.events import HostClock
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3), from glibc's malloc.h."""
-_LARGE = 1 << 18
-"""Bytes from which malloc gives a block its own mapping, which `free` returns to the system."""
 
 
 class CpuBackend(Backend):
@@ -80,11 +78,11 @@ class CpuBackend(Backend):
         assert target.numel() == source.numel(), f"{source.numel()} bytes to {target.numel()}"
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
-    def return_memory(self) -> None:
+    def return_memory(self, least: int = 1 << 18) -> None:
         with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
             library = ctypes.CDLL(None)
-            library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
-            library.mallopt(_M_TRIM_THRESHOLD, _LARGE)
+            library.mallopt(_M_MMAP_THRESHOLD, least)
+            library.mallopt(_M_TRIM_THRESHOLD, least)
 
     def memory_total(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hyper_parallel.inference.ragged_pass import RaggedPass, Segment
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Group:
     """Tokens `first` to `end - 1` of a request: blocks by layer, for keys (0) and values (1)."""
 

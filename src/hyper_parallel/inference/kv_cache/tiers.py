@@ -23,7 +23,7 @@ Key = bytes
 """Digest of a page of a prompt (`page_pool`)."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """What lies in one slot of a tier."""
 
