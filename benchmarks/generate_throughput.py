@@ -231,7 +231,7 @@ def page(result: Mapping[str, Any], rounds: int) -> Iterator[str]:
     """The table of the page."""
     yield f"{machine()['cpu']}, {rounds} rounds; medians, and of ratios a 95% interval."
     yield ""
-    yield "| Llama, layers x width | threads | Generator | static, sorted by an oracle | continuous (`generate_batch`) |"
+    yield "| Llama, layers x width | threads | Generator | static, sorted | continuous (`generate_batch`) |"
     yield "|---|---|---|---|---|"
     for name, one in result["cases"].items():
         case, _, threads = name.partition(", ")
