@@ -209,3 +209,19 @@ def test_layers_that_become_streamed_stay_so() -> None:
     more = split(sizes, 120, 1, 75_000, 16, some.streamed)
     assert more is not None
     assert some.streamed < more.streamed
+
+
+def test_a_cache_that_is_reset_holds_nothing() -> None:
+    """Neither layers nor buffers that were kept for blocks to come."""
+    cache = TieredCache(_config(4, [False] * 4), device=40_000, host=2**20)
+    x = torch.randn(1, 2, 64, 8)
+    for _ in range(4):
+        for layer in range(4):
+            cache.update(x[:, :, :16], x[:, :, :16], layer)
+    streamed = next(layer for layer in cache.layers if layer.streamed)
+    cache._transfers.cancel()
+    cache._transfers.read(streamed.needed(), x.device, lambda *_: None)
+    assert cache._transfers._idle
+    cache.reset()
+    assert cache._transfers.held == 0
+    assert not cache._transfers._idle

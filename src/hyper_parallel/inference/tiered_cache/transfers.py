@@ -2,7 +2,7 @@
 
 `window` bounds the bytes of device memory whose copies are under way. A read begins as soon as there is room, in the
 order in which blocks are needed: those of a layer while it is put together, then those of the next streamed layer,
-while this one computes.
+while this one computes. Buffers of blocks that were read serve the next ones, as long as the window has room for both.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Transfers:
         self._reads: deque[_Copy] = deque()
         self._writes: deque[_Copy] = deque()
         self._under_way = 0
+        self._idle: list[Tensor] = []
+        """Buffers that are held for blocks to come."""
         self._given: list[StorageReference] = []
 
     # Accounts.
@@ -122,6 +124,9 @@ class Transfers:
         assert copy.block is not None, "a read"
         use(copy.block, copy.buffer)
         self._count(-copy.buffer.numel())
+        if self._under_way + self._idle_bytes + copy.buffer.numel() <= self.window:
+            self._idle.append(copy.buffer)
+            self.hold(copy.buffer.numel())
 
     def ahead(self, blocks: Sequence[Block], device: torch.device) -> None:
         """Begin to read what is needed next."""
@@ -138,25 +143,46 @@ class Transfers:
         self.cancel()
         while self._writes:
             self._drop(self._writes.popleft())
+        self._let_go(0)
 
     def shrink(self, window: int) -> None:
         """Have another window; what does not fit into a smaller one is dropped, or waited for."""
         self.window = window
         if self._under_way > window:
             self._make_room(0)
+        self._let_go(max(window - self._under_way, 0))
 
     def _begin(self, blocks: Sequence[Block], device: torch.device) -> int:
         for count, block in enumerate(blocks):
             size = block.place.bytes
             if self._under_way + size > self.window:
                 return count
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            buffer = self._buffer(size, device)
             self._reads.append(_Copy(block, buffer, self.blocks.read(block.place, buffer)))
             self._count(size)
         return len(blocks)
 
+    def _buffer(self, size: int, device: torch.device) -> Tensor:
+        """Of `size` bytes, for which the window has room beside what is under way."""
+        place = next((place for place, one in enumerate(self._idle) if one.numel() == size), None)
+        if place is not None:
+            self.hold(-size)
+            return self._idle.pop(place)
+        self._let_go(self.window - self._under_way - size)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    @property
+    def _idle_bytes(self) -> int:
+        return sum(one.numel() for one in self._idle)
+
+    def _let_go(self, most: int) -> None:
+        """Of idle buffers, but for `most` bytes."""
+        while self._idle and self._idle_bytes > most:
+            self.hold(-self._idle.pop().numel())
+
     def _make_room(self, count: int) -> None:
         self._settle_written()
+        self._let_go(max(self.window - self._under_way - count, 0))
         while self._under_way + count > self.window and self._writes:
             self._drop(self._writes.popleft())
         while self._under_way + count > self.window and self._reads:
