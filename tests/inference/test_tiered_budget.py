@@ -134,7 +134,7 @@ def _change(
         with observer:
             cache.batch_repeat_interleave(number)
         return rows * number
-    elif name == "crop" and length and length - number < WINDOW:
+    elif name == "crop" and length and (length < WINDOW or not any(own.is_sliding)):
         own.crop(-number)
         cache.crop(-number)
     elif name == "reset":
@@ -162,7 +162,7 @@ def _needed(
             high = max(high, (layers + 1) * length * token)
         if name == "select" and length:
             rows = len({number % rows, 0})
-        elif name == "crop" and length and length - number < WINDOW:
+        elif name == "crop" and length and (length < WINDOW or not any(sliding[:layers])):
             length = max(0, length - number)
         elif name == "reset":
             rows, length = 2, 0

@@ -134,16 +134,16 @@ class Transfers:
         self._begin(blocks[len(self._reads) :], device)
 
     def cancel(self) -> None:
-        """Drop what was read ahead."""
+        """Drop what was read ahead, and buffers: what comes next may need the memory."""
         while self._reads:
             self._drop(self._reads.pop())
+        self._let_go(0)
 
     def finish(self) -> None:
         """Wait for everything under way."""
         self.cancel()
         while self._writes:
             self._drop(self._writes.popleft())
-        self._let_go(0)
 
     def shrink(self, window: int) -> None:
         """Have another window; what does not fit into a smaller one is dropped, or waited for."""
