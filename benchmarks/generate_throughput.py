@@ -249,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", default=",".join(CASES), help="as '4 x 256', separated by commas")
-    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--threads", default="1")
     parser.add_argument("--others", default="static,continuous")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer, at most")

@@ -16,6 +16,11 @@ class Agreement:
         """`device`: where the group's collectives take their tensors."""
         self._group, self._device = group, device
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one process."""
+        return self._group is None
+
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Each number, as large as on any rank. A collective."""
         if self._group is None or not numbers:

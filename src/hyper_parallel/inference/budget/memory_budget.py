@@ -129,6 +129,7 @@ class MemoryBudget:
 
         Raises ConfigError if it is too small, and what `prove` raises.
         """
+        engine.cache.spare = False
         while True:
             least = self._place_least()
             try:
@@ -138,10 +139,10 @@ class MemoryBudget:
                 break
             except ReadElsewhere as found:
                 self._keep(found.module)
-        (self._proof,) = self._agreement.largest([least.device + counter.peak])
+        self._proof = least.device + self._measured_by_all(counter.peak)
         if self._proof > self.budget:
             raise self._too_small(0, "")
-        engine.fit, engine.cache.spare = self.fit, False
+        engine.fit = self.fit
         engine.cache.version = lambda: fingerprint(self._model, self.stream.constant())
 
     def fit(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> Inference:
@@ -197,7 +198,7 @@ class MemoryBudget:
         """The smallest budget with which `fit` finds a plan for these requests. Places weights as for that."""
         engine.cache.check_idle()
         needs = self._needs(engine, requests, settings)
-        return max(needs.floor(1, self._workspace(engine, 1, needs)), self._proof)
+        return self._advised(max(needs.floor(1, self._workspace(engine, 1, needs)), self._proof))
 
     @property
     def report(self) -> str:
@@ -240,10 +241,21 @@ class MemoryBudget:
         engine.cache.close()
         self._chosen = None
         self._place_least()
-        own = measure(engine, self.stream.tensors(), count, needs.extent, needs.settings)
-        (bytes_,) = self._agreement.largest([own])
+        bytes_ = self._measured_by_all(
+            measure(engine, self.stream.tensors(), count, needs.extent, needs.settings)
+        )
         known.append((needs.extent, bytes_))
         return bytes_
+
+    def _measured_by_all(self, peak: int) -> int:
+        """The largest of the ranks' peaks. With several ranks a little more: when a collective lets go of its tensors
+        depends on the others."""
+        (most,) = self._agreement.largest([peak])
+        return most if self._agreement.alone else most + most // 128
+
+    def _advised(self, floor: int) -> int:
+        """The budget to ask for, which suffices whenever this is measured again."""
+        return floor if self._agreement.alone else floor + floor // 32
 
     def _keep(self, name: str) -> None:
         """The model's code reads the weights of this module elsewhere: they stay on the device for good."""
@@ -295,6 +307,7 @@ class MemoryBudget:
             where = ", or spread the model over more devices"
         elif not self._tiers:
             where = ", or set memory.host, pool or flash, so that weights can leave the device"
+        floor = self._advised(floor)
         return ConfigError(
             f"memory.device is {self.budget} bytes, and generation needs at least {floor} ({format_bytes(floor)}): "
             f"{why}; raise it{where}"

@@ -79,7 +79,8 @@ def _peak(
     engine: Engine, known: Sequence[Tensor], sizes: KVCacheSizes, chosen: list[tuple[Running, Segment]]
 ) -> int:
     with engine.rehearsal(sizes) as (cache, advance), padded_experts.widest_spread():
-        counter = LiveBytes(engine.device, known, partial(getattr, cache, "bytes"))
+        # Pages are known from the beginning: the pass sees those of a layer when it comes to it.
+        counter = LiveBytes(engine.device, [*known, *cache.stores], partial(getattr, cache.staging, "bytes"))
         with counter:
             advance(chosen)
         return counter.peak

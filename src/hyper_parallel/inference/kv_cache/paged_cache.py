@@ -155,7 +155,11 @@ class PagedCache(Cache):  # type: ignore[misc]
         return tuple(layer.pages.shape for layer in self.layers if layer.pages is not None)
 
     @property
+    def stores(self) -> list[Tensor]:
+        """The pages that were made, of all layers."""
+        return [store for layer in self.layers if layer.pages is not None for store in layer.pages.stores]
+
+    @property
     def bytes(self) -> int:
         """On the device: of all pages and staging buffers that were made."""
-        pages: int = sum(layer.pages.bytes for layer in self.layers if layer.pages is not None)
-        return self.staging.bytes + pages
+        return self.staging.bytes + sum(store.nbytes for store in self.stores)

@@ -35,11 +35,6 @@ class LayerPages:
         self.rows = (keys, values)
         """The same as attention reads them, [1, H, rows, D]."""
 
-    @property
-    def bytes(self) -> int:
-        """Of all pages."""
-        return sum(store.nbytes for store in self.stores)
-
     def write(self, rows: Tensor, keys_1HTD: Tensor, values_1HTD: Tensor) -> None:
         """Write token t of the first `len(rows)` to row `rows[t]`."""
         for store, x in zip(self.stores, (keys_1HTD, values_1HTD), strict=True):

@@ -56,7 +56,7 @@ class RunCache:
         self._report = CacheReport()
         self._shared: Callable[[], int] = lambda: 0
         self.spare = True
-        """Whether runs may keep what only saves time: not where bytes are counted."""
+        """Whether memory may be taken for what only saves time: not where bytes are counted."""
         self.version: Callable[[], object] = lambda: fingerprint(model)
         """Something that is equal only as long as the weights are the same; None where that is not known."""
 
@@ -124,9 +124,8 @@ class RunCache:
         """A cache of zeros, for passes that read rows which none has written. After the first pass."""
         cache = self.fresh(sizes)
         cache.make(self._like)
-        for layer in cache.layers:
-            for store in layer.pages.stores if layer.pages is not None else ():
-                store.zero_()
+        for store in cache.stores:
+            store.zero_()
         return cache
 
     def learn(self, cache: PagedCache) -> None:
