@@ -164,8 +164,11 @@ def test_trials_end_with_their_time(tmp_path: Path) -> None:
     assert run(config, "auto_cases:try_without_time") == 0
     first, second = (noted(tmp_path, rank) for rank in range(2))
     assert first["seconds"] == second["seconds"] == [None, None]
-    assert "strategy 1 of 2 cannot be run: rank " in first["said"]
-    assert "longer than the time that is left" in first["said"] and "2 of 2 is not tried" in first["said"]
+    # On a machine that is busy the time may be over before the first one begins.
+    late = "strategy 1 of 2 cannot be run: rank " in first["said"]
+    assert ("longer than the time that is left" in first["said"]) == late
+    assert late or "strategy 1 of 2 is not tried" in first["said"]
+    assert "2 of 2 is not tried" in first["said"]
     assert first["left"] == second["left"] == [0, 1]
 
 
