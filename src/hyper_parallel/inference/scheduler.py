@@ -5,6 +5,10 @@ the pages that it can ever need are free; so nothing that runs is preempted, and
 starts with pages for its prompt, and `preemption` finds further ones. Prompts are read in pieces on a grid from
 position 0, which does not depend on what else runs: the same products in the same order in any company. A piece that
 another request has computed is shared (`page_pool`); one that another request computes in this pass is waited for.
+
+Each request has a segment in a pass: its newest token, or a piece of its prompt. Further pieces of the oldest prompts
+fill the rows that are left, so that a prompt takes few passes; a piece attends to those before it in the same pass,
+whose keys and values each layer writes before it attends.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ class Scheduler:
         """Tokens of prompts whose pages were there."""
         self.row_length: Callable[[Sequence[Segment]], int] = _row_length
         """Rows of a pass over segments."""
+        self.segments = rows
+        """Segments of a pass, at most."""
         self.waiting: deque[tuple[int, Request]] = deque()
         self.running: list[Running] = []
         self._memory = memory
@@ -62,6 +68,8 @@ class Scheduler:
         self.admit()
         for one in list(self.running):
             self._share(one)
+        if self._memory is not None:
+            self._memory.finish_short()
         if self._preemption is not None:
             self._preemption.grow()
         found = self._compose()
@@ -95,24 +103,29 @@ class Scheduler:
         self.waiting.clear()
 
     def _compose(self) -> list[tuple[Running, Segment]]:
-        found: list[tuple[Running, Segment]] = []
-        segments: list[Segment] = []
-        computed: set[bytes] = set()
-        start = 0
+        chosen = _Chosen(self)
         for one in sorted(self.running, key=lambda one: not one.prefilled):
-            count, key = one.step, self._key(one)
-            segment = Segment(start, count, one.cached, one.runs, one.base, tuple(one.older))
-            if key in computed or self._comes(one):
-                continue
-            segments.append(segment)
-            if self.row_length(segments) > self.rows:
-                segments.pop()
-                continue
-            if key is not None:
-                computed.add(key)
-            found.append((one, segment))
-            start += count
-        return found
+            key = self._key(one)
+            if key not in chosen.keys and not self._comes(one):
+                chosen.add(one, one.cached, one.step, key)
+        # Over a copy: the first piece of each.
+        for one, segment in list(chosen.found):
+            self._add_pieces(chosen, one, segment.end)
+        return chosen.found
+
+    def _add_pieces(self, chosen: _Chosen, one: Running, first: int) -> None:
+        """Further pieces of a prompt, from token `first` on, while there are rows for them. Not of a streamed request,
+        whose context would be read for each."""
+        while first < len(one.request.ids) and not one.older and len(chosen.found) < self.segments:
+            place = (first - one.base) // self.page
+            key = one.key(place)
+            there = key is not None and (self.pool.holds(key) or self._in_tiers(key))
+            if key in chosen.keys or there or place >= len(one.pages):
+                return
+            count = min(self.page, len(one.request.ids) - first)
+            if not chosen.add(one, first, count, key):
+                return
+            first += count
 
     def _start(self, one: Running) -> bool:
         """Give a request its first pages; False, and nothing is changed, where there are too few."""
@@ -132,6 +145,10 @@ class Scheduler:
     def _key(self, one: Running) -> bytes | None:
         """Of the page that a request computes next; None for one that its prompt does not fill."""
         return one.key((one.cached - one.base) // self.page)
+
+    def _in_tiers(self, key: bytes) -> bool:
+        """Whether a page of prompts lies in a tier, or is on its way from one."""
+        return self._memory is not None and self._memory.holds(key)
 
     def _comes(self, one: Running) -> bool:
         """Whether a request waits for pages that are on their way."""
@@ -154,6 +171,30 @@ class Scheduler:
             one.cached += self.page
         if one.cached > before:
             one.lay()
+
+
+class _Chosen:
+    """The segments of a pass under composition."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._segments: list[Segment] = []
+        self.found: list[tuple[Running, Segment]] = []
+        self.keys: set[bytes | None] = set()
+        """Of the pages of prompts that the pass fills."""
+
+    def add(self, one: Running, first: int, count: int, key: bytes | None) -> bool:
+        """Add `count` tokens of a request from token `first` on; whether there were rows for them."""
+        start = self._segments[-1].rows.stop if self._segments else 0
+        segment = Segment(start, count, first, one.runs, one.base, tuple(one.older))
+        self._segments.append(segment)
+        if self._scheduler.row_length(self._segments) > self._scheduler.rows:
+            self._segments.pop()
+            return False
+        if key is not None:
+            self.keys.add(key)
+        self.found.append((one, segment))
+        return True
 
 
 def _row_length(segments: Sequence[Segment]) -> int:

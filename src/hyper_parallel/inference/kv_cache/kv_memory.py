@@ -21,6 +21,8 @@ from hyper_parallel.inference.running import Running, StoredPages
 from hyper_parallel.offloading.tiers import Tier
 
 T = TypeVar("T")
+SHORT = 4 << 20
+"""Bytes that are waited for: a read of so many takes about a millisecond."""
 
 
 class KVMemory:
@@ -120,6 +122,10 @@ class KVMemory:
             else:
                 self.tiers.unpin(part.block)
 
+    def holds(self, key: bytes) -> bool:
+        """Whether a page of prompts lies in a tier."""
+        return key in self._stored
+
     def coming(self, key: bytes | None) -> bool:
         """Whether a page of prompts is on its way to the device."""
         return key in self._coming
@@ -141,6 +147,13 @@ class KVMemory:
         self._mover.poll()
         for load in [load for load in self._arriving if load.over]:
             self._arrived(load)
+
+    def finish_short(self) -> None:
+        """Wait for what is on its way where that takes less time than a pass without it. Raises TierError."""
+        if sum(load.block.size for load in self._arriving) <= SHORT:
+            for load in list(self._arriving):
+                self._mover.finish(load)
+            self.poll()
 
     def finish(self, one: Running) -> None:
         """Wait for the pages of a request. Raises TierError."""

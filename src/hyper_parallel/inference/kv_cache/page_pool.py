@@ -63,6 +63,10 @@ class PagePool:
             del self._idle[page], self._page_of[self._key_of.pop(page)]
         self._allocator.release(tuple(Run(page, 1) for page in pages))
 
+    def holds(self, key: bytes) -> bool:
+        """Whether there is a page with this key."""
+        return key in self._page_of
+
     def share(self, key: bytes) -> int | None:
         """The page with this key, with one more user; None if there is none."""
         page = self._page_of.get(key)

@@ -140,7 +140,7 @@ class RunCache:
         if self._budget is None:
             pages = settings.pages or pages_for(requests, settings.batch, self._page)
             pool = PagePool(pages, settings.prefix_cache)
-            scheduler = Scheduler(settings.batch, settings.rows, self._page, pool)
+            scheduler = self._scheduler(settings, pool)
             self._shared = lambda: scheduler.shared
             most = self._check(requests, pages)
             scheduler.waiting.extend(enumerate(requests))
@@ -156,7 +156,7 @@ class RunCache:
         self._check_tiered(requests, memory)
         cache.staging.rows = max(memory.sizes.staging, self._longest(requests) * self.stored)
         pool.reuse = settings.prefix_cache
-        scheduler = Scheduler(settings.batch, settings.rows, self._page, pool, memory)
+        scheduler = self._scheduler(settings, pool, memory)
         self._shared = lambda: scheduler.shared
         scheduler.waiting.extend(enumerate(requests))
         self._busy += 1
@@ -172,6 +172,13 @@ class RunCache:
             raise
         finally:
             self._busy -= 1
+
+    def _scheduler(self, settings: Inference, pool: PagePool, memory: KVMemory | None = None) -> Scheduler:
+        scheduler = Scheduler(settings.batch, settings.rows, self._page, pool, memory)
+        if not self.spare:
+            # The workspace was measured with a segment of each request.
+            scheduler.segments = settings.batch
+        return scheduler
 
     def _opened(self) -> tuple[PagedCache, PagePool, KVMemory]:
         assert self._budget is not None
