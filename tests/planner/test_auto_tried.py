@@ -47,7 +47,7 @@ def _together(
     monkeypatch.setattr(entry, "machine_of", lambda *_: None)
     monkeypatch.setattr(entry, "choose", lambda *_: chosen)
     monkeypatch.setattr(entry, "tried", took)
-    monkeypatch.setattr(entry, "broadcast_from_rank_0", lambda _, text: text)
+    monkeypatch.setattr(entry, "broadcast_text", lambda _, text: text)
     return entry.together(config, ALONE), asked
 
 

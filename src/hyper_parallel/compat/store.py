@@ -26,10 +26,10 @@ def word_left(key: str, seconds: float) -> str | None:
         return None
 
 
-def broadcast_from_rank_0(key: str, text: str | None) -> str:
-    """The text that rank 0 gives under a key, on every rank; the others give None and wait, however long it takes.
+def broadcast_text(key: str, text: str | None) -> str:
+    """The text that one rank gives under a key, on every rank; the others give None and wait, however long it takes.
 
-    A collective without the time limit of one: rank 0 may be at work for longer than a collective may take.
+    A collective without the time limit of one: the rank may be at work for longer than a collective may take.
     """
     if dist.get_world_size() == 1:
         assert text is not None

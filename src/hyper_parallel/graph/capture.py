@@ -83,7 +83,8 @@ def capture(
     try:
         context = replace(current_step(), even_sizes=recorder.sizes.even)
         fused = padded_values() if context.pads_values else contextlib.nullcontext()
-        with recorder.following(), context.installed(), followed(device), recorder, _NothingShown(), fused:
+        shown = _NothingShown(questions is not None)
+        with recorder.following(), context.installed(), followed(device), recorder, shown, fused:
             returned = dict(step())
     except CaptureError as error:
         raise recorder.explained(error) from error
@@ -98,11 +99,18 @@ def capture(
 
 
 class _NothingShown(TorchFunctionMode):
-    """Refuses to show the values of tensors: a graph would not show them again."""
+    """Refuses to show the values of tensors: a graph would not show them again. Numbers in the text of an error or a
+    warning are shown where questions of them are answered (`answers`), which are asked again for other inputs."""
+
+    def __init__(self, answers: bool) -> None:
+        super().__init__()
+        self._answers = answers
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.Tensor.__format__ and self._answers and not args[0].dim():
+            return format(args[0].item(), *args[1:])
         if func in _SHOWN:
             raise CaptureError(
                 f"Tensor.{func.__name__} shows a tensor's values, which are not there before the step runs; "

@@ -25,8 +25,9 @@ summed once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -61,11 +62,15 @@ class Crossing:
     written_by: str
     """The node after which the value is what the other stage uses: the one that computes it, or the last that changes
     it before its use."""
+    place: int | None = None
+    """Among the values that cross from `source` to `target`, where they are counted: graphs of the same micro-batch
+    under other axes have other nodes."""
 
     @property
     def name(self) -> str:
         """The name of its port."""
-        return f"{self.direction}.{self.node}.{self.source}-{self.target}"
+        value = self.node if self.place is None else self.place
+        return f"{self.direction}.{value}.{self.source}-{self.target}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def label(step: StepGraph, stage_of: StageOf, stages: int, *, check_writes: bool
     not: then the labels say where work belongs, and not that the stages could run.
     """
     sources = data_sources(step)
-    repeated = _repeatable(step, sources)
+    repeated = repeatable(step, sources)
     found: dict[fx.Node, int] = {}
     nodes = [node for node in step.nodes if node not in repeated]
     forward = [node for node in nodes if not _is_backward(node)]
@@ -151,7 +156,7 @@ def _is_backward(node: fx.Node) -> bool:
     return bool(region_of(node).phase == "backward")
 
 
-def _repeatable(step: StepGraph, sources: Mapping[fx.Node, Collection[fx.Node]]) -> frozenset[fx.Node]:
+def repeatable(step: StepGraph, sources: Mapping[fx.Node, Collection[fx.Node]]) -> frozenset[fx.Node]:
     """Forward nodes that the batch and buffers decide, as masks; and that parameters and buffers do, as gathers."""
     lasting = {storage: entry.kind for storage, entry in step.outside.items()}
     writers: dict[int, list[fx.Node]] = {}
@@ -237,8 +242,11 @@ def _where(node: fx.Node) -> str:
     return f"{node.target} of {module}" if module else str(node.target)
 
 
-def crossings(step: StepGraph, labels: Labels, wanted: Collection[fx.Node]) -> list[Crossing]:
-    """The values that cross between stages, in the order in which they are used. `wanted`: the nodes that count."""
+def crossings(
+    step: StepGraph, labels: Labels, wanted: Collection[fx.Node], *, counted: bool = False
+) -> list[Crossing]:
+    """The values that cross between stages, in the order in which they are used. `wanted`: the nodes that count.
+    `counted`: their names are their places."""
     found: dict[tuple[fx.Node, int], Crossing] = {}
     wrote: dict[int, fx.Node] = {}
     changed: set[tuple[int, int]] = set()
@@ -264,7 +272,16 @@ def crossings(step: StepGraph, labels: Labels, wanted: Collection[fx.Node]) -> l
                 f"no pipeline can be cut here: {_where(source)} gives stage {target} one tensor in two shapes, and "
                 "that stage changes one; put both modules in one stage"
             )
-    return list(found.values())
+    return _counted(found.values()) if counted else list(found.values())
+
+
+def _counted(crossing: Iterable[Crossing]) -> list[Crossing]:
+    seen: Counter[tuple[int, int]] = Counter()
+    made = []
+    for one in crossing:
+        made.append(replace(one, place=seen[one.source, one.target]))
+        seen[one.source, one.target] += 1
+    return made
 
 
 def _crossing(

@@ -24,7 +24,7 @@ from torch import nn
 
 from hyper_parallel import compat
 from hyper_parallel.compat.collectives import device_type
-from hyper_parallel.compat.store import broadcast_from_rank_0
+from hyper_parallel.compat.store import broadcast_text
 from hyper_parallel.config import RunConfig, from_dict
 from hyper_parallel.errors import ConfigError, HyperParallelError, IntegrationError
 from hyper_parallel.launch import Worker
@@ -73,7 +73,7 @@ def planned(asked: AutoRequest, world: int) -> Strategy:
             found = _chosen(run, world)
         else:
             text = _chosen(run, world) if dist.get_rank() == 0 else None
-            found = broadcast_from_rank_0(f"hyper_parallel/integration/strategy/{next(_calls)}", text)
+            found = broadcast_text(f"hyper_parallel/integration/strategy/{next(_calls)}", text)
         told = json.loads(found)
         if "error" in told:
             raise IntegrationError(told["error"])

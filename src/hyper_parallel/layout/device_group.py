@@ -6,7 +6,7 @@ one mesh has one group, of all ranks, in which place and rank are the same numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
@@ -54,6 +54,23 @@ class DeviceGroup:
         for rank in range(axes.world):
             found[Mesh(*order).coordinate(rank)["pipeline"]].append(rank)
         return tuple(cls(mesh, tuple(ranks), f"pipeline rank {place}") for place, ranks in enumerate(found))
+
+    @classmethod
+    def of_submodels(cls, strategies: Mapping[str, Strategy]) -> tuple[DeviceGroup, ...]:
+        """The device groups of submodels, by name, one after the other; of one with a pipeline a group for each of its
+        places.
+
+        >>> DeviceGroup.of_submodels({"vision": Strategy(), "language": Strategy(axes={"tensor": 2})})[1].ranks
+        (1, 2)
+        """
+        found, first = list[DeviceGroup](), 0
+        for name, strategy in strategies.items():
+            groups = cls.of_pipeline(strategy)
+            for place, group in enumerate(groups):
+                ranks = tuple(first + rank for rank in group.ranks)
+                found.append(cls(group.mesh, ranks, f"{name} {place}" if len(groups) > 1 else name))
+            first += strategy.axes.world
+        return tuple(found)
 
     def place(self, rank: int) -> int:
         """The place of a global rank in the mesh. In a group of one every process is that rank."""

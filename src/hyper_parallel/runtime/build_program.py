@@ -1,8 +1,9 @@
-"""Builds the Program of a pipeline: tasks and ports from the partition's data flow, order from a schedule."""
+"""Builds the Program of a pipeline, or of submodels: tasks and ports from the partition's data flow, order from a
+schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.partition import Crossing
@@ -17,16 +18,47 @@ def pipeline_program(partition: Partition, schedule: Schedule, groups: Sequence[
 
     Raises StrategyError where the schedule has another number of stages, ProgramError where the Program could block.
     """
+    if any(group.mesh != groups[0].mesh for group in groups):
+        raise StrategyError("the stages of a pipeline have equal meshes")
+    return _program(partition, schedule, groups, _port)
+
+
+def submodel_program(
+    partition: Partition,
+    schedule: Schedule,
+    groups: Sequence[DeviceGroup],
+    layouts: Mapping[str, Mapping[str, Layout]],
+) -> Program:
+    """The verified Program of submodels, whose groups may have unlike meshes. `groups`: by rank of the schedule;
+    `layouts`: of each value that crosses, by its name and by group.
+
+    Raises as `pipeline_program` does.
+    """
+    homes = {stage: groups[rank].name for stage, rank in enumerate(schedule.placement)}
+
+    def port(one: Crossing, home: DeviceGroup) -> Port:
+        there = layouts[one.name]
+        dtype = str(one.value.dtype).removeprefix("torch.")
+        taker = homes[one.target]
+        return Port(one.name, there[home.name], dtype, home.name, {taker: there[taker]})
+
+    return _program(partition, schedule, groups, port)
+
+
+def _program(
+    partition: Partition,
+    schedule: Schedule,
+    groups: Sequence[DeviceGroup],
+    port: Callable[[Crossing, DeviceGroup], Port],
+) -> Program:
     if schedule.stages != len(partition.stages):
         raise StrategyError(
             f"schedule {schedule.name} has {schedule.stages} stages, and the model was cut into {len(partition.stages)}"
         )
-    if any(group.mesh != groups[0].mesh for group in groups):
-        raise StrategyError("the stages of a pipeline have equal meshes")
     homes = [groups[rank] for rank in schedule.placement]
     tasks = [task for stage in partition.stages for task in _tasks(stage, homes[stage.number].name)]
     ports = [
-        _port(one, homes[stage.number])
+        port(one, homes[stage.number])
         for stage in partition.stages
         for one in (*stage.sends, *stage.gradients_out)
     ]

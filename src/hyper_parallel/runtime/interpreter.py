@@ -18,6 +18,7 @@ from hyper_parallel.program import Program, Recv, RunPair, Send, Wait, runs_of
 from hyper_parallel.runtime.instruction_loop import InstructionLoop
 from hyper_parallel.runtime.positions import errors_placed, positions
 from hyper_parallel.runtime.rank_transfers import RankTransfers
+from hyper_parallel.runtime.reshard_transfers import ReshardTransfers
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.runtime.transfers import Transfers
 
@@ -44,14 +45,21 @@ class Interpreter(InstructionLoop[Tensor]):
         transfers: Transfers,
         begins: Callable[[int], None] = lambda place: None,
         turns: Mapping[tuple[int, int], Sequence[int]] | None = None,
+        largest_of_copies: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """`state`: parameters and buffers by the names of the graphs' inputs; `rank`: of the run. Ports of the program
         have the names of the partition's crossings. `begins` is called before each instruction, with its place in
         `positions`. `turns`: forward and backward stage of a pair to the order in which its tasks run, 0 for the
         forward and 1 for the backward one (`overlap.merge_tasks`); the same on all ranks of a group. By default they
-        alternate."""
+        alternate. `largest_of_copies`: as of `ReshardTransfers`."""
         device = next(iter(state.values())).device
-        self._transfers = RankTransfers(program, partition, rank, transfers, device, turns)
+        self._transfers: RankTransfers
+        if any(port.received for port in program.ports.values()):
+            self._transfers = ReshardTransfers(
+                program, partition, rank, transfers, device, turns, largest_of_copies
+            )
+        else:
+            self._transfers = RankTransfers(program, partition, rank, transfers, device, turns)
         group = self._transfers.group
         pauses = {
             program.tasks[run.task].stage

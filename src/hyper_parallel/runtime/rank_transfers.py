@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -70,9 +70,15 @@ class RankTransfers:
         return self._program.groups[group].ranks[self.group.place(self._rank)]
 
     @staticmethod
-    def _key(one: Send | Recv | Wait) -> tuple[str, int | None, str]:
+    def _key(one: Send | Recv | Wait) -> tuple[Hashable, ...]:
         other = one.to if isinstance(one, Send) else one.source if isinstance(one, Recv) else one.peer
         return one.port, one.micro_batch, other
+
+    def _messages(self, one: Send | Recv) -> Iterator[tuple[int, str]]:
+        """The ranks at the other end, and what is sent to or received from each."""
+        value = self._ports[one.port].value
+        other = self._peer(one.to if isinstance(one, Send) else one.source)
+        yield other, f"{span(value)} {value.shape} {value.stride} {value.dtype}"
 
     def compare(self) -> None:
         """Raise HyperParallelError where this rank and another one disagree on what they send each other: to be called
@@ -80,15 +86,11 @@ class RankTransfers:
         mine: dict[str, str] = {}
         for one in self._orders[0]:
             if isinstance(one, Send | Recv):
-                out = isinstance(one, Send)
-                other = self._peer(one.to if isinstance(one, Send) else one.source)
-                channel = f"{self._rank} to {other}" if out else f"{other} to {self._rank}"
-                value = self._ports[one.port].value
-                carried = (
-                    f"{one.port} {one.micro_batch} {span(value)} {value.shape} {value.stride} {value.dtype}"
-                )
-                before = mine.get(channel, "")
-                mine[channel] = hashlib.blake2b(f"{before}{carried}".encode(), digest_size=16).hexdigest()
+                for other, carried in self._messages(one):
+                    out = isinstance(one, Send)
+                    channel = f"{self._rank} to {other}" if out else f"{other} to {self._rank}"
+                    text = f"{mine.get(channel, '')}{one.port} {one.micro_batch} {carried}"
+                    mine[channel] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         order = hashlib.blake2b(repr(self._orders).encode(), digest_size=16).hexdigest()
         everyone: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(everyone, json.dumps({**mine, "order": order}))

@@ -97,7 +97,10 @@ def parallelize(
     # The stages of a pipeline are recomputed in their graphs, by the counts of their own layers.
     recomputed = recomputed_modules(model, strategy) if pipeline is None else []
 
-    unseen = like is None and not check_before_training(model, strategy, plan, _on_simulated_ranks)
+    decides = pipeline.first_alike if pipeline is not None else 0
+    unseen = like is None and not check_before_training(
+        model, strategy, plan, _on_simulated_ranks, decides=decides
+    )
     original = skeleton if skeleton is not None or not unseen else without_values(model)
 
     gathers = lowering == "traceable"
@@ -113,7 +116,7 @@ def parallelize(
         _ = axes[name]
     attach(ShardedModel(model, strategy, plan, axes, skeleton, routing, pipeline))
     if unseen and original is not None:
-        check_on_first_call(model, original, strategy, plan, _on_simulated_ranks)
+        check_on_first_call(model, original, strategy, plan, _on_simulated_ranks, decides)
     return model
 
 

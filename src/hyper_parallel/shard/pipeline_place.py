@@ -1,4 +1,4 @@
-"""This rank's place in a pipeline: the device groups, and which of them hold which parameters."""
+"""This rank's place in a pipeline, or among submodels: the device groups, and which of them hold which parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class PipelinePlace:
-    """The device groups in the order of the pipeline, and the group of this rank."""
+    """The device groups in the order of the pipeline, or of the submodels' declaration, and the group of this rank."""
 
     groups: tuple[DeviceGroup, ...]
     index: int
@@ -38,6 +38,11 @@ class PipelinePlace:
     def devices(self) -> DeviceGroup:
         """This rank's group."""
         return self.groups[self.index]
+
+    @property
+    def first_alike(self) -> int:
+        """The first rank of the run that has the mesh of this one."""
+        return int(next(group.ranks[0] for group in self.groups if group.mesh == self.devices.mesh))
 
     def holders(self, name: str) -> tuple[DeviceGroup, ...]:
         """The groups that hold a parameter or buffer."""

@@ -80,7 +80,9 @@ class ShardedModel:
     @property
     def world(self) -> int:
         """The ranks of the run."""
-        return self.mesh.world * (1 if self.pipeline is None else len(self.pipeline.groups))
+        if self.pipeline is None:
+            return self.mesh.world
+        return sum(group.mesh.world for group in self.pipeline.groups)
 
     @property
     def coordinate(self) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class MicroBatch:
     """int64 [B]: the index in the step's global batch of each row; random numbers are a function of it."""
     several: bool | None = None
     """Whether some row may hold several documents; None where nobody looked."""
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else the model takes, by keyword: ``pixel_values``."""
 
 
 @dataclass(frozen=True)

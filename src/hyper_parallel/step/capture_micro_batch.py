@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.graph import StepGraph, capture
 from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.graph.gradient_sums import UNREDUCED, UNSUMMED
+from hyper_parallel.graph.guards import Question, Questions
 from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.step_context import current_step
@@ -27,6 +28,7 @@ from hyper_parallel.step.micro_batch import (
     LOSS,
     MICRO_FIELDS,
     WEIGHT,
+    blank_like,
     blank_micro_batch,
     boundary_values,
     gradients_to,
@@ -56,26 +58,45 @@ def capture_micro_batch(
 
     Raises CaptureError where the micro-batch cannot be followed.
     """
-    return captured_by_periods(
-        recipe, lambda: _captured(recipe, rows, length, micro_batches, documents, device)
-    )
+
+    def captured() -> StepGraph:
+        return _captured(
+            recipe, lambda: blank_micro_batch(rows, length, device), micro_batches, documents, device
+        )
+
+    return captured_by_periods(recipe, captured)
+
+
+def capture_micro_batch_like(
+    recipe: GradientRecipe,
+    micro: MicroBatch,
+    micro_batches: int,
+    *,
+    documents: bool = False,
+    device: torch.device | str = "cpu",
+) -> tuple[StepGraph, list[Question]]:
+    """As `capture_micro_batch`, with the shapes of `micro` and all that its model takes; and what the model asks of its
+    values: the graph is right for inputs with the same answers."""
+    questions = Questions(fields_of(micro))
+    step = _captured(recipe, lambda: blank_like(micro, device), micro_batches, documents, device, questions)
+    return step, questions.asked
 
 
 def _captured(
     recipe: GradientRecipe,
-    rows: int,
-    length: int,
+    blank: Callable[[], MicroBatch],
     micro_batches: int,
     documents: bool,
     device: torch.device | str,
+    questions: Questions | None = None,
 ) -> StepGraph:
-    """As `capture_micro_batch`, of the layers that run."""
+    """Of the layers that run."""
     mode = fake_mode_with_symbols()
     boundaries = GatherBoundaries()
     recipe = replace(recipe, handle=replace(recipe.handle, gathers=boundaries), model=recipe.model.train())
     with faked(recipe.model, mode, device):
         with mode:
-            micro = blank_micro_batch(rows, length, device)
+            micro = blank()
             step = torch.zeros((), dtype=torch.int64, device=device)
             tokens = torch.ones((), device=device)
         body = _Body(recipe, boundaries, micro, micro_batches, documents, step, tokens)
@@ -84,7 +105,11 @@ def _captured(
         try:
             with mode, context.installed():
                 found = capture(
-                    body, {**module_state(recipe.model), **inputs}, recipe.model, lambda: body.gradients
+                    body,
+                    {**module_state(recipe.model), **inputs},
+                    recipe.model,
+                    lambda: body.gradients,
+                    questions=questions,
                 )
                 found.groups = recipe.handle.axes.process_groups()
                 found.balanced = context.even_load is not None and bool(recipe.handle.plan.experts)
@@ -142,7 +167,8 @@ def capture_evaluation(
 
 def fields_of(micro: MicroBatch) -> dict[str, Tensor]:
     """What the graph of an evaluation is given besides the model's state."""
-    return {f"micro.{key}": getattr(micro, key) for key in MICRO_FIELDS}
+    given = {**{key: getattr(micro, key) for key in MICRO_FIELDS}, **micro.extra}
+    return {f"micro.{key}": value for key, value in given.items()}
 
 
 def batch_of(micro: MicroBatch, step: Tensor, tokens: Tensor) -> dict[str, Tensor]:

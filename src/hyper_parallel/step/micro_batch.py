@@ -54,6 +54,18 @@ def blank_micro_batch(rows: int, length: int, device: torch.device | str) -> Mic
     return MicroBatch(ids, labels, positions, torch.arange(rows, device=device))
 
 
+def blank_like(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
+    """As `blank_micro_batch`, with the shapes of another one and all that its model takes."""
+
+    def blank(one: Tensor) -> Tensor:
+        return torch.zeros(one.shape, dtype=one.dtype, device=device)
+
+    ids, labels, positions, rows = (blank(getattr(micro, key)) for key in MICRO_FIELDS)
+    return MicroBatch(
+        ids, labels, positions, rows, extra={name: blank(one) for name, one in micro.extra.items()}
+    )
+
+
 def trained(recipe: GradientRecipe) -> dict[nn.Parameter, str]:
     """The parameters that have gradients, and their names."""
     return {one.parameter: one.name for one in recipe.handle.parameters() if one.parameter.requires_grad}
@@ -103,6 +115,7 @@ def loss_of(
             tokens,
             recipe.loss,
             micro_batches=micro_batches,
+            **micro.extra,
         )
         # In this thread, on any device: an engine's own thread would not know the phase.
         with phase("backward"), torch.autograd.set_multithreading_enabled(False):

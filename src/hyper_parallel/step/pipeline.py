@@ -264,7 +264,10 @@ class Pipeline:
             row_numbers = torch.arange(begin, begin + count)
         rows["rows"] = row_numbers.to(self._device)
         return _Batch(
-            [MicroBatch(**one, several=several) for one in self._cut(rows, count)],
+            [
+                MicroBatch(one["input_ids"], one["labels"], one["position_ids"], one["rows"], several=several)
+                for one in self._cut(rows, count)
+            ],
             tokens,
             several,
         )

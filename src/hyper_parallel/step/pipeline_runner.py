@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,10 @@ class PipelineRunner:
         handle: ShardedModel,
         peers: Mapping[tuple[int, ...], dist.ProcessGroup],
         transfers: Transfers,
+        largest_of_copies: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """The model has its values; those of other stages are on the meta device. `peers`: as of `peers_of`. A
-        collective."""
+        """The model has its values; those of other stages are on the meta device. `peers`: as of `peers_of`;
+        `largest_of_copies`: as of `Interpreter`. A collective."""
         place = handle.pipeline
         assert place is not None, "the model was parallelized for a pipeline"
         self._plan, self._handle = plan, handle
@@ -61,6 +62,7 @@ class PipelineRunner:
             transfers,
             pulse.instruction,
             plan.turns,
+            largest_of_copies,
         )
         self._interpreter.compare()
         self._gather = _ready(plan.stages.gather(mine))

@@ -65,7 +65,7 @@ def _readable(found: Path) -> Iterator[Path]:
         return
     key = f"hyper_parallel/exported/{next(_COUNT)}"
     if dist.get_rank() != 0:
-        written = Path(store.broadcast_from_rank_0(key, None))
+        written = Path(store.broadcast_text(key, None))
         if not written.is_dir():
             raise ConfigError(
                 f"{found}: a checkpoint is exported on the first machine only; write it to a folder that all machines "
@@ -76,7 +76,7 @@ def _readable(found: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as temporary:
         written = export(found, Path(temporary) / "model")
-        yield Path(store.broadcast_from_rank_0(key, str(written)))
+        yield Path(store.broadcast_text(key, str(written)))
         dist.barrier()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hyper_parallel.compat.store import broadcast_from_rank_0
+from hyper_parallel.compat.store import broadcast_text
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker
@@ -57,7 +57,7 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
             text = json.dumps(told)
         except HyperParallelError as error:
             text = json.dumps({"error": str(error)})
-    told = json.loads(broadcast_from_rank_0(_KEY, text))
+    told = json.loads(broadcast_text(_KEY, text))
     if "error" in told:
         raise ConfigError(told["error"])
     choices = [Choice(one["laid"], one["name"], tuple(one["lines"])) for one in told["choices"]]

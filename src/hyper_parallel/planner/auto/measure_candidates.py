@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.compat.store import address, broadcast_from_rank_0, is_left, leave_word, word_left
+from hyper_parallel.compat.store import address, broadcast_text, is_left, leave_word, word_left
 from hyper_parallel.config import RunConfig
 from hyper_parallel.launch import Worker
 from hyper_parallel.launch.heartbeat import pulse
@@ -68,7 +68,7 @@ def tried(
     """
     found: list[float | None] = [None] * len(runs)
     clock, places = Clock(seconds, worker), range(len(runs))
-    secret = broadcast_from_rank_0(_KEY, secrets.token_hex(16) if worker.rank == 0 else None)
+    secret = broadcast_text(_KEY, secrets.token_hex(16) if worker.rank == 0 else None)
     for group in [places] if at_once else [[place] for place in places]:
         trials: dict[int, Trial] = {}
         once: dict[int, float] = {}

@@ -53,25 +53,43 @@ class Unchecked:
 
 
 def check_before_training(
-    model: nn.Module, strategy: Strategy, plan: Plan, spread: Spread, vocabulary: int | None = None
+    model: nn.Module,
+    strategy: Strategy,
+    plan: Plan,
+    spread: Spread,
+    vocabulary: int | None = None,
+    decides: int = 0,
 ) -> bool:
     """Check a causal language model on random tokens. Returns False where its calls are not known yet.
 
     `model`: as it is before any strategy; it is not changed. `vocabulary`: of a model that is not Transformers'.
-    A collective where there are several ranks. Raises StrategyError on every rank when the strategy is wrong.
+    `decides`: the rank that checks for those with the same strategy. A collective where there are several ranks. Raises
+    StrategyError on every rank when the strategy is wrong.
     """
     if not needed(model, strategy):
         return True
     size = _vocabulary_of(model) or vocabulary
     if size is None:
         return False
-    _decided(model, strategy, plan, [TokenCall(size, 0, 0), TokenCall(size, 0, 0, positions=False)], spread)
+    _decided(
+        model,
+        strategy,
+        plan,
+        [TokenCall(size, 0, 0), TokenCall(size, 0, 0, positions=False)],
+        spread,
+        decides,
+    )
     model.__dict__[_CHECKED] = strategy
     return True
 
 
 def check_on_first_call(
-    model: nn.Module, original: nn.Module, strategy: Strategy, plan: Plan, spread: Spread
+    model: nn.Module,
+    original: nn.Module,
+    strategy: Strategy,
+    plan: Plan,
+    spread: Spread,
+    decides: int = 0,
 ) -> None:
     """Check a parallelized model when it is first called with gradients: until then nobody knows how.
 
@@ -89,7 +107,7 @@ def check_on_first_call(
                 owner, _, own = name.rpartition(".")
                 if name in values and buffer.is_meta:
                     original.get_submodule(owner)._buffers[own] = values[name].detach().cpu().clone()
-            _decided(original, strategy, plan, [SeenCall.of(args, kwargs)], spread)
+            _decided(original, strategy, plan, [SeenCall.of(args, kwargs)], spread, decides)
         return forward(*args, **kwargs)
 
     wrap(model, wrapper)
@@ -107,29 +125,29 @@ def needed(model: nn.Module, strategy: Strategy) -> bool:
 
 
 _FAILED = {"failed": True}
-"""In the place of a verdict, when rank 0 was stopped or failed before it had one."""
+"""In the place of a verdict, when the rank that decides was stopped or failed before it had one."""
 
 
 def _decided(
-    model: nn.Module, strategy: Strategy, plan: Plan, calls: list[SampleCall], spread: Spread
+    model: nn.Module, strategy: Strategy, plan: Plan, calls: list[SampleCall], spread: Spread, decides: int
 ) -> None:
-    """Rank 0's verdict on every rank."""
+    """The verdict of the rank that decides on every rank."""
     global _asked
     _asked += 1
-    key, refusal = f"hyper-parallel/check/{_asked}", None
-    mine = not dist.is_initialized() or dist.get_rank() == 0
+    key, refusal = f"hyper-parallel/check/{decides}/{_asked}", None
+    mine = not dist.is_initialized() or dist.get_rank() == decides
     if mine:
         try:
             refusal = _refusal(model, strategy, plan, calls, spread)
         except BaseException:
             # The others wait for a word.
             if dist.is_initialized():
-                store.broadcast_from_rank_0(key, json.dumps(_FAILED))
+                store.broadcast_text(key, json.dumps(_FAILED))
             raise
     if dist.is_initialized():
-        refusal = json.loads(store.broadcast_from_rank_0(key, json.dumps(refusal) if mine else None))
+        refusal = json.loads(store.broadcast_text(key, json.dumps(refusal) if mine else None))
         if refusal == _FAILED:
-            raise FollowsError("rank 0 did not finish the check of the strategy; it says why")
+            raise FollowsError(f"rank {decides} did not finish the check of the strategy; it says why")
     if refusal:
         raise StrategyError(refusal)
 

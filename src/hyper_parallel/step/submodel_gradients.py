@@ -1,0 +1,60 @@
+"""Gradients of parameters that several submodels train together: the sum of what each has computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.step.pipeline_gradients import shared_gradients
+from hyper_parallel.step.pipeline_plan import PipelinePlan
+
+
+@dataclass(frozen=True)
+class SharedGradients:
+    """This rank's shared parameters, and the process group of all ranks that hold each."""
+
+    handle: ShardedModel
+    groups: dict[str, dist.ProcessGroup]
+    """By parameter, in an order that is the same on all ranks."""
+
+    @classmethod
+    def of(cls, plan: PipelinePlan, handle: ShardedModel) -> SharedGradients:
+        """Make the process groups. A collective: every rank makes as many, one with itself alone in place of each that
+        it is not in, since torch names a group by how many its process has."""
+        place = handle.pipeline
+        assert place is not None, "the model was spread over device groups"
+        shared = shared_gradients(plan)
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for holders in sorted(set(shared.values())):
+            ranks = sorted(rank for index in holders for rank in place.groups[index].ranks)
+            mine = ranks if place.index in holders else [handle.rank]
+            group: dist.ProcessGroup | None = dist.new_group(mine, use_local_synchronization=True)
+            if group is None:
+                raise HyperParallelError(
+                    f"rank {handle.rank} is not one of the ranks {mine} that share weights"
+                )
+            if place.index in holders:
+                made[holders] = group
+        return cls(handle, {name: made[holders] for name, holders in shared.items() if holders in made})
+
+    def add_up(self) -> None:
+        """Give each shared parameter the sum of all groups' gradients. A collective of the groups that share some."""
+        place = self.handle.pipeline
+        assert place is not None, "the model was spread over device groups"
+        named = {one.name: one for one in self.handle.owned()}
+        for name, group in self.groups.items():
+            one = named[name]
+            gradient = one.parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(one.local)
+            # Other groups have cut it otherwise. Each counts once.
+            whole: Tensor = self.handle.gather(gradient, one.layout).contiguous()
+            if self.handle.rank != place.devices.ranks[0]:
+                whole = torch.zeros_like(whole)
+            dist.all_reduce(whole, group=group)
+            one.parameter.grad = self.handle.cut(whole, one.layout).contiguous().view_as(one.local)

@@ -1,0 +1,306 @@
+"""Submodels in a training loop of the user's own: parts of a model, each on its own devices with its own axes.
+
+    parts = hp.submodels(
+        model,
+        {
+            "vision": {"modules": ["model.vision_tower", "model.multi_modal_projector"], "devices": 1},
+            "language": {"axes": {"tensor": 2}},
+        },
+        batch,
+        micro_batches=8,
+    )
+    loss = parts.forward_backward(batches)
+
+The model's code does not change: each device group captures the step of the whole model under its own axes and runs its
+own part of the graph, and values that cross between the groups are cut and brought together as their axes say. With
+L(x) the loss of a token,
+
+    loss = Σ L / T,      T = valid tokens of all rows
+
+so that gradients and loss are those of one device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_parallel.config.train import LossConfig
+from hyper_parallel.errors import DataError, StrategyError
+from hyper_parallel.layout import DeviceGroup
+from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.shard import ShardedModel, parallelize, sharded
+from hyper_parallel.shard.hooks import wrap
+from hyper_parallel.shard.loss import valid_tokens
+from hyper_parallel.shard.model_structure import without_values
+from hyper_parallel.shard.pipeline_place import PipelinePlace
+from hyper_parallel.shard.process_mesh import DATA_AXES
+from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.submodel_modules import assigned_modules, submodel_of
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.capture_micro_batch import fields_of
+from hyper_parallel.step.pipeline_build import MakeTransfers
+from hyper_parallel.step.pipeline_runner import PipelineRunner
+from hyper_parallel.step.recipe import GradientRecipe
+from hyper_parallel.step.submodel_gradients import SharedGradients
+from hyper_parallel.step.submodel_plan import Parts, SubmodelPlan, SubmodelPlanner
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy.submodels import Submodel, read_submodels
+
+log = logging.getLogger(__name__)
+
+Rows = Mapping[str, Tensor]
+"""Tensors by name, whose first dim is rows."""
+Inputs = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+"""Rows to keyword arguments of the model."""
+
+
+def submodels(
+    model: nn.Module,
+    submodels: Mapping[str, Submodel | Mapping[str, Any]],
+    batch: Rows,
+    *,
+    micro_batches: int,
+    strategy: Strategy | None = None,
+    inputs: Inputs = dict,
+    seed: int = 0,
+    loss: LossConfig | None = None,
+    device: torch.device | str | None = None,
+) -> Submodels:
+    """Spread the submodels of `model` over the ranks, in the order of their declaration.
+
+    Each rank keeps the parameters of its submodel; the others go to the meta device. The model may have values, equal
+    on every rank, or be on the meta device: `init_weights` or `load_weights` then fill what this rank keeps.
+
+    `batch`: all rows of one micro-batch, equal on every rank: ``input_ids`` and ``labels``, int64 [B, S], and what else
+    the model takes. Labels are shifted: the label at a position is the token after it, and -100 bears no loss. Ranks
+    whose axes `replicate` and `shard` are above 1 compute a part of the rows, and B must divide by their product.
+    `inputs` makes the model's keyword arguments from rows, where they are not the same: patches of all images in one
+    tensor, for one. `strategy`: what all submodels have in common (precision, memory.shard, memory.recompute); its axes
+    are 1. `seed`: of dropout. `loss`: as `train.loss` of a run file. `device`: where the steps run; left out, where the
+    model's values are, or the CPU.
+
+    A collective. Raises StrategyError for submodels that overlap or leave weights out, that need each other's values,
+    or that do not fit the ranks.
+    """
+    named = read_submodels(submodels)
+    if micro_batches < 1:
+        raise StrategyError(f"hp.submodels: micro_batches must be at least 1; got {micro_batches}")
+    base = strategy or Strategy()
+    if base.axes.world > 1:
+        raise StrategyError(
+            f"hp.submodels: axes ({base.axes.product}) are those of each submodel; name them there"
+        )
+    if base.memory.device is not None:
+        raise StrategyError("hp.submodels: memory.device is not supported beside submodels; leave it out")
+    assigned = assigned_modules(model, named)
+    strategies = {
+        name: Strategy.model_validate({**base.model_dump(), "axes": one.axes}) for name, one in named.items()
+    }
+    groups = DeviceGroup.of_submodels(strategies)
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    wanted = sum(one.axes.world for one in named.values())
+    if world != wanted:
+        devices = ", ".join(f"{name} {one.axes.world}" for name, one in named.items())
+        raise StrategyError(
+            f"the submodels have {wanted} devices ({devices}), and there "
+            f"{'is 1 process' if world == 1 else f'are {world} processes'}; start {wanted} "
+            f"(torchrun --nproc-per-node {wanted} …) and call init_process_group first"
+        )
+    rank = dist.get_rank()
+    place = PipelinePlace(groups, next(at for at, group in enumerate(groups) if rank in group.ranks))
+    pipelines = tuple(one.axes.pipeline for one in named.values())
+    parts = Parts(tuple(named), pipelines, submodel_of(assigned))
+    own = strategies[parts.names[parts.of_group(place.index)[0]]]
+    where = torch.device(device) if device is not None else _device_of(model)
+    try:
+        shadow = without_values(model)
+    # A module of the user's may hold what cannot be copied.
+    except Exception as error:
+        raise StrategyError(
+            f"submodels are cut from a copy of the model, and it cannot be copied: {error}"
+        ) from error
+    parallelize(shadow, own, lowering="traceable", pipeline=place)
+    recipe = GradientRecipe(shadow, sharded(shadow), seed=seed, loss=loss or LossConfig())
+    planner = SubmodelPlanner(recipe, parts, where, _told)
+    rows = _Rows(batch, inputs, place.devices, where)
+    found = planner.training(rows.share(batch, 0, place), rows.doubled(batch, place), micro_batches)
+    parallelize(
+        model,
+        own,
+        lowering="traceable",
+        like=recipe.handle,
+        pipeline=replace(place, owners=found.plan.owners),
+    )
+    wrap(model, _refuse_call)
+    return Submodels(sharded(model), found, rows, micro_batches)
+
+
+class Submodels:
+    """A model whose parts run on devices of their own, and the passes over its micro-batches."""
+
+    def __init__(
+        self,
+        handle: ShardedModel,
+        found: SubmodelPlan,
+        rows: _Rows,
+        micro_batches: int,
+        transfers: MakeTransfers = ProcessTransfers,
+    ) -> None:
+        self.handle, self._found, self._rows, self._count = handle, found, rows, micro_batches
+        self._runner: PipelineRunner | None = None
+        self._transfers = transfers
+        self._shared = SharedGradients.of(found.plan, handle)
+
+    @property
+    def plan(self) -> str:
+        """The submodels, their devices, and what crosses between them, a line each."""
+        assert self.handle.pipeline is not None
+        groups = self.handle.pipeline.groups
+        lines = [f"{group.name}: ranks {', '.join(map(str, group.ranks))}" for group in groups]
+        return "\n".join([*lines, *self._found.crossing, f"schedule: {self._found.plan.schedule.name}"])
+
+    def forward_backward(self, batch: Rows, *, step: int = 0, tokens: float | None = None) -> Tensor:
+        """Run the forward and backward passes of a step; its loss, fp32 [], the same number on every rank.
+
+        `batch`: all rows of the step, equal on every rank: `micro_batches` times those that `submodels` was given, with
+        the same names and shapes. Afterwards ``parameter.grad`` of every parameter that this rank holds has the
+        gradient of the whole step added to it; `hp.sharded(model).grad_norm()` and `clip` are over all submodels.
+
+        `tokens`: what the sum of losses is divided by; left out, the valid tokens of the batch. Dropout is a function
+        of `step`, its number. A collective. Raises DataError, on all ranks, for other rows than were planned for.
+        """
+        handle, place = self.handle, self.handle.pipeline
+        assert place is not None
+        problem = self._rows.problem(batch, self._count)
+        micro: list[MicroBatch] = []
+        if problem is None:
+            micro = [self._rows.share(batch, at, place) for at in range(self._count)]
+            problem = self._asked_otherwise(micro)
+        wrong = handle.over_all_ranks(torch.tensor(float(problem is not None), device=handle.device))
+        if problem is not None:
+            raise DataError(problem)
+        if wrong:
+            raise DataError("the rows of another rank cannot be computed; its own error says why")
+        count = float(valid_tokens(batch["labels"])) if tokens is None else tokens
+        if not count:
+            raise DataError("no token of the rows bears loss; check that labels are not all -100")
+        divisor = torch.tensor(count, device=handle.device)
+        if self._runner is None:
+            same = tuple(axis for axis in handle.mesh.names if axis not in ROW_AXES)
+            copies = any(handle.mesh.size(axis) > 1 for axis in same)
+            self._runner = PipelineRunner(
+                self._found.plan,
+                handle,
+                {},
+                self._transfers(handle.rank),
+                (lambda told: handle.all_reduce(told, same, "max")) if copies else None,
+            )
+        before = {one.name: one.parameter.grad for one in handle.owned()}
+        part = self._runner.train(StepBatch(step, [], micro, divisor), divisor)
+        self._shared.add_up()
+        for one in handle.owned():
+            earlier, new = before[one.name], one.parameter.grad
+            if earlier is not None:
+                one.parameter.grad = earlier if new is None else earlier.add_(new)
+        return handle.over_all_ranks(part * handle.axes.speaks(LOSS_AXES, handle.rank))
+
+    def _asked_otherwise(self, micro: list[MicroBatch]) -> str | None:
+        for at, one in enumerate(micro):
+            given = fields_of(one)
+            for question in self._found.questions:
+                if not question.holds(given):
+                    return (
+                        f"micro-batch {at}: the model asks a question of its inputs' values, and the answer is "
+                        f"{question.of(given)} where it was {question.answer} for the batch that hp.submodels was "
+                        "given; give it a batch like this one (as many image tokens as features, the same image grid)"
+                    )
+        return None
+
+
+class _Rows:
+    """How a step's rows are cut into micro-batches and shares."""
+
+    def __init__(self, like: Rows, inputs: Inputs, group: DeviceGroup, device: torch.device) -> None:
+        """`like`: the rows of one micro-batch. Raises StrategyError."""
+        for name in ("input_ids", "labels"):
+            if name not in like or like[name].dim() != 2:
+                raise StrategyError(f"hp.submodels: batch has no {name!r}, int64 [B, S]")
+        self._shapes = {name: tuple(one.shape) for name, one in like.items()}
+        self._inputs, self._device = inputs, device
+        self._count = like["input_ids"].size(0)
+        other = next((name for name, shape in self._shapes.items() if shape[:1] != (self._count,)), None)
+        if other is not None:
+            raise StrategyError(
+                f"hp.submodels: batch has {self._count} rows, and {other!r} is {list(self._shapes[other])}; its first "
+                "dim must be rows (inputs=... makes what the model takes from them)"
+            )
+        self._data = group.mesh.size(DATA_AXES)
+        if self._count % self._data:
+            raise StrategyError(
+                f"submodels.{group.name}: a micro-batch of {self._count} rows is not divided by replicate · shard = "
+                f"{self._data}; give micro-batches of a multiple of it"
+            )
+
+    def problem(self, batch: Rows, micro_batches: int) -> str | None:
+        """Why a step's rows cannot be computed, in words."""
+        wanted = {name: (micro_batches * shape[0], *shape[1:]) for name, shape in self._shapes.items()}
+        given = {name: tuple(one.shape) for name, one in batch.items()}
+        if given == wanted:
+            return None
+        name = next(name for name in {**wanted, **given} if given.get(name) != wanted.get(name))
+        return (
+            f"{name} is {list(given[name]) if name in given else 'missing'} and must be "
+            f"{list(wanted[name]) if name in wanted else 'left out'}: {micro_batches} micro-batches of the shapes that "
+            "hp.submodels was given"
+        )
+
+    def share(self, batch: Rows, micro_batch: int, place: PipelinePlace) -> MicroBatch:
+        """This rank's rows of a micro-batch."""
+        size = self._count // self._data
+        index = place.devices.index(DATA_AXES, dist.get_rank())
+        first = micro_batch * self._count + index * size
+        return self._micro({name: one[first : first + size] for name, one in batch.items()}, first)
+
+    def doubled(self, batch: Rows, place: PipelinePlace) -> MicroBatch:
+        """Twice this rank's rows of one micro-batch."""
+        size = self._count // self._data
+        first = place.devices.index(DATA_AXES, dist.get_rank()) * size
+        mine = {name: one[first : first + size] for name, one in batch.items()}
+        return self._micro({name: torch.cat([one, one]) for name, one in mine.items()}, first)
+
+    def _micro(self, rows: Mapping[str, Tensor], first: int) -> MicroBatch:
+        given = {name: one.to(self._device) for name, one in rows.items()}
+        labels = given.pop("labels")
+        made = dict(self._inputs(given))
+        ids = made.pop("input_ids")
+        positions = made.pop("position_ids", None)
+        if positions is None:
+            positions = torch.arange(ids.size(1), device=self._device).repeat(ids.size(0), 1)
+        numbers = torch.arange(first, first + ids.size(0), device=self._device)
+        return MicroBatch(ids, labels, positions, numbers, several=False, extra=made)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    found = next((one.device for one in model.parameters() if not one.is_meta), None)
+    return torch.device("cpu") if found is None else found
+
+
+def _told(found: Any) -> list[Any]:
+    """What every rank has found. A collective."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, found)
+    return told
+
+
+def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
+    raise StrategyError(
+        "the model is spread over submodels, and no rank holds all of it; in place of calling it, give the rows of a "
+        "step to forward_backward of what hp.submodels returned"
+    )
