@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from hyper_parallel.compat.dispatch import TorchDispatchMode, next_sequence, outside_modes, running_backward
 from hyper_parallel.compat.fake_kernels import fake_kernel
 from hyper_parallel.compat.fake_process_group import is_fake
+from hyper_parallel.compat.symbolic_sizes import expression, is_symbolic
 from hyper_parallel.errors import CaptureError, HyperParallelError
 from hyper_parallel.graph.capture_errors import explained
 from hyper_parallel.graph.dead_code import trim
@@ -125,6 +126,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module | None, questions: Questions | None = None) -> None:
         super().__init__()
         self._questions = questions or Questions({})
+        self._asks_sizes = questions is not None
         self._names = {module: name for name, module in model.named_modules()} if model is not None else {}
         self._layer_named = layer_finder(self._names.values())
         self._last: Any = None
@@ -212,7 +214,36 @@ class _Recorder(TorchDispatchMode):
         node = self._graph.call_function(func, nodes, named)
         node.meta.update(self._where())
         node.meta["value"] = self._results(result, node)
+        if isinstance(result, torch.Tensor):
+            return self._sized(result, node)
+        if isinstance(result, tuple) and any(isinstance(part, torch.Tensor) for part in result):
+            return tuple(
+                self._sized(part, part.__dict__[_ATTRIBUTE][1]) if isinstance(part, torch.Tensor) else part
+                for part in result
+            )
         return result
+
+    def _sized(self, result: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        """A tensor with known sizes in place of one whose sizes inputs decide (`nonzero`), which are questions of them;
+        the same where there is none, or nobody answers."""
+        if not self._asks_sizes:
+            return result
+        unknown = [dim for dim, size in enumerate(result.shape) if is_symbolic(size)]
+        made = [self.sizes.nodes.get(expression(result.shape[dim])) for dim in unknown]
+        # Others have the size of what they are made of.
+        if not unknown or any(size is None or size.args[0] is not node for size in made):
+            return result
+        shape = list(result.shape)
+        for dim in unknown:
+            size = self._questions.ask(
+                node, self._graph, self._inputs, self._storages, self._constants, dim
+            )
+            if size is None:
+                return result
+            shape[dim] = int(size)
+        known = result.new_empty(shape)
+        node.meta["value"] = self._results(known, node)
+        return known
 
     def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A real tensor, just made of numbers, as the graph's own: each run begins with a copy of it."""

@@ -31,11 +31,14 @@ class Question:
 
     asks: Executable
     answer: Number
+    dim: int | None = None
+    """Of a tensor whose size the data decide: the dim whose size is asked; None for a number in a tensor."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Number:
         """The answer for other inputs, by their names; of the same shapes."""
         with outside_modes(), torch.no_grad():
-            return _number(self.asks.run(tensors)["answer"])
+            found = self.asks.run(tensors)["answer"]
+            return _number(found) if self.dim is None else found.size(self.dim)
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether it is the same."""
@@ -57,8 +60,10 @@ class Questions:
         inputs: list[Input],
         storages: list[Storage],
         constants: Mapping[str, torch.Tensor],
+        dim: int | None = None,
     ) -> Number | None:
-        """The one element of what `of` gives; None where it is not computed from the tensors alone.
+        """The one element of what `of` gives, or its size along `dim`; None where it is not computed from the tensors
+        alone.
 
         `graph`: so far, with its inputs, storages and constants.
         """
@@ -77,9 +82,8 @@ class Questions:
         last = alone.output((copied[of],))
         last.meta = dict(of.meta)
         asks = executable(StepGraph(alone, given, ["answer"], storages, dict(constants)))
-        question = Question(asks, math.nan)
-        answer = question.of(self._tensors)
-        self.asked.append(Question(asks, answer))
+        answer = Question(asks, math.nan, dim).of(self._tensors)
+        self.asked.append(Question(asks, answer, dim))
         return answer
 
     @staticmethod

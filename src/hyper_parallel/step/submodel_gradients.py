@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.step.pipeline_gradients import shared_gradients
 from hyper_parallel.step.pipeline_plan import PipelinePlan
@@ -24,20 +23,15 @@ class SharedGradients:
 
     @classmethod
     def of(cls, plan: PipelinePlan, handle: ShardedModel) -> SharedGradients:
-        """Make the process groups. A collective: every rank makes as many, one with itself alone in place of each that
-        it is not in, since torch names a group by how many its process has."""
+        """Make the process groups. A collective: all ranks make all groups, since torch names one that its own ranks
+        make by how many each of them has, and device groups of unlike axes have made unlike numbers."""
         place = handle.pipeline
         assert place is not None, "the model was spread over device groups"
         shared = shared_gradients(plan)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for holders in sorted(set(shared.values())):
             ranks = sorted(rank for index in holders for rank in place.groups[index].ranks)
-            mine = ranks if place.index in holders else [handle.rank]
-            group: dist.ProcessGroup | None = dist.new_group(mine, use_local_synchronization=True)
-            if group is None:
-                raise HyperParallelError(
-                    f"rank {handle.rank} is not one of the ranks {mine} that share weights"
-                )
+            group: dist.ProcessGroup = dist.new_group(ranks)
             if place.index in holders:
                 made[holders] = group
         return cls(handle, {name: made[holders] for name, holders in shared.items() if holders in made})
