@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hyper_parallel.offloading.autograd import Swap, offload, release
     from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
     from hyper_parallel.step.pipeline import Pipeline, pipeline
+    from hyper_parallel.step.submodels import Submodels, submodels
     from hyper_parallel.strategy import Strategy
     from hyper_parallel.train import Trainer
     from hyper_parallel.verify import verify_file
@@ -25,6 +26,7 @@ _HOMES = {
     "Pipeline": "step.pipeline",
     "RunConfig": "config",
     "Strategy": "strategy",
+    "Submodels": "step.submodels",
     "Swap": "offloading.autograd",
     "TieredCache": "inference",
     "Trainer": "train",
@@ -36,6 +38,7 @@ _HOMES = {
     "pipeline": "step.pipeline",
     "release": "offloading.autograd",
     "sharded": "shard",
+    "submodels": "step.submodels",
     "verify_file": "verify",
 }
 
@@ -44,6 +47,7 @@ __all__ = [
     "Pipeline",
     "RunConfig",
     "Strategy",
+    "Submodels",
     "Swap",
     "TieredCache",
     "Trainer",
@@ -56,6 +60,7 @@ __all__ = [
     "pipeline",
     "release",
     "sharded",
+    "submodels",
     "verify_file",
 ]
 

@@ -235,9 +235,7 @@ class _Recorder(TorchDispatchMode):
             return result
         shape = list(result.shape)
         for dim in unknown:
-            size = self._questions.ask(
-                node, self._graph, self._inputs, self._storages, self._constants, dim
-            )
+            size = self._questions.ask(node, self._graph, self._inputs, self._storages, self._constants, dim)
             if size is None:
                 return result
             shape[dim] = int(size)

@@ -15,7 +15,8 @@ from hyper_parallel.graph.regions import region_of
 
 
 def part_order(step: StepGraph, part_of: StageOf, names: Sequence[str]) -> list[int]:
-    """The parts, each behind those whose values it uses; of several orders the one nearest to that of `names`.
+    """The parts that compute anything, each behind those whose values it uses; of several orders the one nearest to
+    that of `names`.
 
     Raises GraphError where two parts need each other's values.
     """
@@ -23,7 +24,7 @@ def part_order(step: StepGraph, part_of: StageOf, names: Sequence[str]) -> list[
     repeated = repeatable(step, sources)
     reached: dict[fx.Node, frozenset[int]] = {}
     """Of each forward node: its part, or, of one between parts, those whose values it has."""
-    before: dict[int, set[int]] = {part: set() for part in range(len(names))}
+    before: dict[int, set[int]] = {}
     for node in step.nodes:
         if region_of(node).phase == "backward" or node in repeated:
             continue
@@ -31,7 +32,7 @@ def part_order(step: StepGraph, part_of: StageOf, names: Sequence[str]) -> list[
         part = part_of(node.meta["module"])
         reached[node] = given if part is None else frozenset({part})
         if part is not None:
-            before[part] |= given - {part}
+            before.setdefault(part, set()).update(given - {part})
     sorter = graphlib.TopologicalSorter(before)
     try:
         sorter.prepare()

@@ -97,14 +97,15 @@ def parallelize(
     # The stages of a pipeline are recomputed in their graphs, by the counts of their own layers.
     recomputed = recomputed_modules(model, strategy) if pipeline is None else []
 
-    decides = pipeline.first_alike if pipeline is not None else 0
+    together = pipeline.alike if pipeline is not None else ()
     unseen = like is None and not check_before_training(
-        model, strategy, plan, _on_simulated_ranks, decides=decides
+        model, strategy, plan, _on_simulated_ranks, together=together
     )
     original = skeleton if skeleton is not None or not unseen else without_values(model)
 
     gathers = lowering == "traceable"
-    routing = _apply(model, plan, strategy, axes, dtypes, gathers)
+    apart = pipeline is not None and pipeline.submodels
+    routing = _apply(model, plan, strategy, axes, dtypes, gathers, towers=not apart)
     apply_recompute(map(model.get_submodule, recomputed), strategy.memory.recompute == "selective")
 
     fsdp2 = axes.connected and not gathers
@@ -116,7 +117,7 @@ def parallelize(
         _ = axes[name]
     attach(ShardedModel(model, strategy, plan, axes, skeleton, routing, pipeline))
     if unseen and original is not None:
-        check_on_first_call(model, original, strategy, plan, _on_simulated_ranks, decides)
+        check_on_first_call(model, original, strategy, plan, _on_simulated_ranks, together)
     return model
 
 
@@ -143,8 +144,11 @@ def _apply(
     axes: ProcessMesh,
     dtypes: dict[str, torch.dtype],
     gathers: bool,
+    *,
+    towers: bool,
 ) -> Routing | None:
-    """Wrap what the plan names: regions, attention, random numbers, the loss, accesses to parameters, casts.
+    """Wrap what the plan names: regions, attention, random numbers, the loss, accesses to parameters, casts. `towers`:
+    those that did not run get gradients of zero.
 
     Returns the counts of tokens by expert, where experts are split.
     """
@@ -167,7 +171,8 @@ def _apply(
     apply_functional_dropout(model, site)
     apply_loss(model, plan, axes, dtypes, cut=context.cut if context is not None else None)
     apply_context_to_root(model, context)
-    apply_towers(model)
+    if towers:
+        apply_towers(model)
     _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)
     apply_casts(model, dtypes)
     return routing

@@ -20,6 +20,8 @@ class PipelinePlace:
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name of a parameter or buffer to the groups that hold it, ascending; empty before the model is cut, when every
     group counts as a holder."""
+    submodels: bool = False
+    """The groups have submodels of their own: one that a micro-batch does not need has no gradients in it."""
 
     @classmethod
     def of(cls, strategy: Strategy, rank: int) -> PipelinePlace | None:
@@ -40,9 +42,11 @@ class PipelinePlace:
         return self.groups[self.index]
 
     @property
-    def first_alike(self) -> int:
-        """The first rank of the run that has the mesh of this one."""
-        return int(next(group.ranks[0] for group in self.groups if group.mesh == self.devices.mesh))
+    def alike(self) -> tuple[int, ...]:
+        """The ranks of the run whose groups have the mesh of this one's."""
+        return tuple(
+            sorted(rank for group in self.groups if group.mesh == self.devices.mesh for rank in group.ranks)
+        )
 
     def holders(self, name: str) -> tuple[DeviceGroup, ...]:
         """The groups that hold a parameter or buffer."""

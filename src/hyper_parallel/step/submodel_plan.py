@@ -3,7 +3,8 @@ takes its own part of the graph.
 
 The parts fit together where all groups find the same values between them. A value has whole tensors on ranks that
 see all rows of a micro-batch, and a part of its rows on those that see some: the dim of the rows is the one that grows
-with them. A submodel with a pipeline has a part of the graph for each of its places.
+with them. A submodel with a pipeline has a part of the graph for each of its places; one that a micro-batch does not
+need has none.
 """
 
 from __future__ import annotations
@@ -15,26 +16,25 @@ from typing import Any
 import torch
 
 from hyper_parallel.errors import CaptureError, GraphError, StrategyError
-from hyper_parallel.graph import StepGraph, rewritten
+from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.guards import Question
 from hyper_parallel.graph.part_order import part_order
-from hyper_parallel.graph.partition import Crossing, StageOf
-from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost, layer_stages
-from hyper_parallel.layout import Layout
+from hyper_parallel.graph.partition import Crossing
+from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost
+from hyper_parallel.layout import DeviceGroup, Layout
 from hyper_parallel.runtime.build_program import submodel_program
 from hyper_parallel.runtime.choose_schedule import choose_schedule
 from hyper_parallel.runtime.stage_costs import stage_costs
 from hyper_parallel.schedule import Costs, Schedule
-from hyper_parallel.shard.activation_checkpointing import recomputed_modules
-from hyper_parallel.shard.graph_passes import recompute_pass, regather_pass
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.process_mesh import DATA_AXES
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch_like
 from hyper_parallel.step.pipeline_plan import PipelinePlan
-from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
+from hyper_parallel.step.pipeline_stages import PipelineStages
 from hyper_parallel.step.recipe import GradientRecipe
+from hyper_parallel.step.submodel_cut import Cut, Parts, crossings
 from hyper_parallel.strategy.pipeline import Pipeline
 
 _COSTS = ("forward", "backward", "input", "weight", "saved", "released")
@@ -42,14 +42,30 @@ _COSTS = ("forward", "backward", "input", "weight", "saved", "released")
 
 @dataclass(frozen=True)
 class SubmodelPlan:
-    """What the ranks of all submodels run."""
+    """How micro-batches of one kind run: of the same shapes, and with the same answers to what the model asks of their
+    values."""
 
-    plan: PipelinePlan
-    """A stage for each device group, in the order of the data flow."""
     questions: Sequence[Question]
-    """What the model asked of the micro-batch's values."""
+    """What the model asked of this rank's rows."""
     crossing: tuple[str, ...]
     """The values that cross, in words."""
+    owners: Mapping[str, tuple[int, ...]]
+    """Parameter or buffer to the places of the device groups that hold it."""
+    stages: PipelineStages
+    groups: Sequence[DeviceGroup]
+    placement: tuple[int, ...]
+    """The device group of each stage."""
+    layouts: Mapping[str, Mapping[str, Layout]]
+    costs: Costs
+
+    def of(self, count: int) -> PipelinePlan:
+        """The plan of so many micro-batches, one after the other."""
+        found = choose_schedule(Pipeline(schedule="auto"), len(self.placement), count, self.costs)
+        orders = {self.placement[stage]: found.orders[rank] for stage, rank in enumerate(found.placement)}
+        every = tuple(orders.get(group, ()) for group in range(len(self.groups)))
+        schedule = Schedule(found.name, self.placement, every, count)
+        program = submodel_program(self.stages.partition, schedule, self.groups, self.layouts)
+        return PipelinePlan(self.stages, (), schedule, program, dict(self.owners), {})
 
 
 @dataclass(frozen=True)
@@ -69,30 +85,10 @@ class _Found:
     """What a rank has found, for the others."""
 
     values: tuple[_Value, ...]
-    costs: dict[str, float]
-    """Of its group's own stage."""
-    users: dict[str, tuple[int, ...]]
+    costs: Mapping[str, float]
+    """Of its group's own stage; none where that has nothing to compute."""
+    users: Mapping[str, tuple[int, ...]]
     """Parameter or buffer to the stages that use it."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The submodels of a model, in the order of their declaration."""
-
-    names: tuple[str, ...]
-    pipelines: tuple[int, ...]
-    """The degree of each one's pipeline."""
-    part_of: StageOf
-    """Module to the place of its submodel."""
-
-    def group(self, part: int, place: int = 0) -> int:
-        """The place among all device groups of that at a place of a submodel's pipeline."""
-        return sum(self.pipelines[:part]) + place
-
-    def of_group(self, group: int) -> tuple[int, int]:
-        """The submodel of a device group, and its place in that one's pipeline."""
-        part = next(part for part in range(len(self.names)) if group < self.group(part + 1))
-        return part, group - self.group(part)
 
 
 class SubmodelPlanner:
@@ -112,8 +108,8 @@ class SubmodelPlanner:
         self._shadow, self._parts, self._device, self._told = shadow, parts, device, told
 
     def training(self, micro: MicroBatch, doubled: MicroBatch, count: int) -> SubmodelPlan:
-        """The plan of steps of `count` micro-batches like `micro`, this rank's rows of one. `doubled`: twice as many
-        rows. A collective; raises StrategyError."""
+        """The plan of micro-batches like `micro`, this rank's rows of one, in a step of `count`. `doubled`: twice as
+        many rows. A collective; raises StrategyError."""
         whole, questions = self._captured(micro, count)
         cut = self._agreed_cut(whole)
         stages = cut.stages(whole, self._shadow)
@@ -121,14 +117,20 @@ class SubmodelPlanner:
         users = {name: tuple(sorted(found)) for name, found in stages.users.items()}
         found = _Found(tuple(values), self._costs(stages, whole, cut), users)
         by_rank: list[_Found] = self._told(found)
+        self._check(by_rank)
         firsts = [by_rank[group.ranks[0]] for group in self.place.groups]
-        self._check(firsts)
         layouts = self._layouts(firsts)
-        schedule = _schedule(cut.groups, [firsts[group].costs for group in cut.groups], count)
-        program = submodel_program(stages.partition, schedule, self.place.groups, layouts)
-        plan = PipelinePlan(stages, (), schedule, program, self._owners(stages, cut), {})
-        lines = tuple(self._line(one, layouts[one.name], cut) for one in _crossings(stages))
-        return SubmodelPlan(plan, questions, lines)
+        costs = [firsts[group].costs for group in cut.groups]
+        return SubmodelPlan(
+            questions,
+            tuple(self._line(one, layouts[one.name], cut) for one in crossings(stages)),
+            self._owners(stages, cut),
+            stages,
+            self.place.groups,
+            tuple(cut.groups),
+            layouts,
+            Costs(**{key: tuple(one[key] for one in costs) for key in _COSTS}),  # type: ignore[arg-type]
+        )
 
     def _captured(self, micro: MicroBatch, count: int) -> tuple[StepGraph, list[Question]]:
         try:
@@ -136,24 +138,25 @@ class SubmodelPlanner:
         except CaptureError as error:
             raise StrategyError(f"submodels: the model's step cannot be captured: {error}") from error
 
-    def _agreed_cut(self, whole: StepGraph) -> _Cut:
+    def _agreed_cut(self, whole: StepGraph) -> Cut:
         """The cut of this rank's graph as the first ranks of all groups have it. A collective."""
         parts = self._parts
         try:
             order = part_order(whole, parts.part_of, parts.names)
         except GraphError as error:
             raise StrategyError(f"submodels: {error}") from error
-        counts = [self._counts(whole, part) for part in range(len(parts.names))]
+        counts = [self._counts(whole, part) if part in order else () for part in range(len(parts.names))]
         told: list[tuple[list[int], list[tuple[int, ...]]]] = self._told((order, counts))
-        firsts = [told[self.place.groups[parts.group(part)].ranks[0]] for part in range(len(parts.names))]
-        for name, (other, _) in zip(parts.names, firsts, strict=True):
-            if other != firsts[0][0]:
+        for rank, (other, _) in enumerate(told):
+            if other != told[0][0]:
+                needs = [" → ".join(parts.names[part] for part in found) for found in (told[0][0], other)]
                 raise StrategyError(
-                    f"submodels: values flow otherwise between them under the axes of {parts.names[0]} and {name}; "
-                    "choose other modules, or other axes"
+                    f"submodels: rank 0's rows need {needs[0]}, and those of rank {rank} need {needs[1]}; see that "
+                    "all ranks' rows of a micro-batch need the same submodels"
                 )
+        firsts = [told[self.place.groups[parts.group(part)].ranks[0]] for part in range(len(parts.names))]
         agreed = [firsts[part][1][part] for part in range(len(parts.names))]
-        return _Cut(parts, order, agreed, self._layers(), whole)
+        return Cut(parts, order, agreed, self._layers(), whole)
 
     def _layers(self) -> str:
         if max(self._parts.pipelines) == 1:
@@ -178,47 +181,53 @@ class SubmodelPlanner:
             lambda node: cost(node) if parts.part_of(node.meta["module"]) == part else 0.0,
         )
 
-    def _values(self, stages: PipelineStages, cut: _Cut, doubled: MicroBatch, count: int) -> list[_Value]:
+    def _values(self, stages: PipelineStages, cut: Cut, doubled: MicroBatch, count: int) -> list[_Value]:
         """The values that cross, as this group has them."""
         data = self.place.devices.mesh.size(DATA_AXES)
-        single = _crossings(stages)
+        single = crossings(stages)
         if data == 1:
             return [
                 _Value(one.name, one.value.shape, ((),) * len(one.value.shape), str(one.value.dtype))
                 for one in single
             ]
         whole, _ = self._captured(doubled, count)
-        twice = _crossings(cut.of(whole).stages(whole, self._shadow))
+        twice = crossings(cut.of(whole).stages(whole, self._shadow))
         if [one.name for one in single] != [one.name for one in twice]:
             raise StrategyError("submodels: with twice the rows other values cross between the submodels")
         return [_of_rows(one, more, data) for one, more in zip(single, twice, strict=True)]
 
-    def _costs(self, stages: PipelineStages, whole: StepGraph, cut: _Cut) -> dict[str, float]:
+    def _costs(self, stages: PipelineStages, whole: StepGraph, cut: Cut) -> dict[str, float]:
+        if self.place.index not in cut.groups:
+            return {}
         costs, own = stage_costs(stages.partition, flops_cost(whole)), cut.groups.index(self.place.index)
         return {key: getattr(costs, key)[own] for key in _COSTS}
 
     def _check(self, found: Sequence[_Found]) -> None:
-        """All groups have cut the same model at the same places."""
-        first, names = found[0], [group.name for group in self.place.groups]
-        for name, one in zip(names, found, strict=True):
+        """All ranks have cut the same model at the same places."""
+        first, home = found[0], self._name(0)
+        for rank, one in enumerate(found):
+            name = self._name(rank)
             if [value.name for value in one.values] != [value.name for value in first.values]:
                 raise StrategyError(
-                    f"submodels: under the axes of {names[0]} and {name} other values cross between the submodels; "
-                    "choose other modules, or other axes"
+                    f"submodels: on ranks of {home} and {name} other values cross between the submodels; choose other "
+                    "modules, or other axes"
                 )
             for value, other in zip(one.values, first.values, strict=True):
                 if (value.shape, value.dtype) != (other.shape, other.dtype):
                     raise StrategyError(
-                        f"submodels: {value.name} is {list(other.shape)} {other.dtype} under the axes of {names[0]} "
-                        f"and {list(value.shape)} {value.dtype} under those of {name}: where submodels meet, values "
-                        "can be split by rows alone; choose other modules, or leave context, sequence and other "
-                        "precisions out"
+                        f"submodels: {value.name} is {list(other.shape)} {other.dtype} in {home} (rank 0) and "
+                        f"{list(value.shape)} {value.dtype} in {name} (rank {rank}): where submodels meet, values can "
+                        "be split by rows alone, and evenly; choose other modules, leave context, sequence and other "
+                        "precisions out, and give each data rank as much (images) as the others"
                     )
             if one.users != first.users:
                 raise StrategyError(
-                    f"submodels: under the axes of {names[0]} and {name} other submodels use some weights; choose "
-                    "other modules, or other axes"
+                    f"submodels: on ranks of {home} and {name} other submodels use some weights; choose other modules, "
+                    "or other axes"
                 )
+
+    def _name(self, rank: int) -> str:
+        return next(group.name for group in self.place.groups if rank in group.ranks)
 
     def _layouts(self, found: Sequence[_Found]) -> dict[str, dict[str, Layout]]:
         """Of each value, in each group."""
@@ -229,7 +238,7 @@ class SubmodelPlanner:
                 made.setdefault(value.name, {})[group.name] = layout
         return made
 
-    def _owners(self, stages: PipelineStages, cut: _Cut) -> dict[str, tuple[int, ...]]:
+    def _owners(self, stages: PipelineStages, cut: Cut) -> dict[str, tuple[int, ...]]:
         """Parameter or buffer to the groups that hold it; one that nothing uses is its module's."""
         found = {}
         for name, users in stages.users.items():
@@ -239,75 +248,10 @@ class SubmodelPlanner:
             found[plain] = tuple(sorted({cut.groups[stage] for stage in users} or {rest}))
         return found
 
-    def _line(self, one: Crossing, layouts: Mapping[str, Layout], cut: _Cut) -> str:
+    def _line(self, one: Crossing, layouts: Mapping[str, Layout], cut: Cut) -> str:
         source, target = (self.place.groups[cut.groups[stage]].name for stage in (one.source, one.target))
         what = "gradient" if one.direction == "backward" else "value"
         return f"{what} {layouts[source]} of {source} to {layouts[target]} of {target}"
-
-
-class _Cut:
-    """Where a graph is cut: the stage of each module."""
-
-    def __init__(
-        self,
-        parts: Parts,
-        order: Sequence[int],
-        counts: Sequence[tuple[int, ...]],
-        layers: str,
-        whole: StepGraph,
-    ) -> None:
-        """`order`: of the submodels' stages; `counts`: layers of each stage of each submodel; `layers`: their list."""
-        self._parts, self._order, self._counts, self._layers = parts, order, counts, layers
-        self.groups = [parts.group(part, place) for part in order for place in range(parts.pipelines[part])]
-        """The device group of each stage."""
-        self._inner = {part: layer_stages(layers, found, whole) for part, found in enumerate(counts) if found}
-
-    def of(self, whole: StepGraph) -> _Cut:
-        """The same cut of another graph."""
-        return _Cut(self._parts, self._order, self._counts, self._layers, whole)
-
-    def stage_of(self, module: str) -> int | None:
-        """The stage of a module; None where the data flow decides."""
-        part = self._parts.part_of(module)
-        if part is None:
-            return None
-        first = self.groups.index(self._parts.group(part))
-        if part not in self._inner:
-            return first
-        place = self._inner[part](module)
-        return None if place is None else first + place
-
-    def stages(self, whole: StepGraph, shadow: GradientRecipe) -> PipelineStages:
-        """The stages of a graph. Raises StrategyError."""
-        strategy = shadow.handle.strategy
-
-        def rewrite(step: StepGraph) -> StepGraph:
-            again = recomputed_modules(shadow.model, strategy)
-            found = [recompute_pass(strategy, again), regather_pass(strategy)]
-            return rewritten(step, [one for one in found if one is not None])
-
-        try:
-            return pipeline_stages(
-                whole, self.stage_of, len(self.groups), strategy.memory.shard, rewrite, counted=True
-            )
-        except GraphError as error:
-            names = ", ".join(
-                f"{stage} {self._parts.names[self._parts.of_group(group)[0]]}"
-                for stage, group in enumerate(self.groups)
-            )
-            raise StrategyError(f"submodels: {error} (stages: {names})") from error
-
-
-def _schedule(groups: Sequence[int], costs: Sequence[Mapping[str, float]], count: int) -> Schedule:
-    """The schedule of stages on their groups."""
-    whole = Costs(**{key: tuple(one[key] for one in costs) for key in _COSTS})  # type: ignore[arg-type]
-    found = choose_schedule(Pipeline(schedule="auto"), len(groups), count, whole)
-    orders = {groups[stage]: found.orders[rank] for stage, rank in enumerate(found.placement)}
-    return Schedule(found.name, tuple(groups), tuple(orders[at] for at in range(len(groups))), count)
-
-
-def _crossings(stages: PipelineStages) -> list[Crossing]:
-    return [one for stage in stages.partition.stages for one in (*stage.sends, *stage.gradients_out)]
 
 
 def _of_rows(one: Crossing, twice: Crossing, data: int) -> _Value:

@@ -31,8 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hyper_parallel.compat.group_names import level_group_counts
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError, StrategyError
+from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.runtime.transfers import ProcessTransfers
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
@@ -48,8 +50,9 @@ from hyper_parallel.step.capture_micro_batch import fields_of
 from hyper_parallel.step.pipeline_build import MakeTransfers
 from hyper_parallel.step.pipeline_runner import PipelineRunner
 from hyper_parallel.step.recipe import GradientRecipe
+from hyper_parallel.step.submodel_cut import Parts
 from hyper_parallel.step.submodel_gradients import SharedGradients
-from hyper_parallel.step.submodel_plan import Parts, SubmodelPlan, SubmodelPlanner
+from hyper_parallel.step.submodel_plan import SubmodelPlan, SubmodelPlanner
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.submodels import Submodel, read_submodels
 
@@ -114,7 +117,8 @@ def submodels(
             f"(torchrun --nproc-per-node {wanted} …) and call init_process_group first"
         )
     rank = dist.get_rank()
-    place = PipelinePlace(groups, next(at for at, group in enumerate(groups) if rank in group.ranks))
+    here = next(at for at, group in enumerate(groups) if rank in group.ranks)
+    place = PipelinePlace(groups, here, submodels=True)
     pipelines = tuple(one.axes.pipeline for one in named.values())
     parts = Parts(tuple(named), pipelines, submodel_of(assigned))
     own = strategies[parts.names[parts.of_group(place.index)[0]]]
@@ -126,20 +130,42 @@ def submodels(
         raise StrategyError(
             f"submodels are cut from a copy of the model, and it cannot be copied: {error}"
         ) from error
+    level_group_counts()
     parallelize(shadow, own, lowering="traceable", pipeline=place)
     recipe = GradientRecipe(shadow, sharded(shadow), seed=seed, loss=loss or LossConfig())
     planner = SubmodelPlanner(recipe, parts, where, _told)
     rows = _Rows(batch, inputs, place.devices, where)
-    found = planner.training(rows.share(batch, 0, place), rows.doubled(batch, place), micro_batches)
+    micro = rows.share(batch, 0)
+    first = planner.training(micro, rows.doubled(batch, 0), micro_batches)
     parallelize(
         model,
         own,
         lowering="traceable",
         like=recipe.handle,
-        pipeline=replace(place, owners=found.plan.owners),
+        pipeline=replace(place, owners=first.owners),
     )
     wrap(model, _refuse_call)
-    return Submodels(sharded(model), found, rows, micro_batches)
+    return Submodels(sharded(model), planner, _Kind(first, micro), rows, micro_batches)
+
+
+MOST_KINDS = 16
+"""Kinds of micro-batches whose plans are kept."""
+
+
+class _Kind:
+    """Micro-batches of the same shapes and with the same answers to what the model asks of their values."""
+
+    def __init__(self, plan: SubmodelPlan, like: MicroBatch) -> None:
+        self.plan = plan
+        self._shapes = _shapes_of(like)
+        self.runners: dict[int, PipelineRunner] = {}
+        """By number of micro-batches."""
+
+    def fits(self, micro: MicroBatch) -> bool:
+        """Whether this rank's rows are of this kind."""
+        return _shapes_of(micro) == self._shapes and all(
+            one.holds(fields_of(micro)) for one in self.plan.questions
+        )
 
 
 class Submodels:
@@ -148,80 +174,124 @@ class Submodels:
     def __init__(
         self,
         handle: ShardedModel,
-        found: SubmodelPlan,
+        planner: SubmodelPlanner,
+        first: _Kind,
         rows: _Rows,
         micro_batches: int,
         transfers: MakeTransfers = ProcessTransfers,
     ) -> None:
-        self.handle, self._found, self._rows, self._count = handle, found, rows, micro_batches
-        self._runner: PipelineRunner | None = None
-        self._transfers = transfers
-        self._shared = SharedGradients.of(found.plan, handle)
+        self.handle, self._planner, self._rows, self._count = handle, planner, rows, micro_batches
+        self._first, self._kinds = first.plan, [first]
+        self._transfers, self._warned = transfers, False
+        self._shared = SharedGradients.of(first.plan.of(micro_batches), handle)
+        outputs = first.plan.stages.whole.outputs
+        self._trained = {name.removeprefix(GRADIENT) for name in outputs if name.startswith(GRADIENT)}
 
     @property
     def plan(self) -> str:
-        """The submodels, their devices, and what crosses between them, a line each."""
-        assert self.handle.pipeline is not None
-        groups = self.handle.pipeline.groups
+        """The submodels, their ranks, and what crosses between them, a line each."""
+        groups = self._planner.place.groups
         lines = [f"{group.name}: ranks {', '.join(map(str, group.ranks))}" for group in groups]
-        return "\n".join([*lines, *self._found.crossing, f"schedule: {self._found.plan.schedule.name}"])
+        return "\n".join([*lines, *self._first.crossing])
 
     def forward_backward(self, batch: Rows, *, step: int = 0, tokens: float | None = None) -> Tensor:
         """Run the forward and backward passes of a step; its loss, fp32 [], the same number on every rank.
 
         `batch`: all rows of the step, equal on every rank: `micro_batches` times those that `submodels` was given, with
-        the same names and shapes. Afterwards ``parameter.grad`` of every parameter that this rank holds has the
-        gradient of the whole step added to it; `hp.sharded(model).grad_norm()` and `clip` are over all submodels.
+        the same names and shapes. What `inputs` makes of them may differ from micro-batch to micro-batch (images, or
+        none): those of one kind run one after the other, and a kind that is new is planned. Afterwards
+        ``parameter.grad`` of every parameter that this rank holds has the gradient of the whole step added to it, zeros
+        where no row needs the submodel; `hp.sharded(model).grad_norm()` and `clip` are over all submodels.
 
         `tokens`: what the sum of losses is divided by; left out, the valid tokens of the batch. Dropout is a function
-        of `step`, its number. A collective. Raises DataError, on all ranks, for other rows than were planned for.
+        of `step`, its number. A collective. Raises DataError for rows of other shapes or without loss, and
+        StrategyError where the submodels cannot compute them.
         """
-        handle, place = self.handle, self.handle.pipeline
-        assert place is not None
         problem = self._rows.problem(batch, self._count)
-        micro: list[MicroBatch] = []
-        if problem is None:
-            micro = [self._rows.share(batch, at, place) for at in range(self._count)]
-            problem = self._asked_otherwise(micro)
-        wrong = handle.over_all_ranks(torch.tensor(float(problem is not None), device=handle.device))
         if problem is not None:
             raise DataError(problem)
-        if wrong:
-            raise DataError("the rows of another rank cannot be computed; its own error says why")
+        handle = self.handle
         count = float(valid_tokens(batch["labels"])) if tokens is None else tokens
         if not count:
             raise DataError("no token of the rows bears loss; check that labels are not all -100")
+        micro = [self._rows.share(batch, at) for at in range(self._count)]
         divisor = torch.tensor(count, device=handle.device)
-        if self._runner is None:
+        owned = handle.owned()
+        before = [one.parameter.grad for one in owned]
+        for one in owned:
+            one.parameter.grad = None
+        loss = torch.zeros((), device=handle.device)
+        for kind, places in self._sorted(batch, micro).items():
+            loss = loss + self._run(kind, StepBatch(step, [], [micro[at] for at in places], divisor), divisor)
+        self._shared.add_up()
+        for one, earlier in zip(owned, before, strict=True):
+            if one.parameter.grad is None and one.name in self._trained and one.parameter.requires_grad:
+                one.parameter.grad = torch.zeros_like(one.parameter)
+            _add(one.parameter, earlier)
+        return handle.over_all_ranks(loss * handle.axes.speaks(LOSS_AXES, handle.rank))
+
+    def _run(self, kind: _Kind, batch: StepBatch, divisor: Tensor) -> Tensor:
+        """Add the gradients of micro-batches of one kind; this rank's part of their loss."""
+        handle, count = self.handle, len(batch.micro)
+        if count not in kind.runners:
             same = tuple(axis for axis in handle.mesh.names if axis not in ROW_AXES)
             copies = any(handle.mesh.size(axis) > 1 for axis in same)
-            self._runner = PipelineRunner(
-                self._found.plan,
+            kind.runners[count] = PipelineRunner(
+                kind.plan.of(count),
                 handle,
                 {},
                 self._transfers(handle.rank),
                 (lambda told: handle.all_reduce(told, same, "max")) if copies else None,
             )
-        before = {one.name: one.parameter.grad for one in handle.owned()}
-        part = self._runner.train(StepBatch(step, [], micro, divisor), divisor)
-        self._shared.add_up()
-        for one in handle.owned():
-            earlier, new = before[one.name], one.parameter.grad
-            if earlier is not None:
-                one.parameter.grad = earlier if new is None else earlier.add_(new)
-        return handle.over_all_ranks(part * handle.axes.speaks(LOSS_AXES, handle.rank))
+        owned = handle.owned()
+        before = [one.parameter.grad for one in owned]
+        part = kind.runners[count].train(batch, divisor)
+        for one, earlier in zip(owned, before, strict=True):
+            _add(one.parameter, earlier)
+        return part
 
-    def _asked_otherwise(self, micro: list[MicroBatch]) -> str | None:
-        for at, one in enumerate(micro):
-            given = fields_of(one)
-            for question in self._found.questions:
-                if not question.holds(given):
-                    return (
-                        f"micro-batch {at}: the model asks a question of its inputs' values, and the answer is "
-                        f"{question.of(given)} where it was {question.answer} for the batch that hp.submodels was "
-                        "given; give it a batch like this one (as many image tokens as features, the same image grid)"
-                    )
-        return None
+    def _sorted(self, batch: Rows, micro: list[MicroBatch]) -> dict[_Kind, list[int]]:
+        """Micro-batches by kind, the same on all ranks. A collective."""
+        while True:
+            mine = [{at for at, kind in enumerate(self._kinds) if kind.fits(one)} for one in micro]
+            told: list[list[set[int]]] = _told(mine)
+            common = [set.intersection(*(one[at] for one in told)) for at in range(len(micro))]
+            new = next((at for at, kinds in enumerate(common) if not kinds), None)
+            if new is None:
+                break
+            self._kinds.append(self._planned(batch, micro[new], new))
+        found: dict[_Kind, list[int]] = {}
+        for at, kinds in enumerate(common):
+            found.setdefault(self._kinds[min(kinds)], []).append(at)
+        if len(self._kinds) > MOST_KINDS:
+            if not self._warned and self.handle.rank == 0:
+                log.warning(
+                    "micro-batches of more than %d kinds so far, and each is planned: pad what they have to few sizes",
+                    MOST_KINDS,
+                )
+            self._warned = True
+            del self._kinds[1 : len(self._kinds) - MOST_KINDS + 1]
+        return found
+
+    def _planned(self, batch: Rows, micro: MicroBatch, at: int) -> _Kind:
+        plan = self._planner.training(micro, self._rows.doubled(batch, at), self._count)
+        for name, holders in plan.owners.items():
+            if not {*holders} <= {*self._first.owners.get(name, ())}:
+                raise StrategyError(
+                    f"micro-batch {at}: other submodels than before use {name}; give hp.submodels a batch that needs "
+                    "all of them"
+                )
+        return _Kind(plan, micro)
+
+
+def _shapes_of(micro: MicroBatch) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(one.shape), one.dtype) for name, one in fields_of(micro).items()}
+
+
+def _add(parameter: nn.Parameter, earlier: Tensor | None) -> None:
+    """Add an earlier gradient to the parameter's."""
+    if earlier is not None:
+        parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
 class _Rows:
@@ -241,7 +311,7 @@ class _Rows:
                 f"hp.submodels: batch has {self._count} rows, and {other!r} is {list(self._shapes[other])}; its first "
                 "dim must be rows (inputs=... makes what the model takes from them)"
             )
-        self._data = group.mesh.size(DATA_AXES)
+        self._data, self._index = group.mesh.size(DATA_AXES), group.index(DATA_AXES, dist.get_rank())
         if self._count % self._data:
             raise StrategyError(
                 f"submodels.{group.name}: a micro-batch of {self._count} rows is not divided by replicate · shard = "
@@ -261,19 +331,20 @@ class _Rows:
             "hp.submodels was given"
         )
 
-    def share(self, batch: Rows, micro_batch: int, place: PipelinePlace) -> MicroBatch:
+    def share(self, batch: Rows, micro_batch: int) -> MicroBatch:
         """This rank's rows of a micro-batch."""
-        size = self._count // self._data
-        index = place.devices.index(DATA_AXES, dist.get_rank())
-        first = micro_batch * self._count + index * size
-        return self._micro({name: one[first : first + size] for name, one in batch.items()}, first)
+        rows, first = self._mine(batch, micro_batch)
+        return self._micro(rows, first)
 
-    def doubled(self, batch: Rows, place: PipelinePlace) -> MicroBatch:
-        """Twice this rank's rows of one micro-batch."""
+    def doubled(self, batch: Rows, micro_batch: int) -> MicroBatch:
+        """Twice this rank's rows of a micro-batch."""
+        rows, first = self._mine(batch, micro_batch)
+        return self._micro({name: torch.cat([one, one]) for name, one in rows.items()}, first)
+
+    def _mine(self, batch: Rows, micro_batch: int) -> tuple[dict[str, Tensor], int]:
         size = self._count // self._data
-        first = place.devices.index(DATA_AXES, dist.get_rank()) * size
-        mine = {name: one[first : first + size] for name, one in batch.items()}
-        return self._micro({name: torch.cat([one, one]) for name, one in mine.items()}, first)
+        first = micro_batch * self._count + self._index * size
+        return {name: one[first : first + size] for name, one in batch.items()}, first
 
     def _micro(self, rows: Mapping[str, Tensor], first: int) -> MicroBatch:
         given = {name: one.to(self._device) for name, one in rows.items()}

@@ -70,7 +70,7 @@ class Strategy(Section):
     """
 
     reserved: ClassVar = {
-        "submodels": "running submodels side by side comes with HyperMPMD",
+        "submodels": "in a loop of your own hp.submodels runs them (docs/submodels.md)",
     }
 
     plans_memory: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Runs the region check, or reads its cached result; rank 0 decides for all ranks."""
+"""Runs the region check, or reads its cached result; one rank decides for all that have its strategy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,8 @@ SKIP = "strategy.check: false trains without the check"
 LENGTH = 24
 """Positions of a check's rows, or the next number that the strategy can split."""
 
-_asked = 0
+_asked = Counter[tuple[int, ...]]()
+"""How often the ranks that check together did so: others may have done so without this one."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,13 @@ def check_before_training(
     plan: Plan,
     spread: Spread,
     vocabulary: int | None = None,
-    decides: int = 0,
+    together: tuple[int, ...] = (),
 ) -> bool:
     """Check a causal language model on random tokens. Returns False where its calls are not known yet.
 
     `model`: as it is before any strategy; it is not changed. `vocabulary`: of a model that is not Transformers'.
-    `decides`: the rank that checks for those with the same strategy. A collective where there are several ranks. Raises
-    StrategyError on every rank when the strategy is wrong.
+    `together`: the ranks with this strategy, of which the first one checks; all by default. A collective of them.
+    Raises StrategyError on every one when the strategy is wrong.
     """
     if not needed(model, strategy):
         return True
@@ -77,7 +79,7 @@ def check_before_training(
         plan,
         [TokenCall(size, 0, 0), TokenCall(size, 0, 0, positions=False)],
         spread,
-        decides,
+        together,
     )
     model.__dict__[_CHECKED] = strategy
     return True
@@ -89,7 +91,7 @@ def check_on_first_call(
     strategy: Strategy,
     plan: Plan,
     spread: Spread,
-    decides: int = 0,
+    together: tuple[int, ...] = (),
 ) -> None:
     """Check a parallelized model when it is first called with gradients: until then nobody knows how.
 
@@ -107,7 +109,7 @@ def check_on_first_call(
                 owner, _, own = name.rpartition(".")
                 if name in values and buffer.is_meta:
                     original.get_submodule(owner)._buffers[own] = values[name].detach().cpu().clone()
-            _decided(original, strategy, plan, [SeenCall.of(args, kwargs)], spread, decides)
+            _decided(original, strategy, plan, [SeenCall.of(args, kwargs)], spread, together)
         return forward(*args, **kwargs)
 
     wrap(model, wrapper)
@@ -129,12 +131,17 @@ _FAILED = {"failed": True}
 
 
 def _decided(
-    model: nn.Module, strategy: Strategy, plan: Plan, calls: list[SampleCall], spread: Spread, decides: int
+    model: nn.Module,
+    strategy: Strategy,
+    plan: Plan,
+    calls: list[SampleCall],
+    spread: Spread,
+    together: tuple[int, ...],
 ) -> None:
-    """The verdict of the rank that decides on every rank."""
-    global _asked
-    _asked += 1
-    key, refusal = f"hyper-parallel/check/{decides}/{_asked}", None
+    """The verdict of the first rank on every rank."""
+    _asked[together] += 1
+    decides = together[0] if together else 0
+    key, refusal = f"hyper-parallel/check/{','.join(map(str, together))}/{_asked[together]}", None
     mine = not dist.is_initialized() or dist.get_rank() == decides
     if mine:
         try:

@@ -1,0 +1,70 @@
+"""Submodels on unlike device groups, on real gloo workers: loss, norm, gradients and updated values of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.submodel_steps import SubmodelCase, against_one_device
+
+VISION = {"modules": ["model.vision_tower", "model.multi_modal_projector"]}
+CASES: dict[int, list[SubmodelCase]] = {
+    3: [
+        SubmodelCase("llava", {"vision": VISION, "language": {"axes": {"tensor": 2}}}, steps=2),
+        # Declared against the data flow.
+        SubmodelCase(
+            "llava",
+            {"language": {"axes": {"shard": 2}}, "vision": VISION},
+            {"memory": {"shard": "optimizer", "recompute": "layer"}},
+        ),
+        # Images of two sizes, and none in some micro-batches.
+        SubmodelCase(
+            "qwen2.5-vl",
+            {"vision": {"modules": ["model.visual"]}, "language": {"axes": {"tensor": 2}}},
+            micro_batches=5,
+            steps=2,
+        ),
+        # They train the embedding together.
+        SubmodelCase("t5", {"encoder": {"modules": ["encoder"]}, "decoder": {"axes": {"shard": 2}}}),
+    ],
+    4: [
+        SubmodelCase(
+            "llava", {"vision": {**VISION, "axes": {"shard": 2}}, "language": {"axes": {"pipeline": 2}}}
+        ),
+        SubmodelCase("llava", {"vision": {**VISION, "devices": 2}, "language": {"devices": 2}}),
+    ],
+    5: [
+        SubmodelCase("llava", {"vision": VISION, "language": {"axes": {"shard": 2, "tensor": 2}}}),
+        SubmodelCase(
+            "omni",
+            {
+                "audio": {"modules": ["model.audio_tower"], "devices": 2},
+                "vision": {"modules": ["model.visual"]},
+                "language": {"axes": {"tensor": 2}},
+            },
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_steps_are_those_of_one_device(world: int) -> None:
+    for case, found in zip(CASES[world], against_one_device(world, CASES[world]), strict=True):
+        assert not found.refused, found.refused
+        assert not found.missing, (case, found.missing)
+        assert found.error < 1e-5, (case, found)
+
+
+def test_what_crosses_is_told() -> None:
+    case: Any = CASES[4][0]
+    (found,) = against_one_device(4, [case])
+    assert found.plan.splitlines() == [
+        "vision: ranks 0, 1",
+        "language 0: ranks 2",
+        "language 1: ranks 3",
+        "value [32/replicate*shard, 32] of vision to [32, 32] of language 0",
+        "value [2, 24, 32] of language 0 to [2, 24, 32] of language 1",
+        "gradient [2, 16, 32] of language 0 to [2/replicate*shard, 16, 32] of vision",
+        "gradient [2, 24, 32] of language 1 to [2, 24, 32] of language 0",
+    ]
