@@ -8,6 +8,7 @@ it a part of its keys.
 from __future__ import annotations
 
 import functools
+import inspect
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,7 +86,6 @@ def compile_into(folder: Path, graph: fx.Graph, inputs: Sequence[Spec]) -> None:
 
     Raises whatever the compiler raises.
     """
-    from torch._inductor import standalone_compile
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     mode = fake_mode_with_symbols()
@@ -95,15 +95,28 @@ def compile_into(folder: Path, graph: fx.Graph, inputs: Sequence[Spec]) -> None:
             for shape, stride, dtype, device in inputs
         ]
     with temporary_cache_dir(str(folder)), torch.no_grad():
-        artifact = standalone_compile(
-            fx.GraphModule({}, graph),
+        artifact = _compile(fx.GraphModule({}, graph), examples, mode)
+        artifact.save(path=str(folder / _ARTIFACT))
+
+
+def _compile(module: fx.GraphModule, examples: list[Any], mode: Any) -> Any:
+    """The artifact of a module, which may be changed. `examples`: its inputs, fake tensors of `mode`."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import standalone_compile
+
+    options = {"config_patches": dict(_OPTIONS)}
+    if "fake_mode" in inspect.signature(standalone_compile).parameters:
+        return standalone_compile(
+            module,
             examples,
             dynamic_shapes="from_example_inputs",
-            options={"config_patches": dict(_OPTIONS)},
+            options=options,
             fake_mode=mode,
             donate_graph_module=True,
         )
-        artifact.save(path=str(folder / _ARTIFACT))
+    # Releases without the argument (PyTorch 2.11) take the mode of a surrounding trace.
+    with tracing(TracingContext(mode)):
+        return standalone_compile(module, examples, dynamic_shapes="from_tracing_context", options=options)
 
 
 def load(folder: Path) -> Region:
