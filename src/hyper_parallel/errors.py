@@ -70,7 +70,7 @@ class CaptureError(HyperParallelError):
 
 
 class CompileError(HyperParallelError):
-    """A step's graph could not be compiled; it runs uncompiled, and slower."""
+    """A step's graph could not be compiled, or its compiled code did not run; it runs uncompiled, and slower."""
 
 
 class GraphError(HyperParallelError):

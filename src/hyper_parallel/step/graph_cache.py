@@ -303,8 +303,8 @@ class Graphs:
             done = compiled(step, self._artifacts)
         except CompileError as error:
             log.debug("the step could not be compiled", exc_info=True)
-            self.uncompiled, self._artifacts = str(error), None
-            log.warning("%s", uncompiled_because(self.uncompiled))
+            self._artifacts = None
+            self._warn_uncompiled(str(error))
             return step
         log.info("%s", done)
         return done.step
@@ -315,6 +315,15 @@ class Graphs:
         self._captured = {}
         if self.budget is not None:
             self.budget.forget()
+
+    def _warn_uncompiled(self, why: str) -> None:
+        self.uncompiled = why
+        log.warning("%s", uncompiled_because(why))
+
+    def refuse_compiled(self, why: str) -> None:
+        """Run uncompiled from now on because compiled code failed, for the reason `why`, which a warning gives."""
+        self._warn_uncompiled(why)
+        self.as_captured()
 
     def as_captured(self) -> None:
         """Compile nothing, and forget what was compiled."""

@@ -6,6 +6,7 @@ yet, while the device computes; the numbers of the step are looked at before any
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -29,6 +30,7 @@ from hyper_parallel.offloading.runtime.expert_overflow import (
 )
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.capture_train_step import batch_inputs, state
+from hyper_parallel.step.compiled_failure import why_uncompiled
 from hyper_parallel.step.graph_cache import ELSEWHERE, Captured, Graphs, eagerly, over_budget
 from hyper_parallel.step.nonfinite import gradients_counted
 from hyper_parallel.step.nonfinite_report import non_finite
@@ -85,11 +87,11 @@ class GraphStepper:
             host = _Host(
                 recipe, self._graphs, batch, load_next, requests, memory, graph.load, self._replanning
             )
-            load = self._attempt(graph, given, host)
-            if load is None:
+            mend = self._attempt(graph, given, host)
+            if mend is None:
                 break
-            with pulse.operation("planning anew"):
-                self._plan_anew(graph, load)
+            with pulse.operation("changing the step's graph"):
+                mend()
         result = host.result
         if not result.finite:
             self._raise_non_finite(batch, given, result)
@@ -118,16 +120,23 @@ class GraphStepper:
         if graph.runtime is not None:
             assert self._graphs.budget is not None
             self._graphs.budget.use(graph.runtime, self._state)
+        why = None
         try:
             graph.executable.run(self._given(batch, tokens, 0.0), host)
         except _NoUpdate:
             return host.result
         except TooUneven:
             return None
+        except Exception as error:
+            why = why_uncompiled(graph, error, batch.step, recipe.handle.world)
+            if why is None:
+                raise
         finally:
             if graph.runtime is not None:
                 graph.runtime.stopped(self._state)
-        raise AssertionError("the host ends the step before its update")
+        assert why is not None, "the host ends the step before its update"
+        self._graphs.refuse_compiled(why)
+        return self.probe(batch)
 
     def _given(self, batch: StepBatch, tokens: Tensor, lr_scale: float) -> dict[str, Tensor]:
         """The inputs of a step's graph."""
@@ -135,8 +144,10 @@ class GraphStepper:
         scale = torch.tensor(lr_scale, dtype=torch.float64)
         return {**self._state, **batch_inputs(batch.micro, step, tokens, scale)}
 
-    def _attempt(self, graph: Captured, given: Mapping[str, Tensor], host: _Host) -> float | None:
-        """Run the step; how uneven the experts' rows were where that stopped it, else None."""
+    def _attempt(
+        self, graph: Captured, given: Mapping[str, Tensor], host: _Host
+    ) -> Callable[[], None] | None:
+        """Run the step. Where it stopped and can begin again: what has to be called before that, else None."""
         if graph.runtime is not None:
             assert self._graphs.budget is not None
             self._graphs.budget.use(graph.runtime, self._state)
@@ -147,13 +158,18 @@ class GraphStepper:
         except _NoUpdate:
             pass
         except TooUneven as stopped:
-            return stopped.load
+            return functools.partial(self._plan_anew, graph, stopped.load)
         except HyperParallelError:
             raise
         except Exception as error:
+            handle, step = self._recipe.handle, self._batch.step
             if is_out_of_memory(error):
-                raise post_mortem(graph, error, self._recipe.handle, self._batch.step) from error
-            raise
+                raise post_mortem(graph, error, handle, step) from error
+            why = why_uncompiled(graph, error, step, handle.world)
+            if why is None:
+                raise
+            log.debug("compiled code failed", exc_info=True)
+            return functools.partial(self._graphs.refuse_compiled, why)
         return None
 
     def _plan_anew(self, graph: Captured, load: float) -> None:

@@ -27,6 +27,11 @@ class _Call:
         return self._op(*tensors)
 
 
+def is_compiled(node: fx.Node) -> bool:
+    """Whether a node calls compiled code."""
+    return isinstance(node.target, _Call)
+
+
 def replace(step: StepGraph, found: Sequence[Subgraph], functions: Sequence[tuple[str, Function]]) -> None:
     """Exchange, in place, each subgraph of `partition(step)` for a call of its function, which has a name."""
     outputs: dict[fx.Node, fx.Node] = {}

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, host
-from hyper_parallel.graph.memory_effects import writes
+from hyper_parallel.graph.rerun import changed_input
 from hyper_parallel.graph.suspension import HOST, HostPoint
-from hyper_parallel.graph.tier_ops import is_cache
 from hyper_parallel.shard import ShardedModel
 
 ELSEWHERE_FULL = "another worker's step has no such plan; its log says why"
@@ -48,14 +47,8 @@ def wanted(load: float) -> tuple[float, ...]:
 
 def changed_before(step: StepGraph) -> str | None:
     """Why the step cannot be run again from where the host was shown a load; None if it can."""
-    outside = step.outside
-    changed: str | None = None
-    first: str | None = None
-    for node in step.nodes:
-        if node.target is HOST and node.args[0] == HostPoint.ROWS:
-            changed = first
-        elif first is None and not is_cache(node):
-            first = next((outside[storage].name for storage in sorted(outside.keys() & writes(node))), None)
+    shown = {node for node in step.nodes if node.target is HOST and node.args[0] == HostPoint.ROWS}
+    changed = changed_input(step, shown)
     return None if changed is None else f"it has changed {changed} by then, and cannot be run again"
 
 
