@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers.masking_utils import eager_mask
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from hyper_parallel.errors import DataError, UnsupportedModelError
 from hyper_parallel.inference import Generator, paged_attention
 from hyper_parallel.verify.families import SHAPE
 from hyper_parallel.verify.shrink import shrunken
-from inference.small_models import made, small
+from inference.small_models import made, prompts, small
 
 
 def test_a_recurrent_model() -> None:
@@ -67,6 +70,40 @@ def test_attention_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(paged_attention.RaggedMask, "of", blind)
     with pytest.raises(UnsupportedModelError, match="computes other logits"):
         Generator(small("llama"))
+
+
+def _without_cap() -> str:
+    """The name of eager attention that leaves out the cap of scores, as SDPA does."""
+
+    def attention(*given: Any, softcap: float | None = None, **more: Any) -> Any:
+        return eager_attention_forward(*given, **more)
+
+    AttentionInterface.register("without_cap", attention)
+    AttentionMaskInterface.register("without_cap", eager_mask)
+    return "without_cap"
+
+
+def test_capped_scores_are_compared_with_attention_that_caps_them() -> None:
+    model: Any = copy.deepcopy(small("gemma2"))
+    texts = prompts(model, (3, 40))
+    expected = [answer.tokens for answer in Generator(model, max_tokens=4)(texts)]
+    model.set_attn_implementation(_without_cap())
+    assert [answer.tokens for answer in Generator(model, max_tokens=4)(texts)] == expected
+    assert model.config._attn_implementation == "without_cap"
+
+
+def test_capped_scores_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = paged_attention.attention
+
+    def uncapped(*given: Any, softcap: float | None = None, **more: Any) -> Any:
+        return attention(*given, **more)
+
+    monkeypatch.setattr(paged_attention, "attention", uncapped)
+    model: Any = copy.deepcopy(small("gemma2"))
+    model.set_attn_implementation(_without_cap())
+    with pytest.raises(UnsupportedModelError, match="computes other logits"):
+        Generator(model)
+    assert model.config._attn_implementation == "without_cap"
 
 
 def test_settings_of_attention_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

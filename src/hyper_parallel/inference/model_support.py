@@ -7,6 +7,9 @@ found by `prove`: the engine's logits for random prompts, in company, must be th
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ log = logging.getLogger(__name__)
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _BY_LENGTH = frozenset({"dynamic", "longrope"})
 """Rotary frequencies that depend on the longest position of the batch."""
+_CAP = re.compile(r"att(n|ention)_.*(softcap|soft_cap|logit_cap)")
+"""Names under which configs have the cap of attention's scores."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference of logits, as a share of the largest logit of the row; half precision rounds every product, in the
 pieces of `page` tokens otherwise than in one pass."""
@@ -112,7 +117,7 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
     try:
         together = engine.replayed(prompts, answer=3)
         alone = engine.replayed(prompts[:1], answer=3)
-        with inference(model):
+        with inference(model), _capped(model, config):
             plain = [_plain(model, prompt, engine.device, 4).float() for prompt in prompts]
     except (HyperParallelError, ReadElsewhere):
         raise
@@ -136,6 +141,23 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
             "%s rounds otherwise in other batches on this device: a request's tokens may depend on what else runs",
             name,
         )
+
+
+@contextmanager
+def _capped(model: Any, config: Any) -> Iterator[None]:
+    """Inside, attention caps its scores where the config says so; afterwards it is as it was.
+
+    Transformers' eager attention does; others may leave the cap out (SDPA of Gemma 2 in Transformers 5.17).
+    """
+    given = model.config._attn_implementation
+    if given == "eager" or not any(_CAP.match(name) and value for name, value in vars(config).items()):
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(given)
 
 
 def _computed_in(model: nn.Module) -> torch.dtype:
