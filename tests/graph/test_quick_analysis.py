@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from harness.captured import recipe_of
 from hyper_parallel.compat.fake_process_group import fake_ranks
-from hyper_parallel.compat.graph_nodes import append_call
+from hyper_parallel.compat.graph_nodes import append_call, copy_node
 from hyper_parallel.compat.symbolic_sizes import another_symbol, expression
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.collective_groups import is_collective
@@ -106,33 +106,62 @@ def test_a_split_sequence_is_captured_twice(monkeypatch: pytest.MonkeyPatch) -> 
     assert layers == [4, 5]
 
 
-def test_a_name_is_what_the_graph_itself_would_give() -> None:
+WANTED_NAMES = [
+    "mm",
+    "mm_1",
+    "mm_1",
+    "add_7",
+    "add",
+    "max",
+    "max_1",
+    "mm_01",
+    "a_1_2",
+    "_3",
+    "add_7",
+    "mm_1_1",
+    "view_2",
+]
+GIVEN_NAMES = [
+    "mm",
+    "mm_1",
+    "mm_2",
+    "add_7",
+    "add",
+    "max_1",
+    "max_2",
+    "mm_01",
+    "a_1_2",
+    "_3",
+    "add_8",
+    "mm_1_1",
+    "view_2",
+]
+
+
+def test_names_of_calls_and_copies() -> None:
     """Of copies too, whose names are known from the graph before."""
-    wanted = [
-        "mm",
-        "mm_1",
-        "mm_1",
-        "add_7",
-        "add",
-        "max",
-        "max_1",
-        "mm_01",
-        "a_1_2",
-        "_3",
-        "add_7",
-        "mm_1_1",
-        "view_2",
-    ]
     for _ in range(2):
         ours, theirs = fx.Graph(), fx.Graph()
-        for name in wanted:
+        source = theirs.placeholder("source")
+        for name in WANTED_NAMES:
             append_call(ours, name, torch.ops.aten.neg.default, (), {})
-            theirs.create_node("call_function", torch.ops.aten.neg.default, name=name)
-        assert [node.name for node in ours.nodes] == [node.name for node in theirs.nodes]
+            node = fx.Graph().create_node("call_function", torch.ops.aten.neg.default, name=name)
+            copy_node(theirs, node, lambda _: source)
+        assert [node.name for node in ours.nodes] == GIVEN_NAMES
+        assert [node.name for node in theirs.nodes] == ["source", *GIVEN_NAMES]
         for name in ("mm", "add", "max", "a_1", "view", "_3"):
             assert ours._graph_namespace.create_name(name, None) == theirs._graph_namespace.create_name(
                 name, None
             )
+
+
+def test_names_are_those_that_a_graph_gives_where_it_counts_from_the_last() -> None:
+    other, graph = fx.Graph(), fx.Graph()
+    numbered = [other._graph_namespace.create_name("mm_5", None) for _ in range(2)]
+    if numbered != ["mm_5", "mm_6"]:
+        pytest.skip("this release of PyTorch counts names that end with a number from 1")
+    names = [graph._graph_namespace.create_name(name, None) for name in WANTED_NAMES]
+    assert names == GIVEN_NAMES
 
 
 def test_collectives_that_are_free_are_not_walked_through_for_each_one(experts: StepGraph) -> None:

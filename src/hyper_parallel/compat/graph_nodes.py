@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
@@ -30,6 +30,17 @@ def append_copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node
     return made
 
 
+def copy_node(graph: fx.Graph, node: fx.Node, source_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """`graph.node_copy(node, source_of)`, named as PyTorch 2.13 does (`_unique_name`)."""
+    args = map_arg(node.args, source_of)
+    kwargs = map_arg(node.kwargs, source_of)
+    name = _unique_name(graph._graph_namespace, node.name)
+    graph._graph_namespace._used_names.discard(name)  # which `create_node` takes itself
+    made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    made.meta = dict(node.meta)
+    return made
+
+
 def set_meta(node: fx.Node, meta: dict[str, Any]) -> None:
     """`node.meta = meta`, without the graph's tables being written anew, as for any attribute that is set."""
     object.__setattr__(node, "meta", meta)
@@ -53,17 +64,32 @@ _MOST = 1 << 20
 
 
 def _unique_name(namespace: Any, name: str) -> str:
-    """What `_Namespace.create_name` answers and leaves in the namespace, in less time for a name that is free."""
+    """What `_Namespace.create_name` of PyTorch 2.13 answers and leaves in the namespace, in less time.
+
+    Of a name that is taken and ends with a number, the next is counted from the last of its base; PyTorch 2.11 counts
+    from 1, and answers names that other nodes will be copied with.
+    """
     parts = _numbered.get(name)
-    if parts is not None and name not in namespace._used_names:
-        namespace._used_names.add(name)
-        namespace._base_count[parts[0]] = parts[1]
-        return name
-    made: str = namespace.create_name(name, None)
-    if parts is None and made == name:
+    if parts is None:
         base, _, number = name.rpartition("_")
-        if base and number.isdecimal() and namespace._base_count.get(base) == int(number):
-            if len(_numbered) >= _MOST:
-                _numbered.clear()
-            _numbered[name] = base, int(number)
-    return made
+        if not (
+            base
+            and number.isdecimal()
+            and number == str(int(number))
+            and name.isascii()
+            and name.isidentifier()
+        ):
+            made: str = namespace.create_name(name, None)
+            return made
+        if len(_numbered) >= _MOST:
+            _numbered.clear()
+        parts = _numbered[name] = base, int(number)
+    base, count = parts
+    if name in namespace._used_names:
+        count = namespace._base_count.get(base, 0)
+        while name in namespace._used_names:
+            count += 1
+            name = f"{base}_{count}"
+    namespace._used_names.add(name)
+    namespace._base_count[base] = count
+    return name

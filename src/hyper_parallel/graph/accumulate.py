@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from hyper_parallel.compat.graph_nodes import copy_node
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.data_flow import Needs, data_sources, needed, stops
 from hyper_parallel.graph.graph_writer import moved_storages, placed, span
@@ -155,8 +156,7 @@ class _Cut:
                 made = node
                 if node in self._micro:
                     with step.graph.inserting_after(end):
-                        made = step.graph.node_copy(node, lambda source: source)
-                    made.meta = dict(node.meta)
+                        made = copy_node(step.graph, node, lambda source: source)
                 self._use_sums(made, instead, before)
                 instead[node] = made
             elif node not in self._micro:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hyper_parallel.compat.graph_nodes import copy_node
 from hyper_parallel.graph.ir import Input, Kind, StepGraph, Storage, Value, flat_values, values_of
 from hyper_parallel.graph.phase import Phase
 from hyper_parallel.graph.regions import Region
@@ -71,8 +72,7 @@ class GraphWriter:
         """A node of the whole graph. `instead`: nodes of this graph that it uses in place of what its arguments became,
         or what those that were emitted with it became; it is then not what others find in `made`."""
         known = self.made if instead is None else ChainMap(instead, self.made)
-        made = self._graph.node_copy(node, lambda source: known[source])
-        made.meta = dict(node.meta)
+        made = copy_node(self._graph, node, lambda source: known[source])
         moved: dict[int, int] = {}
         for source in node.all_input_nodes:
             moved.update(moved_storages(source.meta.get("value"), known[source].meta.get("value")))

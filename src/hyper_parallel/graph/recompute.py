@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from hyper_parallel.compat.graph_nodes import copy_node
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.dead_code import trim
@@ -328,7 +329,7 @@ class _Repeater:
         return any(self._unrepeatable(self._nodes[at], storage, late) for at in self._history(storage, late))
 
     def _copy(self, node: fx.Node, phase: Phase) -> None:
-        again = self._step.graph.node_copy(node, lambda source: self._again.get(source, source))
+        again = copy_node(self._step.graph, node, lambda source: self._again.get(source, source))
         places = self._places(node, self._again)
         for value in values_of(node):
             if value.storage not in places:
