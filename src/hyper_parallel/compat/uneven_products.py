@@ -1,7 +1,7 @@
 """Matrix products of tensors whose sizes differ between simulated ranks.
 
-PyTorch 2.11 reads the sizes of the arguments of `matmul` and `linear` as plain numbers, before it comes to the operators
-that local tensors have. Here they are written with those operators: `mm` and `bmm`.
+PyTorch 2.11 reads the sizes of the arguments of `matmul` and `linear` as plain numbers, before it comes to operators
+that local tensors have. Here they are written with such operators: `mm` and `bmm`.
 """
 
 from __future__ import annotations
