@@ -43,7 +43,7 @@ def simulated_ranks(world: int) -> Iterator[None]:
         raise RuntimeError("ranks cannot be simulated in a process that has a process group already")
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        with LocalTensorMode(world), uneven_products(), _traced_where_ranks_differ():
+        with uneven_products(), LocalTensorMode(world), _traced_where_ranks_differ():
             yield
     except (AttributeError, AssertionError, NotImplementedError, TypeError) as error:
         if not _is_of_the_simulation(error):

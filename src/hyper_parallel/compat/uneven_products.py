@@ -23,16 +23,17 @@ _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 def uneven_products() -> AbstractContextManager[object]:
-    """Inside, products are those of this module where this release of PyTorch does not have them."""
+    """Inside, products are those of this module where this release of PyTorch does not have them. Called outside of
+    local-tensor modes."""
     return UnevenProducts() if _missing() else nullcontext()
 
 
 @functools.cache
 def _missing() -> bool:
     """Whether `linear` cannot do sizes that differ between ranks."""
+    row = LocalTensor({rank: torch.zeros(1, 1, 1, device="cpu") for rank in range(2)})
+    weight = LocalTensor({rank: torch.zeros(1 + rank, 1, device="cpu") for rank in range(2)})
     with LocalTensorMode(2), torch.no_grad():
-        row = LocalTensor({rank: torch.zeros(1, 1, 1) for rank in range(2)})
-        weight = LocalTensor({rank: torch.zeros(1 + rank, 1) for rank in range(2)})
         try:
             linear(row, weight)
         except RuntimeError:
