@@ -30,6 +30,15 @@ class SubmodelCase:
     """Of a micro-batch."""
     micro_batches: int = 3
     steps: int = 1
+    frozen: Sequence[str] = ()
+    """Modules that are not trained."""
+
+    def build(self) -> Any:
+        """The model."""
+        model = MODELS[self.model].build().train()
+        for name in self.frozen:
+            model.get_submodule(name).requires_grad_(False)
+        return model
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Outcome:
 def on_one_device(case: SubmodelCase) -> Outcome:
     """The unmodified model on one device, micro-batch by micro-batch."""
     made = MODELS[case.model]
-    model: Any = made.build().train()
+    model = case.build()
     batch = made.draw(case.rows * case.micro_batches)
     tokens = (batch["labels"] != -100).sum()
     for _ in range(case.steps):
@@ -79,7 +88,7 @@ def _worker(rank: int, world: int, cases: list[SubmodelCase]) -> list[Outcome]:
 def run_case(case: SubmodelCase) -> Outcome:
     """This rank's part."""
     made = MODELS[case.model]
-    model = made.build().train()
+    model = case.build()
     batch = made.draw(case.rows * case.micro_batches)
     try:
         parts = submodels(

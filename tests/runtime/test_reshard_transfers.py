@@ -118,7 +118,7 @@ def test_copies_that_differ_are_an_error() -> None:
         made.send(send, flat(value, one))
 
     sent(value.clone())
-    with pytest.raises(HyperParallelError, match="ranks of a have unlike values of forward.x.0-1"):
+    with pytest.raises(HyperParallelError, match="ranks of a have unlike values of forward"):
         sent(value + torch.randn(4, 4, generator=torch.Generator().manual_seed(1)))
 
 

@@ -33,6 +33,18 @@ CASES: dict[int, list[SubmodelCase]] = {
             "llava", {"vision": {**VISION, "axes": {"shard": 2}}, "language": {"axes": {"pipeline": 2}}}
         ),
         SubmodelCase("llava", {"vision": {**VISION, "devices": 2}, "language": {"devices": 2}}),
+        # Dealt so that both encoders have as many images.
+        SubmodelCase(
+            "qwen2.5-vl",
+            {"vision": {"modules": ["model.visual"], "devices": 2}, "language": {"devices": 2}},
+            micro_batches=5,
+        ),
+        # Nothing goes back to a frozen encoder.
+        SubmodelCase(
+            "llava",
+            {"vision": {**VISION, "devices": 2}, "language": {"axes": {"tensor": 2}}},
+            frozen=VISION["modules"],
+        ),
     ],
     5: [
         SubmodelCase("llava", {"vision": VISION, "language": {"axes": {"shard": 2, "tensor": 2}}}),

@@ -23,7 +23,7 @@ so that gradients and loss are those of one device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -42,7 +42,6 @@ from hyper_parallel.shard.hooks import wrap
 from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.pipeline_place import PipelinePlace
-from hyper_parallel.shard.process_mesh import DATA_AXES
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
 from hyper_parallel.shard.submodel_modules import assigned_modules, submodel_of
 from hyper_parallel.step.batches import MicroBatch, StepBatch
@@ -53,15 +52,11 @@ from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.step.submodel_cut import Parts
 from hyper_parallel.step.submodel_gradients import SharedGradients
 from hyper_parallel.step.submodel_plan import SubmodelPlan, SubmodelPlanner
+from hyper_parallel.step.submodel_rows import Inputs, Rows, StepRows, SubmodelRows
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.submodels import Submodel, read_submodels
 
 log = logging.getLogger(__name__)
-
-Rows = Mapping[str, Tensor]
-"""Tensors by name, whose first dim is rows."""
-Inputs = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-"""Rows to keyword arguments of the model."""
 
 
 def submodels(
@@ -134,9 +129,10 @@ def submodels(
     parallelize(shadow, own, lowering="traceable", pipeline=place)
     recipe = GradientRecipe(shadow, sharded(shadow), seed=seed, loss=loss or LossConfig())
     planner = SubmodelPlanner(recipe, parts, where, _told)
-    rows = _Rows(batch, inputs, place.devices, where)
-    micro = rows.share(batch, 0)
-    first = planner.training(micro, rows.doubled(batch, 0), micro_batches)
+    rows = SubmodelRows(batch, inputs, groups, place.index, where)
+    given = StepRows.as_given(batch)
+    micro = rows.share(given, 0)
+    first = planner.training(micro, rows.doubled(given, 0), micro_batches)
     parallelize(
         model,
         own,
@@ -176,7 +172,7 @@ class Submodels:
         handle: ShardedModel,
         planner: SubmodelPlanner,
         first: _Kind,
-        rows: _Rows,
+        rows: SubmodelRows,
         micro_batches: int,
         transfers: MakeTransfers = ProcessTransfers,
     ) -> None:
@@ -194,7 +190,9 @@ class Submodels:
         lines = [f"{group.name}: ranks {', '.join(map(str, group.ranks))}" for group in groups]
         return "\n".join([*lines, *self._first.crossing])
 
-    def forward_backward(self, batch: Rows, *, step: int = 0, tokens: float | None = None) -> Tensor:
+    def forward_backward(
+        self, batch: Rows, *, step: int = 0, tokens: float | None = None, arrange: bool = True
+    ) -> Tensor:
         """Run the forward and backward passes of a step; its loss, fp32 [], the same number on every rank.
 
         `batch`: all rows of the step, equal on every rank: `micro_batches` times those that `submodels` was given, with
@@ -204,8 +202,11 @@ class Submodels:
         where no row needs the submodel; `hp.sharded(model).grad_norm()` and `clip` are over all submodels.
 
         `tokens`: what the sum of losses is divided by; left out, the valid tokens of the batch. Dropout is a function
-        of `step`, its number. A collective. Raises DataError for rows of other shapes or without loss, and
-        StrategyError where the submodels cannot compute them.
+        of `step`, its number. `arrange`: rows for which `inputs` makes as much are put into the same micro-batches, and
+        dealt to the data ranks, which changes neither loss nor gradients.
+
+        A collective. Raises DataError for rows of other shapes or without loss, and StrategyError where the submodels
+        cannot compute them.
         """
         problem = self._rows.problem(batch, self._count)
         if problem is not None:
@@ -214,14 +215,15 @@ class Submodels:
         count = float(valid_tokens(batch["labels"])) if tokens is None else tokens
         if not count:
             raise DataError("no token of the rows bears loss; check that labels are not all -100")
-        micro = [self._rows.share(batch, at) for at in range(self._count)]
+        rows = self._rows.arranged(batch) if arrange else StepRows.as_given(batch)
+        micro = [self._rows.share(rows, at) for at in range(self._count)]
         divisor = torch.tensor(count, device=handle.device)
         owned = handle.owned()
         before = [one.parameter.grad for one in owned]
         for one in owned:
             one.parameter.grad = None
         loss = torch.zeros((), device=handle.device)
-        for kind, places in self._sorted(batch, micro).items():
+        for kind, places in self._sorted(rows, micro).items():
             loss = loss + self._run(kind, StepBatch(step, [], [micro[at] for at in places], divisor), divisor)
         self._shared.add_up()
         for one, earlier in zip(owned, before, strict=True):
@@ -250,7 +252,7 @@ class Submodels:
             _add(one.parameter, earlier)
         return part
 
-    def _sorted(self, batch: Rows, micro: list[MicroBatch]) -> dict[_Kind, list[int]]:
+    def _sorted(self, batch: StepRows, micro: list[MicroBatch]) -> dict[_Kind, list[int]]:
         """Micro-batches by kind, the same on all ranks. A collective."""
         while True:
             mine = [{at for at, kind in enumerate(self._kinds) if kind.fits(one)} for one in micro]
@@ -273,7 +275,7 @@ class Submodels:
             del self._kinds[1 : len(self._kinds) - MOST_KINDS + 1]
         return found
 
-    def _planned(self, batch: Rows, micro: MicroBatch, at: int) -> _Kind:
+    def _planned(self, batch: StepRows, micro: MicroBatch, at: int) -> _Kind:
         plan = self._planner.training(micro, self._rows.doubled(batch, at), self._count)
         for name, holders in plan.owners.items():
             if not {*holders} <= {*self._first.owners.get(name, ())}:
@@ -292,70 +294,6 @@ def _add(parameter: nn.Parameter, earlier: Tensor | None) -> None:
     """Add an earlier gradient to the parameter's."""
     if earlier is not None:
         parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-
-
-class _Rows:
-    """How a step's rows are cut into micro-batches and shares."""
-
-    def __init__(self, like: Rows, inputs: Inputs, group: DeviceGroup, device: torch.device) -> None:
-        """`like`: the rows of one micro-batch. Raises StrategyError."""
-        for name in ("input_ids", "labels"):
-            if name not in like or like[name].dim() != 2:
-                raise StrategyError(f"hp.submodels: batch has no {name!r}, int64 [B, S]")
-        self._shapes = {name: tuple(one.shape) for name, one in like.items()}
-        self._inputs, self._device = inputs, device
-        self._count = like["input_ids"].size(0)
-        other = next((name for name, shape in self._shapes.items() if shape[:1] != (self._count,)), None)
-        if other is not None:
-            raise StrategyError(
-                f"hp.submodels: batch has {self._count} rows, and {other!r} is {list(self._shapes[other])}; its first "
-                "dim must be rows (inputs=... makes what the model takes from them)"
-            )
-        self._data, self._index = group.mesh.size(DATA_AXES), group.index(DATA_AXES, dist.get_rank())
-        if self._count % self._data:
-            raise StrategyError(
-                f"submodels.{group.name}: a micro-batch of {self._count} rows is not divided by replicate · shard = "
-                f"{self._data}; give micro-batches of a multiple of it"
-            )
-
-    def problem(self, batch: Rows, micro_batches: int) -> str | None:
-        """Why a step's rows cannot be computed, in words."""
-        wanted = {name: (micro_batches * shape[0], *shape[1:]) for name, shape in self._shapes.items()}
-        given = {name: tuple(one.shape) for name, one in batch.items()}
-        if given == wanted:
-            return None
-        name = next(name for name in {**wanted, **given} if given.get(name) != wanted.get(name))
-        return (
-            f"{name} is {list(given[name]) if name in given else 'missing'} and must be "
-            f"{list(wanted[name]) if name in wanted else 'left out'}: {micro_batches} micro-batches of the shapes that "
-            "hp.submodels was given"
-        )
-
-    def share(self, batch: Rows, micro_batch: int) -> MicroBatch:
-        """This rank's rows of a micro-batch."""
-        rows, first = self._mine(batch, micro_batch)
-        return self._micro(rows, first)
-
-    def doubled(self, batch: Rows, micro_batch: int) -> MicroBatch:
-        """Twice this rank's rows of a micro-batch."""
-        rows, first = self._mine(batch, micro_batch)
-        return self._micro({name: torch.cat([one, one]) for name, one in rows.items()}, first)
-
-    def _mine(self, batch: Rows, micro_batch: int) -> tuple[dict[str, Tensor], int]:
-        size = self._count // self._data
-        first = micro_batch * self._count + self._index * size
-        return {name: one[first : first + size] for name, one in batch.items()}, first
-
-    def _micro(self, rows: Mapping[str, Tensor], first: int) -> MicroBatch:
-        given = {name: one.to(self._device) for name, one in rows.items()}
-        labels = given.pop("labels")
-        made = dict(self._inputs(given))
-        ids = made.pop("input_ids")
-        positions = made.pop("position_ids", None)
-        if positions is None:
-            positions = torch.arange(ids.size(1), device=self._device).repeat(ids.size(0), 1)
-        numbers = torch.arange(first, first + ids.size(0), device=self._device)
-        return MicroBatch(ids, labels, positions, numbers, several=False, extra=made)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -1,0 +1,132 @@
+"""How a step's rows are cut into micro-batches, and these into the shares of data ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout import DeviceGroup
+from hyper_parallel.shard.process_mesh import DATA_AXES
+from hyper_parallel.step.batches import MicroBatch
+
+Rows = Mapping[str, Tensor]
+"""Tensors by name, whose first dim is rows."""
+Inputs = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+"""Rows to keyword arguments of the model."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """All rows of a step in the order in which they are computed."""
+
+    batch: Rows
+    numbers: Tensor
+    """int64 [rows]: the place of each in the order in which they were given; random numbers are a function of it."""
+
+    @classmethod
+    def as_given(cls, batch: Rows) -> StepRows:
+        """In the order in which they were given."""
+        return cls(batch, torch.arange(batch["input_ids"].size(0)))
+
+    def part(self, first: int, count: int) -> StepRows:
+        """Some of them."""
+        there = slice(first, first + count)
+        return StepRows({name: one[there] for name, one in self.batch.items()}, self.numbers[there])
+
+    def twice(self) -> StepRows:
+        """Each a second time."""
+        batch = {name: torch.cat([one, one]) for name, one in self.batch.items()}
+        return StepRows(batch, torch.cat([self.numbers, self.numbers]))
+
+
+class SubmodelRows:
+    """The rows of one rank."""
+
+    def __init__(
+        self, like: Rows, inputs: Inputs, groups: Sequence[DeviceGroup], index: int, device: torch.device
+    ) -> None:
+        """`like`: the rows of one micro-batch; `index`: of this rank's group. Raises StrategyError."""
+        for name in ("input_ids", "labels"):
+            if name not in like or like[name].dim() != 2:
+                raise StrategyError(f"hp.submodels: batch has no {name!r}, int64 [B, S]")
+        self._shapes = {name: tuple(one.shape) for name, one in like.items()}
+        self._inputs, self._device = inputs, device
+        self._count = like["input_ids"].size(0)
+        other = next((name for name, shape in self._shapes.items() if shape[:1] != (self._count,)), None)
+        if other is not None:
+            raise StrategyError(
+                f"hp.submodels: batch has {self._count} rows, and {other!r} is {list(self._shapes[other])}; its first "
+                "dim must be rows (inputs=... makes what the model takes from them)"
+            )
+        for group in groups:
+            data = group.mesh.size(DATA_AXES)
+            if self._count % data:
+                raise StrategyError(
+                    f"submodels.{group.name}: a micro-batch of {self._count} rows is not divided by replicate · shard "
+                    f"= {data}; give micro-batches of a multiple of it"
+                )
+        self._most_data = math.lcm(*(group.mesh.size(DATA_AXES) for group in groups))
+        own = groups[index]
+        self._data, self._index = own.mesh.size(DATA_AXES), own.index(DATA_AXES, dist.get_rank())
+
+    def problem(self, batch: Rows, micro_batches: int) -> str | None:
+        """Why a step's rows cannot be computed, in words."""
+        wanted = {name: (micro_batches * shape[0], *shape[1:]) for name, shape in self._shapes.items()}
+        given = {name: tuple(one.shape) for name, one in batch.items()}
+        if given == wanted:
+            return None
+        name = next(name for name in {**wanted, **given} if given.get(name) != wanted.get(name))
+        return (
+            f"{name} is {list(given[name]) if name in given else 'missing'} and must be "
+            f"{list(wanted[name]) if name in wanted else 'left out'}: {micro_batches} micro-batches of the shapes that "
+            "hp.submodels was given"
+        )
+
+    def arranged(self, batch: Rows) -> StepRows:
+        """Rows for which `inputs` makes tensors of the same sizes in the same micro-batches, as far as they go, and
+        each data rank's part of a micro-batch as large as the others'. The same on every rank."""
+        given = StepRows.as_given(batch)
+        sizes = [self._sizes(given.part(row, 1)) for row in range(len(given.numbers))]
+        if all(one == sizes[0] for one in sizes):
+            return given
+        order = sorted(range(len(sizes)), key=lambda row: sizes[row], reverse=True)
+        dealt = [
+            row
+            for first in range(0, len(order), self._count)
+            for data in range(self._most_data)
+            for row in order[first : first + self._count][data :: self._most_data]
+        ]
+        places = torch.tensor(dealt)
+        return StepRows({name: one[places.to(one.device)] for name, one in batch.items()}, places)
+
+    def _sizes(self, row: StepRows) -> tuple[tuple[str, int], ...]:
+        made = self._inputs({name: one for name, one in row.batch.items() if name != "labels"})
+        return tuple(sorted((name, one.numel()) for name, one in made.items()))
+
+    def share(self, rows: StepRows, micro_batch: int) -> MicroBatch:
+        """This rank's rows of a micro-batch."""
+        return self._micro(self._mine(rows, micro_batch))
+
+    def doubled(self, rows: StepRows, micro_batch: int) -> MicroBatch:
+        """Twice this rank's rows of a micro-batch."""
+        return self._micro(self._mine(rows, micro_batch).twice())
+
+    def _mine(self, rows: StepRows, micro_batch: int) -> StepRows:
+        size = self._count // self._data
+        return rows.part(micro_batch * self._count + self._index * size, size)
+
+    def _micro(self, rows: StepRows) -> MicroBatch:
+        given = {name: one.to(self._device) for name, one in rows.batch.items()}
+        labels = given.pop("labels")
+        made = dict(self._inputs(given))
+        ids = made.pop("input_ids")
+        positions = made.pop("position_ids", None)
+        if positions is None:
+            positions = torch.arange(ids.size(1), device=self._device).repeat(ids.size(0), 1)
+        return MicroBatch(ids, labels, positions, rows.numbers.to(self._device), several=False, extra=made)
