@@ -1,4 +1,4 @@
-"""Sizes and texts that a step reads off its inputs are questions: the graph is right for inputs with the same answers."""
+"""Sizes and texts that a step reads off its inputs are questions: the graph holds for inputs with the same answers."""
 
 from __future__ import annotations
 

@@ -65,6 +65,12 @@ def _llava_rows(rows: int) -> Rows:
     }
 
 
+def _packed_rows(rows: int) -> Rows:
+    found = _llava_rows(rows)
+    found["position_ids"] = torch.cat([torch.arange(20), torch.arange(4)]).repeat(rows, 1)
+    return found
+
+
 def _labels(ids: Tensor, image: slice) -> Tensor:
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100
@@ -180,4 +186,6 @@ MODELS = {
     "qwen2.5-vl": MultiModel(lambda: build_model(FAMILIES["qwen2.5-vl"], "cpu"), _skewed_rows, _qwen_inputs),
     "omni": MultiModel(_omni, _omni_rows, _qwen_inputs),
     "t5": MultiModel(_t5, _t5_rows),
+    # Two documents in each row.
+    "llava packed": MultiModel(_llava, _packed_rows),
 }

@@ -12,6 +12,7 @@ VISION = {"modules": ["model.vision_tower", "model.multi_modal_projector"]}
 CASES: dict[int, list[SubmodelCase]] = {
     3: [
         SubmodelCase("llava", {"vision": VISION, "language": {"axes": {"tensor": 2}}}, steps=2),
+        SubmodelCase("llava packed", {"vision": VISION, "language": {"axes": {"tensor": 2}}}),
         # Declared against the data flow.
         SubmodelCase(
             "llava",

@@ -57,6 +57,8 @@ class SubmodelPlan:
     """The device group of each stage."""
     layouts: Mapping[str, Mapping[str, Layout]]
     costs: Costs
+    documents: bool
+    """Rows may hold several documents."""
 
     def of(self, count: int) -> PipelinePlan:
         """The plan of so many micro-batches, one after the other."""
@@ -110,10 +112,11 @@ class SubmodelPlanner:
     def training(self, micro: MicroBatch, doubled: MicroBatch, count: int) -> SubmodelPlan:
         """The plan of micro-batches like `micro`, this rank's rows of one, in a step of `count`. `doubled`: twice as
         many rows. A collective; raises StrategyError."""
-        whole, questions = self._captured(micro, count)
+        documents = any(self._told(bool(micro.several)))
+        whole, questions = self._captured(micro, count, documents)
         cut = self._agreed_cut(whole)
         stages = cut.stages(whole, self._shadow)
-        values = self._values(stages, cut, doubled, count)
+        values = self._values(stages, cut, lambda: self._captured(doubled, count, documents)[0])
         users = {name: tuple(sorted(found)) for name, found in stages.users.items()}
         found = _Found(tuple(values), self._costs(stages, whole, cut), users)
         by_rank: list[_Found] = self._told(found)
@@ -130,11 +133,14 @@ class SubmodelPlanner:
             tuple(cut.groups),
             layouts,
             Costs(**{key: tuple(one[key] for one in costs) for key in _COSTS}),  # type: ignore[arg-type]
+            documents,
         )
 
-    def _captured(self, micro: MicroBatch, count: int) -> tuple[StepGraph, list[Question]]:
+    def _captured(self, micro: MicroBatch, count: int, documents: bool) -> tuple[StepGraph, list[Question]]:
         try:
-            return capture_micro_batch_like(self._shadow, micro, count, device=self._device)
+            return capture_micro_batch_like(
+                self._shadow, micro, count, documents=documents, device=self._device
+            )
         except CaptureError as error:
             raise StrategyError(f"submodels: the model's step cannot be captured: {error}") from error
 
@@ -181,8 +187,8 @@ class SubmodelPlanner:
             lambda node: cost(node) if parts.part_of(node.meta["module"]) == part else 0.0,
         )
 
-    def _values(self, stages: PipelineStages, cut: Cut, doubled: MicroBatch, count: int) -> list[_Value]:
-        """The values that cross, as this group has them."""
+    def _values(self, stages: PipelineStages, cut: Cut, doubled: Callable[[], StepGraph]) -> list[_Value]:
+        """The values that cross, as this group has them. `doubled`: captures twice the rows."""
         data = self.place.devices.mesh.size(DATA_AXES)
         single = crossings(stages)
         if data == 1:
@@ -190,7 +196,7 @@ class SubmodelPlanner:
                 _Value(one.name, one.value.shape, ((),) * len(one.value.shape), str(one.value.dtype))
                 for one in single
             ]
-        whole, _ = self._captured(doubled, count)
+        whole = doubled()
         twice = crossings(cut.of(whole).stages(whole, self._shadow))
         if [one.name for one in single] != [one.name for one in twice]:
             raise StrategyError("submodels: with twice the rows other values cross between the submodels")

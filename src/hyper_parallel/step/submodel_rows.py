@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import DeviceGroup
+from hyper_parallel.shard.packed_documents import several_documents
 from hyper_parallel.shard.process_mesh import DATA_AXES
 from hyper_parallel.step.batches import MicroBatch
 
@@ -129,4 +130,13 @@ class SubmodelRows:
         positions = made.pop("position_ids", None)
         if positions is None:
             positions = torch.arange(ids.size(1), device=self._device).repeat(ids.size(0), 1)
-        return MicroBatch(ids, labels, positions, rows.numbers.to(self._device), several=False, extra=made)
+        numbers = rows.numbers.to(self._device)
+        return MicroBatch(ids, labels, positions, numbers, several=_several(positions), extra=made)
+
+
+def _several(positions: Tensor) -> bool:
+    """Whether rows hold several documents, as Transformers finds it: by positions of text, of which there are none
+    where each token has three positions."""
+    if positions.dim() == 3:
+        return positions.size(0) == 4 and several_documents(positions[0])
+    return several_documents(positions)

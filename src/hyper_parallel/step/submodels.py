@@ -159,8 +159,11 @@ class _Kind:
 
     def fits(self, micro: MicroBatch) -> bool:
         """Whether this rank's rows are of this kind."""
-        return _shapes_of(micro) == self._shapes and all(
-            one.holds(fields_of(micro)) for one in self.plan.questions
+        known = self.plan.documents or not micro.several
+        return (
+            known
+            and _shapes_of(micro) == self._shapes
+            and all(one.holds(fields_of(micro)) for one in self.plan.questions)
         )
 
 
