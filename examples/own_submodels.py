@@ -76,7 +76,9 @@ def train(steps: int, declared: dict[str, dict[str, object]]) -> tuple[float, fl
     model, rows, count = build(), 16, 4
     vision = {"modules": ["model.vision_tower", "model.multi_modal_projector"], **declared.get("vision", {})}
     if declared:
-        parts = hp.submodels(model, {**declared, "vision": vision}, draw(rows, seed=0), micro_batches=count)
+        parts = hp.submodels(
+            model, {**declared, "vision": vision}, draw(rows * count, seed=0), micro_batches=count
+        )
         handle, step_of = parts.handle, parts.forward_backward
     else:
         handle = hp.sharded(hp.parallelize(model, hp.Strategy()))

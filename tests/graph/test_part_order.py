@@ -38,8 +38,8 @@ def _graph(model: nn.Module) -> StepGraph:
         x = torch.empty(2, 4)
         for module in model.modules():
             for name, one in module._parameters.items():
-                assert one is not None
-                module._parameters[name] = nn.Parameter(torch.empty(one.shape))
+                if one is not None:  # no bias
+                    module._parameters[name] = nn.Parameter(torch.empty(one.shape))
         given = {name: GivenTensor("parameter", one) for name, one in model.named_parameters()}
         return capture(lambda: {"out": model(x).sum()}, {**given, "x": GivenTensor("input", x)}, model)
 

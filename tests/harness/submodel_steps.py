@@ -94,7 +94,7 @@ def run_case(case: SubmodelCase) -> Outcome:
         parts = submodels(
             model,
             case.submodels,
-            {name: one[: case.rows] for name, one in batch.items()},
+            batch,
             micro_batches=case.micro_batches,
             strategy=Strategy.model_validate({"version": 1, **case.strategy}),
             inputs=made.inputs,

@@ -23,8 +23,8 @@ SECOND = {"language": {"axes": {"pipeline": 2}}, "vision": {**VISION, "axes": {"
 def _trained(declared: Any, folder: Path | None, steps: int) -> tuple[list[float], Any, Any]:
     made = MODELS["llava"]
     model, batch = made.build().train(), made.draw(4)
-    parts = submodels(model, declared, {name: one[:2] for name, one in batch.items()}, micro_batches=2)
-    optimizer = torch.optim.AdamW([one.parameter for one in parts.handle.owned()], lr=1e-2)
+    parts = submodels(model, declared, batch, micro_batches=2)
+    optimizer = torch.optim.AdamW(parts.handle.model.parameters(), lr=1e-2)
     on_local(optimizer, parts.handle)
     if folder is not None:
         load(folder, parts.handle, optimizer)

@@ -98,6 +98,10 @@ def test_what_only_the_workers_see() -> None:
             # The projector is between the encoder and the language model, which both are of one submodel.
             SubmodelCase("llava", {"a": {"modules": VISION[1:]}, "b": {"axes": {"tensor": 2}}}),
             SubmodelCase("llava", {"vision": {**vision, "devices": 2}, "language": {}}, rows=3),
+            # Only one of two encoders would have an image.
+            SubmodelCase(
+                "qwen2.5-vl", {"vision": {"modules": ["model.visual"], "devices": 2}, "language": {}}
+            ),
             # A border inside of a module that the axes split: a pending sum.
             SubmodelCase(
                 "llava",
@@ -108,7 +112,8 @@ def test_what_only_the_workers_see() -> None:
             ),
         ],
     )
-    both, uneven, inside = [one.refused for one in found]
+    both, uneven, alone, inside = [one.refused for one in found]
     assert "a and b need each other's values in the forward pass" in both
     assert "a micro-batch of 3 rows is not divided by replicate · shard = 2" in uneven
+    assert "rank 0's rows need vision → language, and those of rank 1 need language" in alone
     assert inside.startswith("submodels: ")

@@ -50,21 +50,32 @@ class SubmodelRows:
     """The rows of one rank."""
 
     def __init__(
-        self, like: Rows, inputs: Inputs, groups: Sequence[DeviceGroup], index: int, device: torch.device
+        self,
+        like: Rows,
+        micro_batches: int,
+        inputs: Inputs,
+        groups: Sequence[DeviceGroup],
+        index: int,
+        device: torch.device,
     ) -> None:
-        """`like`: the rows of one micro-batch; `index`: of this rank's group. Raises StrategyError."""
+        """`like`: the rows of a step; `index`: of this rank's group. Raises StrategyError."""
         for name in ("input_ids", "labels"):
             if name not in like or like[name].dim() != 2:
                 raise StrategyError(f"hp.submodels: batch has no {name!r}, int64 [B, S]")
         self._shapes = {name: tuple(one.shape) for name, one in like.items()}
         self._inputs, self._device = inputs, device
-        self._count = like["input_ids"].size(0)
-        other = next((name for name, shape in self._shapes.items() if shape[:1] != (self._count,)), None)
+        rows = like["input_ids"].size(0)
+        other = next((name for name, shape in self._shapes.items() if shape[:1] != (rows,)), None)
         if other is not None:
             raise StrategyError(
-                f"hp.submodels: batch has {self._count} rows, and {other!r} is {list(self._shapes[other])}; its first "
-                "dim must be rows (inputs=... makes what the model takes from them)"
+                f"hp.submodels: batch has {rows} rows, and {other!r} is {list(self._shapes[other])}; its first dim "
+                "must be rows (inputs=... makes what the model takes from them)"
             )
+        if not rows or rows % micro_batches:
+            raise StrategyError(
+                f"hp.submodels: {rows} rows are no {micro_batches} micro-batches; give a multiple of as many rows"
+            )
+        self._count = rows // micro_batches
         for group in groups:
             data = group.mesh.size(DATA_AXES)
             if self._count % data:
@@ -76,22 +87,21 @@ class SubmodelRows:
         own = groups[index]
         self._data, self._index = own.mesh.size(DATA_AXES), own.index(DATA_AXES, dist.get_rank())
 
-    def problem(self, batch: Rows, micro_batches: int) -> str | None:
+    def problem(self, batch: Rows) -> str | None:
         """Why a step's rows cannot be computed, in words."""
-        wanted = {name: (micro_batches * shape[0], *shape[1:]) for name, shape in self._shapes.items()}
+        wanted = self._shapes
         given = {name: tuple(one.shape) for name, one in batch.items()}
         if given == wanted:
             return None
         name = next(name for name in {**wanted, **given} if given.get(name) != wanted.get(name))
         return (
             f"{name} is {list(given[name]) if name in given else 'missing'} and must be "
-            f"{list(wanted[name]) if name in wanted else 'left out'}: {micro_batches} micro-batches of the shapes that "
-            "hp.submodels was given"
+            f"{list(wanted[name]) if name in wanted else 'left out'}: the names and shapes that hp.submodels was given"
         )
 
     def arranged(self, batch: Rows) -> StepRows:
-        """Rows for which `inputs` makes tensors of the same sizes in the same micro-batches, as far as they go, and
-        each data rank's part of a micro-batch as large as the others'. The same on every rank."""
+        """Rows for which `inputs` makes tensors of the same sizes in the same micro-batches, as far as they go, those
+        with most first, and each data rank's part of a micro-batch as large as the others'. The same on every rank."""
         given = StepRows.as_given(batch)
         sizes = [self._sizes(given.part(row, 1)) for row in range(len(given.numbers))]
         if all(one == sizes[0] for one in sizes):
@@ -106,9 +116,11 @@ class SubmodelRows:
         places = torch.tensor(dealt)
         return StepRows({name: one[places.to(one.device)] for name, one in batch.items()}, places)
 
-    def _sizes(self, row: StepRows) -> tuple[tuple[str, int], ...]:
+    def _sizes(self, row: StepRows) -> tuple[int, list[tuple[str, int]]]:
+        """Elements of all that a row has, and of each tensor."""
         made = self._inputs({name: one for name, one in row.batch.items() if name != "labels"})
-        return tuple(sorted((name, one.numel()) for name, one in made.items()))
+        found = sorted((name, one.numel()) for name, one in made.items())
+        return sum(count for _, count in found), found
 
     def share(self, rows: StepRows, micro_batch: int) -> MicroBatch:
         """This rank's rows of a micro-batch."""

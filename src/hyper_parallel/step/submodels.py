@@ -76,9 +76,10 @@ def submodels(
     Each rank keeps the parameters of its submodel; the others go to the meta device. The model may have values, equal
     on every rank, or be on the meta device: `init_weights` or `load_weights` then fill what this rank keeps.
 
-    `batch`: all rows of one micro-batch, equal on every rank: ``input_ids`` and ``labels``, int64 [B, S], and what else
-    the model takes. Labels are shifted: the label at a position is the token after it, and -100 bears no loss. Ranks
-    whose axes `replicate` and `shard` are above 1 compute a part of the rows, and B must divide by their product.
+    `batch`: all rows of a step, equal on every rank: ``input_ids`` and ``labels``, int64 [B, S], and what else the
+    model takes; some of them need each submodel. Labels are shifted: the label at a position is the token after it, and
+    -100 bears no loss. Ranks whose axes `replicate` and `shard` are above 1 compute a part of each micro-batch, whose
+    rows must divide by their product.
     `inputs` makes the model's keyword arguments from rows, where they are not the same: patches of all images in one
     tensor, for one. `strategy`: what all submodels have in common (precision, memory.shard, memory.recompute); its axes
     are 1. `seed`: of dropout. `loss`: as `train.loss` of a run file. `device`: where the steps run; left out, where the
@@ -129,8 +130,9 @@ def submodels(
     parallelize(shadow, own, lowering="traceable", pipeline=place)
     recipe = GradientRecipe(shadow, sharded(shadow), seed=seed, loss=loss or LossConfig())
     planner = SubmodelPlanner(recipe, parts, where, _told)
-    rows = SubmodelRows(batch, inputs, groups, place.index, where)
-    given = StepRows.as_given(batch)
+    rows = SubmodelRows(batch, micro_batches, inputs, groups, place.index, where)
+    # The rows with most are first.
+    given = rows.arranged(batch)
     micro = rows.share(given, 0)
     first = planner.training(micro, rows.doubled(given, 0), micro_batches)
     parallelize(
@@ -198,11 +200,11 @@ class Submodels:
     ) -> Tensor:
         """Run the forward and backward passes of a step; its loss, fp32 [], the same number on every rank.
 
-        `batch`: all rows of the step, equal on every rank: `micro_batches` times those that `submodels` was given, with
-        the same names and shapes. What `inputs` makes of them may differ from micro-batch to micro-batch (images, or
-        none): those of one kind run one after the other, and a kind that is new is planned. Afterwards
-        ``parameter.grad`` of every parameter that this rank holds has the gradient of the whole step added to it, zeros
-        where no row needs the submodel; `hp.sharded(model).grad_norm()` and `clip` are over all submodels.
+        `batch`: all rows of the step, equal on every rank, with the names and shapes that `submodels` was given. What
+        `inputs` makes of them may differ from micro-batch to micro-batch (images, or none): those of one kind run one
+        after the other, and a kind that is new is planned. Afterwards ``parameter.grad`` of every parameter that this
+        rank holds has the gradient of the whole step added to it, zeros where no row needs the submodel;
+        `hp.sharded(model).grad_norm()` and `clip` are over all submodels.
 
         `tokens`: what the sum of losses is divided by; left out, the valid tokens of the batch. Dropout is a function
         of `step`, its number. `arrange`: rows for which `inputs` makes as much are put into the same micro-batches, and
@@ -211,7 +213,7 @@ class Submodels:
         A collective. Raises DataError for rows of other shapes or without loss, and StrategyError where the submodels
         cannot compute them.
         """
-        problem = self._rows.problem(batch, self._count)
+        problem = self._rows.problem(batch)
         if problem is not None:
             raise DataError(problem)
         handle = self.handle

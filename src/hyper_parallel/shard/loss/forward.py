@@ -16,14 +16,31 @@ def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inp
     """What the model returns for ids and positions, both int64 [B, S], and what else it takes (`pixel_values`).
 
     A Transformers model is given `position_ids`, in which a packed document restarts at 0, no attention mask
-    and `use_cache=False`: only then does it keep packed documents apart. Any other module is given what its
-    `forward` has parameters for.
+    and `use_cache=False`: only then does it keep packed documents apart. Some hand it on without naming it as a
+    parameter (Granite's mixtures, LLaVA). Any other module is given what its `forward` has parameters for.
     """
     given: dict[str, Any] = {"use_cache": False}
     if position_ids is not None:
         given["position_ids"] = position_ids
-    taken = parameters_of(type(without_adapters(model)).forward)
+    core: Any = without_adapters(model)
+    taken = parameters_of(type(core).forward)
+    if _hands_on(type(core).forward) and _may_cache(core):
+        taken = taken | {"use_cache"}
     return model(input_ids, **{name: value for name, value in given.items() if name in taken}, **inputs)
+
+
+def _may_cache(model: Any) -> bool:
+    """Whether a Transformers model's config says whether it caches keys and values."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return hasattr(text, "use_cache")
+
+
+@functools.cache
+def _hands_on(forward: Callable[..., Any]) -> bool:
+    """Whether a `forward` takes any keyword."""
+    kinds = (one.kind for one in inspect.signature(forward).parameters.values())
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def logits_in(output: Any) -> Tensor:
