@@ -18,7 +18,7 @@ import hyper_parallel as hp
 from hyper_parallel.integration.hf_folder import write_folder
 
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "white": (1, 1, 1)}
-SHAPES = ("square", "disc", "cross", "ring")
+SHAPES = ("bar", "disc", "cross", "ring")
 IMAGE, SIZE, PATCH = 16, 16, 4
 """The token of a patch, and pixels of an image and of a patch."""
 
@@ -46,7 +46,7 @@ def draw(rows: int, seed: int) -> dict[str, torch.Tensor]:
     across, round_ = away.amax(1), away.float().norm(dim=1)
     masks = torch.stack(
         [
-            across <= radius - 1,
+            (away[:, 0] <= 1) & (across <= radius),
             round_ <= radius,
             (away.amin(1) <= 0) & (across <= radius),
             (round_ <= radius) & (round_ > radius - 2),
@@ -84,11 +84,13 @@ def train(steps: int, declared: dict[str, dict[str, object]]) -> tuple[float, fl
         handle = hp.sharded(hp.parallelize(model, hp.Strategy()))
         step_of = lambda batch, step: whole(model, batch)  # noqa: E731
     optimizer = torch.optim.AdamW([one.parameter for one in handle.owned()], lr=2e-3, weight_decay=0.0)
+    rates = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
     losses = []
     for step in range(steps):
         losses.append(float(step_of(draw(rows * count, seed=1 + step), step=step)))
         handle.clip(handle.grad_norm(), 1.0)
         optimizer.step()
+        rates.step()
         optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as made:
         folder = [made]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
+from hyper_parallel.compat.uneven_gradients import keep_gradient_sharded
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.shard.activation_checkpointing import apply_recompute, recomputed_modules
@@ -254,7 +255,10 @@ def _store(
         local = per_rank(lambda rank: cut(old.detach().to(stored), layout, axes.devices.coordinate(rank)))
         if fsdp2 and axes.carries_tensor and set(layout.split_axes) <= {"tensor_x"}:
             local = _as_dtensor(local, layout, axes.whole["tensor_x"])
-        return nn.Parameter(local, old.requires_grad)
+        made = nn.Parameter(local, old.requires_grad)
+        if isinstance(local, DTensor):
+            keep_gradient_sharded(made)
+        return made
 
     fsdp.replace_parameters(model, make)
 

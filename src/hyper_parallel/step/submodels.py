@@ -46,6 +46,7 @@ from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
 from hyper_parallel.shard.submodel_modules import assigned_modules, submodel_of
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_micro_batch import fields_of
+from hyper_parallel.step.pipeline import device_of
 from hyper_parallel.step.pipeline_build import MakeTransfers
 from hyper_parallel.step.pipeline_runner import PipelineRunner
 from hyper_parallel.step.recipe import GradientRecipe
@@ -118,7 +119,8 @@ def submodels(
     pipelines = tuple(one.axes.pipeline for one in named.values())
     parts = Parts(tuple(named), pipelines, submodel_of(assigned))
     own = strategies[parts.names[parts.of_group(place.index)[0]]]
-    where = torch.device(device) if device is not None else _device_of(model)
+    where = torch.device(device) if device is not None else device_of(model)
+    rows = SubmodelRows(batch, micro_batches, inputs, groups, place.index, where)
     try:
         shadow = without_values(model)
     # A module of the user's may hold what cannot be copied.
@@ -130,7 +132,6 @@ def submodels(
     parallelize(shadow, own, lowering="traceable", pipeline=place)
     recipe = GradientRecipe(shadow, sharded(shadow), seed=seed, loss=loss or LossConfig())
     planner = SubmodelPlanner(recipe, parts, where, _told)
-    rows = SubmodelRows(batch, micro_batches, inputs, groups, place.index, where)
     # The rows with most are first.
     given = rows.arranged(batch)
     micro = rows.share(given, 0)
@@ -299,11 +300,6 @@ def _add(parameter: nn.Parameter, earlier: Tensor | None) -> None:
     """Add an earlier gradient to the parameter's."""
     if earlier is not None:
         parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    found = next((one.device for one in model.parameters() if not one.is_meta), None)
-    return torch.device("cpu") if found is None else found
 
 
 def _told(found: Any) -> list[Any]:
