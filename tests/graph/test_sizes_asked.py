@@ -71,5 +71,12 @@ def test_sizes_that_no_given_input_decides_stay_unknown() -> None:
     assert not asked
     x = torch.tensor([[1.0, 2, 3], [-1, 0, 0], [1, 1, 1], [-2, 0, 0]])
     assert executable(graph).run({"x": x, "counts": torch.tensor([1])})["out"] == 9
-    with pytest.raises(CaptureError):
-        _captured(lambda x, _: x * float(f"{x.sum()}"), torch.randn(4, 3), torch.tensor([1]))
+
+
+def test_a_text_of_what_nobody_knows_is_refused() -> None:
+    def step(x: Tensor, _: Tensor) -> Tensor:
+        assert f"{x.sum()} {x.argmax()}"
+        return x
+
+    with pytest.raises(CaptureError, match=r"Tensor\.__format__ shows a tensor's values"):
+        _captured(step, torch.randn(4, 3), torch.tensor([1]))

@@ -27,7 +27,7 @@ class MultiModel:
     """What the model takes of some of them."""
 
 
-def _llava() -> nn.Module:
+def _llava(tied: bool = False) -> nn.Module:
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     vision = {
@@ -49,7 +49,9 @@ def _llava() -> nn.Module:
         "vocab_size": 120,
     }
     torch.manual_seed(0)
-    config: Any = LlavaConfig(vision_config=vision, text_config=text, image_token_id=119)
+    config: Any = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=119, tie_word_embeddings=tied
+    )
     return LlavaForConditionalGeneration(config)
 
 
@@ -186,6 +188,7 @@ MODELS = {
     "qwen2.5-vl": MultiModel(lambda: build_model(FAMILIES["qwen2.5-vl"], "cpu"), _skewed_rows, _qwen_inputs),
     "omni": MultiModel(_omni, _omni_rows, _qwen_inputs),
     "t5": MultiModel(_t5, _t5_rows),
+    "llava tied": MultiModel(lambda: _llava(tied=True), _llava_rows),
     # Two documents in each row.
     "llava packed": MultiModel(_llava, _packed_rows),
 }

@@ -33,6 +33,8 @@ CASES: dict[int, list[SubmodelCase]] = {
         SubmodelCase(
             "llava", {"vision": {**VISION, "axes": {"shard": 2}}, "language": {"axes": {"pipeline": 2}}}
         ),
+        # Embedding and head are one weight of two places of the pipeline.
+        SubmodelCase("llava tied", {"vision": VISION, "language": {"axes": {"pipeline": 3}}}, rows=1),
         SubmodelCase("llava", {"vision": {**VISION, "devices": 2}, "language": {"devices": 2}}),
         # Dealt so that both encoders have as many images.
         SubmodelCase(
@@ -67,6 +69,7 @@ def test_steps_are_those_of_one_device(world: int) -> None:
         assert not found.refused, found.refused
         assert not found.missing, (case, found.missing)
         assert found.error < 1e-5, (case, found)
+        assert ("gradient" in found.plan) == (not case.frozen)
 
 
 def test_what_crosses_is_told() -> None:

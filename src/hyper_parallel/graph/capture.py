@@ -111,7 +111,10 @@ class _NothingShown(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__format__ and self._answers and not args[0].dim():
-            return format(args[0].item(), *args[1:])
+            answer = args[0].item()
+            # Without an answer it is a symbol, whose name would stand in the text.
+            if isinstance(answer, bool | int | float):
+                return format(answer, *args[1:])
         if func in _SHOWN:
             raise CaptureError(
                 f"Tensor.{func.__name__} shows a tensor's values, which are not there before the step runs; "

@@ -6,7 +6,7 @@ its fellows at the `Wait`. All boxes from one rank to another are one message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -126,18 +126,12 @@ class ReshardTransfers(RankTransfers):
         return self._plans[port, taker]
 
     def _given(self, plan: ReshardPlan, reads: Buffer) -> _Boxes:
-        found: _Boxes = {}
-        for one in _transfers(plan, reads):
-            if one.sender == self._rank:
-                found.setdefault(one.receiver, []).append(one)
-        return found
+        sent = [one for one in _transfers(plan, reads) if one.sender == self._rank]
+        return _by_rank((one.receiver, one) for one in sent)
 
     def _received(self, plan: ReshardPlan, reads: Buffer) -> _Boxes:
-        found: _Boxes = {}
-        for one in _transfers(plan, reads):
-            if one.receiver == self._rank:
-                found.setdefault(one.sender, []).append(one)
-        return found
+        coming = [one for one in _transfers(plan, reads) if one.receiver == self._rank]
+        return _by_rank((one.sender, one) for one in coming)
 
     def _to(self, one: Send | Recv | Wait, other: int) -> tuple[Hashable, ...]:
         return (*self._key(one), other)
@@ -149,6 +143,13 @@ class ReshardTransfers(RankTransfers):
 def _transfers(plan: ReshardPlan, reads: Buffer) -> Iterator[Transfer]:
     """Those of the phase that reads a buffer."""
     return (one for phase in plan.phases if phase.reads is reads for one in phase.transfers)
+
+
+def _by_rank(transfers: Iterable[tuple[int, Transfer]]) -> _Boxes:
+    found: _Boxes = {}
+    for rank, one in transfers:
+        found.setdefault(rank, []).append(one)
+    return found
 
 
 def _count(boxes: Sequence[Transfer]) -> int:

@@ -92,27 +92,10 @@ def submodels(
     named = read_submodels(submodels)
     if micro_batches < 1:
         raise StrategyError(f"hp.submodels: micro_batches must be at least 1; got {micro_batches}")
-    base = strategy or Strategy()
-    if base.axes.world > 1:
-        raise StrategyError(
-            f"hp.submodels: axes ({base.axes.product}) are those of each submodel; name them there"
-        )
-    if base.memory.device is not None:
-        raise StrategyError("hp.submodels: memory.device is not supported beside submodels; leave it out")
+    strategies = _strategies(named, strategy or Strategy())
     assigned = assigned_modules(model, named)
-    strategies = {
-        name: Strategy.model_validate({**base.model_dump(), "axes": one.axes}) for name, one in named.items()
-    }
     groups = DeviceGroup.of_submodels(strategies)
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    wanted = sum(one.axes.world for one in named.values())
-    if world != wanted:
-        devices = ", ".join(f"{name} {one.axes.world}" for name, one in named.items())
-        raise StrategyError(
-            f"the submodels have {wanted} devices ({devices}), and there "
-            f"{'is 1 process' if world == 1 else f'are {world} processes'}; start {wanted} "
-            f"(torchrun --nproc-per-node {wanted} …) and call init_process_group first"
-        )
+    _check_world(named)
     rank = dist.get_rank()
     here = next(at for at, group in enumerate(groups) if rank in group.ranks)
     place = PipelinePlace(groups, here, submodels=True)
@@ -145,6 +128,31 @@ def submodels(
     )
     wrap(model, _refuse_call)
     return Submodels(sharded(model), planner, _Kind(first, micro), rows, micro_batches)
+
+
+def _strategies(named: Mapping[str, Submodel], base: Strategy) -> dict[str, Strategy]:
+    """That of each submodel. Raises StrategyError for what `base` says and no submodel can have."""
+    if base.axes.world > 1:
+        raise StrategyError(
+            f"hp.submodels: axes ({base.axes.product}) are those of each submodel; name them there"
+        )
+    if base.memory.device is not None:
+        raise StrategyError("hp.submodels: memory.device is not supported beside submodels; leave it out")
+    common = base.model_dump()
+    return {name: Strategy.model_validate({**common, "axes": one.axes}) for name, one in named.items()}
+
+
+def _check_world(named: Mapping[str, Submodel]) -> None:
+    """Raise StrategyError unless there are as many processes as devices."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    wanted = sum(one.axes.world for one in named.values())
+    if world != wanted:
+        devices = ", ".join(f"{name} {one.axes.world}" for name, one in named.items())
+        raise StrategyError(
+            f"the submodels have {wanted} devices ({devices}), and there "
+            f"{'is 1 process' if world == 1 else f'are {world} processes'}; start {wanted} "
+            f"(torchrun --nproc-per-node {wanted} …) and call init_process_group first"
+        )
 
 
 MOST_KINDS = 16
