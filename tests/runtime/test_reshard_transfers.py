@@ -17,7 +17,7 @@ from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Partition, Stage
 from hyper_parallel.layout import DeviceGroup, Layout, Mesh
 from hyper_parallel.program import Port, Program, Recv, Send, Wait
-from hyper_parallel.runtime.reshard_transfers import ReshardTransfers
+from hyper_parallel.runtime.reshard_transfers import KnownPorts, ReshardTransfers
 from hyper_parallel.runtime.stage_runner import flat, shaped
 from hyper_parallel.runtime.transfers import MemoryTransfers, memory_channels
 
@@ -112,8 +112,7 @@ def test_copies_that_differ_are_an_error() -> None:
             0,
             MemoryTransfers(0, memory_channels(3), 10.0),
             torch.device("cpu"),
-            None,
-            largest,
+            known=KnownPorts(largest),
         )
         made.send(send, flat(value, one))
 

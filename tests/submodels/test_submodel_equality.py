@@ -42,6 +42,17 @@ CASES: dict[int, list[SubmodelCase]] = {
             {"vision": {"modules": ["model.visual"], "devices": 2}, "language": {"devices": 2}},
             micro_batches=5,
         ),
+        # Micro-batches of three kinds, whose weights are gathered and whose gradients are reduced once a step.
+        SubmodelCase(
+            "qwen2.5-vl",
+            {
+                "vision": {"modules": ["model.visual"], "axes": {"shard": 2}},
+                "language": {"axes": {"shard": 2}},
+            },
+            {"memory": {"shard": "optimizer"}},
+            micro_batches=5,
+            steps=2,
+        ),
         # Nothing goes back to a frozen encoder.
         SubmodelCase(
             "llava",

@@ -65,12 +65,15 @@ class Crossing:
     place: int | None = None
     """Among the values that cross from `source` to `target`, where they are counted: graphs of the same micro-batch
     under other axes have other nodes."""
+    kind: int = 0
+    """The number of the kind of micro-batches, where those of a step are of several."""
 
     @property
     def name(self) -> str:
         """The name of its port."""
         value = self.node if self.place is None else self.place
-        return f"{self.direction}.{value}.{self.source}-{self.target}"
+        of_kind = f".{self.kind}" if self.kind else ""
+        return f"{self.direction}.{value}.{self.source}-{self.target}{of_kind}"
 
 
 @dataclass(frozen=True)
@@ -243,10 +246,10 @@ def _where(node: fx.Node) -> str:
 
 
 def crossings(
-    step: StepGraph, labels: Labels, wanted: Collection[fx.Node], *, counted: bool = False
+    step: StepGraph, labels: Labels, wanted: Collection[fx.Node], *, kind: int | None = None
 ) -> list[Crossing]:
     """The values that cross between stages, in the order in which they are used. `wanted`: the nodes that count.
-    `counted`: their names are their places."""
+    `kind`: the number of the kind of micro-batches; the values' names are then their places."""
     found: dict[tuple[fx.Node, int], Crossing] = {}
     wrote: dict[int, fx.Node] = {}
     changed: set[tuple[int, int]] = set()
@@ -272,14 +275,14 @@ def crossings(
                 f"no pipeline can be cut here: {_where(source)} gives stage {target} one tensor in two shapes, and "
                 "that stage changes one; put both modules in one stage"
             )
-    return _counted(found.values()) if counted else list(found.values())
+    return list(found.values()) if kind is None else _counted(found.values(), kind)
 
 
-def _counted(crossing: Iterable[Crossing]) -> list[Crossing]:
+def _counted(crossing: Iterable[Crossing], kind: int) -> list[Crossing]:
     seen: Counter[tuple[int, int]] = Counter()
     made = []
     for one in crossing:
-        made.append(replace(one, place=seen[one.source, one.target]))
+        made.append(replace(one, place=seen[one.source, one.target], kind=kind))
         seen[one.source, one.target] += 1
     return made
 

@@ -63,8 +63,8 @@ class Partition:
     """Outputs that several stages have a part in, and these stages: their sum is the output."""
 
 
-def partition(step: StepGraph, stage_of: StageOf, stages: int, *, counted: bool = False) -> Partition:
-    """The stages of a micro-batch's graph, whose outputs are the loss and ``gradient.<parameter>``. `counted`: as of
+def partition(step: StepGraph, stage_of: StageOf, stages: int, *, kind: int | None = None) -> Partition:
+    """The stages of a micro-batch's graph, whose outputs are the loss and ``gradient.<parameter>``. `kind`: as of
     `crossings`.
 
     Raises GraphError where the data flow allows no such stages, or a stage would have nothing to do.
@@ -75,7 +75,7 @@ def partition(step: StepGraph, stage_of: StageOf, stages: int, *, counted: bool 
         step, labels = apart, label(apart, stage_of, stages)
     outputs = contributions(step, labels)
     needed = _needed(step, outputs)
-    crossing = crossings(step, labels, set(needed), counted=counted)
+    crossing = crossings(step, labels, set(needed), kind=kind)
     made = tuple(
         _Builder(step, labels, needed, crossing, outputs, number).stage() for number in range(stages)
     )

@@ -153,6 +153,8 @@ def _run(program: Program, group: str, run: Run) -> Iterator[str]:
     if task.group != group:
         yield f"runs a task of {task.group}"
     yield from _micro_batch(program, run.micro_batch, once=not task.per_micro_batch)
+    if task.micro_batches is not None and run.micro_batch not in task.micro_batches:
+        yield "is for a micro-batch of another kind than the task's"
 
 
 def _pair(program: Program, pair: RunPair) -> Iterator[str]:

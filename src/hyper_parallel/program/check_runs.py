@@ -40,11 +40,11 @@ def _counts(program: Program) -> Iterator[str]:
                 yield f"stage {task.stage} has two {task.kind} tasks, {kinds[task.kind].name!r} and {task.name!r}"
             kinds[task.kind] = task
         else:
-            missing = [each for each in range(program.micro_batches) if not runs[task.name, each]]
+            missing = [each for each in program.micro_batches_of(task) if not runs[task.name, each]]
             if missing:
                 yield f"task {task.name!r} never runs for micro-batch {shown(missing)}"
     for stage, kinds in backward.items():
-        for micro_batch in range(program.micro_batches):
+        for micro_batch in program.micro_batches_of(next(iter(kinds.values()))):
             ran = {kind for kind, task in kinds.items() if runs[task.name, micro_batch]}
             if ran not in ({TaskKind.BACKWARD}, {TaskKind.INPUT, TaskKind.WEIGHT}):
                 yield (

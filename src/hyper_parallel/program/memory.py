@@ -28,6 +28,8 @@ def peak_bytes(program: Program) -> dict[str, tuple[int, int]]:
 
 def memory_defects(program: Program, caps: Mapping[str, int]) -> list[Defect]:
     """Groups whose peak exceeds their cap, in bytes."""
+    if not caps:
+        return []
     found = []
     for group, (peak, index) in peak_bytes(program).items():
         if group in caps and peak > caps[group]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
@@ -54,6 +54,10 @@ class Program:
             port for task in self.tasks.values() if not task.per_micro_batch for port in task.gives
         )
 
+    def micro_batches_of(self, task: Task) -> Sequence[int]:
+        """The micro-batches that a task runs for."""
+        return range(self.micro_batches) if task.micro_batches is None else task.micro_batches
+
     def values(self, port: str, micro_batch: int | None, step_ports: frozenset[str]) -> tuple[Value, ...]:
         """The values of a port that a task takes when it runs for `micro_batch`.
 
@@ -63,4 +67,7 @@ class Program:
             return ((port, None),)
         if micro_batch is not None:
             return ((port, micro_batch),)
-        return tuple((port, each) for each in range(self.micro_batches))
+        given = {
+            each for task in self.tasks.values() if port in task.gives for each in self.micro_batches_of(task)
+        }
+        return tuple((port, each) for each in sorted(given))

@@ -50,6 +50,8 @@ class Task:
     """Bytes on each rank that stay alive from a forward task until the backward tasks of the same micro-batch."""
     stage: int | None = None
     """The pipeline stage that the task belongs to. Tasks of one stage share what a micro-batch's forward pass saves."""
+    micro_batches: tuple[int, ...] | None = None
+    """Those that it runs for: micro-batches of several kinds have tasks of their kind. None: all."""
 
     @property
     def per_micro_batch(self) -> bool:

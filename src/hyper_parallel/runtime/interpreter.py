@@ -18,7 +18,7 @@ from hyper_parallel.program import Program, Recv, RunPair, Send, Wait, runs_of
 from hyper_parallel.runtime.instruction_loop import InstructionLoop
 from hyper_parallel.runtime.positions import errors_placed, positions
 from hyper_parallel.runtime.rank_transfers import RankTransfers
-from hyper_parallel.runtime.reshard_transfers import ReshardTransfers
+from hyper_parallel.runtime.reshard_transfers import KnownPorts, ReshardTransfers
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.runtime.transfers import Transfers
 
@@ -45,19 +45,19 @@ class Interpreter(InstructionLoop[Tensor]):
         transfers: Transfers,
         begins: Callable[[int], None] = lambda place: None,
         turns: Mapping[tuple[int, int], Sequence[int]] | None = None,
-        largest_of_copies: Callable[[Tensor], Tensor] | None = None,
+        known: KnownPorts | None = None,
+        runners: Mapping[int, StageRunner] | None = None,
     ) -> None:
         """`state`: parameters and buffers by the names of the graphs' inputs; `rank`: of the run. Ports of the program
         have the names of the partition's crossings. `begins` is called before each instruction, with its place in
         `positions`. `turns`: forward and backward stage of a pair to the order in which its tasks run, 0 for the
         forward and 1 for the backward one (`overlap.merge_tasks`); the same on all ranks of a group. By default they
-        alternate. `largest_of_copies`: as of `ReshardTransfers`."""
+        alternate. `known`: as of `ReshardTransfers`. `runners`: of this rank's stages, by number, where
+        several Programs have the same stages; made here when left out."""
         device = next(iter(state.values())).device
         self._transfers: RankTransfers
         if any(port.received for port in program.ports.values()):
-            self._transfers = ReshardTransfers(
-                program, partition, rank, transfers, device, turns, largest_of_copies
-            )
+            self._transfers = ReshardTransfers(program, partition, rank, transfers, device, turns, known)
         else:
             self._transfers = RankTransfers(program, partition, rank, transfers, device, turns)
         group = self._transfers.group
@@ -67,10 +67,14 @@ class Interpreter(InstructionLoop[Tensor]):
             if isinstance(one, RunPair)
             for run in runs_of(one)
         }
-        self._runners = {
-            stage.number: StageRunner(stage, state, pauses=stage.number in pauses)
-            for stage in stages_on(program, partition, group.name)
-        }
+        self._runners = (
+            runners
+            if runners is not None
+            else {
+                stage.number: StageRunner(stage, state, pauses=stage.number in pauses)
+                for stage in stages_on(program, partition, group.name)
+            }
+        )
         super().__init__(program, group, self._runners, turns)
         self.positions = positions(program, group.name)
         self._told = begins
@@ -87,18 +91,22 @@ class Interpreter(InstructionLoop[Tensor]):
         Raises TransferError where a transfer does not end in time. Every error has the stage, the micro-batch and the
         instruction: those of this project in their message, others in a note.
         """
+        for runner in self._runners.values():
+            runner.begin(weights or {})
+        self.go_on(batches, name)
+        runners = self._runners.values()
+        return StepValues(
+            summed(runner.gradients for runner in runners), summed(runner.totals for runner in runners)
+        )
+
+    def go_on(self, batches: Sequence[Mapping[str, Tensor]], name: str = "") -> None:
+        """As `run`, with runners that have begun the step, and have what it comes to."""
         if len(batches) != self._program.micro_batches:
             raise HyperParallelError(
                 f"the program is for {self._program.micro_batches} micro-batches, and {len(batches)} are given"
             )
-        for runner in self._runners.values():
-            runner.begin(weights or {})
         with errors_placed(lambda: name, self.positions, lambda: self.place):
             self._run_all(batches)
-        runners = self._runners.values()
-        return StepValues(
-            _summed(runner.gradients for runner in runners), _summed(runner.totals for runner in runners)
-        )
 
     def compare(self) -> None:
         """As `RankTransfers.compare`."""
@@ -136,7 +144,7 @@ def stages_on(program: Program, partition: Partition, group: str) -> list[Stage]
     return [stage for stage in partition.stages if stage.number in numbers]
 
 
-def _summed(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def summed(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """By name; a weight that several stages of this rank use has a part of its gradient in each."""
     found: dict[str, Tensor] = {}
     for part in parts:

@@ -7,6 +7,7 @@ its fellows at the `Wait`. All boxes from one rank to another are one message.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,6 +28,18 @@ _Boxes = dict[int, list[Transfer]]
 """Of a message by the rank at the other end."""
 
 
+@dataclass(frozen=True)
+class KnownPorts:
+    """What a rank has found out about ports, for all Programs of a run."""
+
+    largest_of_copies: Callable[[Tensor], Tensor] | None = None
+    """Of fp64 [n], the largest over the ranks of this group that see the same rows, a collective of theirs. With it,
+    the first value of each port is compared: its plan takes a value from one of the ranks that have all of it."""
+    plans: dict[tuple[str, str], ReshardPlan] = field(default_factory=dict)
+    """This rank's part of the plan that brings a port's value to a group."""
+    compared: set[str] = field(default_factory=set)
+
+
 class ReshardTransfers(RankTransfers):
     """What one rank sends and receives, of ports with a layout in each group. None of them is a pending sum."""
 
@@ -38,15 +51,11 @@ class ReshardTransfers(RankTransfers):
         transfers: Transfers,
         device: torch.device,
         turns: Mapping[tuple[int, int], Sequence[int]] | None = None,
-        largest_of_copies: Callable[[Tensor], Tensor] | None = None,
+        known: KnownPorts | None = None,
     ) -> None:
-        """Arguments as of `RankTransfers`. `largest_of_copies`: of fp64 [n], the largest over the ranks of this group
-        that see the same rows, a collective of theirs. With it, the first value of each port is compared: its plan
-        takes a value from one of the ranks that have all of it."""
+        """Arguments as of `RankTransfers`."""
         super().__init__(program, partition, rank, transfers, device, turns)
-        self._plans: dict[tuple[str, str], ReshardPlan] = {}
-        self._largest_of_copies = largest_of_copies
-        self._compared: set[str] = set()
+        self._known = known or KnownPorts()
 
     def post(self, one: Recv) -> Tensor:
         """Post the receives of a value; `wait` gives it, and the memory that is given here has nothing."""
@@ -78,13 +87,14 @@ class ReshardTransfers(RankTransfers):
 
     def _compare_copies(self, port: str, whole: Tensor) -> None:
         """Raise HyperParallelError if ranks that should have the same value have others."""
-        if self._largest_of_copies is None or port in self._compared or not whole.is_floating_point():
+        largest_of_copies, compared = self._known.largest_of_copies, self._known.compared
+        if largest_of_copies is None or port in compared or not whole.is_floating_point():
             return
-        self._compared.add(port)
+        compared.add(port)
         flat = whole.detach().double().reshape(-1)
         # A fixed projection: parts of a sum, or other elements, differ in it by about as much as their length.
         seen = flat @ torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype).mul(1.618).cos()
-        largest, other, length = self._largest_of_copies(torch.stack([seen, -seen, flat.norm()])).tolist()
+        largest, other, length = largest_of_copies(torch.stack([seen, -seen, flat.norm()])).tolist()
         if largest + other > _ALIKE * length:
             raise HyperParallelError(
                 f"ranks of {self.group.name} have unlike values of {port}, which should be copies of one: the border "
@@ -116,14 +126,15 @@ class ReshardTransfers(RankTransfers):
 
     def _plan(self, port: str, taker: str) -> ReshardPlan:
         """This rank's part of the plan that brings a port's value to a group."""
-        if (port, taker) not in self._plans:
+        plans = self._known.plans
+        if (port, taker) not in plans:
             one, groups = self._program.ports[port], self._program.groups
             plan = plan_reshard(groups[one.group], one.layout, groups[taker], one.layout_in(taker))
             assert all(phase.writes is not Buffer.SUM for phase in plan.phases), (
                 "a port that is a pending sum"
             )
-            self._plans[port, taker] = plan.of(self._rank)
-        return self._plans[port, taker]
+            plans[port, taker] = plan.of(self._rank)
+        return plans[port, taker]
 
     def _given(self, plan: ReshardPlan, reads: Buffer) -> _Boxes:
         sent = [one for one in _transfers(plan, reads) if one.sender == self._rank]

@@ -135,12 +135,12 @@ class StageRunner:
         else:
             into[key] = value if name in self._kept else value.clone()
 
-    def begin(self, weights: Mapping[str, Tensor]) -> None:
+    def begin(self, weights: Mapping[str, Tensor], gradients: dict[str, Tensor] | None = None) -> None:
         """Begin a new step, in which the graph is given these weights too; micro-batches of one that failed are
-        dropped."""
+        dropped. `gradients`: to which this stage adds its own; a new dict when left out."""
         self._in_flight.clear()
         self._weights = weights
-        self.gradients, self.totals = {}, {}
+        self.gradients, self.totals = {} if gradients is None else gradients, {}
 
     def node_of(self, error: BaseException) -> fx.Node | None:
         """The node of the stage in which an error arose; None where it came from elsewhere."""

@@ -1,7 +1,8 @@
 """Pipeline schedules: pure functions from stages and micro-batches to the order of each rank's actions. No torch.
 
 Named schedules (`named_schedule`), their times and memory (`time_schedule`), and schedules made for given costs and
-memory (`auto_schedule`) with a bound that says how far they can be from the best (`makespan_bound`).
+memory (`auto_schedule`) with a bound that says how far they can be from the best (`makespan_bound`). Steps whose
+micro-batches are unlike have orders of their own (`step_schedule`, `time_step`).
 """
 
 from hyper_parallel.schedule.auto import AutoSchedule, auto_schedule
@@ -10,9 +11,12 @@ from hyper_parallel.schedule.costs import Costs
 from hyper_parallel.schedule.declared import check_pipeline, stages_of
 from hyper_parallel.schedule.forward_only import forward_only
 from hyper_parallel.schedule.lower_bound import makespan_bound
+from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind
 from hyper_parallel.schedule.names import named_schedule, stages_per_rank
 from hyper_parallel.schedule.pairs import pairs_of_stages, with_pairs, with_steady_pairs
 from hyper_parallel.schedule.schedule import Action, Schedule
+from hyper_parallel.schedule.step_schedule import StepSchedule, step_schedule
+from hyper_parallel.schedule.step_timing import time_step
 from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing, time_schedule
 from hyper_parallel.strategy.schedule_name import ScheduleName
 
@@ -22,8 +26,10 @@ __all__ = [
     "Bubble",
     "Costs",
     "DeadlockError",
+    "MicroBatchKind",
     "Schedule",
     "ScheduleName",
+    "StepSchedule",
     "Timing",
     "auto_schedule",
     "check_pipeline",
@@ -34,7 +40,9 @@ __all__ = [
     "pairs_of_stages",
     "stages_of",
     "stages_per_rank",
+    "step_schedule",
     "time_schedule",
+    "time_step",
     "with_pairs",
     "with_steady_pairs",
 ]

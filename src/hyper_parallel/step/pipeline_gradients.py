@@ -10,7 +10,7 @@ from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.graph.ir import Value
 from hyper_parallel.step.pipeline_plan import PipelinePlan
-from hyper_parallel.step.pipeline_stages import parameter_of
+from hyper_parallel.step.pipeline_stages import PipelineStages, parameter_of
 
 T = TypeVar("T")
 
@@ -52,13 +52,13 @@ def given_to(step: StepGraph) -> dict[str, Value]:
     }
 
 
-def shared_gradients(plan: PipelinePlan) -> dict[str, tuple[int, ...]]:
+def shared_gradients(
+    stages: PipelineStages, owners: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Parameters with a gradient that several device groups hold, and these; in one order on all ranks."""
-    outputs = {name for stage in plan.stages.partition.stages for name in stage.step.outputs}
-    trained = {*plan.stages.reduced, *(name.removeprefix(GRADIENT) for name in outputs)}
-    return {
-        name: holders for name, holders in sorted(plan.owners.items()) if len(holders) > 1 and name in trained
-    }
+    outputs = {name for stage in stages.partition.stages for name in stage.step.outputs}
+    trained = {*stages.reduced, *(name.removeprefix(GRADIENT) for name in outputs)}
+    return {name: holders for name, holders in sorted(owners.items()) if len(holders) > 1 and name in trained}
 
 
 def gradient_value(plan: PipelinePlan, parameter: str) -> Value:

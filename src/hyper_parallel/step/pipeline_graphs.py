@@ -148,7 +148,7 @@ def rank_step(
                 tuple(place.groups[at].ranks[place.devices.place(recipe.handle.rank)] for at in holders),
             ),
         )
-        for name, holders in shared_gradients(plan).items()
+        for name, holders in shared_gradients(plan.stages, plan.owners).items()
         if (group := pipeline.peers.get(holders)) is not None
     }
     update = capture_update(recipe, values, shared, device)

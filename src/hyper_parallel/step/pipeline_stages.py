@@ -93,10 +93,10 @@ def pipeline_stages(
     level: ShardLevel,
     rewrite: Callable[[StepGraph], StepGraph] = lambda step: step,
     *,
-    counted: bool = False,
+    kind: int | None = None,
 ) -> PipelineStages:
     """Cut what `capture_micro_batch` gave. `level`: of `memory.shard`; `rewrite`: passes on the part of a micro-batch.
-    `counted`: as of `crossings`.
+    `kind`: as of `crossings`.
 
     Raises GraphError where the data flow allows no such stages.
     """
@@ -122,7 +122,7 @@ def pipeline_stages(
     wanted = {**each_time, **cut_at.sums}
     micro = rewrite(subgraph(whole, wanted, given, "parameter", "forward", effects=True, needs=needs))
     stop = stops(needs, set(cut_at.sums.values()))
-    cut = partition(micro, stage_of, stages, counted=counted)
+    cut = partition(micro, stage_of, stages, kind=kind)
     users = _users(whole, needs, cut, weights)
     for name, number in _gradients(cut, cut_at, needs, stop):
         users.setdefault(f"parameter.{name}", set()).add(number)

@@ -44,11 +44,14 @@ class Cut:
         order: Sequence[int],
         counts: Sequence[tuple[int, ...]],
         layers: str,
+        kind: int,
         whole: StepGraph,
     ) -> None:
-        """`order`: of the submodels that the graph computes with; `counts`: layers of each stage of each submodel, none
-        without a pipeline; `layers`: the name of their list."""
+        """`kind`: the number of the kind of micro-batches, the same on all ranks. `order`: of the submodels that the
+        graph computes with; `counts`: layers of each stage of each submodel, none without a pipeline; `layers`: the
+        name of their list."""
         self._parts, self._order, self._counts, self._layers = parts, order, counts, layers
+        self._kind = kind
         self.groups = [parts.group(part, place) for part in order for place in range(parts.pipelines[part])]
         """The device group of each stage."""
         self._inner = {
@@ -59,7 +62,7 @@ class Cut:
 
     def of(self, whole: StepGraph) -> Cut:
         """The same cut of another graph."""
-        return Cut(self._parts, self._order, self._counts, self._layers, whole)
+        return Cut(self._parts, self._order, self._counts, self._layers, self._kind, whole)
 
     def stage_of(self, module: str) -> int | None:
         """The stage of a module; None where the data flow decides."""
@@ -83,7 +86,7 @@ class Cut:
 
         try:
             return pipeline_stages(
-                whole, self.stage_of, len(self.groups), strategy.memory.shard, rewrite, counted=True
+                whole, self.stage_of, len(self.groups), strategy.memory.shard, rewrite, kind=self._kind
             )
         except GraphError as error:
             names = ", ".join(

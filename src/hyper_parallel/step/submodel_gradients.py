@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.step.pipeline_gradients import shared_gradients
-from hyper_parallel.step.pipeline_plan import PipelinePlan
+from hyper_parallel.step.pipeline_stages import PipelineStages
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class SharedGradients:
     """By parameter, in an order that is the same on all ranks."""
 
     @classmethod
-    def of(cls, plan: PipelinePlan, handle: ShardedModel) -> SharedGradients:
+    def of(
+        cls, stages: PipelineStages, owners: Mapping[str, tuple[int, ...]], handle: ShardedModel
+    ) -> SharedGradients:
         """Make the process groups. A collective: all ranks make all groups, since torch names one that its own ranks
         make by how many each of them has, and device groups of unlike axes have made unlike numbers."""
         place = handle.pipeline
         assert place is not None, "the model was spread over device groups"
-        shared = shared_gradients(plan)
+        shared = shared_gradients(stages, owners)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for holders in sorted(set(shared.values())):
             ranks = sorted(rank for index in holders for rank in place.groups[index].ranks)

@@ -21,26 +21,23 @@ from hyper_parallel.graph.guards import Question
 from hyper_parallel.graph.part_order import part_order
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost
-from hyper_parallel.layout import DeviceGroup, Layout
-from hyper_parallel.runtime.build_program import submodel_program
-from hyper_parallel.runtime.choose_schedule import choose_schedule
+from hyper_parallel.layout import Layout
+from hyper_parallel.runtime.build_program import ProgramKind
 from hyper_parallel.runtime.stage_costs import stage_costs
-from hyper_parallel.schedule import Costs, Schedule
+from hyper_parallel.schedule import Costs, MicroBatchKind
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.process_mesh import DATA_AXES
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch_like
-from hyper_parallel.step.pipeline_plan import PipelinePlan
 from hyper_parallel.step.pipeline_stages import PipelineStages
 from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.step.submodel_cut import Cut, Parts, crossings
-from hyper_parallel.strategy.pipeline import Pipeline
 
 _COSTS = ("forward", "backward", "input", "weight", "saved", "released")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SubmodelPlan:
     """How micro-batches of one kind run: of the same shapes, and with the same answers to what the model asks of their
     values."""
@@ -52,7 +49,6 @@ class SubmodelPlan:
     owners: Mapping[str, tuple[int, ...]]
     """Parameter or buffer to the places of the device groups that hold it."""
     stages: PipelineStages
-    groups: Sequence[DeviceGroup]
     placement: tuple[int, ...]
     """The device group of each stage."""
     layouts: Mapping[str, Mapping[str, Layout]]
@@ -60,14 +56,20 @@ class SubmodelPlan:
     documents: bool
     """Rows may hold several documents."""
 
-    def of(self, count: int) -> PipelinePlan:
-        """The plan of so many micro-batches, one after the other."""
-        found = choose_schedule(Pipeline(schedule="auto"), len(self.placement), count, self.costs)
-        orders = {self.placement[stage]: found.orders[rank] for stage, rank in enumerate(found.placement)}
-        every = tuple(orders.get(group, ()) for group in range(len(self.groups)))
-        schedule = Schedule(found.name, self.placement, every, count)
-        program = submodel_program(self.stages.partition, schedule, self.groups, self.layouts)
-        return PipelinePlan(self.stages, (), schedule, program, dict(self.owners), {})
+    def priced(self, count: int) -> MicroBatchKind:
+        """Of so many micro-batches, in a step."""
+        cut = self.stages.partition.stages
+        return MicroBatchKind(
+            self.costs,
+            self.placement,
+            {(stage.number, one.target): 0.0 for stage in cut for one in stage.sends},
+            {(stage.number, one.target): 0.0 for stage in cut for one in stage.gradients_out},
+            count,
+        )
+
+    def in_program(self, count: int) -> ProgramKind:
+        """As a part of a step's Program."""
+        return ProgramKind(self.stages.partition, self.placement, self.layouts, count)
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,12 @@ class SubmodelPlanner:
         assert place is not None, "the shadow was parallelized for a place among others"
         self.place: PipelinePlace = place
         self._shadow, self._parts, self._device, self._told = shadow, parts, device, told
+        self._kinds = 0
 
     def training(self, micro: MicroBatch, doubled: MicroBatch, count: int) -> SubmodelPlan:
-        """The plan of micro-batches like `micro`, this rank's rows of one, in a step of `count`. `doubled`: twice as
-        many rows. A collective; raises StrategyError."""
+        """The plan of micro-batches like `micro`, this rank's rows of one, where a step has `count` of all kinds.
+        `doubled`: twice as many rows. A collective; raises StrategyError."""
+        self._kinds += 1
         documents = any(self._told(bool(micro.several)))
         whole, questions = self._captured(micro, count, documents)
         cut = self._agreed_cut(whole)
@@ -129,7 +133,6 @@ class SubmodelPlanner:
             tuple(self._line(one, layouts[one.name], cut) for one in crossings(stages)),
             self._owners(stages, cut),
             stages,
-            self.place.groups,
             tuple(cut.groups),
             layouts,
             Costs(**{key: tuple(one[key] for one in costs) for key in _COSTS}),  # type: ignore[arg-type]
@@ -162,7 +165,7 @@ class SubmodelPlanner:
                 )
         firsts = [told[self.place.groups[parts.group(part)].ranks[0]] for part in range(len(parts.names))]
         agreed = [firsts[part][1][part] for part in range(len(parts.names))]
-        return Cut(parts, order, agreed, self._layers(), whole)
+        return Cut(parts, order, agreed, self._layers(), self._kinds, whole)
 
     def _layers(self) -> str:
         if max(self._parts.pipelines) == 1:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -37,23 +38,24 @@ from hyper_parallel.errors import DataError, StrategyError
 from hyper_parallel.graph.gradient_sums import GRADIENT
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.schedule import StepSchedule
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.hooks import wrap
 from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.pipeline_place import PipelinePlace
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.shard.submodel_modules import assigned_modules, submodel_of
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_micro_batch import fields_of
 from hyper_parallel.step.pipeline import device_of
 from hyper_parallel.step.pipeline_build import MakeTransfers
-from hyper_parallel.step.pipeline_runner import PipelineRunner
 from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.step.submodel_cut import Parts
 from hyper_parallel.step.submodel_gradients import SharedGradients
 from hyper_parallel.step.submodel_plan import SubmodelPlan, SubmodelPlanner
 from hyper_parallel.step.submodel_rows import Inputs, Rows, StepRows, SubmodelRows
+from hyper_parallel.step.submodel_runner import SubmodelRunner
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.submodels import Submodel, read_submodels
 
@@ -165,8 +167,6 @@ class _Kind:
     def __init__(self, plan: SubmodelPlan, like: MicroBatch) -> None:
         self.plan = plan
         self._shapes = _shapes_of(like)
-        self.runners: dict[int, PipelineRunner] = {}
-        """By number of micro-batches."""
 
     def fits(self, micro: MicroBatch) -> bool:
         """Whether this rank's rows are of this kind."""
@@ -191,11 +191,16 @@ class Submodels:
         transfers: MakeTransfers = ProcessTransfers,
     ) -> None:
         self.handle, self._planner, self._rows, self._count = handle, planner, rows, micro_batches
-        self._first, self._kinds = first.plan, [first]
-        self._transfers, self._warned = transfers, False
-        self._shared = SharedGradients.of(first.plan.of(micro_batches), handle)
+        self._first, self._kinds, self._warned = first.plan, [first], False
+        self._transfers = transfers
+        self._shared = SharedGradients.of(first.plan.stages, first.plan.owners, handle)
         outputs = first.plan.stages.whole.outputs
         self._trained = {name.removeprefix(GRADIENT) for name in outputs if name.startswith(GRADIENT)}
+
+    @cached_property
+    def _runner(self) -> SubmodelRunner:
+        """Made in the first step, when the model has its values."""
+        return SubmodelRunner(self.handle, self._first.owners, self._transfers(self.handle.rank))
 
     @property
     def plan(self) -> str:
@@ -204,16 +209,22 @@ class Submodels:
         lines = [f"{group.name}: ranks {', '.join(map(str, group.ranks))}" for group in groups]
         return "\n".join([*lines, *self._first.crossing])
 
+    @property
+    def schedule(self) -> StepSchedule | None:
+        """The order of the last step's passes, None before it. Its times are those by which it was made: a number for
+        the FLOPs and bytes of each stage, with transfers left out."""
+        return self._runner.last
+
     def forward_backward(
         self, batch: Rows, *, step: int = 0, tokens: float | None = None, arrange: bool = True
     ) -> Tensor:
         """Run the forward and backward passes of a step; its loss, fp32 [], the same number on every rank.
 
         `batch`: all rows of the step, equal on every rank, with the names and shapes that `submodels` was given. What
-        `inputs` makes of them may differ from micro-batch to micro-batch (images, or none): those of one kind run one
-        after the other, and a kind that is new is planned. Afterwards ``parameter.grad`` of every parameter that this
-        rank holds has the gradient of the whole step added to it, zeros where no row needs the submodel;
-        `hp.sharded(model).grad_norm()` and `clip` are over all submodels.
+        `inputs` makes of them may differ from micro-batch to micro-batch (images, or none): a kind that is new is
+        planned, and the step's order is made from what its micro-batches cost. Afterwards ``parameter.grad`` of every
+        parameter that this rank holds has the gradient of the whole step added to it, zeros where no row needs the
+        submodel; `hp.sharded(model).grad_norm()` and `clip` are over all submodels.
 
         `tokens`: what the sum of losses is divided by; left out, the valid tokens of the batch. Dropout is a function
         of `step`, its number. `arrange`: rows for which `inputs` makes as much are put into the same micro-batches, and
@@ -236,35 +247,16 @@ class Submodels:
         before = [one.parameter.grad for one in owned]
         for one in owned:
             one.parameter.grad = None
-        loss = torch.zeros((), device=handle.device)
-        for kind, places in self._sorted(rows, micro).items():
-            loss = loss + self._run(kind, StepBatch(step, [], [micro[at] for at in places], divisor), divisor)
+        kinds = self._sorted(rows, micro)
+        counts = tuple((kind.plan, len(places)) for kind, places in kinds.items())
+        ordered = [micro[at] for places in kinds.values() for at in places]
+        loss = self._runner.train(counts, StepBatch(step, [], ordered, divisor), divisor)
         self._shared.add_up()
         for one, earlier in zip(owned, before, strict=True):
             if one.parameter.grad is None and one.name in self._trained and one.parameter.requires_grad:
                 one.parameter.grad = torch.zeros_like(one.parameter)
             _add(one.parameter, earlier)
         return handle.over_all_ranks(loss * handle.axes.speaks(LOSS_AXES, handle.rank))
-
-    def _run(self, kind: _Kind, batch: StepBatch, divisor: Tensor) -> Tensor:
-        """Add the gradients of micro-batches of one kind; this rank's part of their loss."""
-        handle, count = self.handle, len(batch.micro)
-        if count not in kind.runners:
-            same = tuple(axis for axis in handle.mesh.names if axis not in ROW_AXES)
-            copies = any(handle.mesh.size(axis) > 1 for axis in same)
-            kind.runners[count] = PipelineRunner(
-                kind.plan.of(count),
-                handle,
-                {},
-                self._transfers(handle.rank),
-                (lambda told: handle.all_reduce(told, same, "max")) if copies else None,
-            )
-        owned = handle.owned()
-        before = [one.parameter.grad for one in owned]
-        part = kind.runners[count].train(batch, divisor)
-        for one, earlier in zip(owned, before, strict=True):
-            _add(one.parameter, earlier)
-        return part
 
     def _sorted(self, batch: StepRows, micro: list[MicroBatch]) -> dict[_Kind, list[int]]:
         """Micro-batches by kind, the same on all ranks. A collective."""
@@ -276,9 +268,11 @@ class Submodels:
             if new is None:
                 break
             self._kinds.append(self._planned(batch, micro[new], new))
-        found: dict[_Kind, list[int]] = {}
+        places: dict[int, list[int]] = {}
         for at, kinds in enumerate(common):
-            found.setdefault(self._kinds[min(kinds)], []).append(at)
+            places.setdefault(min(kinds), []).append(at)
+        # In one order, so that as many of each make the same step.
+        found = {self._kinds[kind]: places[kind] for kind in sorted(places)}
         if len(self._kinds) > MOST_KINDS:
             if not self._warned and self.handle.rank == 0:
                 log.warning(
@@ -286,7 +280,9 @@ class Submodels:
                     MOST_KINDS,
                 )
             self._warned = True
-            del self._kinds[1 : len(self._kinds) - MOST_KINDS + 1]
+            gone = [one for one in self._kinds[1:] if one not in found][: len(self._kinds) - MOST_KINDS]
+            self._runner.forget([one.plan for one in gone])
+            self._kinds = [one for one in self._kinds if one not in gone]
         return found
 
     def _planned(self, batch: StepRows, micro: MicroBatch, at: int) -> _Kind:

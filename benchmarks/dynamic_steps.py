@@ -1,0 +1,236 @@
+"""Steps of submodels with skewed rows: python benchmarks/dynamic_steps.py [--steps 200]
+
+1. How long the choice of a step's order takes for 16 device groups, and to build and check its Program, which happens
+   when a mixture of kinds comes for the first time.
+2. A small vision-language model on three real gloo workers (encoder, and a pipeline of two), whose rows have 0 to 3
+   images: every step is computed with rows as given and with rows arranged, from the same weights. Losses and gradients
+   are compared; so are the times of both orders by the costs that the orders are made from, and measured seconds, which
+   on few cores are those of all work together.
+
+Writes benchmarks/results/dynamic_steps.json and the table of docs/submodels.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import machine, write
+from pages import DOCS, put
+from torch import Tensor
+
+from hyper_parallel.graph.ir import StepGraph, Value
+from hyper_parallel.graph.partition import Crossing
+from hyper_parallel.graph.stage_graph import Partition, Stage
+from hyper_parallel.layout import DeviceGroup, Layout, Mesh
+from hyper_parallel.runtime.build_program import ProgramKind, step_program
+from hyper_parallel.schedule import Costs, MicroBatchKind, step_schedule
+from hyper_parallel.step.submodels import submodels
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from harness.ranks import run_ranks
+from harness.submodel_models import MODELS
+
+GROUPS = 16
+MIXTURES = {
+    "1 kind of 16 micro-batches": [16],
+    "2 kinds of 8": [8, 8],
+    "3 kinds of 4, 4 and 8": [4, 4, 8],
+    "16 kinds of 1": [1] * 16,
+    "4 kinds of 16": [16] * 4,
+}
+DECLARED = {
+    "vision": {"modules": ["model.vision_tower", "model.multi_modal_projector"]},
+    "language": {"axes": {"pipeline": 2}},
+}
+IMAGES, PATCHES, TEXT, ROWS, MICRO_BATCHES = 3, 16, 8, 2, 4
+SHARES = (0.4, 0.3, 0.2, 0.1)
+"""Of rows with 0 to 3 images."""
+
+
+def choices(repeats: int = 21) -> list[dict[str, Any]]:
+    """Milliseconds of the choice and of the Program."""
+    groups = [DeviceGroup(Mesh(("tensor_x", 1)), (rank,), f"group {rank}") for rank in range(GROUPS)]
+    found = []
+    for name, counts in MIXTURES.items():
+        draw = random.Random(0)
+        kinds, parts = [], []
+        for number, count in enumerate(counts, 1):
+            forward = tuple(draw.uniform(0.5, 2.0) for _ in groups)
+            costs = Costs(
+                forward=forward, backward=tuple(2 * one for one in forward), input=forward, weight=forward
+            )
+            kinds.append(MicroBatchKind.chain(costs, range(GROUPS), count))
+            parts.append(_chain(number, groups, count))
+        chosen, built = [], []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            schedule = step_schedule(kinds, GROUPS)
+            ended = time.perf_counter()
+            step_program(parts, schedule.schedule, groups)
+            chosen.append(1e3 * (ended - began))
+            built.append(1e3 * (time.perf_counter() - ended))
+        found.append(
+            {
+                "mixture": name,
+                "choice_ms": statistics.median(chosen),
+                "choice_worst_ms": max(chosen),
+                "program_ms": statistics.median(built),
+                "of_bound": schedule.makespan / schedule.bound,
+            }
+        )
+    return found
+
+
+def _chain(number: int, groups: list[DeviceGroup], count: int) -> ProgramKind:
+    """Stages that each feed the next one."""
+    value = Value((8,), (1,), torch.float32, torch.device("cpu"), 0)
+    borders = range(len(groups) - 1)
+    ahead = [Crossing("x", at, at + 1, "forward", value, "x", 0, number) for at in borders]
+    back = [Crossing("x", at + 1, at, "backward", value, "x", 0, number) for at in borders]
+
+    def near(crossings: list[Crossing], place: int) -> tuple[Crossing, ...]:
+        return tuple(crossings[place : place + 1]) if place >= 0 else ()
+
+    stages = tuple(
+        Stage(
+            at,
+            StepGraph.__new__(StepGraph),
+            near(ahead, at - 1),
+            near(ahead, at),
+            near(back, at),
+            near(back, at - 1),
+        )
+        for at in range(len(groups))
+    )
+    layouts = {
+        one.name: {
+            groups[at].name: Layout.replicated(groups[at].mesh, (8,)) for at in (one.source, one.target)
+        }
+        for one in (*ahead, *back)
+    }
+    return ProgramKind(Partition(stages, {}), tuple(range(len(groups))), layouts, count)
+
+
+def drawn(seed: int) -> dict[str, Tensor]:
+    """The rows of a step."""
+    draws = torch.Generator().manual_seed(seed)
+    rows = ROWS * MICRO_BATCHES
+    counts = torch.multinomial(torch.tensor(SHARES), rows, replacement=True, generator=draws)
+    length = IMAGES * PATCHES + TEXT
+    ids = torch.randint(0, 100, (rows, length), generator=draws)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    for row, count in enumerate(counts.tolist()):
+        ids[row, : count * PATCHES] = 119
+        labels[row, : count * PATCHES] = -100
+    images = torch.randn(rows, IMAGES, 3, 16, 16, generator=draws)
+    return {"input_ids": ids, "labels": labels, "images": images, "counts": counts}
+
+
+def inputs(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The images that there are, one after the other; none where there is none."""
+    made = dict(rows)
+    images, counts = made.pop("images"), made.pop("counts").tolist()
+    if any(counts):
+        made["pixel_values"] = torch.cat([one[:count] for one, count in zip(images, counts, strict=True)])
+    return made
+
+
+def _worker(rank: int, world: int, steps: int) -> list[dict[str, float]]:
+    model: Any = MODELS["llava"].build()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    # One with images in some rows, so that both submodels are needed.
+    parts = submodels(model, DECLARED, drawn(0), micro_batches=MICRO_BATCHES, inputs=inputs)
+    handle, found = parts.handle, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        one: dict[str, float] = {}
+        gradients: dict[str, dict[str, Tensor]] = {}
+        order = [True, False] if step % 2 else [False, True]
+        for arrange in order:
+            name = "arranged" if arrange else "given"
+            optimizer.zero_grad()
+            began = time.perf_counter()
+            one[f"loss, {name}"] = float(parts.forward_backward(drawn(step), step=step, arrange=arrange))
+            one[f"seconds, {name}"] = time.perf_counter() - began
+            made = parts.schedule
+            assert made is not None
+            one[f"cost, {name}"] = made.makespan
+            gradients[name] = {
+                own.name: own.grad.clone() for own in handle.owned() if own.parameter.grad is not None
+            }
+        largest = max(float(value.abs().max()) for value in gradients["given"].values())
+        one["gradients"] = max(
+            float((value - gradients["arranged"][name]).abs().max()) / largest
+            for name, value in gradients["given"].items()
+        )
+        optimizer.step()
+        found.append(one)
+    return found
+
+
+def compared(steps: int) -> dict[str, Any]:
+    """Both orders of every step."""
+    ranks: list[list[dict[str, float]]] = run_ranks(_worker, 3, steps, timeout=60.0 + 6.0 * steps)
+    told = ranks[0]
+    # The first steps plan their kinds.
+    seconds = [one for one in told if max(one["seconds, given"], one["seconds, arranged"]) < 1.0]
+    return {
+        "steps": steps,
+        "loss_difference": max(
+            abs(one["loss, given"] - one["loss, arranged"]) / one["loss, given"] for one in told
+        ),
+        "gradient_difference": max(one["gradients"] for rank in ranks for one in rank),
+        "cost_of_given": sum(one["cost, arranged"] for one in told) / sum(one["cost, given"] for one in told),
+        "seconds_of_given": statistics.median(
+            one["seconds, arranged"] / one["seconds, given"] for one in seconds
+        ),
+        "first_loss": told[0]["loss, given"],
+        "last_loss": told[-1]["loss, given"],
+    }
+
+
+def page(found: Mapping[str, Any]) -> Iterator[str]:
+    """The table of the page."""
+    yield "| 16 device groups | Choice of the order, median (worst) | Program, when new | Of the lower bound |"
+    yield "|---|---|---|---|"
+    for one in found["choices"]:
+        yield (
+            f"| {one['mixture']} | {one['choice_ms']:.1f} ({one['choice_worst_ms']:.1f}) ms | "
+            f"{one['program_ms']:.0f} ms | {one['of_bound']:.2f} |"
+        )
+    steps = found["steps"]
+    yield ""
+    yield (
+        f"{steps['steps']} steps of a small vision-language model with 0 to 3 images in a row, on three workers: "
+        f"arranged and as given, losses differ by {steps['loss_difference']:.1e} at most, gradients by "
+        f"{steps['gradient_difference']:.1e} of the largest. By the costs that orders are made from, arranged steps "
+        f"take {steps['cost_of_given']:.2f} of the time."
+    )
+
+
+def main() -> None:
+    """Run both, print, keep."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    given = parser.parse_args()
+    found = {"machine": machine(), "choices": choices(), "steps": compared(given.steps)}
+    print("\n".join(page(found)))
+    print(write("dynamic_steps", found))
+    put(DOCS / "submodels.md", "dynamic_steps.py", page(found))
+
+
+if __name__ == "__main__":
+    main()

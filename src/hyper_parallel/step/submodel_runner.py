@@ -1,0 +1,169 @@
+"""Runs steps of submodels on one rank, whose micro-batches are of one kind or of several, as one Program.
+
+A step's order is made from the costs of the kinds that it has (`schedule.step_schedule`), and kept for the next step
+with as many of each. Kinds whose graphs before and after the micro-batches are equal, as most are, run these once for
+all of them, and add their gradients to the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.module_state import module_state
+from hyper_parallel.graph.same_graph import difference
+from hyper_parallel.launch import logs
+from hyper_parallel.launch.heartbeat import pulse
+from hyper_parallel.runtime.build_program import step_program
+from hyper_parallel.runtime.interpreter import Interpreter, summed
+from hyper_parallel.runtime.reshard_transfers import KnownPorts
+from hyper_parallel.runtime.stage_runner import StageRunner
+from hyper_parallel.runtime.transfers import Transfers
+from hyper_parallel.schedule import StepSchedule, step_schedule
+from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.sharded_model import ROW_AXES
+from hyper_parallel.step.batches import StepBatch
+from hyper_parallel.step.capture_micro_batch import batch_of
+from hyper_parallel.step.micro_batch import LOSS
+from hyper_parallel.step.program_runner import OncePerStep, located
+from hyper_parallel.step.submodel_plan import SubmodelPlan
+
+MOST_ORDERS = 64
+"""Programs that are kept."""
+
+Counts = tuple[tuple[SubmodelPlan, int], ...]
+"""The kinds of a step's micro-batches, and how many there are of each."""
+
+
+class SubmodelRunner:
+    """This rank's part of the steps of a run. Every rank makes one, and calls the same methods."""
+
+    def __init__(
+        self, handle: ShardedModel, owners: Mapping[str, tuple[int, ...]], transfers: Transfers
+    ) -> None:
+        """The model has its values; those of other submodels are on the meta device. `owners`: as of `SubmodelPlan`."""
+        place = handle.pipeline
+        assert place is not None, "the model was spread over device groups"
+        self._handle, self._place, self._transfers = handle, place, transfers
+        self._state = {
+            name: given.tensor.detach()
+            for name, given in module_state(handle.model).items()
+            if place.index in owners.get(name.partition(".")[2], ())
+        }
+        same = tuple(axis for axis in handle.mesh.names if axis not in ROW_AXES)
+        copies = any(handle.mesh.size(axis) > 1 for axis in same)
+        self._ports = KnownPorts((lambda told: handle.all_reduce(told, same, "max")) if copies else None)
+        self._kinds: dict[SubmodelPlan, _Kind] = {}
+        self._orders: dict[Counts, tuple[StepSchedule, Interpreter]] = {}
+        self.last: StepSchedule | None = None
+        """Of the last step."""
+
+    def forget(self, kinds: Sequence[SubmodelPlan]) -> None:
+        """Drop what is kept for kinds that come no more."""
+        for plan in kinds:
+            self._kinds.pop(plan, None)
+        self._orders = {
+            counts: one
+            for counts, one in self._orders.items()
+            if not any(plan in kinds for plan, _ in counts)
+        }
+
+    def train(self, counts: Counts, batch: StepBatch, tokens: Tensor) -> Tensor:
+        """Give each of this rank's parameters its gradient of the whole batch; this rank's part of the loss, fp32 [].
+
+        `batch`: its micro-batches in the order of `counts`. `tokens`: as of `PipelineRunner.train`. A collective.
+        """
+        when = f"step {batch.step + 1}"
+        step = torch.tensor(batch.step, device=tokens.device)
+        kinds = [self._kind(plan) for plan, _ in counts]
+        with logs.at(batch.step + 1, where=pulse.position):
+            self.last, runs = self._order(counts)
+
+            def run() -> None:
+                self._begin(kinds)
+                runs.go_on([batch_of(micro, step, tokens) for micro in batch.micro], when)
+
+            located(self._handle, runs, self._state, when, run)
+        sums = {kind.once: kind.sums for kind in kinds}
+        gradients = summed(once.gradients(found) for once, found in sums.items())
+        for one in self._handle.owned():
+            if one.parameter.requires_grad:
+                one.parameter.grad = gradients.get(one.name)
+        totals = summed(runner.totals for kind in kinds for runner in kind.runners.values())
+        return totals.get(LOSS, torch.zeros((), device=tokens.device))
+
+    def _begin(self, kinds: Sequence[_Kind]) -> None:
+        """Give every stage the weights of this step, and where to add its gradients."""
+        weights = {kind.once: kind.once.weights(self._state) for kind in kinds}
+        sums: dict[OncePerStep, dict[str, Tensor]] = {once: {} for once in weights}
+        for kind in self._kinds.values():
+            # Those without a micro-batch in this step let go of what they had.
+            kind.sums = sums[kind.once] if kind in kinds else {}
+            for runner in kind.runners.values():
+                runner.begin(weights[kind.once] if kind in kinds else {}, kind.sums)
+
+    def _kind(self, plan: SubmodelPlan) -> _Kind:
+        if plan not in self._kinds:
+            mine = [stage for stage, group in enumerate(plan.placement) if group == self._place.index]
+            cut = plan.stages.partition.stages
+            gather, reduce = plan.stages.gather(mine), plan.stages.reduce(mine)
+            known = (kind.once for kind in self._kinds.values())
+            once = next(
+                (one for one in known if _same(one.gather, gather) and _same(one.reduce, reduce)), None
+            )
+            runners = {stage: StageRunner(cut[stage], self._state) for stage in mine}
+            self._kinds[plan] = _Kind(runners, once or OncePerStep(gather, reduce), {})
+        return self._kinds[plan]
+
+    def _order(self, counts: Counts) -> tuple[StepSchedule, Interpreter]:
+        if counts in self._orders:
+            # The one that was used last comes last.
+            self._orders[counts] = self._orders.pop(counts)
+            return self._orders[counts]
+        groups = self._place.groups
+        found = step_schedule([plan.priced(count) for plan, count in counts], len(groups))
+        program, stages = step_program(
+            [plan.in_program(count) for plan, count in counts], found.schedule, groups
+        )
+        runners: dict[int, StageRunner] = {}
+        first = 0
+        for plan, _ in counts:
+            runners |= {first + stage: one for stage, one in self._kind(plan).runners.items()}
+            first += len(plan.placement)
+        made = Interpreter(
+            program,
+            stages,
+            self._state,
+            self._handle.rank,
+            self._transfers,
+            pulse.instruction,
+            known=self._ports,
+            runners=runners,
+        )
+        made.compare()
+        self._orders[counts] = found, made
+        if len(self._orders) > MOST_ORDERS:
+            del self._orders[next(iter(self._orders))]
+        return self._orders[counts]
+
+
+@dataclass(eq=False)
+class _Kind:
+    """This rank's stages of a kind of micro-batches."""
+
+    runners: Mapping[int, StageRunner]
+    """By stage of the kind."""
+    once: OncePerStep
+    """One object for all kinds that have it in common."""
+    sums: dict[str, Tensor]
+    """Of gradients over the micro-batches of this step, of all kinds with the same `once`."""
+
+
+def _same(one: StepGraph | None, other: StepGraph | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return difference(one, other) is None
