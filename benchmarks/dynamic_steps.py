@@ -26,16 +26,14 @@ from measure import machine, write
 from pages import DOCS, put
 from torch import Tensor
 
-from hyper_parallel.graph.ir import StepGraph, Value
-from hyper_parallel.graph.partition import Crossing
-from hyper_parallel.graph.stage_graph import Partition, Stage
-from hyper_parallel.layout import DeviceGroup, Layout, Mesh
-from hyper_parallel.runtime.build_program import ProgramKind, step_program
+from hyper_parallel.layout import DeviceGroup, Mesh
+from hyper_parallel.runtime.build_program import step_program
 from hyper_parallel.schedule import Costs, MicroBatchKind, step_schedule
 from hyper_parallel.step.submodels import submodels
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.ranks import run_ranks
+from harness.step_programs import chain_kind
 from harness.submodel_models import MODELS
 
 GROUPS = 16
@@ -68,7 +66,7 @@ def choices(repeats: int = 21) -> list[dict[str, Any]]:
                 forward=forward, backward=tuple(2 * one for one in forward), input=forward, weight=forward
             )
             kinds.append(MicroBatchKind.chain(costs, range(GROUPS), count))
-            parts.append(_chain(number, groups, count))
+            parts.append(chain_kind(number, groups, list(range(GROUPS)), count))
         chosen, built = [], []
         for _ in range(repeats):
             began = time.perf_counter()
@@ -87,36 +85,6 @@ def choices(repeats: int = 21) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _chain(number: int, groups: list[DeviceGroup], count: int) -> ProgramKind:
-    """Stages that each feed the next one."""
-    value = Value((8,), (1,), torch.float32, torch.device("cpu"), 0)
-    borders = range(len(groups) - 1)
-    ahead = [Crossing("x", at, at + 1, "forward", value, "x", 0, number) for at in borders]
-    back = [Crossing("x", at + 1, at, "backward", value, "x", 0, number) for at in borders]
-
-    def near(crossings: list[Crossing], place: int) -> tuple[Crossing, ...]:
-        return tuple(crossings[place : place + 1]) if place >= 0 else ()
-
-    stages = tuple(
-        Stage(
-            at,
-            StepGraph.__new__(StepGraph),
-            near(ahead, at - 1),
-            near(ahead, at),
-            near(back, at),
-            near(back, at - 1),
-        )
-        for at in range(len(groups))
-    )
-    layouts = {
-        one.name: {
-            groups[at].name: Layout.replicated(groups[at].mesh, (8,)) for at in (one.source, one.target)
-        }
-        for one in (*ahead, *back)
-    }
-    return ProgramKind(Partition(stages, {}), tuple(range(len(groups))), layouts, count)
 
 
 def drawn(seed: int) -> dict[str, Tensor]:

@@ -5,53 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
+from harness.step_programs import chain_kind
 from hyper_parallel.errors import ProgramError, StrategyError
-from hyper_parallel.graph.ir import StepGraph, Value
-from hyper_parallel.graph.partition import Crossing
-from hyper_parallel.graph.stage_graph import Partition, Stage
-from hyper_parallel.layout import DeviceGroup, Layout, Mesh
+from hyper_parallel.layout import DeviceGroup, Mesh
 from hyper_parallel.program import Program, Recv, Run, Send, verify
-from hyper_parallel.runtime.build_program import ProgramKind, step_program
+from hyper_parallel.runtime.build_program import step_program
 from hyper_parallel.schedule import Costs, MicroBatchKind, Schedule, step_schedule
 
 GROUPS = [DeviceGroup(Mesh(("tensor_x", 1)), (place,), name) for place, name in enumerate("abc")]
 
 
-def _chain(number: int, groups: list[DeviceGroup], count: int) -> ProgramKind:
-    """Stages on some of the groups, each of which feeds the next one; values are as large as the kind's number."""
-    value = Value((number,), (1,), torch.float32, torch.device("cpu"), 0)
-    borders = range(len(groups) - 1)
-    ahead = [Crossing("x", at, at + 1, "forward", value, "x", 0, number) for at in borders]
-    back = [Crossing("x", at + 1, at, "backward", value, "x", 0, number) for at in borders]
-    stages = [
-        Stage(
-            at,
-            StepGraph.__new__(StepGraph),
-            _at(ahead, at - 1),
-            _at(ahead, at),
-            _at(back, at),
-            _at(back, at - 1),
-        )
-        for at in range(len(groups))
-    ]
-    layouts = {
-        one.name: {
-            groups[at].name: Layout.replicated(groups[at].mesh, (number,)) for at in (one.source, one.target)
-        }
-        for one in (*ahead, *back)
-    }
-    return ProgramKind(Partition(tuple(stages), {}), tuple(map(GROUPS.index, groups)), layouts, count)
-
-
-def _at(crossings: list[Crossing], place: int) -> tuple[Crossing, ...]:
-    return tuple(crossings[place : place + 1]) if place >= 0 else ()
-
-
 def _made() -> tuple[Program, Schedule]:
     """Two micro-batches of one kind on all groups, three of another one without the first group."""
-    kinds = [_chain(1, GROUPS, 2), _chain(2, GROUPS[1:], 3)]
+    kinds = [chain_kind(1, GROUPS, [0, 1, 2], 2), chain_kind(2, GROUPS, [1, 2], 3)]
     priced = [MicroBatchKind.chain(Costs.even(len(one.placement)), one.placement, one.count) for one in kinds]
     found = step_schedule(priced, len(GROUPS)).schedule
     return step_program(kinds, found, GROUPS)[0], found
@@ -97,7 +64,7 @@ def test_a_task_for_a_micro_batch_of_another_kind_is_a_defect() -> None:
 
 
 def test_a_schedule_of_other_stages_is_refused() -> None:
-    kinds = [_chain(1, GROUPS, 2)]
+    kinds = [chain_kind(1, GROUPS, [0, 1, 2], 2)]
     two = step_schedule([MicroBatchKind.chain(Costs.even(2), (0, 1), 2)], 3).schedule
     with pytest.raises(StrategyError, match="has 2 stages, and the model was cut into 3"):
         step_program(kinds, two, GROUPS)
