@@ -64,8 +64,13 @@ class PackedText:
         """Whether any row holds pieces of several documents."""
         return len(self._plan.starts) > len(self)
 
-    def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+    def positions(self, rows: Sequence[int], multiple: int = 1) -> int:
+        """As `Rows`: each has `sequence`, which is checked to be a multiple elsewhere."""
+        return self.sequence
+
+    def batch(self, rows: Sequence[int], length: int | None = None) -> dict[str, torch.Tensor]:
         """`input_ids`, `labels` (shifted; the loss ignores -100) and `position_ids`: int64 [len(rows), sequence]."""
+        assert length in (None, self.sequence), f"rows of {length}"
         shape = (len(rows), self.sequence)
         ids = np.full(shape, self._pad, np.int64)
         labels = np.full(shape, IGNORED, np.int64)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hyper_parallel.data import Order, PackedText
+from hyper_parallel.data import Order, Rows
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.shard.packed_documents import several_documents
+from hyper_parallel.shard.row_length import length_multiple
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class MicroBatch:
 
     input_ids: Tensor
     labels: Tensor
-    position_ids: Tensor
+    position_ids: Tensor | None
+    """None where the model makes them itself, as those of images do."""
     rows: Tensor
     """int64 [B]: the index in the step's global batch of each row; random numbers are a function of it."""
     several: bool | None = None
@@ -50,6 +52,13 @@ def share_of(handle: ShardedModel, count: int) -> slice:
     return slice(handle.data_index * share, (handle.data_index + 1) * share)
 
 
+def rows_beside(handle: ShardedModel, count: int, at: int, micro: int) -> list[int]:
+    """The rows of a batch of `count` that all data ranks compute while this one computes `micro` from `at` on."""
+    share = share_of(handle, count)
+    size, first = share.stop - share.start, at - share.start
+    return [start + first + i for start in range(0, count, size) for i in range(micro)]
+
+
 class Batches:
     """The training data as one rank sees it, a pure function of the number of rows consumed before.
 
@@ -59,7 +68,7 @@ class Batches:
 
     def __init__(
         self,
-        text: PackedText,
+        text: Rows,
         order: Order,
         batch: int,
         micro_batch: int | None,
@@ -67,6 +76,7 @@ class Batches:
         device: torch.device,
     ) -> None:
         self._text, self._order, self._batch, self._device = text, order, batch, device
+        self._handle, self._multiple = handle, length_multiple(handle.plan)
         self._several = text.several
         self._share = share_of(handle, batch)
         self._micro = micro_batch or self._share.stop - self._share.start
@@ -75,25 +85,56 @@ class Batches:
         """The batch of `step`, before which `consumed` rows were consumed."""
         rows = self._order.rows(consumed, self._batch)
         micro = [
-            load_rows(self._text, rows[at : at + self._micro], at, self._device, self._several)
-            for at in range(self._share.start, self._share.stop, self._micro)
+            load_rows(
+                self._text,
+                rows[at : at + self._micro],
+                at,
+                self._device,
+                self._several,
+                self._length(rows, at),
+            )
+            for at in self._micro_batches
         ]
         tokens = torch.stack([valid_tokens(m.labels) for m in micro]).sum().float()
         return StepBatch(step, rows, micro, tokens)
 
+    def positions(self, consumed: int) -> int:
+        """Positions of the batch before which `consumed` rows were consumed, over all ranks, padding included."""
+        rows = self._order.rows(consumed, self._batch)
+        each = self._batch // len(self._micro_batches)
+        return sum(each * self._length(rows, at) for at in self._micro_batches)
+
+    @property
+    def _micro_batches(self) -> range:
+        return range(self._share.start, self._share.stop, self._micro)
+
+    def _length(self, rows: list[int], at: int) -> int:
+        beside = rows_beside(self._handle, self._batch, at, self._micro)
+        return self._text.positions([rows[one] for one in beside], self._multiple)
+
 
 def load_rows(
-    text: PackedText, rows: list[int], at: int, device: torch.device, several: bool | None = None
+    text: Rows,
+    rows: list[int],
+    at: int,
+    device: torch.device,
+    several: bool | None = None,
+    length: int | None = None,
 ) -> MicroBatch:
     """`rows` of `text` on `device`, as rows `at` and following of their global batch.
 
-    `several`: whether they are to be computed as rows of several documents; None to look.
+    `several`: whether they are to be computed as rows of several documents; None to look. `length`: their positions,
+    which must suffice; None for the longest of them.
     """
-    batch = text.batch(rows)
+    batch = {name: one.to(device) for name, one in text.batch(rows, length).items()}
+    positions = batch.pop("position_ids", None)
+    if several is None:
+        several = positions is not None and several_documents(positions)
     return MicroBatch(
-        input_ids=batch["input_ids"].to(device),
-        labels=batch["labels"].to(device),
-        position_ids=batch["position_ids"].to(device),
+        input_ids=batch.pop("input_ids"),
+        labels=batch.pop("labels"),
+        position_ids=positions,
         rows=torch.arange(at, at + len(rows), device=device),
-        several=several_documents(batch["position_ids"]) if several is None else several,
+        several=several,
+        extra=batch,
     )
