@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from harness.chat_model import CHATS
-from harness.vision_folders import CHATML, MARKED, MODELS, draw, run_file, write_llava, write_qwen
+from harness.vision_folders import (
+    CHATML,
+    KIND_OF,
+    MARKED,
+    MODELS,
+    draw,
+    record,
+    run_file,
+    write_llava,
+    write_qwen,
+)
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, TextData, load_data
 from hyper_parallel.data.aligned_text import AlignedText
@@ -41,8 +51,12 @@ def data_of(
     """What `load_data` makes of these records."""
     if rows is not None:
         (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = RunConfig.model_validate(run_file(place, model, data={**run_file(place, model)["data"], **data}))
-    found = load_data(config.data, family=model, kinds={"image"})
+    config = RunConfig.model_validate(
+        run_file(
+            place, model, data={**run_file(place, model)["data"], "train": str(place / "rows.jsonl"), **data}
+        )
+    )
+    found = load_data(config.data, family=model, kinds={KIND_OF.get(model, "image")})
     assert isinstance(found, MultimodalData)
     return found
 
@@ -136,6 +150,27 @@ def test_only_answers_bear_loss_however_the_template_tells_them(
     ids, labels = batch["input_ids"][0], batch["labels"][0]
     bears = labels != IGNORED
     assert torch.equal(labels[bears], ids.roll(-1)[bears])
+
+
+def test_recordings_are_processed_like_images(place: Path) -> None:
+    record(place / "audios", [8000, 4000])
+    data = data_of(
+        place,
+        [
+            parts({"type": "audio", "audio": "audios/0.wav"}, TEXT),
+            chat(f"<audio>{ASKED}", audios=["audios/0.wav"]),
+            parts({"type": "audio", "path": "audios/1.wav"}, TEXT),
+        ],
+        model="qwen2-audio",
+    )
+    first, second, shorter = (data.train.batch([row]) for row in range(3))
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], rtol=0, atol=0)
+    # 100 frames a second, halved twice, between a token where sound begins and one where it ends.
+    assert shown(data).count("<|AUDIO|>") == 25 and shown(data, 2).count("<|AUDIO|>") == 12
+    assert loss_text(data) == loss_text(data, 2) == f"{SAID}<|im_end|>"
+    assert [data.train.cost(row).media_tokens for row in (0, 2)] == [25 + 2, 12 + 2]
+    assert shorter["feature_attention_mask"].sum() == 50
 
 
 def test_costs_are_known_before_a_row_is_loaded_and_agree_with_it(place: Path) -> None:
@@ -277,7 +312,9 @@ def test_a_sample_is_never_cut(place: Path) -> None:
 def test_what_the_model_lacks_is_named(place: Path) -> None:
     rows = place / "rows.jsonl"
     rows.write_text(json.dumps(FORMS[0]) + "\n")
-    config = RunConfig.model_validate(run_file(place, "qwen2.5-vl")).data
+    config = RunConfig.model_validate(run_file(place, "qwen2.5-vl")).data.model_copy(
+        update={"train": str(rows)}
+    )
     with pytest.raises(DataError, match=r"rows.jsonl, line 1: an image, and llama takes text alone"):
         load_data(config, family="llama", kinds=())
     bare = place / "bare"

@@ -6,6 +6,7 @@ Nothing is fetched: all is made on the spot. Weights are drawn by the run.
 from __future__ import annotations
 
 import json
+import wave
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,31 @@ def write_qwen(folder: Path, template: str = CHATML) -> Path:
     return _with_tokenizer(folder, own, template.replace("MEDIA", media))
 
 
+def write_audio(folder: Path, template: str = CHATML) -> Path:
+    """Qwen2-Audio: up to a second of sound of 8,000 samples, beside a Qwen2."""
+    from transformers import Qwen2AudioConfig, WhisperFeatureExtractor
+
+    own = tokenizer("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+    Qwen2AudioConfig(
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 8,
+            "max_source_positions": 50,
+        },
+        text_config={"model_type": "qwen2", **LANGUAGE, "vocab_size": len(own)},
+        audio_token_id=own.convert_tokens_to_ids("<|AUDIO|>"),
+    ).save_pretrained(folder)
+    WhisperFeatureExtractor(
+        feature_size=8, sampling_rate=8000, hop_length=80, n_fft=400, chunk_length=1
+    ).save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2AudioProcessor"}))
+    return _with_tokenizer(folder, own, template.replace("MEDIA", "<|audio_bos|><|AUDIO|><|audio_eos|>"))
+
+
 def _with_tokenizer(folder: Path, own: Any, template: str) -> Path:
     own.chat_template = None
     own.save_pretrained(folder)
@@ -133,7 +159,9 @@ def _with_tokenizer(folder: Path, own: Any, template: str) -> Path:
     return folder
 
 
-MODELS = {"llava": write_llava, "qwen2.5-vl": write_qwen}
+MODELS = {"llava": write_llava, "qwen2.5-vl": write_qwen, "qwen2-audio": write_audio}
+KIND_OF = {"qwen2-audio": "audio"}
+"""What a model takes beside text, where that is no image."""
 
 
 def draw(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[str]:
@@ -149,20 +177,37 @@ def draw(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[str]:
     return names
 
 
+def record(folder: Path, lengths: Sequence[int]) -> list[str]:
+    """Recordings of noise, each of so many of 8,000 samples a second, as WAV files below `folder`; their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = []
+    for number, length in enumerate(lengths):
+        samples = np.random.default_rng(number).integers(-(2**14), 2**14, length).astype("<i2")
+        with wave.open(str(folder / f"{number}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(8000)
+            file.writeframes(samples.tobytes())
+        names.append(f"{folder.name}/{number}.wav")
+    return names
+
+
 SIZES = ((16, 16), (24, 16), (16, 32))
+LENGTHS = (8000, 5000, 3000)
 COUNTS = (1, 0, 2, 1, 0, 1, 3, 0)
-"""Images of the rows of `write_rows`: several, one, none."""
+"""Images or recordings of the rows of `write_rows`: several, one, none."""
 
 
-def write_rows(file: Path, counts: Sequence[int] = COUNTS) -> Path:
-    """Conversations with so many images each, as JSON lines beside the folder of the images."""
-    names = draw(file.parent / "images", SIZES)
+def write_rows(file: Path, kind: str = "image", counts: Sequence[int] = COUNTS) -> Path:
+    """Conversations with so many images or recordings each, as JSON lines beside the folder of these."""
+    folder = file.parent / f"{kind}s"
+    names = draw(folder, SIZES) if kind == "image" else record(folder, LENGTHS)
     lines, at = [], 0
     for row, count in enumerate(counts):
         asked, said = CHATS[row % len(CHATS)]
         shown = [names[(at + i) % len(names)] for i in range(count)]
         at += count
-        content = [*({"type": "image", "image": name} for name in shown), {"type": "text", "text": asked}]
+        content = [*({"type": kind, kind: name} for name in shown), {"type": "text", "text": asked}]
         answer = {"role": "assistant", "content": [{"type": "text", "text": said * (1 + row % 2)}]}
         lines.append({"messages": [{"role": "user", "content": content}, answer]})
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -177,7 +222,7 @@ def run_file(place: Path, model: str, name: str = "run", **sections: Any) -> dic
         "seed": 3,
         "model": {"config": json.loads((place / model / "config.json").read_text())},
         "data": {
-            "train": str(place / "rows.jsonl"),
+            "train": str(place / f"{KIND_OF.get(model, 'image')}.jsonl"),
             "holdout": 0,
             "sequence": 256,
             "cache": str(place / "cache"),
@@ -203,5 +248,6 @@ def make_place(place: Path) -> Path:
     for name, write in MODELS.items():
         (place / name).mkdir(parents=True, exist_ok=True)
         write(place / name)
-    write_rows(place / "rows.jsonl")
+    for kind in ("image", "audio"):
+        write_rows(place / f"{kind}.jsonl", kind)
     return place

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,17 @@ from torch import Tensor
 
 from harness.ranks import run_ranks
 from harness.vision_folders import MODELS, make_place, run_file
-from hyper_parallel.config import RunConfig
-from hyper_parallel.data import MultimodalData
+from hyper_parallel.checkpoint import export
+from hyper_parallel.cli.main import main
+from hyper_parallel.compat import backend
+from hyper_parallel.config import RunConfig, from_dict, load
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.launch import Worker
+from hyper_parallel.planner.auto import entry
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.loss import IGNORED
 from hyper_parallel.step.batches import Batches
-from hyper_parallel.step.build import build, fill
+from hyper_parallel.step.build import build, fill, unsharded
 from hyper_parallel.step.multimodal import model_class
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.step.train_step import accumulate
@@ -68,7 +73,7 @@ def step_of(rank: int, world: int, place: Path, cases: list[tuple[str, dict[str,
         gradients = {
             p.name: handle.gather(p.grad, p.layout) for p in handle.parameters() if p.grad is not None
         }
-        images = ["pixel_values" in one.extra for one in batch.micro]
+        images = [any(x.is_floating_point() for x in one.extra.values()) for one in batch.micro]
         found.append((float(loss), {k: v.clone() for k, v in gradients.items()}, images))
     return found
 
@@ -78,29 +83,36 @@ def plain_step(place: Path, model: str) -> tuple[float, dict[str, Tensor]]:
     config = config_of(place, model)
     built = build(config)
     fill(built, config, torch.device("cpu"))
-    data = built.text
-    assert isinstance(data, MultimodalData)
-    plain = model_class(built.model.config)(built.model.config).train()
+    plain = model_class(built.model.config)(built.model.config)
     plain.load_state_dict(built.model.state_dict())
-    rows = [data.train.batch([row]) for row in range(len(data.train))]
+    return loss_and_gradients(plain, rows_of(place, model))
+
+
+def rows_of(place: Path, model: str) -> list[dict[str, Tensor]]:
+    """Each row, as it is without others."""
+    _, data = unsharded(config_of(place, model))
+    return [data.train.batch([row]) for row in range(len(data.train))]
+
+
+def loss_and_gradients(model: Any, rows: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    """Of an unmodified model, for a token."""
     tokens = sum(int((row["labels"] != IGNORED).sum()) for row in rows)
     total = 0.0
     for row in rows:
-        labels = row.pop("labels")
-        del row["attention_mask"]
-        logits = plain(**row, use_cache=False).logits
+        given = {name: one for name, one in row.items() if name not in ("labels", "attention_mask")}
+        logits = model.train()(**given, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            logits.flatten(0, 1), row["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
         )
         (loss / tokens).backward()
         total += float(loss.detach() / tokens)
-    return total, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_every_strategy_has_the_gradients_of_one_device(place: Path, model: str) -> None:
     loss, expected = plain_step(place, model)
-    assert any("vision" in name or "visual" in name for name in expected)
+    assert any(part in name for name in expected for part in ("vision", "visual", "audio"))
     by_rank = run_ranks(step_of, 2, place, [(model, strategy) for strategy in STRATEGIES.values()])
     for at, name in enumerate(STRATEGIES):
         for found, gradients, _ in (rank[at] for rank in by_rank):
@@ -129,7 +141,8 @@ def train(rank: int, world: int, place: Path, files: list[dict[str, Any]]) -> li
 
 def trained(place: Path, model: str, name: str, strategy: dict[str, Any], **train: Any) -> dict[str, Any]:
     settings = {"batch": 4, "micro_batch": 1, "eval": {"every": 2, "batches": 2}, **train}
-    data = {**run_file(place, model)["data"], "eval": str(place / "rows.jsonl")}
+    data = dict(run_file(place, model)["data"])
+    data["eval"] = data["train"]
     return run_file(place, model, name, train=settings, data=data, strategy={"version": 1, **strategy})
 
 
@@ -153,8 +166,6 @@ def test_a_run_is_the_same_on_one_device_and_on_two_and_goes_on_elsewhere(place:
 
 def test_an_exported_model_has_its_processor(place: Path) -> None:
     from transformers import AutoModelForImageTextToText
-
-    from hyper_parallel.checkpoint import export
 
     [found] = train(0, 1, place, [trained(place, "llava", "exported", {}, steps=1)])
     folder = export(found["summary"].checkpoint, place / "export")
@@ -255,4 +266,41 @@ def test_a_lost_image_ends_a_run_on_several_workers_in_one_line(tmp_path: Path) 
     assert ended.returncode == 2, ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("hyper-parallel: error:")]
     assert len(lines) == 1 and "images/0.png cannot be read as an image" in lines[0], ended.stderr
-    assert "rows.jsonl, line " in lines[0] and "Traceback" not in ended.stderr
+    assert "image.jsonl, line " in lines[0] and "Traceback" not in ended.stderr
+
+
+def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(str(root / "examples"))
+    script = runpy.run_path(str(root / "examples/draw_images.py"))
+    script["write_model"](tmp_path / "runs/images/model")
+    for name, rows in (("train", 32), ("eval", 16)):
+        script["write_rows"](tmp_path / "runs/images", name, rows, seed=0)
+    monkeypatch.chdir(tmp_path)
+    config = load(root / "examples/images.yaml", ["train.steps=8", "launch.workers=1", "train.eval.every=0"])
+    [found] = train(0, 1, tmp_path, [config.model_dump(mode="json")])
+    assert found["eval_loss"][8] < found["eval_loss"][0] - 0.5
+
+
+@pytest.mark.parametrize("command", ["verify", "simulate"])
+def test_commands_that_know_text_alone_refuse_such_runs(
+    place: Path, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(run_file(place, "llava", strategy={"version": 1, "axes": {"shard": 2}})))
+    arguments = ["--cluster", "h100x8", "--ranks", "2"] if command == "simulate" else []
+    with pytest.raises(SystemExit) as ended:
+        main([command, str(path), *arguments])
+    assert ended.value.code == 2
+    expected = {"verify": "has images or sound; give it text", "simulate": "does not know models of images"}
+    assert expected[command] in capsys.readouterr().err
+
+
+def test_the_planner_refuses_models_of_images(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "broadcast_text", lambda key, text: text)
+    file = run_file(place, "llava", strategy="auto", launch={"workers": 2})
+    worker = Worker(0, 0, 1, 1, torch.device("cpu"), backend("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"the planner does not know models of images or sound yet \(llava\)"
+    ):
+        entry.together(from_dict(file), worker)

@@ -118,7 +118,9 @@ class Processor:
             **({} if length is None else {"max_length": length}),
         }
         where = ", ".join(document.where for document in documents)
-        given = {"images": images if any(images) else None, "audio": audio or None}
+        given: dict[str, Any] = {"images": images if any(images) else None, "audio": audio or None}
+        if audio:
+            given["audio_kwargs"] = {"sampling_rate": self._rate}
         try:
             made = self._processor(
                 text=[one.text for one in rendered],
@@ -141,7 +143,12 @@ class Processor:
                     raise DataError(
                         f"{document.where}: a recording, and {kind} takes none; leave the record out"
                     )
-                yield load_audio(one, document.where, int(part.sampling_rate))
+                yield load_audio(one, document.where, self._rate)
+
+    @property
+    def _rate(self) -> int:
+        """Samples a second of recordings."""
+        return int(self._processor.feature_extractor.sampling_rate)
 
     def _labels(self, documents: Sequence[Document], rendered: Sequence[Rendered], ids: Tensor) -> Tensor:
         """The token after each position where an answer has it, int64 [B, S]; counts those that stand for media."""

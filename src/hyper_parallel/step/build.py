@@ -40,7 +40,7 @@ from hyper_parallel.step.multimodal import (
 )
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
 from hyper_parallel.step.pipeline_graphs import pipeline_graphs
-from hyper_parallel.workload import Flops
+from hyper_parallel.workload import Flops, flops_of_model
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     """
     plain, text = unsharded(config, model)
     # Counted before the weights are split.
-    flops = language_flops(plain)
+    flops = language_flops(plain) if text.media else flops_of_model(plain)
     hf: Any = getattr(plain, "config", None)
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
     strategy = config.effective_strategy

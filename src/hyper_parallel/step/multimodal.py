@@ -79,13 +79,27 @@ def check_run(config: RunConfig) -> None:
 
 def check_text(hf: Any) -> None:
     """Raise ConfigError for a model that a run trains on rows with images or sound alone, and there are none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING and media_kinds(model_class(hf)):
+    if _needs_media(hf):
         raise ConfigError(
             f"model: {hf.model_type} is trained on rows with images or sound, and no row of data.train has any; "
             "give it some, or train its language model alone"
         )
+
+
+def refuse_media_model(hf: Any, what: str) -> None:
+    """Raise ConfigError for a model of images or sound, which `what` does not know."""
+    if _needs_media(hf):
+        raise ConfigError(
+            f"{what} does not know models of images or sound yet ({hf.model_type}); write a strategy with the axes "
+            "replicate, shard and tensor, and train"
+        )
+
+
+def _needs_media(hf: Any) -> bool:
+    """Whether a model takes images or sound, and is none of Transformers' causal language models."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING and bool(media_kinds(model_class(hf)))
 
 
 def check_precision(config: RunConfig, model: nn.Module) -> None:
