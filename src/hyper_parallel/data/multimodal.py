@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from hyper_parallel.config.data import BUILTIN, DataConfig
+from hyper_parallel.data.dealing import RowWork
 from hyper_parallel.data.order import Order
 from hyper_parallel.data.processor import Processor
 from hyper_parallel.data.read_documents import DocumentReader
@@ -49,6 +50,8 @@ class MultimodalRows:
         self.sequence = sequence
         self.documents = len(index)
         self._index, self._reader, self._processor = index, reader, processor
+        tokens, values = (int(index.table[:, at].sum()) for at in (4, 5))
+        self._values_per_token = values / tokens if tokens and values else 1.0
         for number in (index.table[:, 3] > sequence).nonzero()[0][:1].tolist():
             entry = index.entry(number)
             media = f", {entry.media_tokens} of them of its media," if entry.media_tokens else ""
@@ -65,6 +68,11 @@ class MultimodalRows:
         """The work of a row."""
         entry = self._index.entry(row)
         return RowCost(entry.tokens, entry.media_tokens, entry.values, entry.media)
+
+    def work(self, row: int, encoder: float) -> RowWork:
+        """As `Rows`."""
+        entry = self._index.entry(row)
+        return RowWork(entry.tokens, encoder * entry.values / self._values_per_token)
 
     def positions(self, rows: Sequence[int], multiple: int = 1) -> int:
         """As `Rows`."""

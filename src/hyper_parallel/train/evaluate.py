@@ -49,7 +49,8 @@ class Evaluation:
                 length = text.positions(
                     [row if row < total else 0 for row in beside], length_multiple(handle.plan)
                 )
-                loaded = load_rows(text, held + [0] * (micro - len(held)), at, device, length=length)
+                filled, places = held + [0] * (micro - len(held)), range(at, at + micro)
+                loaded = load_rows(text, filled, places, device, length=length)
                 loaded.labels[len(held) :] = IGNORED
                 self._micro.append(loaded)
 

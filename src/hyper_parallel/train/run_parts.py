@@ -70,7 +70,15 @@ class RunParts:
             handle,
             recipe,
             prompt,
-            Batches(built.text.train, built.text.order, train.batch, config.micro_batch, handle, device),
+            Batches(
+                built.text.train,
+                built.text.order,
+                train.batch,
+                config.micro_batch,
+                handle,
+                device,
+                balance=config.data.balance,
+            ),
             Evaluation(
                 built.text.eval,
                 train.eval.batches,
