@@ -60,6 +60,10 @@ class DataConfig(Section):
     """Tokens per sequence."""
     pack: bool = True
     """Put several documents into one sequence. False gives each document its own, padded."""
+    balance: bool = True
+    """Deal rows that are unlike (images, sound) to data ranks and micro-batches so that those that are computed at
+    once are as much work. Neither loss nor gradients change.
+    """
     cache: PathText = ".cache/hyper-parallel"
     """The folder that caches the trained tokenizer and the tokenized text."""
 

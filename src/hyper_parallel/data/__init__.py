@@ -1,7 +1,7 @@
 """Data pipeline: sources, tokenizer, tokenized corpus, packing and order.
 
-`TextData` reads the text that the `data` section declares; `PackedText` is rows of token ids; `Order` is the sequence
-of rows.
+`load_data` reads what the `data` section declares: `TextData`, or `MultimodalData` where there are images or sound.
+`PackedText` is rows of token ids, `Rows` what a loop asks of any rows; `Order` is the sequence of rows.
 """
 
 from __future__ import annotations
@@ -9,15 +9,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hyper_parallel.data.load import TrainingData, load_data
+    from hyper_parallel.data.multimodal import MultimodalData
     from hyper_parallel.data.order import Order
     from hyper_parallel.data.packing import PackedText
+    from hyper_parallel.data.rows import Rows
     from hyper_parallel.data.text import TextData
     from hyper_parallel.data.tokenizer import Tokenizer
 
-__all__ = ["Order", "PackedText", "TextData", "Tokenizer"]
+__all__ = [
+    "MultimodalData",
+    "Order",
+    "PackedText",
+    "Rows",
+    "TextData",
+    "Tokenizer",
+    "TrainingData",
+    "load_data",
+]
 
 # These need torch; the command that only looks for the declared files (`data.sources`) does not pay for it.
-_HOME = {"Order": "order", "PackedText": "packing", "TextData": "text", "Tokenizer": "tokenizer"}
+_HOME = {
+    "MultimodalData": "multimodal",
+    "Order": "order",
+    "PackedText": "packing",
+    "Rows": "rows",
+    "TextData": "text",
+    "Tokenizer": "tokenizer",
+    "TrainingData": "load",
+    "load_data": "load",
+}
 
 
 def __getattr__(name: str) -> Any:

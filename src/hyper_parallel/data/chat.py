@@ -53,6 +53,28 @@ def marks_answers(template: str) -> bool:
     return _GENERATION.search(template) is not None
 
 
+def marked(processor: Any, chat: Chat) -> Rendered:
+    """A conversation rendered by a processor whose template marks its answers."""
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template, special = _template_of(processor), processor.tokenizer.special_tokens_map
+    try:
+        [text], [answers] = render_jinja_template(
+            [chat.messages], chat_template=template, return_assistant_tokens_mask=True, **special
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise DataError(_not_taken(chat, error)) from error
+    if not answers:
+        raise DataError(_no_answer(chat))
+    return Rendered(text, tuple((int(start), int(end)) for start, end in answers), open=False)
+
+
+def _template_of(processor: Any) -> str:
+    own = processor.chat_template
+    return str(own["default"] if isinstance(own, dict) else own)
+
+
 def tokens(tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]]:
     """The ids of a conversation whose template marks its answers, with 1 for each id that contributes to the loss."""
     encoded = _apply(
@@ -60,9 +82,7 @@ def tokens(tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]]:
     )
     ids, mask = encoded["input_ids"], encoded["assistant_masks"]
     if not any(mask):
-        raise DataError(
-            f"{chat.where}: the chat template marks no token of this conversation as an answer; {_MEND}"
-        )
+        raise DataError(_no_answer(chat))
     return list(ids), [int(bears) for bears in mask]
 
 
@@ -109,7 +129,9 @@ def _start(tokenizer: Any, chat: Chat, index: int, whole: str, header: str) -> i
 
 def _around(tokenizer: Any, chat: Chat, index: int) -> tuple[str, str]:
     """The text that the template puts before and after the content of message `index` if it is the last one."""
-    probe = [*chat.messages[:index], {**chat.messages[index], "content": _PROBE}]
+    as_parts = isinstance(chat.messages[index].get("content"), list)
+    content = [{"type": "text", "text": _PROBE}] if as_parts else _PROBE
+    probe = [*chat.messages[:index], {**chat.messages[index], "content": content}]
     header, found, trailer = _text(tokenizer, chat, probe).partition(_PROBE)
     if not found:
         raise DataError(
@@ -137,5 +159,13 @@ def _apply(tokenizer: Any, chat: Chat, messages: list[dict[str, Any]], **options
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{chat.where}: the chat template does not take these messages: {reason}") from error
+        raise DataError(_not_taken(chat, error)) from error
+
+
+def _not_taken(chat: Chat, error: BaseException) -> str:
+    reason = " ".join(str(error).split())[:200]
+    return f"{chat.where}: the chat template does not take these messages: {reason}"
+
+
+def _no_answer(chat: Chat) -> str:
+    return f"{chat.where}: the chat template marks no token of this conversation as an answer; {_MEND}"

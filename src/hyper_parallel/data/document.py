@@ -1,4 +1,9 @@
-"""Documents (plain text, a prompt with its response, or a conversation), and parsing of records into them."""
+"""Documents (plain text, a prompt with its response, or a conversation), and parsing of records into them.
+
+A document may have images and recordings (`media`), in the order in which it shows them. A text or a prompt has a mark
+(`media.MARKS`) where each belongs. The messages of a conversation with media hold lists of parts, as chat templates of
+Transformers' processors take them, in which a part says the kind alone: ``{"type": "image"}``.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hyper_parallel.data.media import NAMES, Media
+from hyper_parallel.data.media_parts import MediaReader
 from hyper_parallel.errors import DataError, nearest
 
 KEYS = ("text", "prompt", "response", "messages")
@@ -19,6 +27,7 @@ class Text:
 
     where: str
     text: str
+    media: tuple[Media, ...] = ()
 
     def content(self) -> str:
         """All of its text, for the training of a tokenizer."""
@@ -32,6 +41,8 @@ class Answer:
     where: str
     prompt: str
     response: str
+    media: tuple[Media, ...] = ()
+    """Of the prompt."""
 
     def content(self) -> str:
         """All of its text, for the training of a tokenizer."""
@@ -44,10 +55,11 @@ class Chat:
 
     where: str
     messages: list[dict[str, Any]]
+    media: tuple[Media, ...] = ()
 
     def content(self) -> str:
         """All of its text, for the training of a tokenizer."""
-        return "\n".join(message.get("content") or "" for message in self.messages)
+        return "\n".join(_text_of(message.get("content") or "") for message in self.messages)
 
 
 Document = Text | Answer | Chat
@@ -69,6 +81,8 @@ def is_held_out(document: Document, share: float) -> bool:
             content = ["answer", document.prompt, document.response]
         case Chat():
             content = ["chat", document.messages]
+    if document.media:
+        content.append([one.identity for one in document.media])
     canonical = json.dumps(content, sort_keys=True, default=str).encode()
     return fraction(canonical) < share
 
@@ -78,11 +92,12 @@ def fraction(data: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
-def from_record(record: Any, where: str) -> Document | None:
+def from_record(record: Any, where: str, folder: Path | None = None) -> Document | None:
     """The document in one line of JSON or one row of a dataset; None if it has no text.
 
-    `messages` takes precedence over `prompt` and `response`, and these over `text`; other keys are not read. Raises
-    DataError, which begins with `where`, for anything else.
+    `messages` takes precedence over `prompt` and `response`, and these over `text`; media are listed beside them
+    (`media.KEYS`) or stand in the messages; other keys are not read. Paths are relative to `folder`. Raises DataError,
+    which begins with `where`, for anything else.
     """
     if not isinstance(record, Mapping):
         raise DataError(
@@ -90,8 +105,10 @@ def from_record(record: Any, where: str) -> Document | None:
             '{"text": "..."}'
         )
     given = {str(key): value for key, value in record.items() if value is not None}
+    media = MediaReader.of(given, where, folder or Path())
     if "messages" in given:
-        return Chat(where, _messages(given["messages"], where))
+        messages = _messages(given["messages"], where, media)
+        return Chat(where, messages, media.all_taken())
     if "prompt" in given or "response" in given:
         for key, other in (("prompt", "response"), ("response", "prompt")):
             if key not in given:
@@ -101,10 +118,10 @@ def from_record(record: Any, where: str) -> Document | None:
         prompt, response = _string(given, "prompt", where), _string(given, "response", where)
         if not response:
             raise DataError(f"{where}: 'response' is empty, so that nothing bears loss; remove the record")
-        return Answer(where, prompt, response)
+        return Answer(where, prompt, response, media.taken_by(prompt, "'prompt'"))
     if "text" in given:
         text = _string(given, "text", where)
-        return Text(where, text) if text.strip() else None
+        return Text(where, text, media.taken_by(text, "'text'")) if text.strip() else None
     hint = next((hint for key in KEYS if (hint := _misspelt(key, given))), "")
     keys = ", ".join(repr(key) for key in given) or "none"
     raise DataError(
@@ -131,7 +148,11 @@ def _string(record: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+def _text_of(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _messages(value: Any, where: str, media: MediaReader) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise DataError(
             f"{where}: 'messages' must be a list of "
@@ -149,11 +170,25 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
         if "content" in kept or "tool_calls" not in kept:
             if "content" not in kept:
                 raise DataError(f"{where}: message {index} has no 'content'{_misspelt('content', kept)}")
-            _string(kept, "content", where)
+            if isinstance(kept["content"], list):
+                kept["content"] = media.parts(kept["content"], f"message {index}")
+            else:
+                kept["content"] = media.split(_string(kept, "content", where), f"message {index}")
+        if kept["role"] == "assistant" and _has_media(kept.get("content")):
+            raise DataError(f"{where}: message {index}, an answer, has media; models answer in text alone")
         messages.append(kept)
     if all(message["role"] != "assistant" for message in messages):
         roles = ", ".join(sorted({repr(message["role"]) for message in messages}))
         raise DataError(
             f"{where}: no message has the role 'assistant' (the roles are {roles}), so nothing bears loss"
         )
+    if not media.taken:
+        # Parts of text alone are a text, to any template.
+        for message in messages:
+            if "content" in message:
+                message["content"] = _text_of(message["content"])
     return messages
+
+
+def _has_media(content: Any) -> bool:
+    return isinstance(content, list) and any(part["type"] in NAMES for part in content)

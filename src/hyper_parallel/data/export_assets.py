@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config import RunConfig
-from hyper_parallel.data import TextData, Tokenizer
+from hyper_parallel.data import MultimodalData, Tokenizer, TrainingData
 from hyper_parallel.errors import ConfigError
 
 GENERATION = "generation_config.json"
@@ -34,9 +34,11 @@ _OF_TOKENIZERS = (
 )
 
 
-def assets_of(config: RunConfig, text: TextData, generation: dict[str, Any] | None) -> dict[str, bytes]:
+def assets_of(config: RunConfig, text: TrainingData, generation: dict[str, Any] | None) -> dict[str, bytes]:
     """The files by name: those of the loaded folder, the tokenizer's, and the generation config."""
-    source = config.model.path
+    source: str | Path | None = config.model.path
+    if isinstance(text, MultimodalData):
+        source = text.processor.folder
     files = {} if source is None else _files(Path(source), _OF_PROCESSORS)
     files |= tokenizer_assets(text.tokenizer)
     if generation is not None:
@@ -53,7 +55,7 @@ def tokenizer_assets(tokenizer: Tokenizer) -> dict[str, bytes]:
         return _files(Path(folder), ("*",))
 
 
-def generation_config(config: RunConfig, hf: Any, text: TextData) -> dict[str, Any] | None:
+def generation_config(config: RunConfig, hf: Any, text: TrainingData) -> dict[str, Any] | None:
     """The generation config: from the model's folder or its Transformers config `hf`, with the training text's stop
     tokens. None for a module that is not Transformers'.
 
@@ -80,7 +82,7 @@ def generation_config(config: RunConfig, hf: Any, text: TextData) -> dict[str, A
     return dict(sorted(found.items()))
 
 
-def ends_of(generation: dict[str, Any] | None, text: TextData) -> frozenset[int]:
+def ends_of(generation: dict[str, Any] | None, text: TrainingData) -> frozenset[int]:
     """The ids at which the model's text ends."""
     return frozenset(text.stops) if generation is None else frozenset(_ids(generation["eos_token_id"]))
 

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from hyper_parallel.data.corpus import Corpus
+from hyper_parallel.data.dealing import RowWork
 
 IGNORED = -100
 """The label of tokens that do not contribute to the loss, PyTorch's `ignore_index`."""
@@ -64,8 +65,17 @@ class PackedText:
         """Whether any row holds pieces of several documents."""
         return len(self._plan.starts) > len(self)
 
-    def batch(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+    def positions(self, rows: Sequence[int], multiple: int = 1) -> int:
+        """As `Rows`: each has `sequence`, which is checked to be a multiple elsewhere."""
+        return self.sequence
+
+    def work(self, row: int, encoder: float) -> RowWork:
+        """As `Rows`: all are alike."""
+        return RowWork(self.sequence)
+
+    def batch(self, rows: Sequence[int], length: int | None = None) -> dict[str, torch.Tensor]:
         """`input_ids`, `labels` (shifted; the loss ignores -100) and `position_ids`: int64 [len(rows), sequence]."""
+        assert length in (None, self.sequence), f"rows of {length}"
         shape = (len(rows), self.sequence)
         ids = np.full(shape, self._pad, np.int64)
         labels = np.full(shape, IGNORED, np.int64)

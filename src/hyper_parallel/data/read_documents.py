@@ -1,4 +1,4 @@
-"""Reads documents from sources: text files, JSON lines and datasets folders."""
+"""Reads documents from sources: text files, JSON lines and datasets folders; all in order, or one by its place."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ import codecs
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.data.document import Document, Text, from_record
 from hyper_parallel.data.sources import Source
 from hyper_parallel.errors import DataError, nearest
 
+_ROWS = 256
+"""Rows of a dataset that are in memory at once."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+class Place(NamedTuple):
+    """Where a document stands in the sources."""
+
+    source: int
+    offset: int
+    """In bytes, of a line; 0 of a file or a row."""
+    number: int
+    """Of a line, from 1, or of a row, from 0."""
 
 
 def documents(sources: Sequence[Source], key: str) -> Iterator[Document]:
@@ -20,14 +32,63 @@ def documents(sources: Sequence[Source], key: str) -> Iterator[Document]:
 
     Raises DataError, with the file and the line or the byte, at the first unreadable record.
     """
-    for source in sources:
+    return (document for _, document in placed_documents(sources, key))
+
+
+def placed_documents(sources: Sequence[Source], key: str) -> Iterator[tuple[Place, Document]]:
+    """As `documents`, with the place of each."""
+    for index, source in enumerate(sources):
         match source.kind:
             case "text":
-                yield from _text(source)
+                yield from ((Place(index, 0, 0), document) for document in _text(source))
             case "jsonl":
-                yield from _jsonl(source)
+                yield from ((Place(index, *at), document) for *at, document in _jsonl(source))
             case "datasets":
-                yield from _datasets(source, key)
+                yield from ((Place(index, 0, at), document) for at, document in _datasets(source, key))
+
+
+class DocumentReader:
+    """Single documents of the sources of `data.<key>`, by their places."""
+
+    def __init__(self, sources: Sequence[Source], key: str) -> None:
+        self._sources, self._key = sources, key
+        self._tables: dict[int, Any] = {}
+
+    def where(self, place: Place) -> str:
+        """The place in words."""
+        source = self._sources[place.source]
+        match source.kind:
+            case "text":
+                return str(source.path)
+            case "jsonl":
+                return _line_of(source, place.number)
+            case "datasets":
+                return _row_of(source, place.number)
+
+    def read(self, place: Place) -> Document:
+        """The document there. Raises DataError, also where there is none any more."""
+        source, where = self._sources[place.source], self.where(place)
+        found: Document | None = None
+        match source.kind:
+            case "text":
+                found = next(_text(source), None)
+            case "jsonl":
+                try:
+                    with open(source.path, "rb") as file:
+                        file.seek(place.offset)
+                        line = file.readline()
+                except OSError as error:
+                    raise DataError(f"cannot read {source.path}: {error.strerror}") from error
+                line = line.removeprefix(codecs.BOM_UTF8)
+                if line.strip():
+                    found = from_record(_parse(line, where, place.offset), where, source.path.parent)
+            case "datasets":
+                if place.source not in self._tables:
+                    self._tables[place.source] = _table(source, self._key)
+                found = next(_rows(self._tables[place.source], place.number, 1, source), None)
+        if found is None:
+            raise DataError(f"{where}: the record is gone; the file has changed while the run was using it")
+        return found
 
 
 def _text(source: Source) -> Iterator[Document]:
@@ -50,18 +111,26 @@ def _text(source: Source) -> Iterator[Document]:
         raise DataError(f"{source.path} is empty; name a file with text, or leave it out")
 
 
-def _jsonl(source: Source) -> Iterator[Document]:
+def _line_of(source: Source, number: int) -> str:
+    return f"{source.path}, line {number}"
+
+
+def _row_of(source: Source, number: int) -> str:
+    return f"{source.path}, row {number}"
+
+
+def _jsonl(source: Source) -> Iterator[tuple[int, int, Document]]:
     offset, found = 0, False
     try:
         with open(source.path, "rb") as file:
             for number, raw in enumerate(file, 1):
-                where = f"{source.path}, line {number}"
+                where = _line_of(source, number)
                 line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
                 if line.strip():
-                    document = from_record(_parse(line, where, offset), where)
+                    document = from_record(_parse(line, where, offset), where, source.path.parent)
                     if document is not None:
                         found = True
-                        yield document
+                        yield offset, number, document
                 offset += len(raw)
     except OSError as error:
         raise DataError(f"cannot read {source.path}: {error.strerror}") from error
@@ -91,7 +160,19 @@ def _not_utf8(where: str, data: bytes, at: int, offset: int = 0) -> str:
     return f"{where} is not UTF-8 text ({what}); convert it, for example with iconv -t UTF-8, or leave it out"
 
 
-def _datasets(source: Source, key: str) -> Iterator[Document]:
+def _datasets(source: Source, key: str) -> Iterator[tuple[int, Document]]:
+    table, found = _table(source, key), False
+    for first in range(0, len(table), _ROWS):
+        for number, document in enumerate(_rows(table, first, _ROWS, source), first):
+            if document is not None:
+                found = True
+                yield number, document
+    if not found:
+        raise DataError(f"{source.path} is empty; it has no rows with text")
+
+
+def _table(source: Source, key: str) -> Any:
+    """The rows as they are stored: images and recordings are not decoded."""
     try:
         import datasets
     except ImportError:
@@ -106,20 +187,17 @@ def _datasets(source: Source, key: str) -> Iterator[Document]:
             f"{source.path} cannot be read as a folder that datasets.save_to_disk wrote: {reason}"
         ) from error
     table = _split(loaded, source.path, key) if isinstance(loaded, datasets.DatasetDict) else loaded
-    rows = iter(table)
-    found = False
-    for number in range(len(table)):
-        where = f"{source.path}, row {number}"
-        try:
-            row = next(rows)
-        except Exception as error:  # a truncated Arrow file shows only when its rows are read
-            raise DataError(f"{where}: cannot be read, {' '.join(str(error).split())[:200]}") from error
-        document = from_record(row, where)
-        if document is not None:
-            found = True
-            yield document
-    if not found:
-        raise DataError(f"{source.path} is empty; it has no rows with text")
+    return table.with_format("arrow")
+
+
+def _rows(table: Any, first: int, count: int, source: Source) -> Iterator[Document | None]:
+    try:
+        records = table[first : first + count].to_pylist()
+    except Exception as error:  # a truncated Arrow file shows only when its rows are read
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{_row_of(source, first)}: cannot be read, {reason}") from error
+    for number, record in enumerate(records, first):
+        yield from_record(record, _row_of(source, number), source.path)
 
 
 def _split(loaded: Any, path: Path, key: str) -> Any:

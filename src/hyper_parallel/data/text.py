@@ -11,7 +11,8 @@ from hyper_parallel.config.data import DataConfig
 from hyper_parallel.data import chat
 from hyper_parallel.data import tokenizer as tokenizers
 from hyper_parallel.data.corpus import Corpus, corpora
-from hyper_parallel.data.document import Chat, is_held_out
+from hyper_parallel.data.document import Chat, Document, is_held_out
+from hyper_parallel.data.media import NAMES
 from hyper_parallel.data.order import Order
 from hyper_parallel.data.packing import PackedText
 from hyper_parallel.data.read_documents import documents
@@ -44,20 +45,24 @@ class TextData:
     """Digest of everything that determines the rows, except the tokenizer: runs with equal digests have the same rows.
     """
 
+    media = False
+
     def __init__(
-        self, config: DataConfig, *, seed: int = 0, positions: int | None = None, model: str | None = None
+        self,
+        config: DataConfig,
+        *,
+        seed: int = 0,
+        positions: int | None = None,
+        model: str | None = None,
+        no_media: str = "the model takes text alone",
     ) -> None:
         """`seed` determines the order of the rows. `positions`: the model's maximum, if limited. `model`: the folder of
-        the loaded weights, with their tokenizer.
+        the loaded weights, with their tokenizer. `no_media`: why images cannot be trained on.
 
         Raises ConfigError for a sequence longer than `positions`, and DataError for text that is missing, not in the
         declared format, or too short.
         """
-        if positions is not None and config.sequence > positions:
-            raise ConfigError(
-                f"data.sequence is {config.sequence}, but the model has {positions} positions; "
-                "lower data.sequence or choose a model with more positions"
-            )
+        check_positions(config, positions)
         cache = Path(config.cache).expanduser()
         sources = find(config.train, config.format, "train")
         found = digests(sources)
@@ -66,10 +71,12 @@ class TextData:
         self.tokenizer = choose(
             config.tokenizer, model, lambda: _trained(config, sources, key, holdout, cache)
         )
-        train, held_out = corpora(cache, key, lambda: documents(sources, "train"), self.tokenizer, holdout)
+        train, held_out = corpora(
+            cache, key, lambda: _text_alone(documents(sources, "train"), no_media), self.tokenizer, holdout
+        )
         if config.eval is not None:
             others = find(config.eval, config.format, "eval")
-            read = lambda: documents(others, "eval")  # noqa: E731
+            read = lambda: _text_alone(documents(others, "eval"), no_media)  # noqa: E731
             of_eval = digests(others)
             held_out, _ = corpora(cache, f"eval-{of_eval.reading}", read, self.tokenizer, 0.0)
             _check(held_out, config.eval, "eval")
@@ -114,6 +121,23 @@ class TextData:
             question = Chat("train.sample.prompt", [{"role": "user", "content": given}])
             return self.tokenizer.encode_template([chat.prompt(self.tokenizer.transformers, question)])[0][0]
         return self.tokenizer.encode("def " if given is None else given)
+
+
+def check_positions(config: DataConfig, positions: int | None) -> None:
+    """Raise ConfigError for rows longer than the model's `positions`; None is no limit."""
+    if positions is not None and config.sequence > positions:
+        raise ConfigError(
+            f"data.sequence is {config.sequence}, but the model has {positions} positions; "
+            "lower data.sequence or choose a model with more positions"
+        )
+
+
+def _text_alone(found: Iterator[Document], why: str) -> Iterator[Document]:
+    """The documents. Raises DataError for one with media, and `why` they cannot be trained on."""
+    for document in found:
+        if document.media:
+            raise DataError(f"{document.where}: {NAMES[document.media[0].kind]}, and {why}")
+        yield document
 
 
 def _trained(config: DataConfig, sources: list[Source], key: str, holdout: float, cache: Path) -> Tokenizer:

@@ -9,6 +9,7 @@ from torch import nn
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.step.build import on_meta, transformers_config
+from hyper_parallel.step.multimodal import refuse_media_model
 
 
 def micro_batch(config: RunConfig) -> int:
@@ -26,6 +27,7 @@ def model_of(config: RunConfig, notes: list[str]) -> nn.Module:
     """The run's model on the meta device. Needs no data: the vocabulary is the config's, or what `data.tokenizer` asks
     for, which `notes` then tells."""
     hf: Any = transformers_config(config.model)
+    refuse_media_model(hf, "the simulator")
     given = config.model.config
     if given is not None and "vocab_size" not in given:
         if config.data.tokenizer.path is not None:

@@ -1,7 +1,9 @@
 """Vision towers: parts of a model that a micro-batch without images leaves out.
 
 FSDP2 reduces the gradients that there are, and ranks must agree on which these are: where one rank's rows have an
-image and another's have none, they would wait for each other. A part that was not run gets gradients of zero.
+image and another's have none, they would wait for each other. So every weight of a tower has a gradient in every
+micro-batch: of zero where the tower did not run, and where it did, of zero for weights that it does not compute with,
+such as layers behind the one whose features are used.
 """
 
 from __future__ import annotations
@@ -17,18 +19,15 @@ from hyper_parallel.shard.rules import decoder_of, input_embedding, is_transform
 
 
 def apply_towers(model: nn.Module) -> None:
-    """Give zero gradients to what stands beside a Transformers model's decoder and did not run.
+    """Give gradients, if only of zero, to all that stands beside a Transformers model's decoder.
 
     Applied before the parameters' access, so that it finds in the modules what they compute with.
     """
     if not is_transformers(model):
         return
     towers = list(towers_of(model))
-    ran: set[nn.Module] = set()
-    for tower in towers:
-        wrap(tower, _noting(tower, ran))
     if towers:
-        wrap(model, _completing(towers, ran))
+        wrap(model, _completing(towers))
 
 
 def towers_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -58,22 +57,12 @@ def towers_of(model: nn.Module) -> Iterator[nn.Module]:
     yield from outside(model)
 
 
-def _noting(tower: nn.Module, ran: set[nn.Module]) -> Wrapper:
+def _completing(towers: list[nn.Module]) -> Wrapper:
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        ran.add(tower)
-        return forward(*args, **kwargs)
-
-    return wrapper
-
-
-def _completing(towers: list[nn.Module], ran: set[nn.Module]) -> Wrapper:
-    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        ran.clear()
         output = forward(*args, **kwargs)
-        left_out = [tower for tower in towers if tower not in ran]
-        if not left_out or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return output
-        return _with_zero(output, sum(_zero(tower) for tower in left_out))
+        return _with_zero(output, sum(_zero(tower) for tower in towers))
 
     return wrapper
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 
 from hyper_parallel.config import ModelConfig, RunConfig
 from hyper_parallel.config.model import read_config
-from hyper_parallel.data import TextData, Tokenizer
+from hyper_parallel.data import MultimodalData, Tokenizer, TrainingData, load_data
 from hyper_parallel.data.export_assets import generation_config
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.runtime.parameter_paging import lend
@@ -24,8 +26,18 @@ from hyper_parallel.shard.rules import has_encoder
 from hyper_parallel.step.adapters import with_adapters
 from hyper_parallel.step.compile_options import artifacts_of
 from hyper_parallel.step.engine import check_length, try_graph
-from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.graph_cache import Graphs, eagerly
 from hyper_parallel.step.memory_budget import Budget
+from hyper_parallel.step.multimodal import (
+    EAGER,
+    check_placeholders,
+    check_precision,
+    check_run,
+    check_text,
+    language_flops,
+    media_kinds,
+    model_class,
+)
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
 from hyper_parallel.step.pipeline_graphs import pipeline_graphs
 from hyper_parallel.workload import Flops, flops_of_model
@@ -51,7 +63,7 @@ class Built:
     """Parallelized."""
     model_config: dict[str, Any] | None
     """The Transformers config as JSON has it; None for a module of the user's that has none."""
-    text: TextData
+    text: TrainingData
     flops: Flops
     fresh: bool
     """The values are still to be drawn or loaded: the model is on the meta device."""
@@ -73,14 +85,14 @@ class Built:
 
 
 def build(config: RunConfig, model: nn.Module | None = None, device: torch.device | str = "cpu") -> Built:
-    """The text and the parallelized model. `model` replaces the one that the run file describes.
+    """The data and the parallelized model. `model` replaces the one that the run file describes.
 
     `device`: where the step will run. Every rank comes to the same engine. Raises ConfigError, StrategyError or
     DataError.
     """
     plain, text = unsharded(config, model)
     # Counted before the weights are split.
-    flops = flops_of_model(plain)
+    flops = language_flops(plain) if text.media else flops_of_model(plain)
     hf: Any = getattr(plain, "config", None)
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
     strategy = config.effective_strategy
@@ -94,7 +106,11 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
             graphs = pipeline_graphs(config, pipeline, device)
         return Built(plain, as_dict, text, flops, fresh, generation, pipeline, graphs)
     captured, handle = None, None
-    if config.train.engine == "graph":
+    if isinstance(text, MultimodalData):
+        check_precision(config, plain)
+        if config.train.engine == "graph":
+            log.warning("%s", eagerly(EAGER))
+    elif config.train.engine == "graph":
         captured, handle = try_graph(config, plain, text, device, artifacts_of(config, flops, device))
     lowering: Lowering = "fsdp" if captured is None else "traceable"
     parallelize(plain, strategy, lowering=lowering, like=handle)
@@ -105,16 +121,20 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     return Built(plain, as_dict, text, flops, fresh, generation, graphs=captured)
 
 
-def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Module, TextData]:
-    """The model as it is before any strategy, on the meta device unless it is the user's, and the text."""
+def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Module, TrainingData]:
+    """The model as it is before any strategy, on the meta device unless it is the user's, and the data."""
     if model is not None:
-        text = _text(config, getattr(model, "config", None))
+        text = _data(config, getattr(model, "config", None), model)
         _fit_embedding(model, text.tokenizer)
         return model, text
     hf = transformers_config(config.model)
-    text = _text(config, hf)
+    text = _data(config, hf, model_class(hf))
     _fit_vocabulary(hf, config, text.tokenizer)
-    return on_meta(hf, config), text
+    if isinstance(text, MultimodalData):
+        check_placeholders(config, hf, text)
+    else:
+        check_text(hf)
+    return on_meta(hf, config, media=text.media), text
 
 
 def fill(built: Built, config: RunConfig, device: torch.device) -> None:
@@ -167,14 +187,29 @@ def transformers_config(declared: ModelConfig) -> Any:
         raise ConfigError(f"model.config: {_line(error.__cause__ or error)}") from error
 
 
-def _text(config: RunConfig, hf: Any) -> TextData:
-    positions = getattr(hf, "max_position_embeddings", None)
-    return TextData(config.data, seed=config.seed, positions=positions, model=config.model.path)
+def _data(config: RunConfig, hf: Any, model: Any) -> TrainingData:
+    """`model`, or its class, says what it takes beside text."""
+    language = hf.get_text_config(decoder=True) if hasattr(hf, "get_text_config") else hf
+    found = load_data(
+        config.data,
+        seed=config.seed,
+        positions=getattr(language, "max_position_embeddings", None),
+        model=config.model.path,
+        family=getattr(hf, "model_type", None) or "the model",
+        kinds=media_kinds(model),
+    )
+    if isinstance(found, MultimodalData):
+        check_run(config)
+    return found
 
 
 def _fit_vocabulary(hf: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
     """Fill in the vocabulary and the special tokens that are left out; refuse a vocabulary that is too small."""
     given, source = config.model.config or {}, config.model.path
+    language = hf.get_text_config(decoder=True)
+    if language is not hf:  # of a multimodal model, whose language model has a section of its own
+        section = next((key for key in hf.sub_configs if getattr(hf, key, None) is language), "")
+        hf, given = language, given.get(section) or {}
     if source is None and "vocab_size" not in given:
         hf.vocab_size = tokenizer.vocab_size
     if source is None or config.data.tokenizer.replace:
@@ -218,10 +253,17 @@ def _too_small(rows: int, tokenizer: Tokenizer, mend: str) -> str:
     return f"the model's vocab_size is {rows}, but the tokenizer has ids up to {tokenizer.vocab_size - 1}; {mend}"
 
 
-def on_meta(hf: Any, config: RunConfig) -> nn.Module:
-    """The run's unsharded model without values. Raises ConfigError when Transformers cannot build it."""
+def on_meta(hf: Any, config: RunConfig, *, media: bool = False) -> nn.Module:
+    """The run's unsharded model without values; with `media`, the one that takes them. Raises ConfigError when
+    Transformers cannot build it."""
     dtype = getattr(torch, config.effective_strategy.precision.param)
-    model = causal_model(hf, dtype, None if config.model.attention == "auto" else config.model.attention)
+    attention = None if config.model.attention == "auto" else config.model.attention
+    kind = model_class(hf) if media else None
+    model = (
+        causal_model(hf, dtype, attention)
+        if kind is None
+        else _built(kind._from_config, hf, dtype, attention)
+    )
     if config.model.adapter is not None:
         model = with_adapters(model, config.model.adapter)
     if has_encoder(model):
@@ -237,11 +279,15 @@ def causal_model(hf: Any, dtype: torch.dtype, attention: str | None = None) -> n
 
     if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model: {_UNSUPPORTED.format(hf.model_type)}")
+    build = functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
+    return _built(build, hf, dtype, attention)
+
+
+def _built(build: Callable[..., Any], hf: Any, dtype: torch.dtype, attention: str | None) -> nn.Module:
+    """On the meta device. Raises ConfigError."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                hf, attn_implementation=attention, dtype=dtype, trust_remote_code=False
-            )
+            model = build(hf, attn_implementation=attention, dtype=dtype)
     except Exception as error:  # what its classes make of a field of another type or size is of any kind
         reason = f"{type(error).__name__}: {_line(error)}"
         raise ConfigError(f"model: Transformers cannot build it: {reason}") from error

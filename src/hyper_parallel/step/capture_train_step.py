@@ -81,7 +81,9 @@ class BatchShape:
         right for one document too: else there would be a graph for each of their 2^n combinations.
         """
         several = tuple(
-            several_documents(batch.position_ids) if batch.several is None else batch.several
+            several_documents(batch.position_ids)
+            if batch.several is None and batch.position_ids is not None
+            else bool(batch.several)
             for batch in micro
         )
         if len(several) > 2 and any(several):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.config import RunConfig
-from hyper_parallel.data import TextData
+from hyper_parallel.data import TrainingData
 from hyper_parallel.errors import BudgetError, StrategyError
 from hyper_parallel.overlap.collective_order import APART, DIGEST, order_digest
 from hyper_parallel.shard import ShardedModel, parallelize, row_length, sharded
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def try_graph(
     config: RunConfig,
     model: nn.Module,
-    text: TextData,
+    text: TrainingData,
     device: torch.device | str,
     artifacts: Path | None = None,
 ) -> tuple[Graphs | None, ShardedModel | None]:

@@ -59,6 +59,7 @@ def accumulate(
                 tokens,
                 options,
                 micro_batches=len(batch.micro),
+                **micro.extra,
             )
             loss.backward()
         total += loss.detach()

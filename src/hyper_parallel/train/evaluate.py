@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from hyper_parallel.config.train import LossConfig
-from hyper_parallel.data import PackedText
+from hyper_parallel.data import Rows
 from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
 from hyper_parallel.shard.no_grad_forward import inference
+from hyper_parallel.shard.row_length import length_multiple
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
-from hyper_parallel.step.batches import MicroBatch, load_rows, share_of
+from hyper_parallel.step.batches import MicroBatch, load_rows, rows_beside, share_of
 from hyper_parallel.step.pipeline_build import BuiltPipeline
 
 
@@ -26,7 +27,7 @@ class Evaluation:
 
     def __init__(
         self,
-        text: PackedText,
+        text: Rows,
         batches: int,
         batch: int,
         micro_batch: int | None,
@@ -44,7 +45,12 @@ class Evaluation:
                 wanted = [start + at + i for i in range(micro)]
                 held = [row for row in wanted if row < total]
                 # Filled up with row 0, which then bears no loss here.
-                loaded = load_rows(text, held + [0] * (micro - len(held)), at, device)
+                beside = (start + one for one in rows_beside(handle, batch, at, micro))
+                length = text.positions(
+                    [row if row < total else 0 for row in beside], length_multiple(handle.plan)
+                )
+                filled, places = held + [0] * (micro - len(held)), range(at, at + micro)
+                loaded = load_rows(text, filled, places, device, length=length)
                 loaded.labels[len(held) :] = IGNORED
                 self._micro.append(loaded)
 
@@ -74,7 +80,14 @@ class Evaluation:
                 if ends():
                     return None
                 loss += causal_lm_loss(
-                    model, micro.input_ids, micro.labels, micro.position_ids, 1.0, self._options
+                    model,
+                    micro.input_ids,
+                    micro.labels,
+                    micro.position_ids,
+                    1.0,
+                    self._options,
+                    micro_batches=1,
+                    **micro.extra,
                 )
                 tokens += valid_tokens(micro.labels)
         valid = handle.all_reduce(tokens, ROW_AXES).item()

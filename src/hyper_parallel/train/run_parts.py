@@ -70,7 +70,15 @@ class RunParts:
             handle,
             recipe,
             prompt,
-            Batches(built.text.train, built.text.order, train.batch, config.micro_batch, handle, device),
+            Batches(
+                built.text.train,
+                built.text.order,
+                train.batch,
+                config.micro_batch,
+                handle,
+                device,
+                balance=config.data.balance,
+            ),
             Evaluation(
                 built.text.eval,
                 train.eval.batches,
@@ -82,7 +90,7 @@ class RunParts:
             ),
             RunCheckpoints(config, built, recipe.optimizer),
             Reporter(config, leads=worker.rank == 0),
-            Meter(tokens, flops, worker.world, peak),
+            Meter(flops, worker.world, peak),
             SaveInterval(config.checkpoint),
             Profiling(train.profile, Path(config.out), worker, flops * tokens, peak)
             if train.profile is not None and worker.rank == 0
@@ -93,11 +101,6 @@ class RunParts:
     def model(self) -> nn.Module:
         """The parallelized model."""
         return self.built.model
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Positions of a step over all ranks, padding included."""
-        return self.config.train.batch * self.config.data.sequence
 
 
 def recipe_of(config: RunConfig, built: Built, handle: ShardedModel, device: torch.device) -> Recipe:

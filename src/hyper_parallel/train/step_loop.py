@@ -94,11 +94,12 @@ class StepLoop:
                     memory=float(parts.worker.backend.memory_allocated()) if due else 0.0,
                     requests=functools.partial(_requests, self._interval),
                 )
-            parts.meter.end()
+            positions = parts.batches.positions(began)
+            parts.meter.end(positions)
             for note in graphs.told() if graphs is not None else ():
                 parts.reporter.note(note)
             state.step, state.consumed = done, consumed
-            state.tokens += parts.tokens_per_step
+            state.tokens += positions
             state.final_loss, state.grad_norm = result.loss, result.grad_norm
             if state.initial_loss is None:
                 state.initial_loss = result.loss

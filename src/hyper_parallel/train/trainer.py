@@ -151,6 +151,9 @@ class _Run:
         parts, wanted = self._parts, self._config.train.sample
         if not wanted or not wanted.tokens:
             return None
+        if parts.built.text.media:
+            parts.reporter.note("no sample: text beside images is not generated yet; export the checkpoint")
+            return None
         if parts.built.pipeline is not None:
             parts.reporter.note(
                 "no sample: the stages of a pipeline cannot generate text yet; export the checkpoint"
@@ -173,4 +176,6 @@ class _Run:
 
     def _vocabulary(self) -> int:
         built = self._parts.built
-        return int((built.model_config or {}).get("vocab_size") or built.text.tokenizer.vocab_size)
+        config = built.model_config or {}
+        size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+        return int(size or built.text.tokenizer.vocab_size)

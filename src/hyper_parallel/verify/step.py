@@ -12,7 +12,8 @@ from torch import nn
 
 from hyper_parallel.compat.local_tensor import agreed, each_rank, on_rank, one_device, per_rank
 from hyper_parallel.config import RunConfig
-from hyper_parallel.data import TextData
+from hyper_parallel.data import MultimodalData, TrainingData
+from hyper_parallel.errors import ConfigError
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
 from hyper_parallel.shard.sharded_model import LOSS_AXES
@@ -34,8 +35,12 @@ class StepOutcome:
     layouts: dict[str, str]
 
 
-def rows_to_verify(config: RunConfig, text: TextData) -> Tensors:
-    """The first `train.batch` rows of the run's data order: int64 [B, S]."""
+def rows_to_verify(config: RunConfig, text: TrainingData) -> Tensors:
+    """The first `train.batch` rows of the run's data order: int64 [B, S]. Raises ConfigError for other than text."""
+    if isinstance(text, MultimodalData):
+        raise ConfigError(
+            "'verify' compares steps on rows of text, and data.train has images or sound; give it text"
+        )
     return text.train.batch(text.order.rows(0, config.train.batch))
 
 

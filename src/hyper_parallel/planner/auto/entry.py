@@ -21,6 +21,8 @@ from hyper_parallel.planner.auto.measure_candidates import tried
 from hyper_parallel.planner.auto.resolved import Overrides, resolved
 from hyper_parallel.planner.auto.simulate_candidates import simulated
 from hyper_parallel.planner.simplest import TIE
+from hyper_parallel.step.build import transformers_config
+from hyper_parallel.step.multimodal import refuse_media_model
 from hyper_parallel.train.entry import main as train
 from hyper_parallel.units import format_duration
 
@@ -79,6 +81,8 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
 def _choices(config: RunConfig, worker: Worker) -> list[Choice]:
     """What rank 0 finds: the run's strategy, or some of which a trial tells the quickest. One that was kept has no
     lines."""
+    # Before the machine is measured.
+    refuse_media_model(transformers_config(config.model), "the planner")
     laid, said = saved_choice.saved_choice(config, worker.world)
     if said:
         _say(said)

@@ -1,0 +1,285 @@
+"""The model's own Transformers processor: documents with images and sound to what the model takes.
+
+The processor makes the batch, as the model expects it: ids with as many placeholders as there are features, and the
+tensors of its encoders. What it gives to its tokenizer is looked at on the way, since the loss falls on the answers,
+whose place is known in the text before placeholders are written out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.data import chat, processor_folder
+from hyper_parallel.data.aligned_text import AlignedText
+from hyper_parallel.data.chat import Rendered
+from hyper_parallel.data.document import Answer, Chat, Document, Text
+from hyper_parallel.data.media import MARKS, Kind, Media, load_audio, load_image
+from hyper_parallel.data.packing import IGNORED
+from hyper_parallel.data.tokenizer import Tokenizer
+from hyper_parallel.errors import DataError
+
+_BEFORE, _AFTER = "\x02before\x03", "\x02after\x03"
+"""Texts around a probe for what a template writes in place of media; unlikely in a user's text."""
+_OF_MEDIA = ("image", "audio", "video", "boi", "boa")
+"""Parts of the names that processors give to placeholders: of media, and of where they begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one document came to."""
+
+    tokens: int
+    """Its positions, without padding."""
+    media_tokens: int
+    """Positions that stand for media."""
+    values: int
+    """Floating-point numbers that encoders read: pixels, spectra."""
+    predicted: int
+    """Positions that bear loss."""
+    ends: frozenset[int]
+    """The last token of each answer."""
+
+
+class Processor:
+    """A processor with the tokenizer of the run."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, template: str | None) -> None:
+        """`template`: the chat template to use in place of the processor's own. Raises DataError."""
+        self._processor = processor_folder.load(folder)
+        self.folder = folder
+        own = self._processor.tokenizer
+        # The processor's has the names of its placeholders; another one stands in where the run file asks for it.
+        same = own.get_vocab() == tokenizer.transformers.get_vocab()
+        self.tokenizer = Tokenizer(own, tokenizer.folder) if same else tokenizer
+        if own.pad_token_id is None:
+            own.pad_token = own.eos_token
+        self._seen = _Seen(self.tokenizer.transformers)
+        self._processor.tokenizer = self._seen
+        if template is not None:
+            self._processor.chat_template = template
+        elif not getattr(self._processor, "chat_template", None):
+            self._processor.chat_template = tokenizer.chat_template
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of everything that determines what a document comes to, its media apart."""
+        import transformers
+
+        files = [p for p in sorted(self.folder.glob("*processor_config.json")) if p.is_file()]
+        parts = [
+            transformers.__version__,
+            self.tokenizer.digest,
+            str(self._processor.chat_template),
+            *(path.read_text(encoding="utf-8", errors="replace") for path in files),
+        ]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    @property
+    def placeholder_ids(self) -> dict[str, int]:
+        """The ids of placeholders by the names that configs have for them: ``image_token_id``."""
+        names = ("image_token_id", "audio_token_id", "video_token_id")
+        found = {name: getattr(self._processor, name, None) for name in names}
+        return {name: one for name, one in found.items() if isinstance(one, int)}
+
+    def measure(self, document: Document) -> Sample:
+        """The size of a document. Raises DataError with its place."""
+        batch = self.batch([document])
+        labels = batch.pop("labels")[0]
+        tokens = int(batch.pop("attention_mask").sum())
+        bears = labels != IGNORED
+        ends = {
+            int(labels[at]) for at in bears.nonzero().flatten() if at + 1 == len(labels) or not bears[at + 1]
+        }
+        values = sum(one.numel() for one in batch.values() if one.is_floating_point())
+        return Sample(tokens, self._seen.media_tokens, values, int(bears.sum()), frozenset(ends))
+
+    def batch(self, documents: Sequence[Document], length: int | None = None) -> dict[str, Tensor]:
+        """``input_ids`` and shifted ``labels``, int64 [documents, length], and what else the model takes of them.
+
+        `length`: positions of each row, which must suffice for the longest; left out, of the longest. Raises DataError.
+        """
+        rendered = [self._rendered(document) for document in documents]
+        images = [[load_image(one, d.where) for one in d.media if one.kind == "image"] for d in documents]
+        audio = [one for d in documents for one in self._recordings(d)]
+        text_settings = {
+            "padding": True if length is None else "max_length",
+            "padding_side": "right",
+            "add_special_tokens": False,
+            "return_attention_mask": True,
+            **({} if length is None else {"max_length": length}),
+        }
+        where = ", ".join(document.where for document in documents)
+        given: dict[str, Any] = {"images": images if any(images) else None, "audio": audio or None}
+        if audio:
+            given["audio_kwargs"] = {"sampling_rate": self._rate}
+        try:
+            made = self._processor(
+                text=[one.text for one in rendered],
+                **{name: one for name, one in given.items() if one is not None},
+                text_kwargs=text_settings,
+                return_tensors="pt",
+            )
+        except Exception as error:  # what its parts make of a text or an image of another kind is of any kind
+            raise DataError(f"{where}: the model's processor does not take this: {_line(error)}") from error
+        found = {name: one for name, one in made.items() if isinstance(one, Tensor)}
+        found["labels"] = self._labels(documents, rendered, found["input_ids"])
+        return found
+
+    def _recordings(self, document: Document) -> Iterator[Any]:
+        for one in document.media:
+            if one.kind == "audio":
+                part = getattr(self._processor, "feature_extractor", None)
+                if part is None:
+                    kind = type(self._processor).__name__
+                    raise DataError(
+                        f"{document.where}: a recording, and {kind} takes none; leave the record out"
+                    )
+                yield load_audio(one, document.where, self._rate)
+
+    @property
+    def _rate(self) -> int:
+        """Samples a second of recordings."""
+        return int(self._processor.feature_extractor.sampling_rate)
+
+    def _labels(self, documents: Sequence[Document], rendered: Sequence[Rendered], ids: Tensor) -> Tensor:
+        """The token after each position where an answer has it, int64 [B, S]; counts those that stand for media."""
+        labels = torch.full_like(ids, IGNORED)
+        self._seen.media_tokens = 0
+        for row, (document, one) in enumerate(zip(documents, rendered, strict=True)):
+            aligned = AlignedText.of(one.text, self._seen.texts[row], self._placeholders)
+            if aligned is None:
+                raise DataError(
+                    f"{document.where}: {type(self._processor).__name__} rewrites the text beside its placeholders of "
+                    "media, so that the answers cannot be located; such processors are not supported"
+                )
+            for at, (first, last) in enumerate(self._seen.offsets[row]):
+                if first == last:
+                    continue
+                there = aligned.in_text(first, last)
+                if there is None:
+                    self._seen.media_tokens += 1
+                elif at and any(there[0] < end and there[1] > start for start, end in one.answers):
+                    labels[row, at - 1] = ids[row, at]
+        return labels
+
+    @cached_property
+    def _placeholders(self) -> list[str]:
+        """What may stand for media in a text."""
+        own = vars(self._processor).items()
+        return [
+            value
+            for name, value in own
+            if name.endswith("_token") and isinstance(value, str) and any(one in name for one in _OF_MEDIA)
+        ]
+
+    def _rendered(self, document: Document) -> Rendered:
+        match document:
+            case Chat():
+                return self._conversation(document)
+            case Answer():
+                prompt, _ = self._with_media(document.prompt, document.media)
+                whole = f"{prompt}{document.response}{self._eos}"
+                return Rendered(whole, ((len(prompt), len(whole)),), open=False)
+            case Text():
+                text, shown = self._with_media(document.text, document.media)
+                whole = f"{text}{self._eos}"
+                bounds = [0, *(edge for span in shown for edge in span), len(whole)]
+                answers = tuple((bounds[at], bounds[at + 1]) for at in range(0, len(bounds), 2))
+                return Rendered(whole, answers, open=False)
+
+    def _conversation(self, document: Chat) -> Rendered:
+        template = self._processor.chat_template
+        if not template:
+            raise DataError(
+                f"{document.where}: 'messages' need a chat template, and the processor in {self.folder} has none; set "
+                "data.tokenizer.chat_template to a Jinja file with the template that the model is to answer in"
+            )
+        as_parts = Chat(document.where, [_in_parts(one) for one in document.messages], document.media)
+        own = template.get("default") if isinstance(template, dict) else template
+        if chat.marks_answers(str(own)):
+            return chat.marked(self._processor, as_parts)
+        found = chat.render(self._processor, as_parts)
+        if not found.open:
+            return found
+        *answers, (start, end) = found.answers
+        return Rendered(found.text + self._eos, (*answers, (start, end + len(self._eos))), open=False)
+
+    def _with_media(self, text: str, media: Sequence[Media]) -> tuple[str, list[tuple[int, int]]]:
+        """A text with the beginning-of-text token and what stands for its media in place of their marks; and where."""
+        found = str(self.tokenizer.transformers.bos_token) if self.tokenizer.beginning else ""
+        shown = []
+        for one in media:
+            before, _, text = text.partition(MARKS[one.kind])
+            start = len(found) + len(before)
+            found += before + self._written[one.kind]
+            shown.append((start, len(found)))
+        return found + text, shown
+
+    @cached_property
+    def _written(self) -> dict[Kind, str]:
+        """What the chat template writes in place of media, or the processor's placeholder."""
+        return {
+            kind: self._probed(kind) or str(getattr(self._processor, f"{kind}_token", "")) for kind in MARKS
+        }
+
+    def _probed(self, kind: Kind) -> str:
+        if not self._processor.chat_template:
+            return ""
+        parts = [{"type": "text", "text": _BEFORE}, {"type": kind}, {"type": "text", "text": _AFTER}]
+        try:
+            text = chat.prompt(self._processor, Chat("", [{"role": "user", "content": parts}]))
+        except DataError:  # a template of other kinds
+            return ""
+        return text.partition(_BEFORE)[2].partition(_AFTER)[0].strip() if _AFTER in text else ""
+
+    @property
+    def _eos(self) -> str:
+        return str(self.tokenizer.transformers.eos_token)
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a list of parts, as processors' chat templates take it."""
+    content = message.get("content")
+    return (
+        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    )
+
+
+class _Seen:
+    """The processor's tokenizer, which keeps what it was given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.texts: list[str] = []
+        self.offsets: list[list[tuple[int, int]]] = []
+        """Of the characters of each token; of padding, empty ones."""
+        self.media_tokens = 0
+        """In the last batch."""
+
+    def __call__(self, text: Any, *args: Any, **settings: Any) -> Any:
+        encoded = self._tokenizer(text, *args, **{**settings, "return_offsets_mapping": True})
+        offsets = encoded.pop("offset_mapping")
+        self.texts = [text] if isinstance(text, str) else list(text)
+        self.offsets = offsets.tolist() if isinstance(offsets, Tensor) else list(offsets)
+        return encoded
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_tokenizer":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+
+def _line(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
