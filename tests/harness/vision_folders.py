@@ -243,11 +243,11 @@ def run_file(place: Path, model: str, name: str = "run", **sections: Any) -> dic
     return file
 
 
-def make_place(place: Path) -> Path:
+def make_place(place: Path, counts: Sequence[int] = COUNTS) -> Path:
     """A folder with the models and the rows."""
     for name, write in MODELS.items():
         (place / name).mkdir(parents=True, exist_ok=True)
         write(place / name)
     for kind in ("image", "audio"):
-        write_rows(place / f"{kind}.jsonl", kind)
+        write_rows(place / f"{kind}.jsonl", kind, counts)
     return place

@@ -98,7 +98,7 @@ def _tokenizer(config: RunConfig) -> None:
 def _nodes(config: RunConfig) -> None:
     if config.open and config.launch.workers is None:
         return  # as many on each node as it has devices
-    workers = config.launch.workers or config.strategy.axes.world
+    workers = config.launch.workers or config.strategy.world
     if workers % config.launch.nodes:
         raise ConfigError(
             f"launch.nodes: the {workers} workers of the strategy do not divide by {config.launch.nodes} nodes; "

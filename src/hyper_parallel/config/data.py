@@ -21,7 +21,7 @@ class TokenizerConfig(Section):
     """
 
     path: PathText | None = None
-    """A folder with `tokenizer.json` (and `tokenizer_config.json`)."""
+    """A folder with `tokenizer.json` (and `tokenizer_config.json`), and for images or recordings a processor."""
     vocab_size: PositiveInt | None = None
     """Size of the byte-level BPE vocabulary that is trained when no path is given; default: 8192."""
     chat_template: PathText | None = None
@@ -51,18 +51,19 @@ class DataConfig(Section):
     """Share of the training documents, chosen by their content's digest, that is held out for evaluation."""
     format: Literal["auto", "text", "jsonl", "datasets"] = "auto"
     """`text`: a file is a document. `jsonl`: a line is a document with `text`, `prompt` and `response`, or
-    chat `messages` (only answers contribute to the loss). `datasets`: a folder that `datasets.save_to_disk`
-    wrote. `auto` decides by name and content.
+    chat `messages` (only answers contribute to the loss), and images or recordings (docs/multimodal.md).
+    `datasets`: a folder that `datasets.save_to_disk` wrote. `auto` decides by name and content.
     """
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer and its chat template."""
     sequence: PositiveInt = 512
-    """Tokens per sequence."""
+    """Tokens per sequence; with images or recordings, the most that a document may have."""
     pack: bool = True
-    """Put several documents into one sequence. False gives each document its own, padded."""
+    """Put several documents into one sequence. False gives each document its own, padded. Documents with images or
+    recordings, and those beside them, always have their own."""
     balance: bool = True
-    """Deal rows that are unlike (images, sound) to data ranks and micro-batches so that those that are computed at
-    once are as much work. Neither loss nor gradients change.
+    """Deal rows that are unlike (images, recordings) to data ranks and micro-batches so that those that are computed
+    at once are as much work. Neither loss nor gradients change.
     """
     cache: PathText = ".cache/hyper-parallel"
     """The folder that caches the trained tokenizer and the tokenized text."""

@@ -25,6 +25,7 @@ _UNUSED = {
     "pipeline": f"section 'pipeline' {_TRAINING}",
     "sequence": f"'sequence' {_TRAINING}; the tokens of a pass are split by axes.context",
     "context": f"section 'context' {_TRAINING}; axes.context needs no method here",
+    "submodels": f"section 'submodels' {_TRAINING}",
     "overlap": f"section 'overlap' {_TRAINING}",
     "precision": "section 'precision' is for training; generation computes in the dtype of the model's folder",
     "expert_replicas": f"'expert_replicas' {_TRAINING}",

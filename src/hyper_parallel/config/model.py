@@ -33,7 +33,8 @@ class AdapterConfig(Section):
 
 
 class ModelConfig(Section):
-    """An unmodified Transformers causal language model, from a config (new weights) or a folder (its weights)."""
+    """An unmodified Transformers causal language model, which may take images or sound too, from a config (new weights)
+    or a folder (its weights)."""
 
     config: dict[str, Any] | None = None
     """A Transformers config: `model_type` and the fields that differ from its defaults. Weights are

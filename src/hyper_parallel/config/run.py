@@ -53,11 +53,11 @@ class RunConfig(Section):
     def _workers_fit(self) -> RunConfig:
         if self.open:
             return self._open_workers_fit()
-        axes, workers = self.strategy.axes, self.launch.workers
-        if workers is not None and workers not in (1, axes.world):
+        world, workers = self.strategy.world, self.launch.workers
+        if workers is not None and workers not in (1, world):
             raise ValueError(
-                f"the strategy's axes multiply to {axes.world} ({axes.product}), but 'launch.workers' is {workers}; "
-                "make them equal, leave 'launch.workers' out, or set it to 1 for the one-device run"
+                f"the strategy's axes multiply to {world} ({self.strategy.product}), but 'launch.workers' is "
+                f"{workers}; make them equal, leave 'launch.workers' out, or set it to 1 for the one-device run"
             )
         if self.train.batch % self.effective_strategy.axes.data:
             raise ValueError(
@@ -107,6 +107,19 @@ class RunConfig(Section):
             raise ValueError(
                 "'strategy.memory.device' needs every operator of the step to be seen, and 'train.compile: true' joins "
                 "them; set train.compile to false, or leave the budget out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _submodels_need_the_graph(self) -> RunConfig:
+        if not self.strategy.submodels or self.open or not self.effective_strategy.submodels:
+            return self
+        train, refused = self.train, "'strategy.submodels': parts are cut from a captured step"
+        if train.engine != "graph":
+            raise ValueError(f"{refused}; set train.engine to graph")
+        if train.compile is True or train.profile is not None:
+            raise ValueError(
+                f"{refused}, which is neither compiled nor measured; leave compile and profile out"
             )
         return self
 

@@ -29,14 +29,14 @@ _SHOWN = "hyper_parallel/shown"
 
 def run_joined(config: Launched, target: str, place: WorkerPlace) -> int:
     """Run the target as the launcher's worker in this process; returns the exit code (see `launch.run`)."""
-    world = place.world if config.open else config.effective_strategy.axes.world
+    world = place.world if config.open else config.effective_strategy.world
     if place.world != world:
         if not speaks(os.environ):
             let_speak()
         elif place.rank == 0:
             _say(
                 f"{PREFIX}{place.launcher} started {place.world} workers, but the strategy's axes multiply to "
-                f"{world} ({config.effective_strategy.axes.product}); start {world}, or change the axes"
+                f"{world} ({config.effective_strategy.product}); start {world}, or change the axes"
             )
         return 2
 

@@ -15,7 +15,7 @@ def workers_of(config: Launched) -> int:
     Raises ConfigError if the given axes do not divide that number.
     """
     if not config.open:
-        return config.effective_strategy.axes.world
+        return config.effective_strategy.world
     if config.launch.workers is not None:
         return config.launch.workers
     here, what = _devices(config)

@@ -126,6 +126,11 @@ def _refuse_model(model: nn.Module, strategy: Strategy, pipeline: PipelinePlace 
     """Raise StrategyError for a model that cannot be parallelized now, or not by this call."""
     if is_sharded(model):
         raise StrategyError(f"this {type(model).__name__} is parallelized already")
+    if strategy.submodels:
+        raise StrategyError(
+            "strategy.submodels: hp.parallelize spreads a model as a whole; 'train' takes such a run file, and "
+            "hp.submodels such parts in a loop of your own (docs/submodels.md)"
+        )
     if any(is_per_rank(p) for p in model.parameters()):
         raise StrategyError(
             "where ranks are simulated, build the model under compat.local_tensor.one_device()"

@@ -40,6 +40,8 @@ from hyper_parallel.step.multimodal import (
 )
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
 from hyper_parallel.step.pipeline_graphs import pipeline_graphs
+from hyper_parallel.step.submodel_run import BuiltSubmodels, build_submodels
+from hyper_parallel.step.train_step import Accumulate
 from hyper_parallel.workload import Flops, flops_of_model
 
 log = logging.getLogger(__name__)
@@ -71,8 +73,16 @@ class Built:
     """How the model generates once it is exported; None for a module that is not Transformers'."""
     pipeline: BuiltPipeline | None = None
     """What the ranks of a pipeline run; None without one."""
+    submodels: BuiltSubmodels | None = None
+    """What the ranks of submodels run; None without them."""
     graphs: Graphs | None = None
     """What the engine `graph` runs; None for `eager`, also where the step cannot be captured."""
+
+    @property
+    def accumulate(self) -> Accumulate | None:
+        """What gives gradients of a batch where parts of the model are on several ranks; None where each has all."""
+        parts = self.pipeline or self.submodels
+        return None if parts is None else parts.train
 
     @property
     def budget(self) -> Budget | None:
@@ -96,6 +106,11 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     hf: Any = getattr(plain, "config", None)
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
     strategy = config.effective_strategy
+    if strategy.submodels:
+        generation = generation_config(config, hf, text)
+        parts = build_submodels(config, plain, text, device)
+        fresh = any(one.parameter.is_meta for one in sharded(plain).owned())
+        return Built(plain, as_dict, text, flops, fresh, generation, submodels=parts)
     check_tokens(plain, strategy.of_stage, text.tokenizer.vocab_size)
     generation = generation_config(config, hf, text)
     if strategy.axes.pipeline > 1:
@@ -104,7 +119,7 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
         graphs = None
         if strategy.memory.device is not None:
             graphs = pipeline_graphs(config, pipeline, device)
-        return Built(plain, as_dict, text, flops, fresh, generation, pipeline, graphs)
+        return Built(plain, as_dict, text, flops, fresh, generation, pipeline, graphs=graphs)
     captured, handle = None, None
     if isinstance(text, MultimodalData):
         check_precision(config, plain)

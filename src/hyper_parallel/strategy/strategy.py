@@ -21,6 +21,7 @@ from hyper_parallel.strategy.pipeline import Pipeline
 from hyper_parallel.strategy.placement import Placement
 from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.section import Section
+from hyper_parallel.strategy.submodels import Submodel
 
 RuleName = Literal[
     "colwise", "colwise_gather", "rowwise", "vocab", "shared", "norm", "replicate", "expert", "expert_tensor"
@@ -69,10 +70,6 @@ class Strategy(Section):
     4
     """
 
-    reserved: ClassVar = {
-        "submodels": "in a loop of your own hp.submodels runs them (docs/submodels.md)",
-    }
-
     plans_memory: ClassVar[bool] = True
     """Whether `memory.device: auto` is for the planner."""
 
@@ -86,6 +83,8 @@ class Strategy(Section):
     """Context parallelism: the method that splits positions over the `context` axis."""
     pipeline: Pipeline = Pipeline()
     """Pipeline parallelism: the schedule and the layers of the stages."""
+    submodels: dict[str, Submodel] = Field(default_factory=dict)
+    """Name to a part of the model on devices of its own, in the place of `axes` (docs/multimodal.md)."""
     sequence: bool = False
     """Shard activations between blocks along the sequence, over the tensor axis."""
     rules: dict[str, RuleName] = Field(default_factory=dict)
@@ -163,6 +162,30 @@ class Strategy(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _submodels_have_the_axes(self) -> Strategy:
+        if self.submodels and (self.axes.world > 1 or self.axes.open):
+            raise ValueError(
+                f"'axes' ({self.axes.product or 'auto'}) are those of each of the 'submodels'; write them there"
+            )
+        if len(self.submodels) == 1:
+            raise ValueError(
+                "'submodels' names one part; name at least two, or use 'axes' for a model as a whole"
+            )
+        return self
+
+    @property
+    def world(self) -> int:
+        """The number of ranks: of the axes, or of all submodels."""
+        return sum(one.axes.world for one in self.submodels.values()) if self.submodels else self.axes.world
+
+    @property
+    def product(self) -> str:
+        """The degrees above 1, in words."""
+        if not self.submodels:
+            return self.axes.product
+        return " + ".join(f"{name} {one.axes.world}" for name, one in self.submodels.items())
+
     @property
     def of_stage(self) -> Strategy:
         """The strategy of one device group of the pipeline: the same without the pipeline."""
@@ -177,7 +200,9 @@ class Strategy(Section):
         # Nothing is gathered on one device, so that nothing can be gathered again.
         memory = self.memory.model_copy(update={"gathered": "keep"})
         settled = {"chosen": (), "cluster": None, "tries": None, "tries_seconds": None}
-        return self.model_copy(update={"axes": Axes(), "sequence": False, "memory": memory, **settled})
+        return self.model_copy(
+            update={"axes": Axes(), "submodels": {}, "sequence": False, "memory": memory, **settled}
+        )
 
     @property
     def open(self) -> bool:
@@ -190,6 +215,8 @@ class Strategy(Section):
         left_out = set() if self.open else {"chosen"}
         if self.axes.pipeline == 1 and "pipeline" not in self.axes.open:
             left_out.add("pipeline")
+        if not self.submodels:
+            left_out.add("submodels")
         return {key: value for key, value in found.items() if key not in left_out}
 
     @field_validator("expert_replicas")

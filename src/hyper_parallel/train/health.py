@@ -25,6 +25,7 @@ from hyper_parallel.compat.paged_out_parameters import present
 from hyper_parallel.shard import sharded
 from hyper_parallel.step.batches import Batches, StepBatch
 from hyper_parallel.step.recipe import StepResult
+from hyper_parallel.step.submodel_run import SubmodelBatches
 from hyper_parallel.train.checkpoint_state import RunState
 
 RECENT = 32
@@ -38,7 +39,10 @@ class Health:
     """Of one run: every rank asks the same and gets the same answers. What it remembers is in the run's state."""
 
     def __init__(
-        self, model: nn.Module, batches: Batches, probe: Callable[[StepBatch], StepResult | None]
+        self,
+        model: nn.Module,
+        batches: Batches | SubmodelBatches,
+        probe: Callable[[StepBatch], StepResult | None],
     ) -> None:
         """`probe`: what a step on a batch would come to (`Stepper.probe`)."""
         self._model, self._batches, self._probe = model, batches, probe

@@ -41,7 +41,7 @@ def run_on_workers(config: RunConfig, model: nn.Module | None) -> Summary:
     """
     if model is not None and detect(os.environ, config.launch.rendezvous) is None:
         raise LaunchError(
-            f"a model of one's own cannot be handed to {config.effective_strategy.axes.world} processes that are "
+            f"a model of one's own cannot be handed to {config.effective_strategy.world} processes that are "
             "started here; start the script with torchrun, or set launch.workers=1"
         )
     _given[:] = [] if model is None else [model]

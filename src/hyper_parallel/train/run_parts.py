@@ -19,6 +19,7 @@ from hyper_parallel.step.build import Built, build, fill
 from hyper_parallel.step.capture_train_step import state as state_of
 from hyper_parallel.step.profiling import Profiling
 from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.submodel_run import SubmodelBatches
 from hyper_parallel.train.checkpoint_state import RunCheckpoints
 from hyper_parallel.train.evaluate import Evaluation
 from hyper_parallel.train.meter import Meter
@@ -37,7 +38,7 @@ class RunParts:
     recipe: Recipe
     prompt: list[int]
     """Token ids that the sample goes on from; empty where none is wanted."""
-    batches: Batches
+    batches: Batches | SubmodelBatches
     evaluation: Evaluation
     checkpoints: RunCheckpoints
     reporter: Reporter
@@ -70,7 +71,9 @@ class RunParts:
             handle,
             recipe,
             prompt,
-            Batches(
+            built.submodels.batches
+            if built.submodels is not None
+            else Batches(
                 built.text.train,
                 built.text.order,
                 train.batch,

@@ -71,9 +71,9 @@ class StepLoop:
         train, state, parts = self._train, self.state, self._parts
         if state.step >= train.steps:
             return False
-        graphs, pipeline = parts.built.graphs, parts.built.pipeline
+        graphs = parts.built.graphs
         stepper = (
-            Stepper(parts.recipe, pipeline.train if pipeline is not None else None)
+            Stepper(parts.recipe, parts.built.accumulate)
             if graphs is None
             else GraphStepper(parts.recipe, graphs, parts.profiling)
         )

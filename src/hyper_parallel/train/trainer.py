@@ -42,7 +42,7 @@ class Trainer:
         (or joins those of torchrun) as the command does, for which the model must be the run file's.
         """
         if worker is None:
-            world = self.config.effective_strategy.axes.world
+            world = self.config.effective_strategy.world
             if world > 1:
                 return run_on_workers(self.config, self._model)
             with alone(self.config) as worker:
