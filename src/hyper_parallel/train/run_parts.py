@@ -17,6 +17,7 @@ from hyper_parallel.shard.experts.load_balancing import has_biases
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.build import Built, build, fill
 from hyper_parallel.step.capture_train_step import state as state_of
+from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.profiling import Profiling
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.train.checkpoint_state import RunCheckpoints
@@ -35,6 +36,8 @@ class RunParts:
     built: Built
     handle: ShardedModel
     recipe: Recipe
+    balancer: ExpertBalancer | None
+    """Places experts by their loads; None where the strategy does not ask for it."""
     prompt: list[int]
     """Token ids that the sample goes on from; empty where none is wanted."""
     batches: Batches
@@ -60,6 +63,7 @@ class RunParts:
                 f"{type(built.model).__name__} has a bias to correct; leave it out"
             )
         recipe = recipe_of(config, built, handle, device)
+        balancer = ExpertBalancer.of(handle, recipe.optimizer)
         flops = built.flops.per_token(config.data.sequence)
         peak = worker.backend.peak_flops(getattr(torch, config.effective_strategy.precision.compute))
         tokens = train.batch * config.data.sequence
@@ -69,6 +73,7 @@ class RunParts:
             built,
             handle,
             recipe,
+            balancer,
             prompt,
             Batches(built.text.train, built.text.order, train.batch, config.micro_batch, handle, device),
             Evaluation(
@@ -80,7 +85,7 @@ class RunParts:
                 device,
                 LossConfig(chunk=train.loss.chunk),
             ),
-            RunCheckpoints(config, built, recipe.optimizer),
+            RunCheckpoints(config, built, recipe.optimizer, balancer),
             Reporter(config, leads=worker.rank == 0),
             Meter(tokens, flops, worker.world, peak),
             SaveInterval(config.checkpoint),

@@ -89,6 +89,7 @@ def reduced_strategies(strategy: Strategy) -> Iterator[Strategy]:
             sequence=strategy.sequence,
             rules=strategy.rules,
             expert_replicas=strategy.expert_replicas,
+            expert_balance=strategy.expert_balance,
             memory=memory,
             check=False,
         )
