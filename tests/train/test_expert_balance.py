@@ -31,7 +31,7 @@ TRAIN = {
     "optimizer": {"name": "adamw", "lr": 1e-3},
     "schedule": {"name": "constant"},
     "eval": {"batches": 1, "every": 5},
-    "sample": {"tokens": 0},
+    "sample": {"tokens": 4, "temperature": 0},
     "log_every": 1,
 }
 AXES = {"shard": 2, "expert": 2}
@@ -55,6 +55,13 @@ def plain(folder: Path) -> dict[int, float]:
     return first.metrics["loss"]
 
 
+def _said(folder: Path, name: str) -> tuple[Any, dict[int, float]]:
+    """The sample and the held-out losses of a run."""
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    samples = [record["sample"] for record in records if "sample" in record]
+    return samples, {one["step"]: one["eval_loss"] for one in records if "eval_loss" in one}
+
+
 @pytest.mark.parametrize("engine", ["graph", "eager"])
 def test_losses_are_those_without_balance_and_nothing_is_captured_again(
     engine: str, folder: Path, plain: dict[int, float]
@@ -64,6 +71,9 @@ def test_losses_are_those_without_balance_and_nothing_is_captured_again(
     assert [note.partition(":")[0] for note in placed] == ["step 3", "step 6"][: len(placed)] and placed
     assert sum("the step as a graph" in note for note in first.notes) == (engine == "graph")
     assert first.metrics["loss"] == pytest.approx(plain, abs=1e-6)
+    (sample, held_out), (expected, losses) = _said(folder, f"balanced-{engine}"), _said(folder, "plain-graph")
+    assert sample == expected and len(sample) == 1
+    assert held_out == pytest.approx(losses, abs=1e-6) and len(held_out) > 1
     out = folder / f"balanced-{engine}"
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert sum(record.get("expert_bytes_moved", 0) for record in records) > 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.experts.load_balancing import by_layer
+from hyper_parallel.shard.experts.load_balancing import by_layer, take_loads
 from hyper_parallel.shard.experts.move import move_experts
 from hyper_parallel.shard.experts.placement import Placement, heaviest, place, replicas_needed
 from hyper_parallel.step.optimizer import Optimizer
@@ -64,9 +64,12 @@ class ExpertBalancer:
         settings = handle.strategy.expert_balance
         return None if settings is None else cls(handle, optimizer, settings)
 
-    def after_step(self, loads: Tensor) -> Replacement | None:
-        """Count a step's `loads` (`StepResult.expert_loads`), and place experts anew where it is time and the limit is
-        exceeded. A collective, between steps."""
+    def after_step(self, loads: Tensor | None = None) -> Replacement | None:
+        """Count a step's `loads` (`StepResult.expert_loads`; in a loop of your own leave them out), and place experts
+        anew where it is time and the limit is exceeded; None where all stay. A collective, after the update, when
+        gradients are cleared."""
+        if loads is None:
+            loads = self._handle.over_all_ranks(take_loads(self._handle))
         self._loads = loads.double() if self._loads is None else self._loads + loads
         self._steps += 1
         if self._steps < self._settings.every:

@@ -133,3 +133,24 @@ def _stale(rank: int, world: int) -> str:
 
 def test_an_optimizer_that_keeps_old_layouts_is_refused() -> None:
     assert all("ShardedParameter.layout" in said for said in run_ranks(_stale, 2))
+
+
+def _own_loop(rank: int, world: int) -> bool:
+    strategy = Strategy(axes={"shard": 2, "expert": 2}, expert_balance=BALANCE)
+    model = filled("mixtral", strategy)
+    balancer = ExpertBalancer.of(sharded(model), build_optimizer(model, AdamWConfig()))
+    assert balancer is not None
+    ids = torch.randint(0, 131, (4, 16), generator=torch.Generator().manual_seed(rank))
+    placed = []
+    for _ in range(2):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+        placed.append(balancer.after_step())
+    assert placed[0] is None and str(placed[1]).startswith(
+        "experts placed anew: the heaviest rank's rows from 1."
+    )
+    return bool(sharded(model).orders)
+
+
+def test_a_loop_of_ones_own_calls_the_balancer() -> None:
+    assert run_ranks(_own_loop, 2) == [True, True]
