@@ -6,8 +6,10 @@ how hot is drawn. Models with the same values take the same steps, one after the
 changes from round to round: `none` leaves experts where they are, `placed` moves them and gives none replicas, and
 `balanced` is the default of `strategy.expert_balance` with 2 replicas in each layer.
 
-Measured: the rows that each rank's experts compute (counted where they are multiplied), losses, bytes that cross
-between ranks when experts move, bytes that each rank receives in a step, and seconds of a step. Eight workers share the
+Measured: the rows that each rank's experts compute (counted where they are multiplied); what losses, gradients and
+updates differ by in steps from the same values, and losses over the run, where a difference of rounding may grow once a
+router chooses another expert; bytes that cross between ranks when experts move, bytes that each rank receives in a
+step, and seconds of a step. Eight workers share the
 machine's cores: a step takes as long as the work of all ranks, not of the heaviest, so its seconds show what balancing
 costs and not what it spares.
 """
@@ -32,6 +34,7 @@ from hyper_parallel import Strategy, init_weights, parallelize, sharded
 from hyper_parallel.compat import collectives
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.shard.experts import dispatch
+from hyper_parallel.shard.experts.placement import replicas_needed
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.expert_balance import ExpertBalancer, Replacement
 from hyper_parallel.step.lr_schedule import schedule
@@ -43,8 +46,10 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from harness import run_ranks
 
 WORLD, EXPERTS, TOP_K, LAYERS = 8, 64, 2, 2
-VOCABULARY, ROWS, LENGTH = 512, 2, 256
+VOCABULARY, ROWS, LENGTH = 512, 4, 256
 LIMIT, EVERY = 1.15, 10
+SAME = 10
+"""Steps from the same values after those that are measured."""
 KINDS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "placed": {"every": EVERY, "limit": LIMIT, "replicas": 0},
@@ -171,6 +176,30 @@ def skew_routers(side: Side, skew: float, rounds: int) -> list[Tensor]:
     return biases
 
 
+def from_same_values(plain: Side, side: Side, number: int) -> dict[str, float]:
+    """What one step of two sides from the same values and moments differs by: the loss, the gradient's norm over its
+    size, and the largest difference of an updated value."""
+    ours, theirs = side.recipe, plain.recipe
+    mine, of_plain = ours.optimizer.pieces(), theirs.optimizer.pieces()
+    for one, other in zip(ours.handle.owned(), theirs.handle.owned(), strict=True):
+        one.local.copy_(ours.handle.cut(theirs.handle.gather(other.local, other.layout), one.layout))
+    for name, piece in mine.items():
+        whole = theirs.handle.gather(of_plain[name].local, of_plain[name].layout)
+        piece.local.copy_(ours.handle.cut(whole, piece.layout))
+    expected, got = plain.step(number), side.step(number)
+    updated = [
+        (ours.handle.gather(one.local, one.layout) - theirs.handle.gather(other.local, other.layout))
+        .abs()
+        .max()
+        for one, other in zip(ours.handle.owned(), theirs.handle.owned(), strict=True)
+    ]
+    return {
+        "loss": abs(got.loss - expected.loss),
+        "gradient_norm": abs(got.grad_norm - expected.grad_norm) / expected.grad_norm,
+        "updated_value": float(max(updated)),
+    }
+
+
 def received(side: Side, number: int) -> float:
     """Bytes that this rank receives in a step that is not measured otherwise."""
     with collectives.counting() as calls:
@@ -199,6 +228,9 @@ def worker(rank: int, world: int, skew: float, rounds: int, steps: int) -> dict[
             "seconds": side.seconds,
             "placed": [(n, vars(one), s) for n, one, s in side.placed],
             "received": received(side, steps),
+            "same": [from_same_values(sides["none"], side, steps + 1 + at) for at in range(SAME)]
+            if kind != "none"
+            else [],
         }
         for kind, side in sides.items()
     }
@@ -210,6 +242,12 @@ def imbalance(of_ranks: Sequence[Sequence[Sequence[int]]]) -> list[float]:
     """[rank, step, layer] rows to each step's heaviest rank over the mean, in the layer where that is the largest."""
     rows = torch.tensor(of_ranks, dtype=torch.float64)
     return (rows.amax(0) / rows.mean(0)).amax(1).tolist()
+
+
+def summed_imbalance(of_ranks: Sequence[Sequence[Sequence[int]]]) -> float:
+    """As `imbalance`, of the rows of all steps together."""
+    rows = torch.tensor(of_ranks, dtype=torch.float64).sum(1)
+    return float((rows.amax(0) / rows.mean(0)).max())
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -227,7 +265,13 @@ def result(found: list[dict[str, Any]], settled: int) -> dict[str, Any]:
         sides[kind] = {
             "heaviest_rank_over_mean": spread(uneven[settled:]),
             "heaviest_rank_over_mean_before": spread(uneven[:EVERY]),
-            "largest_loss_difference": max(differences),
+            "heaviest_rank_over_mean_of_all_steps": summed_imbalance(
+                [one[kind]["rows"][settled:] for one in found]
+            ),
+            "from_same_values": {
+                key: max(one[key] for one in side["same"]) for key in (side["same"] or [{}])[0]
+            },
+            "largest_loss_difference_over_the_run": max(differences),
             "last_loss": side["losses"][-1],
             "bytes_received_per_step_and_rank": statistics.mean(one[kind]["received"] for one in found),
             "placed": [{"after_step": n + 1, "seconds": s, **one} for n, one, s in side["placed"]],
@@ -236,10 +280,21 @@ def result(found: list[dict[str, Any]], settled: int) -> dict[str, Any]:
     return sides
 
 
+def needed() -> dict[str, dict[str, int]]:
+    """Ranks to experts to the replicas in each layer with which Zipf's law keeps the limit; computed."""
+    found: dict[str, dict[str, int]] = {}
+    for ranks in (8, 32, 64):
+        for experts in (64, 128, 256):
+            shares = [100_000 / (at + 1) for at in range(experts)]
+            count = replicas_needed([round(s / sum(shares) * 100_000) for s in shares], ranks, LIMIT)
+            found.setdefault(f"ranks {ranks}", {})[f"experts {experts}"] = count
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--skew", type=float, nargs="*", default=[1.0, 0.7])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--skew", type=float, nargs="*", default=[1.0, 1.2])
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=120, help="forward passes that set the routers' biases")
     given = parser.parse_args()
     found = {}
@@ -247,8 +302,8 @@ def main() -> None:
         ranks = run_ranks(worker, WORLD, skew, given.rounds, given.steps, timeout=1800)
         found[f"zipf {skew}"] = result(ranks, settled=2 * EVERY)
         for kind, side in found[f"zipf {skew}"].items():
-            ratio, loss = side["heaviest_rank_over_mean"]["median"], side["largest_loss_difference"]
-            print(f"zipf {skew} {kind}: heaviest rank {ratio:.3f} × the mean, loss differs by {loss:.1e}")
+            ratio, same = side["heaviest_rank_over_mean"]["median"], side["from_same_values"]
+            print(f"zipf {skew} {kind}: heaviest rank {ratio:.3f} × the mean; one step differs by {same}")
     print(
         write(
             "expert_balance",
@@ -261,6 +316,7 @@ def main() -> None:
                 "every": EVERY,
                 "steps": given.steps,
                 "runs": found,
+                "replicas_needed": needed(),
             },
         )
     )

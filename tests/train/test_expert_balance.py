@@ -12,6 +12,7 @@ from engines import run_engine
 from tiny_run import metrics, run, run_config
 
 from harness import run_ranks
+from hyper_parallel.compat import inductor
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -79,6 +80,16 @@ def test_losses_are_those_without_balance_and_nothing_is_captured_again(
     assert sum(record.get("expert_bytes_moved", 0) for record in records) > 0
     uneven = [record["expert_rank_imbalance"] for record in records if "expert_rank_imbalance" in record]
     assert len(uneven) == 8 and all(1 <= one <= 2 for one in uneven)
+
+
+@pytest.mark.skipif(inductor.missing() is not None, reason="no C++ compiler")
+def test_compiled_layers_serve_every_placement(folder: Path, plain: dict[int, float]) -> None:
+    sections = {**BALANCED, "train": {**TRAIN, "steps": 5, "compile": True}}
+    first, *_ = run_ranks(_engine, 2, folder, "compiled", "graph", sections, timeout=280)
+    assert any("experts placed anew" in note for note in first.notes)
+    assert not any("uncompiled" in note for note in first.notes)
+    # Sums in another order, as `test_compiling.FAR` has it.
+    assert first.metrics["loss"] == pytest.approx({step: plain[step] for step in range(1, 6)}, rel=1e-4)
 
 
 def _run(rank: int, world: int, folder: Path, name: str, sections: dict[str, Any], steps: int) -> Any:

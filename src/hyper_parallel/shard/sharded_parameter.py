@@ -24,7 +24,7 @@ class ShardedParameter:
     parameter: nn.Parameter
     owners: tuple[DeviceGroup, ...] = ()
     """The device groups of a pipeline that hold it; empty without a pipeline."""
-    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
     """Name of a parameter to the order of its dim 0, where experts were placed by their loads; changes during a run."""
 
     @property
