@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from moe import build
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.errors import StrategyError
+from hyper_parallel.errors import IntegrationError, StrategyError
+from hyper_parallel.integration.trainer_arguments import check_strategy
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.strategy import Strategy
@@ -160,3 +162,9 @@ def test_an_expert_has_replicas_once() -> None:
 def test_what_does_not_go_with_balanced_experts_is_refused(declared: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         Strategy(**{"axes": {"shard": 2, "expert": 2}, "expert_balance": {}, **declared})
+
+
+def test_a_trainer_refuses_balanced_experts() -> None:
+    strategy = Strategy(axes={"shard": 2, "expert": 2}, expert_balance={})
+    with pytest.raises(IntegrationError, match="expert_balance moves experts between the steps"):
+        check_strategy(strategy, SimpleNamespace(args=None))
