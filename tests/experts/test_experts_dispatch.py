@@ -15,6 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.experts.dispatch import compute
+from hyper_parallel.shard.experts.placement import Placement
+from hyper_parallel.shard.experts.places import Places, add_places, set_places
 from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.strategy import Strategy
 
@@ -34,8 +36,14 @@ def experts_module(kind: str) -> Any:
     return module
 
 
-def check(kind: str, by_rank: list[torch.Tensor], replicas: tuple[int, ...] = ()) -> None:
-    """`by_rank`: int64[T, k], the experts that each rank's tokens choose."""
+def check(
+    kind: str,
+    by_rank: list[torch.Tensor],
+    replicas: tuple[int, ...] = (),
+    order: list[int] | None = None,
+) -> None:
+    """`by_rank`: int64[T, k], the experts that each rank's tokens choose. `order`: the expert at each place, where
+    places are data."""
     n = len(by_rank)
     generator = torch.Generator().manual_seed(1)
     xs = [torch.randn(len(ids), HIDDEN, generator=generator, dtype=torch.float64) for ids in by_rank]
@@ -49,14 +57,20 @@ def check(kind: str, by_rank: list[torch.Tensor], replicas: tuple[int, ...] = ()
     with simulated_ranks(n):
         mesh = Mesh.of(Strategy(axes={"shard": n, "expert": n}))
         axis = ProcessMesh.of(mesh)["expert"]
+        home = torch.tensor(order or range(EXPERTS))
+        places = Places.fixed(EXPERTS, replicas, x.device)
+        if order is not None:
+            add_places(module, EXPERTS, len(replicas), x.device)
+            set_places(module, Placement(tuple(order), replicas))
+            places = Places.of(module)
         local = {
-            name: per_rank(lambda rank, w=w: w.detach().chunk(n)[rank].clone()).requires_grad_()
+            name: per_rank(lambda rank, w=w: w.detach()[home].chunk(n)[rank].clone()).requires_grad_()
             for name, w in module.named_parameters()
         }
         mine = per_rank(lambda rank: xs[rank].clone()).requires_grad_()
         given = per_rank(lambda rank: weights[rank].clone()).requires_grad_()
         ids = per_rank(lambda rank: by_rank[rank])
-        out = compute(module, local, mine, ids, axis, EXPERTS, replicas)
+        out = compute(module, local, mine, ids, axis, EXPERTS, places)
         out = (out * given.unsqueeze(-1)).sum(1)
         out.square().sum().backward()
 
@@ -70,7 +84,7 @@ def check(kind: str, by_rank: list[torch.Tensor], replicas: tuple[int, ...] = ()
         close(whole(given.grad), scores.grad)
         for name, parameter in module.named_parameters():
             own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            close(whole(local[name].grad), own)
+            close(whole(local[name].grad), own[home])
 
 
 def close(got: torch.Tensor, expected: torch.Tensor | None) -> None:
@@ -97,7 +111,7 @@ def test_ranks_without_tokens() -> None:
 
 
 @st.composite
-def chosen(draw: st.DrawFn) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+def chosen(draw: st.DrawFn) -> tuple[list[torch.Tensor], tuple[int, ...], list[int] | None]:
     k = draw(st.integers(1, 3))
     row = st.lists(st.integers(0, EXPERTS - 1), min_size=k, max_size=k)
     ranks = draw(st.sampled_from([2, 4, 8]))
@@ -105,10 +119,13 @@ def chosen(draw: st.DrawFn) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     if not any(ids):
         ids[0] = [[0] * k]
     replicas = draw(st.lists(st.integers(0, EXPERTS - 1), unique=True, max_size=3))
-    return [torch.tensor(i, dtype=torch.int64).view(-1, k) for i in ids], tuple(replicas)
+    order = draw(st.none() | st.permutations(range(EXPERTS)))
+    return [torch.tensor(i, dtype=torch.int64).view(-1, k) for i in ids], tuple(replicas), order
 
 
 @settings(max_examples=25, deadline=None)
 @given(chosen())
-def test_any_choice_of_experts(case: tuple[list[torch.Tensor], tuple[int, ...]]) -> None:
+def test_any_choice_and_placement_of_experts(
+    case: tuple[list[torch.Tensor], tuple[int, ...], list[int] | None],
+) -> None:
     check("mixtral", *case)

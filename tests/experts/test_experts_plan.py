@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from moe import build
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.errors import StrategyError
+from hyper_parallel.errors import IntegrationError, StrategyError
+from hyper_parallel.integration.trainer_arguments import check_strategy
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.strategy import Strategy
@@ -116,6 +118,13 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"axes": {"shard": 2, "expert": 2}, "expert_replicas": {"*.expert": [1]}},
         "matches no module",
     ),
+    ("mixtral", {}, {"axes": {"shard": 2}, "expert_balance": {}}, "expert_balance needs axes.expert"),
+    (
+        "mixtral",
+        {},
+        {"axes": {"shard": 2, "expert": 2}, "expert_balance": {"replicas": 9}},
+        "has 8 experts, and 9 are to have replicas; use at most 8",
+    ),
     ("mixtral", {"router_jitter_noise": 0.1}, {"axes": {"shard": 2}}, "router_jitter_noise"),
 ]
 
@@ -137,3 +146,25 @@ def test_a_model_without_experts_is_refused() -> None:
 def test_an_expert_has_replicas_once() -> None:
     with pytest.raises(ValidationError, match="names an expert twice"):
         Strategy(axes={"shard": 2, "expert": 2}, expert_replicas={"*.experts": [1, 1]})
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        ({"expert_replicas": {"*.experts": [1]}}, "leave one out"),
+        ({"axes": {"shard": "auto"}}, "write the degrees"),
+        ({"axes": {"pipeline": 2, "shard": 2, "expert": 2}}, "axes.pipeline is 2"),
+        ({"memory": {"device": "1GiB", "host": "1GiB"}}, "leave memory.device out"),
+        ({"expert_balance": {"limit": 1.0}}, "greater than 1"),
+        ({"expert_balance": {"every": 0}}, "greater than or equal to 1"),
+    ],
+)
+def test_what_does_not_go_with_balanced_experts_is_refused(declared: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        Strategy(**{"axes": {"shard": 2, "expert": 2}, "expert_balance": {}, **declared})
+
+
+def test_a_trainer_refuses_balanced_experts() -> None:
+    strategy = Strategy(axes={"shard": 2, "expert": 2}, expert_balance={})
+    with pytest.raises(IntegrationError, match="expert_balance moves experts between the steps"):
+        check_strategy(strategy, SimpleNamespace(args=None))

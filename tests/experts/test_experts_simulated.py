@@ -61,6 +61,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "expert_replicas": {"*.experts": [6, 1]},
         "memory": {"recompute": "layer"},
     },
+    "shard 4 expert 4 balanced recompute": {
+        "axes": {"shard": 4, "expert": 4},
+        "expert_balance": {"replicas": 2},
+        "memory": {"recompute": "layer"},
+    },
     "shard 2 tensor 2 expert 2 features replicas": {
         "axes": {"shard": 2, "tensor": 2, "expert": 2},
         "rules": FEATURES,
@@ -71,6 +76,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 SAMPLE = {
     ("mixtral", "shard 2"),
     ("mixtral", "shard 4 expert 4 replicas recompute"),
+    ("qwen2-moe", "shard 4 expert 4 balanced recompute"),
     ("mixtral", "tensor 2 whole experts sequence"),
     ("mixtral", "tensor 2 whole experts"),
     ("qwen2-moe", "tensor 2 shard 2 expert 2 sequence"),

@@ -20,7 +20,7 @@ from hyper_parallel.strategy import AXIS_NAMES, Strategy
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Up to three dims, uneven and empty chunks, several axes on one dim, fused parts, partial axes."""
+    """Up to three dims, uneven and empty chunks, several axes on one dim, fused parts, orders, partial axes."""
     order = draw(st.permutations(AXIS_NAMES))[:3]
     mesh = Mesh(*((axis, draw(st.integers(1, 3))) for axis in order))
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
@@ -36,7 +36,11 @@ def layouts(draw: st.DrawFn) -> Layout:
                 at = draw(st.integers(1, shape[place] - 1))
                 fused = (at, shape[place] - at)
             layout = layout.split(place, axis, fused)
-    return Layout(mesh, shape, layout.dims, layout.parts, frozenset(partial))
+    layout = Layout(mesh, shape, layout.dims, layout.parts, frozenset(partial))
+    at = draw(st.integers(0, len(shape) - 1))
+    if at in layout.parts or draw(st.booleans()):
+        return layout
+    return layout.ordered(at, tuple(draw(st.permutations(range(shape[at])))))
 
 
 @given(layouts())
@@ -65,7 +69,7 @@ def test_boxes_fill_the_local_tensor_exactly_once(layout: Layout) -> None:
 
 @given(layouts(), layouts())
 def test_any_layout_can_be_made_from_any_other_by_intersecting_boxes(one: Layout, other: Layout) -> None:
-    other = Layout.replicated(other.mesh, one.shape)
+    other = Layout.replicated(other.mesh, one.shape).ordered(0, tuple(range(one.shape[0]))[::-1])
     for axis in other.mesh.names:
         if axis not in other.split_axes:
             other = other.split(0, axis)

@@ -58,7 +58,10 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh | None = None) -
                 at = draw(st.integers(1, shape[place] - 1))
                 parts = (at, shape[place] - at)
             layout = layout.split(place, name, parts)
-    return Layout(mesh, shape, layout.dims, layout.parts, frozenset(partial))
+    layout = Layout(mesh, shape, layout.dims, layout.parts, frozenset(partial))
+    if plain or not shape or 0 in layout.parts or draw(st.booleans()):
+        return layout
+    return layout.ordered(0, tuple(draw(st.permutations(range(shape[0])))))
 
 
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)

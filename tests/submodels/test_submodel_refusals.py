@@ -88,6 +88,8 @@ def test_rows_that_do_not_fit() -> None:
         hp.submodels(_model(), declared, batch, micro_batches=0)
     with pytest.raises(StrategyError, match=r"axes \(shard 2\) are those of each submodel"):
         hp.submodels(_model(), declared, batch, micro_batches=2, strategy=hp.Strategy(axes={"shard": 2}))
+    with pytest.raises(StrategyError, match="expert_balance is not supported beside submodels"):
+        hp.submodels(_model(), declared, batch, micro_batches=2, strategy=hp.Strategy(expert_balance={}))
 
 
 def test_what_only_the_workers_see() -> None:

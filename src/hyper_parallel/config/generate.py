@@ -29,6 +29,7 @@ _UNUSED = {
     "overlap": f"section 'overlap' {_TRAINING}",
     "precision": "section 'precision' is for training; generation computes in the dtype of the model's folder",
     "expert_replicas": f"'expert_replicas' {_TRAINING}",
+    "expert_balance": f"section 'expert_balance' {_TRAINING}",
 }
 """Keys of `strategy` that must be left out, with the reason."""
 

@@ -93,6 +93,11 @@ def check_model(model: nn.Module) -> None:
 def check_strategy(strategy: Strategy, trainer: Any) -> None:
     """Refuse arguments that do not go with the axes. Raises IntegrationError."""
     args, axes = trainer.args, strategy.axes
+    if strategy.expert_balance is not None:
+        raise IntegrationError(
+            "strategy.expert_balance moves experts between the steps of hyper-parallel train, not of a Trainer; leave "
+            "it out, or name hot experts in strategy.expert_replicas"
+        )
     splits = axes.context > 1 or strategy.sequence or axes.tensor_y > 1
     if args.neftune_noise_alpha is not None and splits:
         raise IntegrationError(

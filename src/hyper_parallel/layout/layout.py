@@ -9,6 +9,9 @@ A fused projection (query, key and value in one matrix) has ``parts`` on the fus
 every part on its own and a rank holds its chunks of all parts, one after the other. A rank's local tensor then consists
 of several boxes of the global one, which is why all code that moves tensors between layouts (checkpoints, loading,
 exporting, verifying) uses `Layout.boxes` and never computes offsets itself.
+
+A dim may have an ``order``: the axes then split its positions, and position i holds the global index order[i]. So are
+experts placed on ranks by their loads, while checkpoints keep the model's own numbers.
 """
 
 from __future__ import annotations
@@ -85,6 +88,8 @@ class Layout:
     """Dim to the lengths of its fused parts; the dim's first axis splits each part separately."""
     partial: frozenset[str] = frozenset()
     """Axes over which the tensor is a pending sum."""
+    order: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Dim to the global index at each of its positions, where that is another one."""
 
     def __post_init__(self) -> None:
         assert len(self.dims) == len(self.shape), f"{self.dims} for a tensor of {len(self.shape)} dims"
@@ -93,9 +98,13 @@ class Layout:
         assert not self.partial & set(used), f"an axis is both split and partial in {self}"
         for dim, parts in self.parts.items():
             assert sum(parts) == self.shape[dim], f"parts {parts} of a dim of {self.shape[dim]}"
+        for dim, order in self.order.items():
+            assert dim not in self.parts, f"dim {dim} has fused parts and an order"
+            assert sorted(order) == list(range(self.shape[dim])), f"{order} is no order of {self.shape[dim]}"
 
     def __hash__(self) -> int:
-        return hash((self.mesh, self.shape, self.dims, tuple(sorted(self.parts.items())), self.partial))
+        parts, order = (tuple(sorted(by_dim.items())) for by_dim in (self.parts, self.order))
+        return hash((self.mesh, self.shape, self.dims, parts, self.partial, order))
 
     @classmethod
     def replicated(cls, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
@@ -121,7 +130,13 @@ class Layout:
         assert parts is None or not self.dims[dim], "only the first axis of a dim splits fused parts"
         dims = tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(self.dims))
         fused = {**self.parts, dim: tuple(parts)} if parts is not None and len(parts) > 1 else self.parts
-        return Layout(self.mesh, self.shape, dims, fused, self.partial)
+        return Layout(self.mesh, self.shape, dims, fused, self.partial, self.order)
+
+    def ordered(self, dim: int, order: tuple[int, ...]) -> Layout:
+        """This layout with the global index `order[i]` at position i of `dim`."""
+        plain = {d: own for d, own in self.order.items() if d != dim}
+        changed = {dim: tuple(order)} if tuple(order) != tuple(range(self.shape[dim])) else {}
+        return Layout(self.mesh, self.shape, self.dims, self.parts, self.partial, {**plain, **changed})
 
     def without(self, axis: str) -> Layout:
         """The layout after gathering over `axis`, which must be the innermost axis of its dim."""
@@ -134,10 +149,16 @@ class Layout:
                 if not axes:
                     parts.pop(dim, None)
             dims.append(axes)
-        return Layout(self.mesh, self.shape, tuple(dims), parts, self.partial)
+        return Layout(self.mesh, self.shape, tuple(dims), parts, self.partial, self.order)
 
     def intervals(self, dim: int, coordinate: Coordinate) -> list[Interval]:
         """The half-open intervals of global indices that a rank holds of `dim`, in local order."""
+        held = self._positions(dim, coordinate)
+        order = self.order.get(dim)
+        return held if order is None else list(_runs(order[at] for a, b in held for at in range(a, b)))
+
+    def _positions(self, dim: int, coordinate: Coordinate) -> list[Interval]:
+        """The half-open intervals of positions that a rank holds of `dim`, in local order."""
         axes = self.dims[dim]
         held: list[Interval] = [(0, self.shape[dim])]
         if not axes:
@@ -173,11 +194,14 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        """``[4096/tensor/shard, 1024]``; fused parts as ``(512+128+128)``; a trailing ``+tensor`` is partial."""
+        """``[4096/tensor/shard, 1024]``; fused parts as ``(512+128+128)``, an order as ``4@2.0.1.3``; a trailing
+        ``+tensor`` is partial."""
         cells = []
         for dim, (length, axes) in enumerate(zip(self.shape, self.dims, strict=True)):
             fused = self.parts.get(dim)
             name = f"({'+'.join(map(str, fused))})" if fused else str(length)
+            if dim in self.order:
+                name += f"@{'.'.join(map(str, self.order[dim]))}"
             cells.append("/".join((name, *axes)))
         return f"[{', '.join(cells)}]" + "".join(f"+{axis}" for axis in sorted(self.partial))
 
@@ -187,15 +211,19 @@ class Layout:
         match = re.fullmatch(r"\[(.*)\]((?:\+[\w*]+)*)", text.strip())
         if match is None:
             raise ValueError(f"not a layout: {text!r}; write for example [4096/tensor/shard, 1024]")
-        shape, dims, parts = [], [], {}
+        shape, dims, parts, orders = [], [], {}, {}
         for dim, cell in enumerate(filter(None, (c.strip() for c in match[1].split(",")))):
             name, *axes = cell.split("/")
+            name, _, order = name.partition("@")
+            if order:
+                orders[dim] = tuple(int(n) for n in order.split("."))
             lengths = tuple(int(n) for n in name.strip("()").split("+"))
             if name.startswith("("):
                 parts[dim] = lengths
             shape.append(sum(lengths))
             dims.append(tuple(axes))
-        return cls(mesh, tuple(shape), tuple(dims), parts, frozenset(filter(None, match[2].split("+"))))
+        partial = frozenset(filter(None, match[2].split("+")))
+        return cls(mesh, tuple(shape), tuple(dims), parts, partial, orders)
 
 
 @functools.lru_cache(maxsize=64)
@@ -209,6 +237,19 @@ def _copy_indices(mesh: Mesh, split: tuple[str, ...]) -> tuple[int, ...]:
         indices.append(seen.get(key, 0))
         seen[key] = indices[-1] + 1
     return tuple(indices)
+
+
+def _runs(indices: Iterator[int]) -> Iterator[Interval]:
+    """Half-open intervals of the indices, in their order; neighbours that ascend by one are in one interval."""
+    start = stop = None
+    for index in indices:
+        if start is None or index != stop:
+            if start is not None and stop is not None:
+                yield start, stop
+            start = index
+        stop = index + 1
+    if start is not None and stop is not None:
+        yield start, stop
 
 
 def _clip(held: list[Interval], start: int, stop: int) -> Iterator[Interval]:

@@ -8,6 +8,7 @@ adds them up. If the target is partial, the first rank along the partial axes ge
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,11 @@ def transfers(source: Layout, target: Layout) -> tuple[Transfer, ...]:
                     mine += [Transfer(sender, receiver, give, take) for give, take in common]
         found += sorted(mine, key=lambda transfer: transfer.sender)
     return tuple(found)
+
+
+def elements_moved(source: Layout, target: Layout) -> int:
+    """Elements that cross between ranks, over all ranks."""
+    return sum(math.prod(one.shape) for one in transfers(source, target) if one.sender != one.receiver)
 
 
 def _pieces(layout: Layout) -> Sequence[tuple[tuple[Box, ...], Sequence[Sequence[int]]]]:

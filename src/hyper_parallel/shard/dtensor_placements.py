@@ -9,6 +9,7 @@ split one dim they do so in the order of the mesh. What a Layout can say and pla
 | `[6/shard*context]`, when shard and context do not divide it | a joint cuts once, axes one after the other cut again |
 | `[8/expert]`, where the fold is no product of whole axes | it has no mesh dim |
 | `[(4+2+2)/tensor_x]` | a dim is split as a whole, not part by part |
+| `[4@2.0.1.3/shard]` | a dim is split in the order of its indices |
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def layout_to_placements(layout: Layout) -> tuple[Placement, ...]:
     mesh = layout.mesh
     if layout.parts:
         raise _inexpressible(layout, "a fused dim is split part by part")
+    if layout.order:
+        raise _inexpressible(layout, "a dim is split in another order than that of its indices")
     by_axis: dict[str, Placement] = {}
     for dim, names in enumerate(layout.dims):
         axes = [axis for name in names for axis in _whole_axes(layout, name)]

@@ -107,6 +107,8 @@ def _emptied(model: nn.Module, device: torch.device | str) -> ShardedModel:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = _empty(buffer, device)
+    if handle.routing is not None:
+        handle.routing.write_places(model)
     return handle
 
 

@@ -66,6 +66,9 @@ class ShardedModel:
     """None where the model is not cut into stages. `mesh` and `axes` are those of this rank's stage."""
     gathers: SavedGathers = field(default_factory=SavedGathers)
     """Used in the traceable lowering; FSDP2 keeps its own."""
+    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name of an experts' parameter to the expert at each place of its dim 0, where experts were placed by their loads
+    (`shard.experts.move_experts`)."""
 
     @property
     def mesh(self) -> Mesh:
@@ -110,7 +113,7 @@ class ShardedModel:
         """Every parameter once, in the model's order; tied ones under their first name."""
         layouts = self.plan.layouts()
         return [
-            ShardedParameter(name, layouts[name], parameter, self.owners(name))
+            ShardedParameter(name, layouts[name], parameter, self.owners(name), self.orders)
             for name, parameter in self.model.named_parameters()
         ]
 

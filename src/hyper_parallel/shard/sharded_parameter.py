@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,10 +19,19 @@ class ShardedParameter:
 
     name: str
     """Its fully qualified name, the same as in the unsharded model."""
-    layout: Layout
+    planned: Layout
+    """Its layout in the plan, in the model's own order of experts."""
     parameter: nn.Parameter
     owners: tuple[DeviceGroup, ...] = ()
     """The device groups of a pipeline that hold it; empty without a pipeline."""
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    """Name of a parameter to the order of its dim 0, where experts were placed by their loads; changes during a run."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that it has now. Experts that are placed anew have another one afterwards: ask each time."""
+        order = self.orders.get(self.name)
+        return self.planned if order is None else self.planned.ordered(0, order)
 
     @property
     def local(self) -> torch.Tensor:

@@ -140,6 +140,11 @@ def _strategies(named: Mapping[str, Submodel], base: Strategy) -> dict[str, Stra
         )
     if base.memory.device is not None:
         raise StrategyError("hp.submodels: memory.device is not supported beside submodels; leave it out")
+    if base.expert_balance is not None:
+        raise StrategyError(
+            "hp.submodels: expert_balance is not supported beside submodels; leave it out, or name hot experts in "
+            "expert_replicas"
+        )
     common = base.model_dump()
     return {name: Strategy.model_validate({**common, "axes": one.axes}) for name, one in named.items()}
 

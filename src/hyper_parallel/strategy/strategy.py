@@ -15,6 +15,7 @@ from pydantic import (
 
 from hyper_parallel.strategy.axes import AUTO, OPEN_NAMES, Axes
 from hyper_parallel.strategy.context import Context
+from hyper_parallel.strategy.expert_balance import ExpertBalance
 from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.strategy.overlap import Overlap
 from hyper_parallel.strategy.pipeline import Pipeline
@@ -97,6 +98,10 @@ class Strategy(Section):
     """Pattern of experts modules to the indices of hot experts, e.g. ``{"model.layers.*.mlp.experts": [5, 17]}``: their
     weights are copied to every rank of the `expert` axis in each step, and their tokens stay where they are. The
     results equal those without replicas.
+    """
+    expert_balance: ExpertBalance | None = None
+    """Expert load balancing: experts are placed on the ranks of the `expert` axis, and replicated, by measured loads.
+    Default: each stays where it is.
     """
     precision: Precision = Precision()
     """Dtypes of parameters, arithmetic and gradient reduction."""
@@ -199,7 +204,13 @@ class Strategy(Section):
         """The same with all axes 1, for a run on one device."""
         # Nothing is gathered on one device, so that nothing can be gathered again.
         memory = self.memory.model_copy(update={"gathered": "keep"})
-        settled = {"chosen": (), "cluster": None, "tries": None, "tries_seconds": None}
+        settled = {
+            "chosen": (),
+            "cluster": None,
+            "tries": None,
+            "tries_seconds": None,
+            "expert_balance": None,
+        }
         return self.model_copy(
             update={"axes": Axes(), "submodels": {}, "sequence": False, "memory": memory, **settled}
         )
@@ -226,6 +237,31 @@ class Strategy(Section):
             if len(set(experts)) != len(experts):
                 raise ValueError(f"{pattern!r} names an expert twice: {experts}; name each once")
         return replicas
+
+    @model_validator(mode="after")
+    def _experts_can_move(self) -> Strategy:
+        if self.expert_balance is None:
+            return self
+        if self.expert_replicas:
+            raise ValueError(
+                "'expert_replicas' names hot experts, and 'expert_balance' finds them by their loads; leave one out"
+            )
+        if self.open:
+            raise ValueError(
+                "'expert_balance' places experts on the ranks of axes.expert, and 'auto' leaves keys to the planner; "
+                "write the degrees of the axes and the memory, or leave expert_balance out"
+            )
+        if self.axes.pipeline > 1:
+            raise ValueError(
+                f"'expert_balance' places experts on the ranks of one device group, and axes.pipeline is "
+                f"{self.axes.pipeline}; set it to 1, or name hot experts in expert_replicas instead"
+            )
+        if self.memory.device is not None:
+            raise ValueError(
+                "'expert_balance' moves experts between steps, for which the plan of a memory budget has no memory; "
+                "leave memory.device out, or name hot experts in expert_replicas instead"
+            )
+        return self
 
     @model_validator(mode="after")
     def _open_or_not(self) -> Strategy:

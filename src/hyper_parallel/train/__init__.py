@@ -1,6 +1,6 @@
 """The training loop and its parts: loss, schedule, optimizers, evaluation, progress, trackers, resume.
 
-`Trainer` runs a run file; `build_optimizer`, `causal_lm_loss` and `schedule` serve a loop of one's own.
+`Trainer` runs a run file; `build_optimizer`, `causal_lm_loss`, `ExpertBalancer` and `schedule` are for your own loop.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from hyper_parallel.step.lr_schedule import schedule
 
 if TYPE_CHECKING:
     from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
+    from hyper_parallel.step.expert_balance import ExpertBalancer
     from hyper_parallel.step.optimizer import Optimizer, build_optimizer, register_optimizer
     from hyper_parallel.train.summary import Summary
     from hyper_parallel.train.trackers import register_tracker
     from hyper_parallel.train.trainer import Trainer
 
 __all__ = [
+    "ExpertBalancer",
     "Optimizer",
     "Summary",
     "Trainer",
@@ -30,6 +32,7 @@ __all__ = [
 
 # Most of this needs torch; a script that only asks for a schedule or starts workers does not pay for it.
 _HOME = {
+    "ExpertBalancer": "hyper_parallel.step.expert_balance",
     "Optimizer": "hyper_parallel.step.optimizer",
     "Summary": "hyper_parallel.train.summary",
     "Trainer": "hyper_parallel.train.trainer",

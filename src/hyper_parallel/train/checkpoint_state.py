@@ -31,6 +31,7 @@ from hyper_parallel.errors import CheckpointError, ConfigError
 from hyper_parallel.layout import Layout
 from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.step.build import Built
+from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.optimizer import Optimizer
 
 FOLDER = "checkpoints"
@@ -87,8 +88,10 @@ class _Choice(NamedTuple):
 class RunCheckpoints:
     """The checkpoints of one run, as one rank sees them. Every rank calls the same methods in step."""
 
-    def __init__(self, config: RunConfig, built: Built, optimizer: Optimizer) -> None:
-        self._config, self._built, self._optimizer = config, built, optimizer
+    def __init__(
+        self, config: RunConfig, built: Built, optimizer: Optimizer, balancer: ExpertBalancer | None = None
+    ) -> None:
+        self._config, self._built, self._optimizer, self._balancer = config, built, optimizer, balancer
         self._handle: ShardedModel = sharded(built.model)
         self._folder = Path(config.out) / FOLDER
         self._assets = assets_of(config, built.text, built.generation) if self._handle.rank == 0 else {}
@@ -176,8 +179,12 @@ class RunCheckpoints:
         state = self._read(found.path)
         try:
             self._optimizer.load_state(state["optimizer"])
+            if self._balancer is not None:
+                self._balancer.load_state(state.get("experts"))
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{found.path}: its optimizer's state is none that a run writes") from error
+            raise CheckpointError(
+                f"{found.path}: the state of its optimizer or experts is none that a run writes"
+            ) from error
         self._last, self._at = found.path, found.step
         return RunState(**state["run"])
 
@@ -266,6 +273,7 @@ class RunCheckpoints:
                     "ruined": state.ruined,
                 },
                 "optimizer": self._optimizer.state(),
+                **({"experts": self._balancer.state()} if self._balancer is not None else {}),
                 "identity": self._identity(),
                 "config": self._config.model_dump(mode="json"),
                 "model_config": self._built.model_config,

@@ -17,6 +17,7 @@ from hyper_parallel.shard.experts.load_balancing import has_biases
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.build import Built, build, fill
 from hyper_parallel.step.capture_train_step import state as state_of
+from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.profiling import Profiling
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.step.submodel_run import SubmodelBatches
@@ -36,6 +37,8 @@ class RunParts:
     built: Built
     handle: ShardedModel
     recipe: Recipe
+    balancer: ExpertBalancer | None
+    """Places experts by their loads; None where the strategy does not ask for it."""
     prompt: list[int]
     """Token ids that the sample goes on from; empty where none is wanted."""
     batches: Batches | SubmodelBatches
@@ -61,6 +64,7 @@ class RunParts:
                 f"{type(built.model).__name__} has a bias to correct; leave it out"
             )
         recipe = recipe_of(config, built, handle, device)
+        balancer = ExpertBalancer.of(handle, recipe.optimizer)
         flops = built.flops.per_token(config.data.sequence)
         peak = worker.backend.peak_flops(getattr(torch, config.effective_strategy.precision.compute))
         tokens = train.batch * config.data.sequence
@@ -70,6 +74,7 @@ class RunParts:
             built,
             handle,
             recipe,
+            balancer,
             prompt,
             built.submodels.batches
             if built.submodels is not None
@@ -91,7 +96,7 @@ class RunParts:
                 device,
                 LossConfig(chunk=train.loss.chunk),
             ),
-            RunCheckpoints(config, built, recipe.optimizer),
+            RunCheckpoints(config, built, recipe.optimizer, balancer),
             Reporter(config, leads=worker.rank == 0),
             Meter(flops, worker.world, peak),
             SaveInterval(config.checkpoint),

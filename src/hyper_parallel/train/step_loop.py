@@ -13,7 +13,8 @@ import functools
 from hyper_parallel.errors import NonFiniteError
 from hyper_parallel.launch import stop
 from hyper_parallel.launch.heartbeat import pulse
-from hyper_parallel.shard.experts.load_balancing import by_layer
+from hyper_parallel.shard.experts.load_balancing import by_layer, rank_imbalance
+from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.graph_executor import GraphStepper
 from hyper_parallel.step.recipe import StepResult
 from hyper_parallel.step.train_step import Stepper
@@ -106,6 +107,8 @@ class StepLoop:
             if due:
                 with pulse.operation("recording"):
                     self._record(step, result)
+            if parts.balancer is not None:
+                self._balance(parts.balancer, done, result)
             with pulse.operation("judging the weights"):
                 self._weights.after_step(state, result, began)
             stopped = result.stop and not last
@@ -173,7 +176,18 @@ class StepLoop:
             record["memory_stall"] = parts.built.budget.stalled()
         if result.expert_imbalance is not None:
             record["expert_imbalance"] = result.expert_imbalance
+        if result.expert_loads is not None and parts.handle.mesh.size("expert") > 1:
+            record["expert_rank_imbalance"] = rank_imbalance(parts.handle, result.expert_loads)
         parts.reporter.step(step + 1, record, rates.get("seconds", float("nan")))
+
+    def _balance(self, balancer: ExpertBalancer, done: int, result: StepResult) -> None:
+        """Place experts anew after `done` steps, where it is time."""
+        assert result.expert_loads is not None
+        with pulse.operation("placing experts"):
+            placed = balancer.after_step(result.expert_loads)
+        if placed is not None:
+            self._parts.reporter.note(f"step {done}: {placed}")
+            self._parts.reporter.log(done, {"expert_bytes_moved": float(placed.moved)})
 
     def _record_experts(self, step: int, result: StepResult) -> None:
         if result.expert_loads is not None:

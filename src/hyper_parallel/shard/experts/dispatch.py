@@ -14,6 +14,9 @@ This is the exchange of GShard (arXiv 2006.16668) without its capacity, as in Me
 A hot expert can have replicas: its weights are summed to every rank of the axis, where only the owner contributes,
 and its rows are computed where they are (dynamic shadowing of FasterMoE, PPoPP'22, section 4.2). The gradient of the
 replicas is summed to the owner.
+
+Which rank owns which expert, and which experts have replicas, is data (`shard.experts.places`): step 1 then sorts by
+place, and all else is the same.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from hyper_parallel.compat.symbolic_sizes import is_symbolic
 from hyper_parallel.graph.dynamic_sizes import expected
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.experts.grouped_matmul import apply_experts
+from hyper_parallel.shard.experts.places import Places
 from hyper_parallel.shard.mesh_axis import Axis, _Moved
 
 Weights = Mapping[str, torch.Tensor]
@@ -55,19 +59,21 @@ def compute(
     ids: torch.Tensor,
     expert: Axis,
     experts: int,
-    replicas: tuple[int, ...] = (),
+    places: Places | None = None,
 ) -> torch.Tensor:
     """[T, h] and int64[T, k] to [T, k, h]: what each chosen expert makes of each token.
 
-    `weights` hold this rank's experts, `experts` / `expert.size` of them, by parameter name.
+    `weights` hold this rank's experts, `experts` / `expert.size` of them, by parameter name, in order of their
+    `places`; None is the model's own order, without replicas.
     """
     keys = ids.flatten()
-    if replicas:
-        keys = _table(experts, replicas, keys.device)[keys]
+    if places is not None:
+        keys = places.keys[keys]
+    replicas = None if places is None or not places.replicas.size(0) else places.replicas
     order = torch.argsort(keys, stable=True)
     back = _inverse(order)
     rows = _to_rows(x, order, back, ids.size(1))
-    counts = count(keys, experts + len(replicas))
+    counts = count(keys, experts + _length(replicas))
     if expert.size == 1:
         even = evenly(rows.size(0), experts)
         if current_step().even_load is not None:
@@ -99,7 +105,7 @@ def _elsewhere(
     counts: torch.Tensor,
     expert: Axis,
     experts: int,
-    replicas: tuple[int, ...],
+    replicas: torch.Tensor | None,
 ) -> torch.Tensor:
     """[R, h] to [R, h]: rows sorted by expert, those of replicas last, through the experts of all ranks."""
     n, local = expert.size, experts // expert.size
@@ -108,11 +114,11 @@ def _elsewhere(
     # Before the numbers are read, after which there is memory for as many rows.
     report = current_step().report_load
     if report is not None:
-        likely = sum(_told_evenly(rows.size(0), expert, experts, len(replicas), 1.0).receive)
+        likely = sum(_told_evenly(rows.size(0), expert, experts, _length(replicas), 1.0).receive)
         report((arriving.sum().float() / max(likely, 1)).view(1))
     told = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[experts:]])
-    send, receive, groups, hot = _read(told, rows.size(0), expert, experts, len(replicas))
-    away = rows.narrow(0, 0, sum(send)) if replicas else rows
+    send, receive, groups, hot = _read(told, rows.size(0), expert, experts, _length(replicas))
+    away = rows if replicas is None else rows.narrow(0, 0, sum(send))
 
     arrived = expert.exchange(away, send, receive)
     labels = torch.arange(local, device=rows.device).repeat(n)
@@ -121,7 +127,7 @@ def _elsewhere(
     back = _inverse(order)
     computed = apply_experts(module, weights, _permute(arrived, order, back), groups)
     returned = expert.exchange(_permute(computed, back, order), receive, send)
-    if not replicas:
+    if replicas is None:
         return returned
     here = apply_experts(
         module,
@@ -165,23 +171,15 @@ def _told_evenly(rows: int, expert: Axis, experts: int, replicas: int, load: flo
 # Replicas.
 
 
-def _table(experts: int, replicas: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64[E]: the sorting key of each expert; those that have replicas come after all others."""
-    table = torch.arange(experts, device=device)
-    for place, expert in enumerate(replicas):
-        table[expert] = experts + place
-    return table
+def _length(replicas: torch.Tensor | None) -> int:
+    return 0 if replicas is None else replicas.size(0)
 
 
-def _replicated(weight: torch.Tensor, replicas: tuple[int, ...], expert: Axis) -> torch.Tensor:
-    """[E / n, ...] to [replicas, ...]: the weights of the experts that have replicas, from their owners."""
+def _replicated(weight: torch.Tensor, replicas: torch.Tensor, expert: Axis) -> torch.Tensor:
+    """[E / n, ...] to [K, ...]: the weights of the experts at these places, from their owners."""
     local = weight.size(0)
-
-    def places(rank: int) -> torch.Tensor:
-        index = [e - expert.index(rank) * local for e in replicas]
-        return torch.tensor(index, device=weight.device)
-
-    index = per_rank(places)
+    first = per_rank(lambda rank: torch.tensor(expert.index(rank) * local, device=weight.device))
+    index = replicas - first
     owned = (index >= 0) & (index < local)
     mine = weight.index_select(0, index.clamp(0, local - 1))
     mine = mine.masked_fill(~owned.view(-1, *[1] * (weight.dim() - 1)), 0)

@@ -25,6 +25,8 @@ from hyper_parallel.compat.local_tensor import per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.experts.dispatch import count
+from hyper_parallel.shard.experts.placement import Placement, heaviest
+from hyper_parallel.shard.experts.places import set_places
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.model_structure import text_config
 from hyper_parallel.shard.plan.types import ExpertsPlan, Plan
@@ -50,6 +52,8 @@ class Routing:
     """By experts module, int64[E]: rows sent to each expert, added up."""
     logits: list[torch.Tensor] = field(default_factory=list)
     """[T, E] of each router, of the last forward pass."""
+    placements: dict[str, Placement] = field(default_factory=dict)
+    """By experts module: which rank has which experts. Changed by `move_experts` where the plan says `balanced`."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> Routing:
@@ -57,6 +61,8 @@ class Routing:
         config: Any = text_config(model)
         own_tokens = any(experts.own_tokens for experts in plan.experts.values())
         routing = cls(dict(plan.experts), own_tokens)
+        for name, experts in plan.experts.items():
+            routing.placements[name] = Placement(tuple(range(experts.count)), experts.replicas)
         if getattr(config, "output_router_logits", False):
             routing.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
             routing.top_k = int(config.num_experts_per_tok)
@@ -72,6 +78,12 @@ class Routing:
         if self.watching:
             found = count(ids.flatten(), self.experts[name].count)
             self.counts[name] = self.counts[name] + found if name in self.counts else found
+
+    def write_places(self, model: nn.Module) -> None:
+        """Write the placements of balanced experts into the model's buffers, which have memory now."""
+        for name, experts in self.experts.items():
+            if experts.balanced:
+                set_places(model.get_submodule(name), self.placements[name])
 
     def _watch(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         self.logits.clear()
@@ -204,6 +216,15 @@ def imbalance(handle: ShardedModel, told: torch.Tensor) -> torch.Tensor:
         every = told.view(-1, counts[0])
         return (every.amax(1) / every.mean(1).clamp(min=1e-9)).max()
     return torch.stack([load.max() / load.mean().clamp(min=1e-9) for load in told.split(counts)]).max()
+
+
+def rank_imbalance(handle: ShardedModel, told: torch.Tensor) -> float:
+    """The heaviest rank's rows over the mean, in the layer where that is the largest, of the ranks of the expert axis;
+    rows of replicas count evenly. `told` as for `imbalance`. The host waits."""
+    assert handle.routing is not None
+    ranks, placements = handle.mesh.size("expert"), handle.routing.placements
+    layers = by_layer(handle, told).items()
+    return max(heaviest(load, placements[name], ranks) for name, load in layers)
 
 
 @torch.no_grad()

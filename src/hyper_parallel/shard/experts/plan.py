@@ -19,9 +19,11 @@ from torch import nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import chunk
+from hyper_parallel.shard.experts.placement import Placement
 from hyper_parallel.shard.plan.builder import PlanBuilder, Split
 from hyper_parallel.shard.plan.types import ExpertsPlan, Intervals
 from hyper_parallel.shard.rules import matching_or_refuse
+from hyper_parallel.strategy.expert_balance import ExpertBalance
 from hyper_parallel.strategy.strategy import RuleName
 
 _MADE_BY_DECORATOR = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
@@ -69,17 +71,24 @@ class _ExpertsPlanner:
                 f"router_jitter_noise is {jitter}: the noise would differ from that of one device; set it to 0"
             )
         replicas = self._replicas(list(found))
+        balance = self.strategy.expert_balance
+        if balance is not None:
+            self._check_balance()
         for name, module in found.items():
             rule = self._rule(name)
             if self.tensor > 1:
                 self._beside(name)
+            count = _count(name, module)
+            if balance is not None:
+                replicas[name] = self._slots(name, count, balance)
             plan = ExpertsPlan(
                 rule,
-                count=_count(name, module),
+                count=count,
                 taken_over=self.mesh.world > 1 or self._is_odd(module),
                 features=rule == "expert_tensor" and self.tensor > 1,
                 own_tokens=self.own_tokens,
                 replicas=replicas.get(name, ()),
+                balanced=balance is not None,
             )
             self.draft.experts[name] = plan
             self._parameters(name, module, plan)
@@ -143,6 +152,27 @@ class _ExpertsPlanner:
                     )
                 replicas[name] = tuple(ids)
         return replicas
+
+    def _check_balance(self) -> None:
+        if self.expert == 1:
+            raise StrategyError(
+                "expert_balance needs axes.expert above 1: every rank has all experts; set axes.expert, or leave "
+                "expert_balance out"
+            )
+
+    def _slots(self, name: str, count: int, balance: ExpertBalance) -> tuple[int, ...]:
+        """The experts of one module that have replicas as long as no loads are known."""
+        if self.draft.is_tied(name):
+            raise StrategyError(
+                f"expert_balance: {name!r} shares weights with another module, whose tokens it would have to place "
+                "alike; leave expert_balance out"
+            )
+        if balance.replicas > count:
+            raise StrategyError(
+                f"strategy.expert_balance.replicas: {name!r} has {count} experts, and {balance.replicas} are to have "
+                f"replicas; use at most {count}"
+            )
+        return Placement.initial(count, balance.replicas).replicas
 
     def _check_alike(self) -> None:
         """The expert axis folds over the tensor axes, or leaves them to features: for all layers alike."""

@@ -21,6 +21,7 @@ from torch import nn
 from hyper_parallel.compat.local_tensor import per_rank
 from hyper_parallel.shard.experts import dispatch
 from hyper_parallel.shard.experts.load_balancing import Routing
+from hyper_parallel.shard.experts.places import Places, add_places
 from hyper_parallel.shard.experts.plan import is_concatenated
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.mesh_axis import Axis, _pad
@@ -35,6 +36,9 @@ def apply_experts_plan(model: nn.Module, plan: Plan, axes: ProcessMesh) -> Routi
     routing = Routing.of(model, plan)
     for name, experts in plan.experts.items():
         module = model.get_submodule(name)
+        if experts.balanced:
+            device = next(module.parameters()).device
+            add_places(module, experts.count, len(experts.replicas), device)
         wrap(module, _Boundary(module, name, experts, axes[plan.mesh.tensor], axes["expert"], routing))
     return routing
 
@@ -59,7 +63,7 @@ class _Boundary:
         tokens = x.size(0)
         x, ids, scores = self._enter(x, ids, scores)
         out = dispatch.compute(
-            self.module, self._weights(), x, ids, self.expert, self.plan.count, self.plan.replicas
+            self.module, self._weights(), x, ids, self.expert, self.plan.count, self._places(x.device)
         )
         out = (out * scores.unsqueeze(-1)).sum(1).to(hidden.dtype)
         return self._leave(out, tokens).view(hidden.shape)
@@ -91,6 +95,11 @@ class _Boundary:
         if not self.plan.features:
             return tensor.gather(out, 0, tokens)
         return tensor.reduce_split(out, 0) if self.plan.own_tokens else tensor.reduce(out)
+
+    def _places(self, device: torch.device) -> Places | None:
+        if self.plan.balanced:
+            return Places.of(self.module)
+        return Places.fixed(self.plan.count, self.plan.replicas, device)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """The parameters by name. Where results are summed over the tensor axes, only the first rank adds the bias: it

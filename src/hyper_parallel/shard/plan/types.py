@@ -84,7 +84,10 @@ class ExpertsPlan:
     own_tokens: bool
     """Ranks of the tensor axes come with different tokens, not with the same ones."""
     replicas: tuple[int, ...] = ()
-    """Experts whose weights every rank of the expert axis gets, and whose tokens stay."""
+    """Experts whose weights every rank of the expert axis gets, and whose tokens stay; where `balanced`, the first
+    ones."""
+    balanced: bool = False
+    """Experts are placed on ranks, and have replicas, by their loads (`shard.experts.placement`)."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from hyper_parallel.shard.model_structure import layers_of
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.rules import is_transformers, matching
 from hyper_parallel.strategy import EXPERT_SPANS, Strategy
+from hyper_parallel.strategy.expert_balance import ExpertBalance
 
 SMALL = 4 << 20
 """Parameters of a copy that is run at its own widths."""
@@ -89,9 +90,17 @@ def reduced_strategies(strategy: Strategy) -> Iterator[Strategy]:
             sequence=strategy.sequence,
             rules=strategy.rules,
             expert_replicas=strategy.expert_replicas,
+            expert_balance=_with_few_replicas(strategy.expert_balance, axes["expert"]),
             memory=memory,
             check=False,
         )
+
+
+def _with_few_replicas(balance: ExpertBalance | None, experts: int) -> ExpertBalance | None:
+    """A copy has at least as many experts as ranks of the expert axis."""
+    if balance is None:
+        return None
+    return balance.model_copy(update={"replicas": min(balance.replicas, experts)})
 
 
 def reduce(model: nn.Module, plan: Plan, strategy: Strategy) -> Iterator[Reduced]:

@@ -36,7 +36,8 @@ class Optimizer(Protocol):
         ...
 
     def pieces(self) -> dict[str, Piece]:
-        """The state's tensors for a checkpoint, by name: ``optimizer.<kind>.<parameter>``, never copied."""
+        """The state's tensors for a checkpoint, by name: ``optimizer.<kind>.<parameter>``, never copied.
+        Where a tensor is laid out as its parameter, with the layout that the parameter has now: experts may move."""
         ...
 
     def state(self) -> dict[str, Any]:

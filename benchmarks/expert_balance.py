@@ -1,0 +1,326 @@
+"""Experts placed by measured loads beside experts that stay: python benchmarks/expert_balance.py
+
+A small DeepSeek-V3 (64 experts, 2 for each token, 2 layers) on 8 gloo workers, `shard: 8, expert: 8`. The
+routers' correction biases, which are the model's own, are set so that experts get rows by Zipf's law; which expert is
+how hot is drawn. Models with the same values take the same steps, one after the other in each process, in an order that
+changes from round to round: `none` leaves experts where they are, `placed` moves them and gives none replicas, and
+`balanced` is the default of `strategy.expert_balance` with 2 replicas in each layer.
+
+Measured: the rows that each rank's experts compute (counted where they are multiplied); what losses, gradients and
+updates differ by in steps from the same values, and losses over the run, where a difference of rounding may grow once a
+router chooses another expert; bytes that cross between ranks when experts move, bytes that each rank receives in a
+step, and seconds of a step. Eight workers share the
+machine's cores: a step takes as long as the work of all ranks, not of the heaviest, so its seconds show what balancing
+costs and not what it spares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import paired_ratio, timed, write
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hyper_parallel import Strategy, init_weights, parallelize, sharded
+from hyper_parallel.compat import collectives
+from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
+from hyper_parallel.shard.experts import dispatch
+from hyper_parallel.shard.experts.placement import replicas_needed
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.expert_balance import ExpertBalancer, Replacement
+from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.recipe import Recipe, StepResult
+from hyper_parallel.step.train_step import Stepper
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from harness import run_ranks
+
+WORLD, EXPERTS, TOP_K, LAYERS = 8, 64, 2, 2
+VOCABULARY, ROWS, LENGTH = 512, 4, 256
+LIMIT, EVERY = 1.15, 10
+SAME = 10
+"""Steps from the same values after those that are measured."""
+KINDS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "placed": {"every": EVERY, "limit": LIMIT, "replicas": 0},
+    "balanced": {"every": EVERY, "limit": LIMIT, "replicas": 2},
+}
+BIAS = "e_score_correction_bias"
+
+
+def model() -> nn.Module:
+    config = AutoConfig.for_model(
+        "deepseek_v3",
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        first_k_dense_replace=0,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        kv_lora_rank=16,
+        q_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+    )
+    with torch.device("meta"):
+        made: nn.Module = AutoModelForCausalLM.from_config(config).train()
+    return made
+
+
+def batch(rank: int, step: int) -> StepBatch:
+    """This rank's rows of a step: random tokens."""
+    ids = torch.randint(VOCABULARY, (ROWS * WORLD, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    mine = ids[rank * ROWS : (rank + 1) * ROWS]
+    positions = torch.arange(LENGTH).expand(ROWS, -1)
+    rows = torch.arange(rank * ROWS, (rank + 1) * ROWS)
+    micro = MicroBatch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, rows)
+    return StepBatch(step, list(range(ROWS * WORLD)), [micro], torch.tensor(float(ROWS * LENGTH)))
+
+
+@dataclass
+class Side:
+    """One of the models, and what its steps came to on this rank."""
+
+    model: nn.Module
+    recipe: Recipe
+    balancer: ExpertBalancer | None
+    rank: int
+    losses: list[float] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    """Of each step: the rows that this rank's experts computed, layer by layer."""
+    seconds: list[float] = field(default_factory=list)
+    placed: list[tuple[int, Replacement, float]] = field(default_factory=list)
+    """Step, what was placed anew, and the seconds that took."""
+
+    @classmethod
+    def of(cls, balance: dict[str, Any] | None, rank: int) -> Side:
+        strategy = Strategy(axes={"shard": WORLD, "expert": WORLD}, expert_balance=balance, check=False)
+        made = parallelize(model(), strategy)
+        init_weights(made, seed=1)
+        handle, optimizer = sharded(made), build_optimizer(made, AdamWConfig(lr=1e-4))
+        recipe = Recipe(made, handle, optimizer, schedule(ScheduleConfig(name="constant"), 1), clip=1.0)
+        return cls(made, recipe, ExpertBalancer.of(handle, optimizer), rank)
+
+    def step(self, number: int) -> StepResult:
+        stepper = Stepper(self.recipe)
+        stepper.begin(batch(self.rank, number))
+        return stepper.run(load_next=None, memory=0.0)
+
+    def measure(self, number: int, counted: list[int]) -> None:
+        """One step, of the ranks together."""
+        counted.clear()
+        results: list[StepResult] = []
+        self.seconds.append(timed(lambda: results.append(self.step(number)), WORLD))
+        self.losses.append(results[0].loss)
+        self.rows.append(list(counted))
+        if self.balancer is not None and results[0].expert_loads is not None:
+            loads, found = results[0].expert_loads, list[Replacement | None]()
+            balancer = self.balancer
+            seconds = timed(lambda: found.append(balancer.after_step(loads)), WORLD)
+            if found[0] is not None:
+                self.placed.append((number, found[0], seconds))
+
+
+def count_rows(counted: list[int]) -> None:
+    """From now on the rows of each forward pass of a layer's experts are appended."""
+    multiply, whole = dispatch.apply_experts, dispatch.compute
+
+    def apply_experts(module: Any, weights: Any, rows: Tensor, counts: list[int]) -> Tensor:
+        if counted:
+            counted[-1] += sum(counts)
+        return multiply(module, weights, rows, counts)
+
+    def compute(*args: Any, **kwargs: Any) -> Tensor:
+        counted.append(0)
+        return whole(*args, **kwargs)
+
+    dispatch.apply_experts, dispatch.compute = apply_experts, compute
+
+
+def skew_routers(side: Side, skew: float, rounds: int) -> list[Tensor]:
+    """Set the routers' biases so that loads follow Zipf's law, by steps that update nothing; the biases."""
+    handle = side.recipe.handle
+    biases = [buffer for name, buffer in side.model.named_buffers() if name.endswith(BIAS)]
+    draw = torch.Generator().manual_seed(5)
+    shares = 1 / torch.arange(1, EXPERTS + 1).float() ** skew
+    wanted = [(shares / shares.sum())[torch.randperm(EXPERTS, generator=draw)] for _ in biases]
+    assert handle.routing is not None
+    for at in range(rounds):
+        handle.routing.counts.clear()
+        side.model(input_ids=batch(side.rank, 10_000 + at).micro[0].input_ids, use_cache=False)
+        loads = torch.stack(list(handle.routing.counts.values())).float()
+        dist.all_reduce(loads)
+        for bias, load, want in zip(biases, loads, wanted, strict=True):
+            share = (load + 1) / (load + 1).sum()
+            bias.add_(0.1 / (1 + at / 20) * (want / share).log().clamp(-1, 1))
+    handle.routing.counts.clear()
+    return biases
+
+
+def from_same_values(plain: Side, side: Side, number: int) -> dict[str, float]:
+    """What one step of two sides from the same values and moments differs by: the loss, the gradient's norm over its
+    size, and the largest difference of an updated value."""
+    ours, theirs = side.recipe, plain.recipe
+    mine, of_plain = ours.optimizer.pieces(), theirs.optimizer.pieces()
+    for one, other in zip(ours.handle.owned(), theirs.handle.owned(), strict=True):
+        one.local.copy_(ours.handle.cut(theirs.handle.gather(other.local, other.layout), one.layout))
+    for name, piece in mine.items():
+        whole = theirs.handle.gather(of_plain[name].local, of_plain[name].layout)
+        piece.local.copy_(ours.handle.cut(whole, piece.layout))
+    expected, got = plain.step(number), side.step(number)
+    updated = [
+        (ours.handle.gather(one.local, one.layout) - theirs.handle.gather(other.local, other.layout))
+        .abs()
+        .max()
+        for one, other in zip(ours.handle.owned(), theirs.handle.owned(), strict=True)
+    ]
+    return {
+        "loss": abs(got.loss - expected.loss),
+        "gradient_norm": abs(got.grad_norm - expected.grad_norm) / expected.grad_norm,
+        "updated_value": float(max(updated)),
+    }
+
+
+def received(side: Side, number: int) -> float:
+    """Bytes that this rank receives in a step that is not measured otherwise."""
+    with collectives.counting() as calls:
+        side.step(number)
+    return float(sum(call.bytes_received for call in calls))
+
+
+def worker(rank: int, world: int, skew: float, rounds: int, steps: int) -> dict[str, Any]:
+    sides = {kind: Side.of(balance, rank) for kind, balance in KINDS.items()}
+    biases = skew_routers(sides["none"], skew, rounds)
+    for side in sides.values():
+        names = [name for name, _ in side.model.named_buffers() if name.endswith(BIAS)]
+        for name, bias in zip(names, biases, strict=True):
+            side.model.get_buffer(name).copy_(bias)
+        side.model.zero_grad(set_to_none=True)
+    counted: list[int] = []
+    count_rows(counted)
+    for number in range(steps):
+        kinds = list(KINDS)
+        for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
+            sides[kind].measure(number, counted)
+    found = {
+        kind: {
+            "losses": side.losses,
+            "rows": side.rows,
+            "seconds": side.seconds,
+            "placed": [(n, vars(one), s) for n, one, s in side.placed],
+            "received": received(side, steps),
+            "same": [from_same_values(sides["none"], side, steps + 1 + at) for at in range(SAME)]
+            if kind != "none"
+            else [],
+        }
+        for kind, side in sides.items()
+    }
+    dist.barrier()
+    return found
+
+
+def imbalance(of_ranks: Sequence[Sequence[Sequence[int]]]) -> list[float]:
+    """[rank, step, layer] rows to each step's heaviest rank over the mean, in the layer where that is the largest."""
+    rows = torch.tensor(of_ranks, dtype=torch.float64)
+    return (rows.amax(0) / rows.mean(0)).amax(1).tolist()
+
+
+def summed_imbalance(of_ranks: Sequence[Sequence[Sequence[int]]]) -> float:
+    """As `imbalance`, of the rows of all steps together."""
+    rows = torch.tensor(of_ranks, dtype=torch.float64).sum(1)
+    return float((rows.amax(0) / rows.mean(0)).max())
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def result(found: list[dict[str, Any]], settled: int) -> dict[str, Any]:
+    """Of all ranks' measurements, those of the steps from `settled` on."""
+    first = found[0]
+    plain = first["none"]
+    sides = {}
+    for kind, side in first.items():
+        differences = [abs(a - b) for a, b in zip(side["losses"], plain["losses"], strict=True)]
+        uneven = imbalance([one[kind]["rows"] for one in found])
+        sides[kind] = {
+            "heaviest_rank_over_mean": spread(uneven[settled:]),
+            "heaviest_rank_over_mean_before": spread(uneven[:EVERY]),
+            "heaviest_rank_over_mean_of_all_steps": summed_imbalance(
+                [one[kind]["rows"][settled:] for one in found]
+            ),
+            "from_same_values": {
+                key: max(one[key] for one in side["same"]) for key in (side["same"] or [{}])[0]
+            },
+            "largest_loss_difference_over_the_run": max(differences),
+            "last_loss": side["losses"][-1],
+            "bytes_received_per_step_and_rank": statistics.mean(one[kind]["received"] for one in found),
+            "placed": [{"after_step": n + 1, "seconds": s, **one} for n, one, s in side["placed"]],
+            "step_seconds": paired_ratio(side["seconds"][settled:], plain["seconds"][settled:]),
+        }
+    return sides
+
+
+def needed() -> dict[str, dict[str, int]]:
+    """Ranks to experts to the replicas in each layer with which Zipf's law keeps the limit; computed."""
+    found: dict[str, dict[str, int]] = {}
+    for ranks in (8, 32, 64):
+        for experts in (64, 128, 256):
+            shares = [100_000 / (at + 1) for at in range(experts)]
+            count = replicas_needed([round(s / sum(shares) * 100_000) for s in shares], ranks, LIMIT)
+            found.setdefault(f"ranks {ranks}", {})[f"experts {experts}"] = count
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--skew", type=float, nargs="*", default=[1.0, 1.2])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=120, help="forward passes that set the routers' biases")
+    given = parser.parse_args()
+    found = {}
+    for skew in given.skew:
+        ranks = run_ranks(worker, WORLD, skew, given.rounds, given.steps, timeout=1800)
+        found[f"zipf {skew}"] = result(ranks, settled=2 * EVERY)
+        for kind, side in found[f"zipf {skew}"].items():
+            ratio, same = side["heaviest_rank_over_mean"]["median"], side["from_same_values"]
+            print(f"zipf {skew} {kind}: heaviest rank {ratio:.3f} × the mean; one step differs by {same}")
+    print(
+        write(
+            "expert_balance",
+            {
+                "workers": WORLD,
+                "experts": EXPERTS,
+                "experts_per_token": TOP_K,
+                "tokens_per_rank": ROWS * LENGTH,
+                "limit": LIMIT,
+                "every": EVERY,
+                "steps": given.steps,
+                "runs": found,
+                "replicas_needed": needed(),
+            },
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
