@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import wave
 from pathlib import Path
@@ -27,7 +28,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, TextData, load_data
 from hyper_parallel.data.aligned_text import AlignedText
 from hyper_parallel.data.document import Chat, from_record, is_held_out
-from hyper_parallel.data.media import Media, load_audio
+from hyper_parallel.data.media import Media, load_audio, load_image
 from hyper_parallel.data.multimodal import RowCost
 from hyper_parallel.data.packing import IGNORED
 from hyper_parallel.errors import DataError, HyperParallelError
@@ -361,3 +362,24 @@ def test_uncompressed_sound_is_read_without_other_packages(tmp_path: Path) -> No
 def test_a_conversation_of_text_parts_is_a_text() -> None:
     found = from_record(parts(TEXT, TEXT), "here")
     assert isinstance(found, Chat) and found.messages[0]["content"] == ASKED * 2 and not found.media
+
+
+def test_missing_packages_are_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = Media("image", "0.png", place / "images/0.png")
+    sound = tmp_path / "a.wav"
+    with wave.open(str(sound), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name in ("PIL", "transformers.audio_utils"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(
+        DataError, match=r"here: images are read by Pillow; pip install 'hyper-parallel\[images\]'"
+    ):
+        load_image(image, "here")
+    with pytest.raises(DataError, match=r"here: .*a.wav is no WAV file of 16000 .*'hyper-parallel\[audio\]'"):
+        load_audio(Media("audio", "a.wav", sound), "here", 16000)

@@ -164,20 +164,30 @@ def test_a_run_is_the_same_on_one_device_and_on_two_and_goes_on_elsewhere(place:
     assert two["tokens"].keys() == {1, 2}
 
 
-def test_an_exported_model_has_its_processor(place: Path) -> None:
-    from transformers import AutoModelForImageTextToText
+@pytest.mark.parametrize("model", list(MODELS))
+def test_an_exported_model_has_its_processor_and_is_trained_on(place: Path, model: str) -> None:
+    from transformers import AutoConfig
 
-    [found] = train(0, 1, place, [trained(place, "llava", "exported", {}, steps=1)])
-    folder = export(found["summary"].checkpoint, place / "export")
-    loaded = AutoModelForImageTextToText.from_pretrained(folder)
-    assert type(loaded).__name__ == "LlavaForConditionalGeneration"
+    [found] = train(0, 1, place, [trained(place, model, f"{model}-exported", {}, steps=1)])
+    folder = export(found["summary"].checkpoint, place / f"{model}-export")
     for name in (
         "preprocessor_config.json",
         "processor_config.json",
         "chat_template.jinja",
         "tokenizer.json",
     ):
-        assert (folder / name).read_bytes() == (place / "llava" / name).read_bytes()
+        assert (folder / name).read_bytes() == (place / model / name).read_bytes()
+    # Transformers computes the held-out loss of the run from the folder, and so does a run that begins with it.
+    loss, _ = loss_and_gradients(
+        model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder), rows_of(place, model)
+    )
+    assert loss == pytest.approx(found["eval_loss"][1], rel=1e-5)
+    for compute, tolerance in (("float32", 1e-5), ("bfloat16", 2e-2)):
+        file = trained(place, model, f"{model}-{compute}", {"precision": {"compute": compute}}, steps=1)
+        file["model"] = {"path": str(folder)}
+        del file["data"]["tokenizer"]
+        [again] = train(0, 1, place, [file])
+        assert again["eval_loss"][0] == pytest.approx(loss, rel=tolerance)
 
 
 REFUSED = [
