@@ -1,0 +1,177 @@
+"""Skewed experts, simulated: python benchmarks/unlike_experts.py
+
+A layer of a mixture of experts is captured as training captures it, on ranks that each own a part of the experts, and
+its operators are priced on a cluster. Loads follow Zipf's law; which expert is how hot is drawn. The heaviest rank
+holds up all others, so that with h = its rows over the mean
+
+    layer = the rest + h · (products of experts + exchanges of rows)
+    idle  = (h − 1) · products / layer, on the mean rank
+
+once where experts stay (as in any framework that does not balance them), and once where `strategy.expert_balance`
+places them, with as few replicas as its limit needs; the replicas' weights cross in every forward pass and their
+gradients in every backward pass. Everything is simulated; no device is used. Writes
+benchmarks/results/unlike_experts.json and the table of docs/experts.md.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from measure import machine, write
+from pages import DOCS, put
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.estimate.stage_price import node_seconds
+from hyper_parallel.graph.collective_groups import is_collective
+from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard.experts.placement import Placement, heaviest, place, replicas_needed
+from hyper_parallel.step.capture_micro_batch import capture_micro_batch
+from hyper_parallel.step.recipe import GradientRecipe
+from hyper_parallel.strategy import Strategy
+
+LENGTH = 4096
+LIMIT = 1.15
+DRAWS = 8
+MODELS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 0,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+}
+CLUSTERS = ("h100", "cloudmatrix384")
+RANKS = (8, 32)
+EXPONENTS = (1.0, 1.2)
+
+
+def layer_seconds(name: str, where: Cluster, ranks: int) -> dict[str, float]:
+    """Seconds of a layer's passes over a row: products of experts, exchanges of rows, the rest."""
+    given = dict(MODELS[name])
+    config = AutoConfig.for_model(
+        given.pop("model_type"), **given, num_hidden_layers=1, vocab_size=1024, max_position_embeddings=LENGTH
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    strategy = Strategy.model_validate(
+        {
+            "version": 1,
+            "axes": {"shard": ranks, "expert": ranks},
+            "precision": {"param": "bfloat16", "compute": "bfloat16"},
+            "check": False,
+        }
+    )
+    found = {"products": 0.0, "exchanges": 0.0, "rest": 0.0}
+    with fake_ranks(ranks, 0):
+        parallelize(model, strategy, lowering="traceable")
+        step = capture_micro_batch(GradientRecipe(model, sharded(model)), 1, LENGTH, 2)
+        seconds = node_seconds(step, where, range(ranks), None)
+        for node in step.nodes:
+            module = str(node.meta.get("module", ""))
+            if not module.startswith("model.layers"):
+                continue
+            if is_collective(node):
+                # Gathered weights of what is not an expert's are hidden behind products.
+                if "all_to_all" in str(node.target):
+                    found["exchanges"] += seconds(node)
+                continue
+            found["products" if ".experts" in module and "shared" not in module else "rest"] += seconds(node)
+    return found
+
+
+def loads(count: int, exponent: float, seed: int) -> list[float]:
+    """Of each expert."""
+    found = [(rank + 1) ** -exponent for rank in range(count)]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def simulated(
+    name: str, cluster: str, ranks: int, exponent: float, seconds: Mapping[str, float]
+) -> dict[str, Any]:
+    """Means over draws."""
+    where = Cluster.preset(cluster)
+    config = MODELS[name]
+    count = config.get("n_routed_experts", config.get("num_experts", 0))
+    weights = 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
+
+    def layer(heavy: float) -> float:
+        return seconds["rest"] + heavy * (seconds["products"] + seconds["exchanges"])
+
+    told: list[tuple[float, float, int]] = []
+    for seed in range(DRAWS):
+        drawn = loads(count, exponent, seed)
+        needed = replicas_needed(drawn, ranks, LIMIT)
+        placed = place(drawn, Placement.initial(count, needed), ranks, LIMIT)
+        told.append(
+            (heaviest(drawn, Placement.initial(count, 0), ranks), heaviest(drawn, placed, ranks), needed)
+        )
+    before, after = (sum(one[at] for one in told) / DRAWS for at in (0, 1))
+    replicas = sum(one[2] for one in told) / DRAWS
+    # A sum over the ranks in the forward pass, and one of gradients in the backward pass.
+    copies = 2 * where.collective_seconds("all_reduce", replicas * weights, range(ranks)) if replicas else 0.0
+    old, new = layer(before), layer(after) + copies
+    return {
+        "model": name,
+        "cluster": cluster,
+        "ranks": ranks,
+        "exponent": exponent,
+        "before": before,
+        "after": after,
+        "replicas": replicas,
+        "layer_before": old,
+        "layer_after": new,
+        "idle_before": (before - 1) * seconds["products"] / old,
+        "idle_after": (after - 1) * seconds["products"] / new,
+        **seconds,
+    }
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The table of the page."""
+    yield "| Layer of | Ranks | Zipf | Heaviest rank | Replicas | Layer | Step of such layers | Utilization | Idle |"
+    yield "|---|---|--:|---|--:|---|--:|--:|---|"
+    for one in rows:
+        ratio = one["layer_after"] / one["layer_before"]
+        yield (
+            f"| {one['model']} | {one['ranks']} × {one['cluster']} | {one['exponent']} | {one['before']:.2f} → "
+            f"{one['after']:.2f} | {one['replicas']:.1f} | {1e3 * one['layer_before']:.1f} → "
+            f"{1e3 * one['layer_after']:.1f} ms | {ratio - 1:+.0%} | {1 / ratio - 1:+.0%} | {one['idle_before']:.0%} → "
+            f"{one['idle_after']:.0%} |"
+        )
+
+
+def main() -> None:
+    """Simulate, print, keep."""
+    rows = []
+    for name in MODELS:
+        for cluster in CLUSTERS:
+            for ranks in RANKS:
+                seconds = layer_seconds(name, Cluster.preset(cluster), ranks)
+                rows += [simulated(name, cluster, ranks, exponent, seconds) for exponent in EXPONENTS]
+    print("\n".join(page(rows)))
+    print(write("unlike_experts", {"machine": machine(), "rows": rows}))
+    put(DOCS / "experts.md", "unlike_experts.py", page(rows))
+
+
+if __name__ == "__main__":
+    main()
