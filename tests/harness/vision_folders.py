@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness.chat_model import CHATS
+from hyper_parallel.verify.families import FAMILIES
 
 IMAGE = "<|image|>"
 CHATML = (
@@ -106,17 +107,7 @@ def write_qwen(folder: Path, template: str = CHATML) -> Path:
             "vocab_size": len(own),
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
         },
-        vision_config={
-            "model_type": "qwen2_5_vl",
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 50,
-            "num_heads": 4,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": 32,
-        },
+        vision_config=FAMILIES["qwen2.5-vl"]["vision_config"],
         **{name: own.convert_tokens_to_ids(token) for name, token in ids.items()},
     ).save_pretrained(folder)
     Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}).save_pretrained(
