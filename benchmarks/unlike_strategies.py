@@ -278,11 +278,12 @@ def submodel_kinds(task: Task, one: Sizes, images: Sequence[int]) -> list[MicroB
     for most, count in sorted(shown.items(), reverse=True):
         ranks = range(1, one.pipeline + 1)
         if not most:
-            kinds.append(MicroBatchKind.chain(_costs(text), ranks, count))
+            kinds.append(MicroBatchKind.chain(_costs(text, saved=_saved(task, one)), ranks, count))
             continue
         encoder = task.costs.seconds_of_images(most)
         transfers = (_crossing(task, most * one.encoders, one.encoders), *[0.0] * (one.pipeline - 1))
-        kinds.append(MicroBatchKind.chain(_costs([encoder, *text], transfers), (0, *ranks), count))
+        saved = [_saved_images(task, most), *_saved(task, one)]
+        kinds.append(MicroBatchKind.chain(_costs([encoder, *text], transfers, saved), (0, *ranks), count))
     return kinds
 
 
@@ -296,10 +297,24 @@ def _micro_batches(images: Sequence[int], one: Sizes) -> int:
     return 0 if len(images) % size else len(images) // size
 
 
-def _costs(stages: Sequence[Times], transfers: Sequence[float] = ()) -> Costs:
+def _costs(stages: Sequence[Times], transfers: Sequence[float] = (), saved: Sequence[float] = ()) -> Costs:
     forward, before, after = zip(*stages, strict=True)
     both = tuple(a + b for a, b in zip(before, after, strict=True))
-    return Costs(forward=forward, backward=both, input=before, weight=after, transfers=tuple(transfers))
+    times = {"forward": forward, "backward": both, "input": before, "weight": after}
+    return Costs(**times, transfers=tuple(transfers), saved=tuple(saved))
+
+
+def _saved(task: Task, one: Sizes) -> list[float]:
+    """Bytes of the inputs of a stage's layers, for a micro-batch of a data rank."""
+    shape = task.costs.shape
+    layers = shape.text["num_hidden_layers"] / one.pipeline
+    return [2.0 * one.rows * shape.length * shape.text["hidden_size"] * layers] * one.pipeline
+
+
+def _saved_images(task: Task, images: float) -> float:
+    """Bytes of the inputs of the encoder's layers, and of the features."""
+    shape = task.costs.shape
+    return 2.0 * images * shape.patches * shape.vision["hidden_size"] * shape.vision["num_hidden_layers"]
 
 
 def _added(one: Times, other: Times) -> Times:

@@ -4,9 +4,9 @@ List scheduling (as in `list_scheduling`) of one sequence of micro-batches on al
 passes in the order of the sequence, so that the oldest micro-batch that has not ended always has its memory, and no cap
 can lock the ranks. Backward passes run as their gradients arrive; gradients of weights where nothing else can run.
 
-Candidates, of which the shortest wins: sequences times rules. Sequences: by Johnson's rule (*Optimal two- and
-three-stage production schedules*, Naval Research Logistics Quarterly 1(1), 1954) with the last rank as the second
-machine, mixed evenly, kind by kind, and Johnson's from the end. Rules: backward passes first, or forward passes first
+Candidates, of which the shortest wins: sequences times rules. Sequences: kinds mixed evenly, by Johnson's rule
+(*Optimal two- and three-stage production schedules*, Naval Research Logistics Quarterly 1(1), 1954) with the last stage
+as the second machine, kind by kind, and Johnson's from the end. Rules: backward passes first, or forward passes first
 where memory has room. The search counts actions, not seconds, and depends on its arguments alone, so that ranks with
 the same arguments have the same order.
 """
@@ -23,10 +23,11 @@ from hyper_parallel.program import TaskKind
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, StepTables, way_in
 from hyper_parallel.schedule.schedule import Action, Schedule
 
-EFFORT = 1_500
+EFFORT = 1_600
 """Actions placed, of which the first candidate takes as many as it has."""
 _NEAR = 1e-6
 """Relative distance to the lower bound at which the search ends."""
+_RULES = ("backward passes first", "forward passes first")
 _FORWARD, _INPUT, _WEIGHT, _BACKWARD = range(4)
 _KINDS = (TaskKind.FORWARD, TaskKind.INPUT, TaskKind.WEIGHT, TaskKind.BACKWARD)
 
@@ -63,14 +64,15 @@ def step_schedule(
     tables = StepTables(kinds, ranks)
     problem = _Problem(tables, tables.caps_of_1f1b() if caps is None else caps)
     bound, best, source = tables.bound(), _Listed(math.inf, []), ""
-    for name, sequence in _sequences(tables):
-        for rule in ("backward passes first", "forward passes first"):
-            if best.makespan <= bound * (1 + _NEAR) or (source and effort < problem.actions):
-                break
-            effort -= problem.actions
-            found = problem.listed(sequence, forward_first=rule.startswith("forward"))
-            if found.makespan < best.makespan * (1 - 1e-12):
-                best, source = found, f"{name}, {rule}"
+    sequences = list(_sequences(tables))
+    candidates = [(one, rule) for pair in (sequences[:2], sequences[2:]) for rule in _RULES for one in pair]
+    for (name, sequence), rule in candidates:
+        if best.makespan <= bound * (1 + _NEAR) or (source and effort < problem.actions):
+            break
+        effort -= problem.actions
+        found = problem.listed(sequence, forward_first=rule.startswith("forward"))
+        if found.makespan < best.makespan * (1 - 1e-12):
+            best, source = found, f"{name}, {rule}"
     return StepSchedule(_written(tables, best.orders), best.makespan, bound, source)
 
 
@@ -87,7 +89,7 @@ class _Problem:
     def __init__(self, tables: StepTables, caps: Sequence[float]) -> None:
         self.tables, self.caps = tables, [cap * (1 + 1e-9) for cap in caps]
         self.actions = sum(kind.count * kind.costs.stages * 3 for kind in tables.kinds)
-        rows = [self._row(kind, stage) for kind in tables.kinds for stage in range(kind.costs.stages)]
+        rows = [row for kind in tables.kinds for row in self._rows(kind)]
         first = tables.first_stage
         self.rows = [
             [_NOWHERE if stage < 0 else rows[first[tables.kind_of[m]] + stage] for m, stage in enumerate(own)]
@@ -95,17 +97,28 @@ class _Problem:
         ]
 
     @staticmethod
-    def _row(kind: MicroBatchKind, stage: int) -> _Row:
-        costs = kind.costs
-        place = kind.placement
-        takes = costs.saved[stage] + max(0.0, -costs.released[stage])
-        frees = max(0.0, costs.released[stage])
-        ahead = [(place[t], seconds) for (s, t), seconds in kind.forward.items() if s == stage]
-        back = [(place[t], seconds) for (s, t), seconds in kind.backward.items() if s == stage]
-        waits = sum(t == stage for _, t in kind.forward), sum(t == stage for _, t in kind.backward)
-        return _Row(
-            costs.forward[stage], costs.input[stage], costs.weight[stage], takes, frees, ahead, back, *waits
-        )
+    def _rows(kind: MicroBatchKind) -> Iterator[_Row]:
+        """By stage."""
+        costs, place = kind.costs, kind.placement
+        ahead: list[list[tuple[int, float]]] = [[] for _ in place]
+        back: list[list[tuple[int, float]]] = [[] for _ in place]
+        inputs, gradients = [0] * len(place), [0] * len(place)
+        for edges, gives, waits in ((kind.forward, ahead, inputs), (kind.backward, back, gradients)):
+            for (source, target), seconds in edges.items():
+                gives[source].append((place[target], seconds))
+                waits[target] += 1
+        for stage in range(len(place)):
+            yield _Row(
+                costs.forward[stage],
+                costs.input[stage],
+                costs.weight[stage],
+                costs.saved[stage] + max(0.0, -costs.released[stage]),
+                max(0.0, costs.released[stage]),
+                ahead[stage],
+                back[stage],
+                inputs[stage],
+                gradients[stage],
+            )
 
     def listed(self, sequence: Sequence[int], *, forward_first: bool) -> _Listed:
         """The list schedule of a sequence of all micro-batches."""
@@ -210,22 +223,18 @@ def _sequences(tables: StepTables) -> Iterator[tuple[str, list[int]]]:
     numbers = [
         [m for m, kind in enumerate(tables.kind_of) if kind == number] for number in range(len(tables.kinds))
     ]
+    shares = [(at + 0.5) / len(own) for own in numbers for at in range(len(own))]
     before = [way_in(kind)[-1] for kind in tables.kinds]
     after = [kind.work(kind.costs.stages - 1) for kind in tables.kinds]
     kinds = range(len(tables.kinds))
     soon = sorted((k for k in kinds if before[k] <= after[k]), key=lambda k: (before[k], -after[k]))
     late = sorted((k for k in kinds if before[k] > after[k]), key=lambda k: (-after[k], before[k]))
     johnson = [m for k in (*soon, *late) for m in numbers[k]]
-    yield "Johnson's rule", johnson
     if len(tables.kinds) == 1:
+        yield "one kind", johnson
         return
-    yield (
-        "mixed",
-        sorted(
-            range(tables.micro_batches),
-            key=lambda m: ((numbers[tables.kind_of[m]].index(m) + 0.5) / len(numbers[tables.kind_of[m]]), m),
-        ),
-    )
+    yield "mixed", sorted(range(tables.micro_batches), key=lambda m: (shares[m], m))
+    yield "Johnson's rule", johnson
     yield "kind by kind", list(range(tables.micro_batches))
     yield "Johnson's rule from the end", johnson[::-1]
 
