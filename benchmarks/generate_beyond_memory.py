@@ -81,7 +81,7 @@ CASES = {
     ),
     "context": Case(
         headroom=95 << 20,
-        budget="63MiB",
+        budget="65MiB",
         prompts=[[(7 * place + place // 90) % 500 for place in range(4096)], list(range(40))],
         tokens=8,
         config={

@@ -1,4 +1,4 @@
-"""Unlike work: an image encoder and a language model, simulated: python benchmarks/unlike_work.py [--only TEXT]
+"""Unlike work: an image encoder and a language model, simulated: python benchmarks/unlike_work.py [--replay]
 
 Rows have 0 to 32 images, drawn from a log-normal law. For each model, number of devices and cluster, four rules of
 placement (`unlike_strategies.py`), each with the best sizes of all; costs are of graphs captured from the models' code
@@ -12,13 +12,14 @@ docs/submodels.md.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from measure import machine, write
+from measure import RESULTS, machine, write
 from pages import DOCS, put
 from unlike_costs import SHAPES, model_costs
 from unlike_replay import replayed
@@ -184,11 +185,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="")
+    parser.add_argument("--replay", action="store_true", help="of what was simulated before")
     given = parser.parse_args()
-    rows = []
+    rows = json.loads((RESULTS / "unlike_work.json").read_text())["simulated"] if given.replay else []
     for setting in SETTINGS:
         for cluster in CLUSTERS:
-            if given.only in f"{setting.model} {setting.devices} {cluster}":
+            if not given.replay and given.only in f"{setting.model} {setting.devices} {cluster}":
                 rows.append(simulated(setting, cluster))
                 print({key: value for key, value in rows[-1].items() if key != "kinds"}, flush=True)
     # Few processes, so that they sleep on a small machine at the same time.

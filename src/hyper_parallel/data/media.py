@@ -12,13 +12,14 @@ import wave
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 from hyper_parallel.errors import DataError
 from hyper_parallel.untrusted import open_regular
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Kind = Literal["image", "audio"]
 
@@ -128,6 +129,9 @@ def _wav(data: bytes, rate: int) -> NDArray[np.float32] | None:
     """Samples of uncompressed WAV data of this rate; None for anything else."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         return None
+    # The command line reads rows' names before anything heavy is imported.
+    import numpy as np
+
     try:
         with wave.open(io.BytesIO(data)) as file:
             if file.getframerate() != rate or file.getsampwidth() not in (2, 4):

@@ -117,7 +117,8 @@ class Batches:
 
     def _places(self, rows: list[int]) -> list[int]:
         """The places of a step's rows in the order in which the data ranks compute them; the same on all ranks."""
-        if not self._balance:
+        # Rows of text alone are alike.
+        if not self._balance or not self._encoder:
             return list(range(len(rows)))
         ranks = self._batch // (self._share.stop - self._share.start)
         return dealt([self._text.work(row, self._encoder) for row in rows], ranks, self._micro)
