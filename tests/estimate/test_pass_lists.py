@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
+from harness.examples import captured_examples
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_process_group import fake_ranks
@@ -34,12 +35,7 @@ from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.recipe import Recipe
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
-EXAMPLES = [
-    path
-    for path in sorted(QUICKSTART.parent.rglob("*.yaml"))
-    # A pipeline is captured micro-batch by micro-batch.
-    if config.load(path).strategy.axes.pipeline == 1
-]
+EXAMPLES = captured_examples()
 LAYERS = "model.config.num_hidden_layers=4"
 H100 = "NVIDIA H100 80GB HBM3"
 

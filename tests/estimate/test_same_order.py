@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.examples import EXAMPLES, captured_examples
 from hyper_parallel import config
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
@@ -21,13 +21,8 @@ from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.recipe import Recipe
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-PLAIN = sorted(
-    str(path.relative_to(EXAMPLES))
-    for path in EXAMPLES.rglob("*.yaml")
-    # Collectives of a pipeline's stages stay in the order of the model's code.
-    if config.load(path).strategy.axes.pipeline == 1
-)
+# Collectives of a pipeline's stages stay in the order of the model's code.
+PLAIN = [str(path.relative_to(EXAMPLES)) for path in captured_examples()]
 LAYERS = {"deepseek-v3.yaml": 4}
 """Layers of an example in which others than two are the fewest with all kinds."""
 
