@@ -17,11 +17,12 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from measure import RESULTS, machine, write
 from pages import DOCS, put
-from unlike_costs import SHAPES, model_costs
+from unlike_costs import SHAPES, ModelCosts, model_costs
 from unlike_replay import replayed
 from unlike_strategies import (
     Found,
@@ -81,10 +82,15 @@ SETTINGS = (
 CLUSTERS = ("h100", "cloudmatrix384")
 
 
+@cache
+def _costs(model: str, cluster: str) -> ModelCosts:
+    return model_costs(SHAPES[model], Cluster.preset(cluster))
+
+
 def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
     """The best of each rule."""
     where = Cluster.preset(cluster)
-    costs = model_costs(SHAPES[setting.model], where)
+    costs = _costs(setting.model, cluster)
     task = Task(costs, where, setting.devices, setting.drawn())
     images = sum(map(sum, task.steps)) / (STEPS * setting.rows)
     encoder, text = sum(costs.seconds_of_images(images)), sum(map(sum, costs.seconds_of_rows(1, 1, 1)))
