@@ -1,4 +1,4 @@
-"""Steps on rows with skewed numbers of images, dealt and as given: python benchmarks/balanced_rows.py [--steps 200]
+"""Steps on rows with skewed numbers of images, dealt and as given: python benchmarks/balanced_rows.py [--steps 60]
 
 A small vision-language model (LLaVA, new weights) on two workers of one thread each, `axes: {shard: 2}`; rows have 0 to
 16 images, drawn from a log-normal law, as in real sets. Every step is computed from the same weights with its rows
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args()
     found = measured(given.steps)
     print("\n".join(page(found)))
