@@ -12,7 +12,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.program import TaskKind
 from hyper_parallel.schedule import Action, Costs, DeadlockError, Schedule, time_schedule
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, StepTables
-from hyper_parallel.schedule.step_schedule import step_schedule
+from hyper_parallel.schedule.step_order import step_schedule
 from hyper_parallel.schedule.step_timing import time_step
 
 

@@ -13,6 +13,7 @@ Rows are dealt most work first (LPT: Graham, *Bounds on Multiprocessing Timing A
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -85,11 +86,13 @@ class _Dealer:
     def _bins(self, rows: Sequence[int], count: int, by: Callable[[RowWork], float]) -> list[list[int]]:
         """Rows in bins of a micro-batch each, which have nearly as much."""
         bins: list[list[int]] = [[] for _ in range(count)]
-        held = [0.0] * count
+        # What each bin with room has, the least first.
+        room = [(0.0, at) for at in range(count)]
         for row in sorted(rows, key=lambda row: -by(self._work[row])):
-            at = min((at for at in range(count) if len(bins[at]) < self._micro), key=held.__getitem__)
+            held, at = heapq.heappop(room)
             bins[at].append(row)
-            held[at] += by(self._work[row])
+            if len(bins[at]) < self._micro:
+                heapq.heappush(room, (held + by(self._work[row]), at))
         return bins
 
     def _written(self, micro_batches: Iterator[list[list[int]]]) -> list[int]:

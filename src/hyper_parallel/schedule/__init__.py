@@ -15,7 +15,7 @@ from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind
 from hyper_parallel.schedule.names import named_schedule, stages_per_rank
 from hyper_parallel.schedule.pairs import pairs_of_stages, with_pairs, with_steady_pairs
 from hyper_parallel.schedule.schedule import Action, Schedule
-from hyper_parallel.schedule.step_schedule import StepSchedule, step_schedule
+from hyper_parallel.schedule.step_order import StepSchedule, step_schedule
 from hyper_parallel.schedule.step_timing import time_step
 from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing, time_schedule
 from hyper_parallel.strategy.schedule_name import ScheduleName

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,11 +89,12 @@ class Batches:
         self._share = share_of(handle, batch)
         self._micro = micro_batch or self._share.stop - self._share.start
         self._balance, self._encoder = balance, _encoder_work(handle)
+        # A step's rows are asked for when it is loaded and when it is counted.
+        self._dealt = functools.lru_cache(maxsize=2)(self._arranged)
 
     def load(self, step: int, consumed: int) -> StepBatch:
         """The batch of `step`, before which `consumed` rows were consumed."""
-        given = self._order.rows(consumed, self._batch)
-        places = self._places(given)
+        given, places = self._dealt(consumed)
         rows = [given[place] for place in places]
         micro = [
             load_rows(
@@ -110,18 +112,20 @@ class Batches:
 
     def positions(self, consumed: int) -> int:
         """Positions of the batch before which `consumed` rows were consumed, over all ranks, padding included."""
-        given = self._order.rows(consumed, self._batch)
-        rows = [given[place] for place in self._places(given)]
+        given, places = self._dealt(consumed)
+        rows = [given[place] for place in places]
         each = self._batch // len(self._micro_batches)
         return sum(each * self._length(rows, at) for at in self._micro_batches)
 
-    def _places(self, rows: list[int]) -> list[int]:
-        """The places of a step's rows in the order in which the data ranks compute them; the same on all ranks."""
+    def _arranged(self, consumed: int) -> tuple[list[int], list[int]]:
+        """The rows of a step, and their places in the order in which the data ranks compute them; the same on all
+        ranks."""
+        rows = self._order.rows(consumed, self._batch)
         # Rows of text alone are alike.
         if not self._balance or not self._encoder:
-            return list(range(len(rows)))
+            return rows, list(range(len(rows)))
         ranks = self._batch // (self._share.stop - self._share.start)
-        return dealt([self._text.work(row, self._encoder) for row in rows], ranks, self._micro)
+        return rows, dealt([self._text.work(row, self._encoder) for row in rows], ranks, self._micro)
 
     @property
     def _micro_batches(self) -> range:
