@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,16 @@ class MultiModel:
     """What the model takes of some of them."""
 
 
-def _llava(tied: bool = False) -> nn.Module:
+_LLAMA = {"model_type": "llama", "intermediate_size": 48}
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def _llava(language: Mapping[str, Any] = _LLAMA, tied: bool = False) -> nn.Module:
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     vision = {
@@ -40,9 +49,8 @@ def _llava(tied: bool = False) -> nn.Module:
         "patch_size": 4,
     }
     text = {
-        "model_type": "llama",
+        **language,
         "hidden_size": 32,
-        "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -189,6 +197,7 @@ MODELS = {
     "omni": MultiModel(_omni, _omni_rows, _qwen_inputs),
     "t5": MultiModel(_t5, _t5_rows),
     "llava tied": MultiModel(lambda: _llava(tied=True), _llava_rows),
+    "llava mixture": MultiModel(lambda: _llava(_MIXTRAL), _llava_rows),
     # Two documents in each row.
     "llava packed": MultiModel(_llava, _packed_rows),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ class SubmodelCase:
     steps: int = 1
     frozen: Sequence[str] = ()
     """Modules that are not trained."""
+    evaluates: bool = False
+    """The rows are evaluated too, before and after the steps."""
 
     def build(self) -> Any:
         """The model."""
@@ -51,6 +53,8 @@ class Outcome:
     values: Mapping[str, Tensor] = field(default_factory=dict)
     plan: str = ""
     refused: str = ""
+    evaluated: Sequence[float] = ()
+    """The mean losses of a token."""
 
 
 def on_one_device(case: SubmodelCase) -> Outcome:
@@ -59,18 +63,32 @@ def on_one_device(case: SubmodelCase) -> Outcome:
     model = case.build()
     batch = made.draw(case.rows * case.micro_batches)
     tokens = (batch["labels"] != -100).sum()
-    for _ in range(case.steps):
-        model.zero_grad()
-        loss = 0.0
+
+    def parts() -> Iterator[Tensor]:
+        """The loss of each micro-batch."""
         for at in range(0, case.rows * case.micro_batches, case.rows):
             given = dict(made.inputs({name: one[at : at + case.rows] for name, one in batch.items()}))
             labels = given.pop("labels")
             logits = model(**given, use_cache=False).logits
-            part = nn.functional.cross_entropy(
+            loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
             )
-            (part / tokens).backward()
-            loss += float(part.detach() / tokens)
+            yield loss / tokens
+
+    def evaluated() -> float:
+        model.eval()
+        with torch.no_grad():
+            found = float(sum(parts()))
+        model.train()
+        return found
+
+    before = evaluated()
+    for _ in range(case.steps):
+        model.zero_grad()
+        loss = 0.0
+        for part in parts():
+            part.backward()
+            loss += float(part.detach())
         found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
         norm = torch.stack([one.norm() for one in found.values()]).norm()
         with torch.no_grad():
@@ -78,7 +96,7 @@ def on_one_device(case: SubmodelCase) -> Outcome:
                 if one.grad is not None:
                     one -= RATE * one.grad
     values = {name: one.detach().clone() for name, one in model.named_parameters()}
-    return Outcome(loss, float(norm), found, values)
+    return Outcome(loss, float(norm), found, values, evaluated=(before, evaluated()))
 
 
 def _worker(rank: int, world: int, cases: list[SubmodelCase]) -> list[Outcome]:
@@ -100,6 +118,7 @@ def run_case(case: SubmodelCase) -> Outcome:
             inputs=made.inputs,
         )
         handle = parts.handle
+        evaluated = [float(parts.evaluate(batch))] if case.evaluates else []
         for _ in range(case.steps):
             for one in handle.owned():
                 one.parameter.grad = None
@@ -110,10 +129,11 @@ def run_case(case: SubmodelCase) -> Outcome:
             with torch.no_grad():
                 for one in owned:
                     one.local.sub_(RATE * one.grad)
+        evaluated += [float(parts.evaluate(batch))] if case.evaluates else []
     except HyperParallelError as error:
         return Outcome(refused=str(error))
     values = {one.name: handle.gather(one.local, one.layout).clone() for one in handle.owned()}
-    return Outcome(float(loss), float(norm), gradients, values, parts.plan)
+    return Outcome(float(loss), float(norm), gradients, values, parts.plan, evaluated=evaluated)
 
 
 @dataclass(frozen=True)
@@ -129,11 +149,13 @@ class Compared:
     """Parameters that no rank has a gradient or a value of."""
     plan: str
     refused: str = ""
+    evaluated: float | None = None
+    """Of losses without gradients; None where the case has none."""
 
     @property
     def error(self) -> float:
         """The worst."""
-        return max(self.loss, self.norm, self.gradient, self.value)
+        return max(self.loss, self.norm, self.gradient, self.value, self.evaluated or 0.0)
 
 
 def against_one_device(world: int, cases: Sequence[SubmodelCase], timeout: float = 240.0) -> list[Compared]:
@@ -166,4 +188,12 @@ def compared(one: Outcome, ranks: Sequence[Outcome]) -> Compared:
         worst["values"],
         tuple(missing),
         ranks[0].plan,
+        evaluated=max(
+            (
+                abs(x / expected - 1)
+                for rank in ranks
+                for x, expected in zip(rank.evaluated, one.evaluated, strict=bool(rank.evaluated))
+            ),
+            default=None,
+        ),
     )

@@ -25,13 +25,16 @@ CASES: dict[int, list[SubmodelCase]] = {
             {"vision": {"modules": ["model.visual"]}, "language": {"axes": {"tensor": 2}}},
             micro_batches=5,
             steps=2,
+            evaluates=True,
         ),
         # They train the embedding together.
         SubmodelCase("t5", {"encoder": {"modules": ["encoder"]}, "decoder": {"axes": {"shard": 2}}}),
     ],
     4: [
         SubmodelCase(
-            "llava", {"vision": {**VISION, "axes": {"shard": 2}}, "language": {"axes": {"pipeline": 2}}}
+            "llava",
+            {"vision": {**VISION, "axes": {"shard": 2}}, "language": {"axes": {"pipeline": 2}}},
+            evaluates=True,
         ),
         # Embedding and head are one weight of two places of the pipeline.
         SubmodelCase("llava tied", {"vision": VISION, "language": {"axes": {"pipeline": 3}}}, rows=1),
@@ -52,6 +55,7 @@ CASES: dict[int, list[SubmodelCase]] = {
             {"memory": {"shard": "optimizer"}},
             micro_batches=5,
             steps=2,
+            evaluates=True,
         ),
         # Nothing goes back to a frozen encoder.
         SubmodelCase(
@@ -80,6 +84,7 @@ def test_steps_are_those_of_one_device(world: int) -> None:
         assert not found.refused, found.refused
         assert not found.missing, (case, found.missing)
         assert found.error < 1e-5, (case, found)
+        assert case.evaluates == (found.evaluated is not None), (case, found)
         assert ("gradient" in found.plan) == (not case.frozen)
 
 

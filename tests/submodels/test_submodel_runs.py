@@ -33,7 +33,13 @@ def file_of(place: Path, model: str, name: str, steps: int, **submodels: Any) ->
         vision = {"modules": VISION[model], **submodels.pop("vision")}
         strategy["submodels"] = {"vision": vision, **submodels}
         train |= {"engine": "graph", "micro_batch": None}
-    return run_file(place, model, name, train={**run_file(place, model)["train"], **train}, strategy=strategy)
+    train["eval"] = {"every": 2, "batches": 3}
+    held_out = place / "held-out.jsonl"
+    # They end before the second batch does.
+    rows = (place / "image.jsonl").read_text().splitlines()[:6]
+    held_out.write_text("".join(f"{row}\n" for row in rows))
+    data = {"eval": str(held_out)}
+    return run_file(place, model, name, train=train, data=data, strategy=strategy)
 
 
 def _runs(rank: int, world: int, files: list[dict[str, Any]]) -> list[Any]:
@@ -59,6 +65,7 @@ def check(found: dict[str, dict[int, float]], one: dict[str, dict[int, float]], 
 def test_a_run_with_submodels_has_the_losses_of_one_device(place: Path, model: str) -> None:
     config = RunConfig.model_validate(file_of(place, model, f"{model}-one", 4))
     run(config)
+    held_out = metrics(config, "eval_loss")
     one = {name: metrics(config, name) for name in ("loss", "grad_norm", "loss_tokens")}
     assert one["loss"][4] < one["loss"][1] - 0.3
     first = file_of(
@@ -66,6 +73,8 @@ def test_a_run_with_submodels_has_the_losses_of_one_device(place: Path, model: s
     )
     [(found, _)] = run_ranks(_runs, 3, [first], timeout=240.0)[0]
     check(found, one, range(1, 3))
+    found = {"eval_loss": metrics(RunConfig.model_validate(first), "eval_loss")}
+    check(found, {"eval_loss": held_out}, range(0, 3, 2))
     # The same run goes on with a pipeline in the place of the tensor axis, and on one device.
     language = {"axes": {"pipeline": 2}}
     rest = file_of(place, model, f"{model}-parts", 3, vision={"devices": 1}, language=language)
@@ -90,7 +99,6 @@ def test_what_a_run_with_submodels_cannot_do_is_refused(place: Path) -> None:
 
     assert "set train.engine to graph" in refusal(train={"engine": "eager"})
     assert "neither compiled nor measured" in refusal(train={"compile": True})
-    assert "does not evaluate yet" in refusal(data={"eval": file["data"]["train"]})
     assert "memory.device does not work" in refusal(
         strategy={**file["strategy"], "memory": {"device": "1GiB", "host": "1GiB"}}
     )

@@ -9,7 +9,7 @@ from hyper_parallel.schedule.auto import AutoSchedule, auto_schedule
 from hyper_parallel.schedule.check import check_schedule
 from hyper_parallel.schedule.costs import Costs
 from hyper_parallel.schedule.declared import check_pipeline, stages_of
-from hyper_parallel.schedule.forward_only import forward_only
+from hyper_parallel.schedule.forward_only import forward_only, forward_only_kinds
 from hyper_parallel.schedule.lower_bound import makespan_bound
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind
 from hyper_parallel.schedule.names import named_schedule, stages_per_rank
@@ -35,6 +35,7 @@ __all__ = [
     "check_pipeline",
     "check_schedule",
     "forward_only",
+    "forward_only_kinds",
     "makespan_bound",
     "named_schedule",
     "pairs_of_stages",

@@ -142,23 +142,58 @@ def capture_evaluation(
     Inputs as of `capture_micro_batch`, without ``step`` and ``tokens``; outputs: ``loss``, the sum over tokens, and
     gathered weights. Raises CaptureError where the forward pass cannot be followed.
     """
+    return _evaluated(recipe, lambda: blank_micro_batch(rows, length, device), loss, documents, device)
+
+
+def capture_evaluation_like(
+    recipe: GradientRecipe,
+    micro: MicroBatch,
+    loss: LossConfig | None = None,
+    *,
+    documents: bool = False,
+    device: torch.device | str = "cpu",
+) -> tuple[StepGraph, list[Question]]:
+    """As `capture_evaluation`, of rows like `micro`; and what the model asks of their values, as
+    `capture_micro_batch_like` has it."""
+    questions = Questions(fields_of(micro))
+    step = _evaluated(recipe, lambda: blank_like(micro, device), loss, documents, device, questions)
+    return step, questions.asked
+
+
+def _evaluated(
+    recipe: GradientRecipe,
+    blank: Callable[[], MicroBatch],
+    loss: LossConfig | None,
+    documents: bool,
+    device: torch.device | str,
+    questions: Questions | None = None,
+) -> StepGraph:
     mode = fake_mode_with_symbols()
     boundaries = GatherBoundaries()
     model, handle = recipe.model, replace(recipe.handle, gathers=boundaries)
     training = model.training
     with faked(model, mode, device):
         with mode:
-            micro = blank_micro_batch(rows, length, device)
+            micro = blank()
 
         def body() -> Mapping[str, Tensor]:
             with documents_known(documents), handle.micro_batch(), torch.no_grad():
-                found = causal_lm_loss(model, micro.input_ids, micro.labels, micro.position_ids, 1.0, loss)
+                found = causal_lm_loss(
+                    model,
+                    micro.input_ids,
+                    micro.labels,
+                    micro.position_ids,
+                    1.0,
+                    loss,
+                    micro_batches=1,
+                    **micro.extra,
+                )
             return {LOSS: found, **{f"{WEIGHT}{n}": one for n, one in enumerate(boundaries.gathered)}}
 
         inputs = {name: GivenTensor("input", one) for name, one in fields_of(micro).items()}
         try:
             with mode, replace(current_step(), micro_batch=0).installed():
-                found = capture(body, {**module_state(model.eval()), **inputs}, model)
+                found = capture(body, {**module_state(model.eval()), **inputs}, model, questions=questions)
                 found.groups = handle.axes.process_groups()
         finally:
             model.train(training)

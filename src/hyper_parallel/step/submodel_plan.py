@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import CaptureError, GraphError, StrategyError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.guards import Question
@@ -29,11 +30,13 @@ from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.process_mesh import DATA_AXES
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.capture_micro_batch import capture_micro_batch_like
+from hyper_parallel.step.capture_micro_batch import capture_evaluation_like, capture_micro_batch_like
 from hyper_parallel.step.pipeline_stages import PipelineStages
 from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.step.submodel_cut import Cut, Parts, crossings
 
+_Capture = Callable[[MicroBatch, bool], tuple[StepGraph, list[Question]]]
+"""Of rows, which may hold several documents."""
 _COSTS = ("forward", "backward", "input", "weight", "saved", "released")
 
 
@@ -55,6 +58,8 @@ class SubmodelPlan:
     costs: Costs
     documents: bool
     """Rows may hold several documents."""
+    trains: bool
+    """Has backward passes; an evaluation has none."""
 
     def priced(self, count: int) -> MicroBatchKind:
         """Of so many micro-batches, in a step."""
@@ -111,16 +116,43 @@ class SubmodelPlanner:
         self.place: PipelinePlace = place
         self._shadow, self._parts, self._device, self._told = shadow, parts, device, told
         self._kinds = 0
+        self._layer_counts: dict[int, tuple[int, ...]] = {}
+        """By submodel with a pipeline: the layers of each stage, by the first micro-batches that needed it."""
 
     def training(self, micro: MicroBatch, doubled: MicroBatch, count: int) -> SubmodelPlan:
         """The plan of micro-batches like `micro`, this rank's rows of one, where a step has `count` of all kinds.
         `doubled`: twice as many rows. A collective; raises StrategyError."""
+
+        def captured(rows: MicroBatch, documents: bool) -> tuple[StepGraph, list[Question]]:
+            return capture_micro_batch_like(
+                self._shadow, rows, count, documents=documents, device=self._device
+            )
+
+        return self._planned(micro, doubled, captured, trains=True)
+
+    def evaluation(self, micro: MicroBatch, doubled: MicroBatch, loss: LossConfig) -> SubmodelPlan:
+        """As `training`, of forward passes without gradients."""
+
+        def captured(rows: MicroBatch, documents: bool) -> tuple[StepGraph, list[Question]]:
+            return capture_evaluation_like(self._shadow, rows, loss, documents=documents, device=self._device)
+
+        return self._planned(micro, doubled, captured, trains=False)
+
+    def _planned(
+        self, micro: MicroBatch, doubled: MicroBatch, capture: _Capture, *, trains: bool
+    ) -> SubmodelPlan:
+        def captured(rows: MicroBatch) -> tuple[StepGraph, list[Question]]:
+            try:
+                return capture(rows, documents)
+            except CaptureError as error:
+                raise StrategyError(f"submodels: the model's step cannot be captured: {error}") from error
+
         self._kinds += 1
         documents = any(self._told(bool(micro.several)))
-        whole, questions = self._captured(micro, count, documents)
+        whole, questions = captured(micro)
         cut = self._agreed_cut(whole)
         stages = cut.stages(whole, self._shadow)
-        values = self._values(stages, cut, lambda: self._captured(doubled, count, documents)[0])
+        values = self._values(stages, cut, lambda: captured(doubled)[0])
         users = {name: tuple(sorted(found)) for name, found in stages.users.items()}
         found = _Found(tuple(values), self._costs(stages, whole, cut), users)
         by_rank: list[_Found] = self._told(found)
@@ -137,15 +169,8 @@ class SubmodelPlanner:
             layouts,
             Costs(**{key: tuple(one[key] for one in costs) for key in _COSTS}),  # type: ignore[arg-type]
             documents,
+            trains,
         )
-
-    def _captured(self, micro: MicroBatch, count: int, documents: bool) -> tuple[StepGraph, list[Question]]:
-        try:
-            return capture_micro_batch_like(
-                self._shadow, micro, count, documents=documents, device=self._device
-            )
-        except CaptureError as error:
-            raise StrategyError(f"submodels: the model's step cannot be captured: {error}") from error
 
     def _agreed_cut(self, whole: StepGraph) -> Cut:
         """The cut of this rank's graph as the first ranks of all groups have it. A collective."""
@@ -164,7 +189,9 @@ class SubmodelPlanner:
                     "all ranks' rows of a micro-batch need the same submodels"
                 )
         firsts = [told[self.place.groups[parts.group(part)].ranks[0]] for part in range(len(parts.names))]
-        agreed = [firsts[part][1][part] for part in range(len(parts.names))]
+        for part in order:
+            self._layer_counts.setdefault(part, firsts[part][1][part])
+        agreed = [self._layer_counts.get(part, ()) for part in range(len(parts.names))]
         return Cut(parts, order, agreed, self._layers(), self._kinds, whole)
 
     def _layers(self) -> str:

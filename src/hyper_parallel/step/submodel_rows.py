@@ -87,10 +87,12 @@ class SubmodelRows:
         own = groups[index]
         self._data, self._index = own.mesh.size(DATA_AXES), own.index(DATA_AXES, dist.get_rank())
 
-    def problem(self, batch: Rows) -> str | None:
-        """Why a step's rows cannot be computed, in words."""
+    def problem(self, batch: Rows, *, lengths: bool = True) -> str | None:
+        """Why a step's rows cannot be computed, in words. `lengths`: rows must be as long as those of training."""
         wanted = self._shapes
         given = {name: tuple(one.shape) for name, one in batch.items()}
+        if not lengths:
+            wanted, given = ({name: one[:1] for name, one in shapes.items()} for shapes in (wanted, given))
         if given == wanted:
             return None
         name = next(name for name in {**wanted, **given} if given.get(name) != wanted.get(name))

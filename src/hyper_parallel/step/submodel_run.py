@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, TrainingData
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.shard.loss import valid_tokens
+from hyper_parallel.shard.loss import IGNORED, valid_tokens
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.submodels import Submodels, submodels
 
@@ -39,8 +39,10 @@ class SubmodelBatches:
     """The training data, a pure function of the number of rows consumed before: as `Batches`, but whole."""
 
     def __init__(self, data: MultimodalData, batch: int, model: nn.Module) -> None:
-        self._rows, self._order, self._batch = data.train, data.order, batch
+        self._rows, self._held_out = data.train, data.eval
+        self._order, self._batch = data.order, batch
         self._length = data.train.positions(range(len(data.train)))
+        self._held_out_length = data.eval.positions(range(len(data.eval))) if len(data.eval) else 0
         self._one = functools.lru_cache(maxsize=2 * batch)(lambda row: self._made((row,)))
         core: Any = model
         self._rope = getattr(getattr(core, core.base_model_prefix, None), "get_rope_index", None)
@@ -64,6 +66,15 @@ class SubmodelBatches:
     def positions(self, consumed: int) -> int:
         """Positions of a batch, padding included."""
         return self._batch * self._length
+
+    def held_out(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Rows of a batch that is evaluated; where they end before the batch does, it is filled up with rows that bear
+        no loss."""
+        first = len(self._rows)
+        filled = [first + row for row in (*rows, *[0] * (self._batch - len(rows)))]
+        whole = self._whole(filled)
+        whole["labels"][len(rows) :] = IGNORED
+        return whole
 
     def inputs(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model takes of some rows."""
@@ -95,7 +106,11 @@ class SubmodelBatches:
         return {**found, _ROW: torch.tensor(rows)}
 
     def _made(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        return self._rows.batch(rows, self._length)
+        """Of training, or held out: their numbers go on behind those of training."""
+        first = len(self._rows)
+        if rows[0] < first:
+            return self._rows.batch(rows, self._length)
+        return self._held_out.batch([row - first for row in rows], self._held_out_length)
 
 
 @dataclass
@@ -104,12 +119,29 @@ class BuiltSubmodels:
 
     parts: Submodels
     batches: SubmodelBatches
+    held_out: int
+    """Rows that are evaluated."""
+    batch: int
+    """Rows of a step."""
 
     def train(self, batch: StepBatch, tokens: Tensor) -> Tensor:
         """As of `step.train_step.Accumulate`. The loss is that of the whole step: one rank speaks for all."""
         assert isinstance(batch, WholeBatch)
         loss = self.parts.forward_backward(batch.whole, step=batch.step)
         return loss * float(self.parts.handle.rank == 0)
+
+    def evaluate(self, ends: Callable[[], bool]) -> float | None:
+        """As `train.evaluate.Evaluation.loss`; None also where nothing is held out."""
+        if not self.held_out:
+            return None
+        loss, tokens = torch.zeros(2)
+        for first in range(0, self.held_out, self.batch):
+            if ends():
+                return None
+            whole = self.batches.held_out(range(first, min(first + self.batch, self.held_out)))
+            loss += self.parts.evaluate(whole, tokens=1.0).cpu()
+            tokens += valid_tokens(whole["labels"])
+        return float(loss / tokens)
 
 
 def build_submodels(
@@ -132,7 +164,8 @@ def build_submodels(
         device=device,
     )
     batches.data_index = parts.handle.data_index
-    return BuiltSubmodels(parts, batches)
+    held_out = min(len(data.eval), train.eval.batches * train.batch)
+    return BuiltSubmodels(parts, batches, held_out, train.batch)
 
 
 def rows_of_micro_batch(config: RunConfig) -> int:
@@ -153,11 +186,6 @@ def check_submodels(config: RunConfig, data: TrainingData) -> None:
         raise ConfigError(
             "strategy.submodels trains rows with images or sound, and data.train has none; use axes, or hp.submodels "
             "in a loop of your own (docs/submodels.md)"
-        )
-    if len(data.eval):
-        raise ConfigError(
-            "strategy.submodels does not evaluate yet; leave data.eval out and set data.holdout to 0, and evaluate "
-            "the exported checkpoint"
         )
     if config.train.router_bias_rate:
         raise ConfigError(

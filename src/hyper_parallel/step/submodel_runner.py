@@ -23,11 +23,11 @@ from hyper_parallel.runtime.interpreter import Interpreter, summed
 from hyper_parallel.runtime.reshard_transfers import KnownPorts
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.runtime.transfers import Transfers
-from hyper_parallel.schedule import StepSchedule, step_schedule
+from hyper_parallel.schedule import StepSchedule, forward_only_kinds, step_schedule
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.sharded_model import ROW_AXES
-from hyper_parallel.step.batches import StepBatch
-from hyper_parallel.step.capture_micro_batch import batch_of
+from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.capture_micro_batch import batch_of, fields_of
 from hyper_parallel.step.micro_batch import LOSS
 from hyper_parallel.step.program_runner import OncePerStep, located
 from hyper_parallel.step.submodel_plan import SubmodelPlan
@@ -58,9 +58,9 @@ class SubmodelRunner:
         copies = any(handle.mesh.size(axis) > 1 for axis in same)
         self._ports = KnownPorts((lambda told: handle.all_reduce(told, same, "max")) if copies else None)
         self._kinds: dict[SubmodelPlan, _Kind] = {}
-        self._orders: dict[Counts, tuple[StepSchedule, Interpreter]] = {}
+        self._orders: dict[Counts, tuple[StepSchedule | None, Interpreter]] = {}
         self.last: StepSchedule | None = None
-        """Of the last step."""
+        """Of the last training step."""
 
     def forget(self, kinds: Sequence[SubmodelPlan]) -> None:
         """Drop what is kept for kinds that come no more."""
@@ -77,24 +77,39 @@ class SubmodelRunner:
 
         `batch`: its micro-batches in the order of `counts`. `tokens`: as of `PipelineRunner.train`. A collective.
         """
-        when = f"step {batch.step + 1}"
         step = torch.tensor(batch.step, device=tokens.device)
-        kinds = [self._kind(plan) for plan, _ in counts]
         with logs.at(batch.step + 1, where=pulse.position):
-            self.last, runs = self._order(counts)
-
-            def run() -> None:
-                self._begin(kinds)
-                runs.go_on([batch_of(micro, step, tokens) for micro in batch.micro], when)
-
-            located(self._handle, runs, self._state, when, run)
+            inputs = [batch_of(micro, step, tokens) for micro in batch.micro]
+            kinds, self.last = self._run(counts, f"step {batch.step + 1}", inputs)
         sums = {kind.once: kind.sums for kind in kinds}
         gradients = summed(once.gradients(found) for once, found in sums.items())
         for one in self._handle.owned():
             if one.parameter.requires_grad:
                 one.parameter.grad = gradients.get(one.name)
+        return self._loss(kinds)
+
+    def evaluate(self, counts: Counts, micro: Sequence[MicroBatch]) -> Tensor:
+        """The sum of the losses of this rank's tokens, fp32 []. `counts`: of plans without backward passes."""
+        kinds, _ = self._run(counts, "evaluation", [fields_of(one) for one in micro])
+        return self._loss(kinds)
+
+    def _run(
+        self, counts: Counts, when: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[list[_Kind], StepSchedule | None]:
+        """Run micro-batches; errors name `when`."""
+        kinds = [self._kind(plan) for plan, _ in counts]
+        found, runs = self._order(counts)
+
+        def run() -> None:
+            self._begin(kinds)
+            runs.go_on(inputs, when)
+
+        located(self._handle, runs, self._state, when, run)
+        return kinds, found
+
+    def _loss(self, kinds: Sequence[_Kind]) -> Tensor:
         totals = summed(runner.totals for kind in kinds for runner in kind.runners.values())
-        return totals.get(LOSS, torch.zeros((), device=tokens.device))
+        return totals.get(LOSS, torch.zeros((), device=self._handle.device))
 
     def _begin(self, kinds: Sequence[_Kind]) -> None:
         """Give every stage the weights of this step, and where to add its gradients."""
@@ -119,16 +134,17 @@ class SubmodelRunner:
             self._kinds[plan] = _Kind(runners, once or OncePerStep(gather, reduce), {})
         return self._kinds[plan]
 
-    def _order(self, counts: Counts) -> tuple[StepSchedule, Interpreter]:
+    def _order(self, counts: Counts) -> tuple[StepSchedule | None, Interpreter]:
         if counts in self._orders:
             # The one that was used last comes last.
             self._orders[counts] = self._orders.pop(counts)
             return self._orders[counts]
         groups = self._place.groups
-        found = step_schedule([plan.priced(count) for plan, count in counts], len(groups))
-        program, stages = step_program(
-            [plan.in_program(count) for plan, count in counts], found.schedule, groups
-        )
+        priced = [plan.priced(count) for plan, count in counts]
+        trains = all(plan.trains for plan, _ in counts)
+        found = step_schedule(priced, len(groups)) if trains else None
+        order = forward_only_kinds(priced, len(groups)) if found is None else found.schedule
+        program, stages = step_program([plan.in_program(count) for plan, count in counts], order, groups)
         runners: dict[int, StageRunner] = {}
         first = 0
         for plan, _ in counts:

@@ -22,8 +22,8 @@ so that gradients and loss are those of one device.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -47,19 +47,17 @@ from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.shard.submodel_modules import assigned_modules, submodel_of
 from hyper_parallel.step.batches import MicroBatch, StepBatch
-from hyper_parallel.step.capture_micro_batch import fields_of
 from hyper_parallel.step.pipeline import device_of
 from hyper_parallel.step.pipeline_build import MakeTransfers
 from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.step.submodel_cut import Parts
 from hyper_parallel.step.submodel_gradients import SharedGradients
+from hyper_parallel.step.submodel_kinds import Kinds
 from hyper_parallel.step.submodel_plan import SubmodelPlan, SubmodelPlanner
 from hyper_parallel.step.submodel_rows import Inputs, Rows, StepRows, SubmodelRows
-from hyper_parallel.step.submodel_runner import SubmodelRunner
+from hyper_parallel.step.submodel_runner import Counts, SubmodelRunner
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.submodels import Submodel, read_submodels
-
-log = logging.getLogger(__name__)
 
 
 def submodels(
@@ -129,7 +127,8 @@ def submodels(
         pipeline=replace(place, owners=first.owners),
     )
     wrap(model, _refuse_call)
-    return Submodels(sharded(model), planner, _Kind(first, micro), rows, micro_batches)
+    evaluation = LossConfig(chunk=(loss or LossConfig()).chunk)
+    return Submodels(sharded(model), planner, first, micro, rows, micro_batches, evaluation)
 
 
 def _strategies(named: Mapping[str, Submodel], base: Strategy) -> dict[str, Strategy]:
@@ -162,27 +161,6 @@ def _check_world(named: Mapping[str, Submodel]) -> None:
         )
 
 
-MOST_KINDS = 16
-"""Kinds of micro-batches whose plans are kept."""
-
-
-class _Kind:
-    """Micro-batches of the same shapes and with the same answers to what the model asks of their values."""
-
-    def __init__(self, plan: SubmodelPlan, like: MicroBatch) -> None:
-        self.plan = plan
-        self._shapes = _shapes_of(like)
-
-    def fits(self, micro: MicroBatch) -> bool:
-        """Whether this rank's rows are of this kind."""
-        known = self.plan.documents or not micro.several
-        return (
-            known
-            and _shapes_of(micro) == self._shapes
-            and all(one.holds(fields_of(micro)) for one in self.plan.questions)
-        )
-
-
 class Submodels:
     """A model whose parts run on devices of their own, and the passes over its micro-batches."""
 
@@ -190,16 +168,23 @@ class Submodels:
         self,
         handle: ShardedModel,
         planner: SubmodelPlanner,
-        first: _Kind,
+        first: SubmodelPlan,
+        like: MicroBatch,
         rows: SubmodelRows,
         micro_batches: int,
+        evaluation: LossConfig,
         transfers: MakeTransfers = ProcessTransfers,
     ) -> None:
+        """`first`: the plan of micro-batches like `like`, which needs all submodels; `evaluation`: the loss of held-out
+        rows."""
         self.handle, self._planner, self._rows, self._count = handle, planner, rows, micro_batches
-        self._first, self._kinds, self._warned = first.plan, [first], False
-        self._transfers = transfers
-        self._shared = SharedGradients.of(first.plan.stages, first.plan.owners, handle)
-        outputs = first.plan.stages.whole.outputs
+        self._first, self._evaluation, self._transfers = first, evaluation, transfers
+        lead = handle.rank == 0
+        self._training = Kinds(self._to_train, _told, self._forget, lead)
+        self._training.add(first, like)
+        self._evaluating = Kinds(self._to_evaluate, _told, self._forget, lead)
+        self._shared = SharedGradients.of(first.stages, first.owners, handle)
+        outputs = first.stages.whole.outputs
         self._trained = {name.removeprefix(GRADIENT) for name in outputs if name.startswith(GRADIENT)}
 
     @cached_property
@@ -252,9 +237,8 @@ class Submodels:
         before = [one.parameter.grad for one in owned]
         for one in owned:
             one.parameter.grad = None
-        kinds = self._sorted(rows, micro)
-        counts = tuple((kind.plan, len(places)) for kind, places in kinds.items())
-        ordered = [micro[at] for places in kinds.values() for at in places]
+        kinds = self._training.sorted(rows, micro)
+        counts, ordered = _in_order(kinds, micro)
         loss = self._runner.train(counts, StepBatch(step, [], ordered, divisor), divisor)
         self._shared.add_up()
         for one, earlier in zip(owned, before, strict=True):
@@ -263,46 +247,51 @@ class Submodels:
             _add(one.parameter, earlier)
         return handle.over_all_ranks(loss * handle.axes.speaks(LOSS_AXES, handle.rank))
 
-    def _sorted(self, batch: StepRows, micro: list[MicroBatch]) -> dict[_Kind, list[int]]:
-        """Micro-batches by kind, the same on all ranks. A collective."""
-        while True:
-            mine = [{at for at, kind in enumerate(self._kinds) if kind.fits(one)} for one in micro]
-            told: list[list[set[int]]] = _told(mine)
-            common = [set.intersection(*(one[at] for one in told)) for at in range(len(micro))]
-            new = next((at for at, kinds in enumerate(common) if not kinds), None)
-            if new is None:
-                break
-            self._kinds.append(self._planned(batch, micro[new], new))
-        places: dict[int, list[int]] = {}
-        for at, kinds in enumerate(common):
-            places.setdefault(min(kinds), []).append(at)
-        # In one order, so that as many of each make the same step.
-        found = {self._kinds[kind]: places[kind] for kind in sorted(places)}
-        if len(self._kinds) > MOST_KINDS:
-            if not self._warned and self.handle.rank == 0:
-                log.warning(
-                    "micro-batches of more than %d kinds so far, and each is planned: pad what they have to few sizes",
-                    MOST_KINDS,
-                )
-            self._warned = True
-            gone = [one for one in self._kinds[1:] if one not in found][: len(self._kinds) - MOST_KINDS]
-            self._runner.forget([one.plan for one in gone])
-            self._kinds = [one for one in self._kinds if one not in gone]
-        return found
+    def evaluate(self, batch: Rows, *, tokens: float | None = None, arrange: bool = True) -> Tensor:
+        """The mean loss of a valid token of held-out rows, without dropout; fp32 [], the same number on every rank.
 
-    def _planned(self, batch: StepRows, micro: MicroBatch, at: int) -> _Kind:
-        plan = self._planner.training(micro, self._rows.doubled(batch, at), self._count)
+        Arguments as of `forward_backward`; rows may have another length. NaN where no token bears loss and no `tokens`
+        are given. A collective. Raises as `forward_backward` does.
+        """
+        problem = self._rows.problem(batch, lengths=False)
+        if problem is not None:
+            raise DataError(problem)
+        count = float(valid_tokens(batch["labels"])) if tokens is None else tokens
+        rows = self._rows.arranged(batch) if arrange else StepRows.as_given(batch)
+        micro = [self._rows.share(rows, at) for at in range(self._count)]
+        counts, ordered = _in_order(self._evaluating.sorted(rows, micro), micro)
+        handle = self.handle
+        part = self._runner.evaluate(counts, ordered)
+        whole = handle.over_all_ranks(part * handle.axes.speaks(LOSS_AXES, handle.rank))
+        return whole / count if count else whole * math.nan
+
+    def _to_train(self, batch: StepRows, micro: MicroBatch, at: int) -> SubmodelPlan:
+        return self._checked(self._planner.training(micro, self._rows.doubled(batch, at), self._count), at)
+
+    def _to_evaluate(self, batch: StepRows, micro: MicroBatch, at: int) -> SubmodelPlan:
+        doubled = self._rows.doubled(batch, at)
+        return self._checked(self._planner.evaluation(micro, doubled, self._evaluation), at)
+
+    def _checked(self, plan: SubmodelPlan, at: int) -> SubmodelPlan:
+        """Raise StrategyError for a plan that needs weights where they are not."""
         for name, holders in plan.owners.items():
             if not {*holders} <= {*self._first.owners.get(name, ())}:
                 raise StrategyError(
                     f"micro-batch {at}: other submodels than before use {name}; give hp.submodels a batch that needs "
                     "all of them"
                 )
-        return _Kind(plan, micro)
+        return plan
+
+    def _forget(self, plans: list[SubmodelPlan]) -> None:
+        self._runner.forget(plans)
 
 
-def _shapes_of(micro: MicroBatch) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {name: (tuple(one.shape), one.dtype) for name, one in fields_of(micro).items()}
+def _in_order(
+    kinds: Mapping[SubmodelPlan, list[int]], micro: Sequence[MicroBatch]
+) -> tuple[Counts, list[MicroBatch]]:
+    """How many micro-batches there are of each kind, and the micro-batches kind by kind."""
+    counts = tuple((plan, len(places)) for plan, places in kinds.items())
+    return counts, [micro[at] for places in kinds.values() for at in places]
 
 
 def _add(parameter: nn.Parameter, earlier: Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class RunParts:
     prompt: list[int]
     """Token ids that the sample goes on from; empty where none is wanted."""
     batches: Batches | SubmodelBatches
-    evaluation: Evaluation
+    evaluation: Evaluation | None
+    """None of submodels, which evaluate by themselves."""
     checkpoints: RunCheckpoints
     reporter: Reporter
     meter: Meter
@@ -87,7 +89,9 @@ class RunParts:
                 device,
                 balance=config.data.balance,
             ),
-            Evaluation(
+            None
+            if built.submodels is not None
+            else Evaluation(
                 built.text.eval,
                 train.eval.batches,
                 train.batch,
@@ -104,6 +108,14 @@ class RunParts:
             if train.profile is not None and worker.rank == 0
             else None,
         )
+
+    def held_out_loss(self, ends: Callable[[], bool]) -> float | None:
+        """As `Evaluation.loss`; None also where nothing is held out."""
+        if self.built.submodels is not None:
+            return self.built.submodels.evaluate(ends)
+        if not self.evaluation:
+            return None
+        return self.evaluation.loss(self.model, ends, self.built.pipeline)
 
     @property
     def model(self) -> nn.Module:

@@ -59,11 +59,7 @@ class StepLoop:
         """The held-out loss now, recorded; None when nothing is held out, and where the run is to stop first."""
         parts = self._parts
         with pulse.operation("evaluating"):
-            loss = (
-                parts.evaluation.loss(parts.model, self._vote, parts.built.pipeline)
-                if parts.evaluation
-                else None
-            )
+            loss = parts.held_out_loss(self._vote)
         if loss is not None:
             parts.reporter.evaluation(self.state.step, loss)
         return loss
