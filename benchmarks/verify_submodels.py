@@ -1,10 +1,10 @@
 """Are steps of submodels those of one device? python benchmarks/verify_submodels.py [--only TEXT]
 
 Unmodified small models of Transformers on real gloo workers, with submodels on unlike device groups: loss, norm, every
-gradient and every updated value of plain gradient descent, beside the model on one device. Errors are relative to the
-largest element, or to a thousandth of that of all gradients where one is 0 but for rounding. A case is right below
-1e-5. Writes benchmarks/results/verify_submodels.json and the table of docs/submodels.md; ends with 1 when a case is
-wrong.
+gradient and every updated value of plain gradient descent, and of some the losses of an evaluation, beside the model on
+one device. Errors are relative to the largest element, or to a thousandth of that of all gradients where one is 0 but
+for rounding. A case is right below 1e-5. Writes benchmarks/results/verify_submodels.json and the table of
+docs/submodels.md; ends with 1 when a case is wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _t5(encoder: Axes, decoder: Axes) -> SubmodelCase:
     )
 
 
-SKEWED: dict[str, Any] = {"rows": 4, "micro_batches": 5, "steps": 2}
+SKEWED: dict[str, Any] = {"rows": 4, "micro_batches": 5, "steps": 2, "evaluates": True}
 CASES = [
     _vision("llava", LLAVA, {}, {"tensor": 2}, steps=2),
     _vision("llava", LLAVA, {}, {"shard": 2, "tensor": 2}),
@@ -58,6 +58,8 @@ CASES = [
     _vision("llava", LLAVA, {"shard": 4}, {"tensor": 2}, rows=4, strategy={"memory": {"shard": "optimizer"}}),
     _vision("llava", LLAVA, {}, {"tensor": 2}, strategy={"memory": {"recompute": "layer"}}),
     _vision("llava", LLAVA, {"replicate": 2}, {"tensor": 2}, frozen=LLAVA),
+    _vision("llava mixture", LLAVA, {}, {"shard": 2, "expert": 2}, evaluates=True),
+    _vision("llava mixture", LLAVA, {"shard": 2}, {"tensor": 2}),
     _vision("qwen2.5-vl", QWEN, {}, {"tensor": 2}, **SKEWED),
     _vision("qwen2.5-vl", QWEN, {"replicate": 2}, {"shard": 2}, **SKEWED),
     _vision("qwen2.5-vl", QWEN, {"shard": 2}, {"pipeline": 2}, **SKEWED),
@@ -113,6 +115,7 @@ def main() -> int:
                 "norm": found[name].norm,
                 "gradients": found[name].gradient,
                 "values": found[name].value,
+                "evaluated": found[name].evaluated,
             }
             for case in CASES
             if (name := name_of(case)) in found
@@ -123,12 +126,16 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def table(rows: dict[str, dict[str, float]]) -> list[str]:
+def table(rows: dict[str, dict[str, Any]]) -> list[str]:
     """Of the page."""
-    lines = ["| Submodels | Workers | Loss | Gradients | Updated values |", "|---|---|---|---|---|"]
+    lines = [
+        "| Submodels | Workers | Loss | Gradients | Updated values | Evaluation |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, one in rows.items():
         errors = " | ".join(f"{one[key]:.1e}" for key in ("loss", "gradients", "values"))
-        lines.append(f"| {name} | {int(one['workers'])} | {errors} |")
+        evaluated = "" if one["evaluated"] is None else f"{one['evaluated']:.1e}"
+        lines.append(f"| {name} | {one['workers']} | {errors} | {evaluated} |")
     return lines
 
 

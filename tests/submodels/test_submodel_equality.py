@@ -27,6 +27,9 @@ CASES: dict[int, list[SubmodelCase]] = {
             steps=2,
             evaluates=True,
         ),
+        SubmodelCase(
+            "llava mixture", {"vision": VISION, "language": {"axes": {"shard": 2, "expert": 2}}}, steps=2
+        ),
         # They train the embedding together.
         SubmodelCase("t5", {"encoder": {"modules": ["encoder"]}, "decoder": {"axes": {"shard": 2}}}),
     ],
