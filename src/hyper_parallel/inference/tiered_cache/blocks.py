@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from hyper_parallel.errors import TierError
-from hyper_parallel.offloading.tiers import Pending, Tier
+from hyper_parallel.offloading.tiers import Pending, Tier, begin_reads
 from hyper_parallel.units import format_bytes
 
 
@@ -69,11 +69,12 @@ class TierBlocks:
         moved.held += x.numel()
         return Place(name, slot, x.numel()), self._slots[name].tier.begin_write(slot, x)
 
-    def read(self, place: Place, x: Tensor) -> Pending:
-        """Begin to copy a block to uint8 [n]."""
-        moved = self.moved[place.tier]
-        moved.read, moved.reads = moved.read + place.bytes, moved.reads + 1
-        return self._slots[place.tier].tier.begin_read(place.slot, x)
+    def read(self, places: Sequence[Place], x: Tensor) -> Pending:
+        """Begin to copy blocks of one tier and size to uint8 [blocks, n]."""
+        tier = places[0].tier
+        moved = self.moved[tier]
+        moved.read, moved.reads = moved.read + x.numel(), moved.reads + 1
+        return begin_reads(self._slots[tier].tier, [place.slot for place in places], x)
 
     def free(self, place: Place) -> None:
         """The block is not needed any more."""

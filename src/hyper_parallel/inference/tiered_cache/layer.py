@@ -55,13 +55,12 @@ class _Kind:
     def bytes(self, which: int) -> int:
         return self.heads[which] * self.sizes[which] * self.dtypes[which].itemsize
 
-    def views(self, buffer: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, heads, tokens, size] in uint8 [n]."""
+    def views(self, blocks: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [blocks, rows, heads, tokens, size] in uint8 [blocks, n]."""
         border = rows * tokens * self.bytes(0)
-        parts = (buffer[:border], buffer[border : border + rows * tokens * self.bytes(1)])
         keys, values = (
-            part.view(self.dtypes[which]).view(rows, self.heads[which], tokens, self.sizes[which])
-            for which, part in enumerate(parts)
+            part.view(self.dtypes[which]).unflatten(1, (rows, self.heads[which], tokens, self.sizes[which]))
+            for which, part in enumerate((blocks[:, :border], blocks[:, border:]))
         )
         return keys, values
 
@@ -193,7 +192,7 @@ class _Tiered:
         keys, values = kind.empty(self.rows, old + new)
         self.transfers.give((keys, values))
         blocks = [block for block in self.blocks if block.end > first]
-        copy = functools.partial(self._copy_block, keys, values, first)
+        copy = functools.partial(self._copy_blocks, keys, values, first)
         self.transfers.read(blocks, kind.device, copy)
         self._copy_tail(keys, values, first)
         keys[:, :, old:], values[:, :, old:] = key_states, value_states
@@ -210,21 +209,28 @@ class _Tiered:
         self.transfers.peaked(max(before, 0 if own else keys.nbytes + values.nbytes))
         return keys, values
 
-    def _copy_block(self, keys: Tensor, values: Tensor, first: int, block: Block, buffer: Tensor) -> None:
-        """Tokens of a block from `first` on, to their place in tensors that begin with token `first`."""
-        skipped = max(0, first - block.first)
-        taken = min(block.end, self._end) - block.first
-        to = slice(block.first + skipped - first, block.first + taken - first)
-        order = self.orders.of(block)
-        for target, part in zip(
-            (keys, values), self._known.views(buffer, block.rows, block.count), strict=True
-        ):
-            part = part[:, :, skipped:taken]
+    def _copy_blocks(
+        self, keys: Tensor, values: Tensor, first: int, blocks: Sequence[Block], buffer: Tensor
+    ) -> None:
+        """Tokens of blocks that follow one another, from `first` on, to their place in tensors that begin with token
+        `first`. `buffer`: uint8 [blocks, n]."""
+        one, order = blocks[0], self.orders.of(blocks[0])
+        skipped, end = max(0, first - one.first), min(blocks[-1].end, self._end)
+        whole = skipped == 0 and end == blocks[-1].end
+        if not whole and len(blocks) > 1:
+            for block, part in zip(blocks, buffer, strict=True):
+                self._copy_blocks(keys, values, first, [block], part[None])
+            return
+        at = one.first + skipped - first
+        views = self._known.views(buffer, one.rows, one.count)
+        for target, found in zip((keys, values), views, strict=True):
+            found = found[:, :, :, skipped : end - blocks[-1].first]
+            there = target[:, :, at : at + end - one.first - skipped].unflatten(2, (len(blocks), -1))
             if order is None:
-                target[:, :, to] = part
+                there.copy_(found.permute(1, 2, 0, 3, 4))
             else:
                 for row, source in enumerate(order):
-                    target[row, :, to] = part[source]
+                    there[row].copy_(found[:, source].transpose(0, 1))
 
     def _copy_tail(self, keys: Tensor, values: Tensor, first: int) -> None:
         skipped = max(0, first - self._tail_first)
@@ -277,7 +283,8 @@ class _Tiered:
 
     def _tail_views(self) -> tuple[Tensor, Tensor]:
         assert self._tail is not None
-        return self._known.views(self._tail, self.rows, self._block)
+        keys, values = self._known.views(self._tail[None], self.rows, self._block)
+        return keys[0], values[0]
 
     # Residence.
 
@@ -357,7 +364,7 @@ class _Tiered:
         """The beginning of a block becomes the tail."""
         count = self._end - block.first
         keys, values = self._known.empty(self.rows, count)
-        copy = functools.partial(self._copy_block, keys, values, block.first)
+        copy = functools.partial(self._copy_blocks, keys, values, block.first)
         self.transfers.read([block], self._known.device, copy)
         self.transfers.blocks.free(block.place)
         self._tail_first = self._end = block.first

@@ -2,11 +2,14 @@
 
 `window` bounds the bytes of device memory whose copies are under way. A read begins as soon as there is room, in the
 order in which blocks are needed: those of a layer while it is put together, then those of the next streamed layer,
-while this one computes. Buffers of blocks that were read serve the next ones, as long as the window has room for both.
+while this one computes. Blocks that follow one another are read together, up to half of the window and `GROUP` bytes,
+so that one group is put in its place while the next one comes. Buffers of groups that were read serve the next ones, as
+long as the window has room for both.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +22,9 @@ from hyper_parallel.errors import BudgetError
 from hyper_parallel.inference.tiered_cache.blocks import Place, TierBlocks
 from hyper_parallel.offloading.tiers import Pending
 from hyper_parallel.units import format_bytes
+
+GROUP = 2**22
+"""Bytes that are read together, at most, but for one block."""
 
 
 @dataclass(eq=False)
@@ -40,9 +46,10 @@ class Block:
 
 @dataclass(eq=False)
 class _Copy:
-    block: Block | None
-    """None for a write."""
+    blocks: Sequence[Block]
+    """None of a write."""
     buffer: Tensor
+    """uint8 [n]."""
     pending: Pending
 
 
@@ -98,40 +105,48 @@ class Transfers:
         """Begin to write a whole buffer, which is the window's from now on."""
         self._make_room(buffer.numel())
         place, pending = self.blocks.write(buffer)
-        self._writes.append(_Copy(None, buffer, pending))
+        self._writes.append(_Copy((), buffer, pending))
         self._count(buffer.numel())
         return place
 
     # Reading.
 
     def read(
-        self, wanted: Sequence[Block], device: torch.device, use: Callable[[Block, Tensor], None]
+        self,
+        wanted: Sequence[Block],
+        device: torch.device,
+        use: Callable[[Sequence[Block], Tensor], None],
     ) -> None:
-        """Call `use` with each block and its bytes, which are let go of afterwards."""
-        if len(self._reads) > len(wanted) or any(
-            copy.block is not block for copy, block in zip(self._reads, wanted, strict=False)
-        ):
+        """Call `use` with blocks that follow one another and their bytes [blocks, n], which are let go of afterwards,
+        until it has had all that are wanted."""
+        if any(mine is not one for mine, one in zip(self._coming(), (*wanted, None), strict=False)):
             self.cancel()
-        begun = len(self._reads)
-        for block in wanted:
+        done = 0
+        begun = len(self._coming())
+        while done < len(wanted):
             if not self._reads:
-                self._make_room(block.place.bytes)
+                self._make_room(wanted[done].place.bytes)
             begun += self._begin(wanted[begun:], device)
-            self._use(self._reads.popleft(), use)
+            done += self._use(self._reads.popleft(), use)
 
-    def _use(self, copy: _Copy, use: Callable[[Block, Tensor], None]) -> None:
+    def _coming(self) -> list[Block]:
+        """Blocks whose reads have begun."""
+        return [block for copy in self._reads for block in copy.blocks]
+
+    def _use(self, copy: _Copy, use: Callable[[Sequence[Block], Tensor], None]) -> int:
+        """How many blocks these are."""
         copy.pending.wait()
-        assert copy.block is not None, "a read"
-        use(copy.block, copy.buffer)
+        use(copy.blocks, copy.buffer.view(len(copy.blocks), -1))
         self._count(-copy.buffer.numel())
         if self._under_way + self._idle_bytes + copy.buffer.numel() <= self.window:
             self._idle.append(copy.buffer)
             self.hold(copy.buffer.numel())
+        return len(copy.blocks)
 
     def ahead(self, blocks: Sequence[Block], device: torch.device) -> None:
         """Begin to read what is needed next."""
         self._settle_written()
-        self._begin(blocks[len(self._reads) :], device)
+        self._begin(blocks[len(self._coming()) :], device)
 
     def cancel(self) -> None:
         """Drop what was read ahead, and buffers: what comes next may need the memory."""
@@ -153,14 +168,34 @@ class Transfers:
         self._let_go(max(window - self._under_way, 0))
 
     def _begin(self, blocks: Sequence[Block], device: torch.device) -> int:
-        for count, block in enumerate(blocks):
-            size = block.place.bytes
+        """Begin to read the first of them, as many as there is room for; how many that are."""
+        begun = 0
+        while begun < len(blocks):
+            group = self._group(blocks[begun:])
+            size = sum(block.place.bytes for block in group)
             if self._under_way + size > self.window:
-                return count
+                break
             buffer = self._buffer(size, device)
-            self._reads.append(_Copy(block, buffer, self.blocks.read(block.place, buffer)))
+            pending = self.blocks.read([block.place for block in group], buffer.view(len(group), -1))
+            self._reads.append(_Copy(group, buffer, pending))
             self._count(size)
-        return len(blocks)
+            begun += len(group)
+        return begun
+
+    def _group(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """The first ones that are read together: of one tier, size and batch; at least one."""
+        first = blocks[0]
+        most = min(GROUP, self.window // 2, self.window - self._under_way) // first.place.bytes
+
+        def alike(one: Block) -> bool:
+            return (one.place.tier, one.place.bytes, one.count, one.epoch) == (
+                first.place.tier,
+                first.place.bytes,
+                first.count,
+                first.epoch,
+            )
+
+        return list(itertools.takewhile(alike, blocks[: max(most, 1)]))
 
     def _buffer(self, size: int, device: torch.device) -> Tensor:
         """Of `size` bytes, for which the window has room beside what is under way."""

@@ -19,10 +19,20 @@ class Copy:
     (`issued`); and what the work launched on a device's stream is reached (`event`).
     """
 
-    def __init__(self, what: str, first: int, x: torch.Tensor, limit: float, backend: Backend) -> None:
+    def __init__(
+        self,
+        what: str,
+        first: int,
+        x: torch.Tensor,
+        limit: float,
+        backend: Backend,
+        span: int | None = None,
+    ) -> None:
+        """`x`: what is copied. `span`: bytes of the tier that must not change meanwhile; left out, as many as `x`
+        has."""
         self.what = what
         """In words, for messages."""
-        self.first, self.bytes = first, x.numel()
+        self.first, self.bytes = first, x.numel() if span is None else span
         """Where in the tier."""
         self.sums: list[int] = []
         """Checksums of its parts, of a write where the tier keeps some."""

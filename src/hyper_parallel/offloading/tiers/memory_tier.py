@@ -68,7 +68,7 @@ class MemoryTier(Closing):
         """As `Tier`."""
         self._check_open()
         place = self._slots.for_write(slot, x)
-        copy = self._begin(f"writing slot {slot} of the {self.name} tier", place, x)
+        copy = self._begin(f"writing slot {slot} of the {self.name} tier", x, place, [(place, x)])
         self._slots.written[slot] = copy
         return copy
 
@@ -76,7 +76,17 @@ class MemoryTier(Closing):
         """As `Tier`."""
         self._check_open()
         place, source = self._slots.for_read(slot, x)
-        return self._begin(f"reading slot {slot} of the {self.name} tier", place, x, source)
+        return self._begin(f"reading slot {slot} of the {self.name} tier", x, place, [(place, x)], [source])
+
+    def begin_reads(self, slots: Sequence[int], x: torch.Tensor) -> Copy:
+        """As `batched_reads.begin_reads`: one after the other, and over together."""
+        self._check_open()
+        found = [self._slots.for_read(slot, part) for slot, part in zip(slots, x, strict=True)]
+        places = [place for place, _ in found]
+        # Of all between the first and the last, so that a write to any of them waits.
+        around = SlotPlacement(min(one.first for one in places), max(one.last for one in places))
+        what = f"reading slots {', '.join(map(str, slots))} of the {self.name} tier"
+        return self._begin(what, x, around, list(zip(places, x, strict=True)), [one for _, one in found])
 
     def begin_work(
         self, what: str, slots: Sequence[int], work: Callable[[Sequence[torch.Tensor]], None]
@@ -129,12 +139,18 @@ class MemoryTier(Closing):
     def _release(self) -> None:
         """Give everything back."""
 
-    def _begin(self, what: str, place: SlotPlacement, x: torch.Tensor, source: Copy | None = None) -> Copy:
-        """Out, or from what `source` has put there back."""
-        copy = Copy(what, place.first, x, self._limit, self._backend)
-        before = self._under_way.add(copy)
-        if source is not None:
-            before.append(source)  # over or not: if it failed, so does this
+    def _begin(
+        self,
+        what: str,
+        x: torch.Tensor,
+        around: SlotPlacement,
+        parts: list[tuple[SlotPlacement, torch.Tensor]],
+        sources: Sequence[Copy] = (),
+    ) -> Copy:
+        """Out, or from what `sources` have put there back. `x`: all of the `parts` on the device; `around`: all of
+        their places."""
+        copy = Copy(what, around.first, x, self._limit, self._backend, around.bytes)
+        before = [*self._under_way.add(copy), *sources]  # a source is over or not: if it failed, so does this
 
         def work() -> None:
             # Here the current stream is the copy's, so that these make it wait, and on the CPU its thread.
@@ -142,13 +158,15 @@ class MemoryTier(Closing):
             for other in before:
                 other.hold()
             copy.begin()
-            there = self._memory[place.first : place.last]
-            if source is None:
-                self._backend.copy_bytes(there, x)
-            else:
-                self._backend.copy_bytes(x, there)
+            while parts:  # none is held when the copy is said to be over
+                place, part = parts.pop()
+                there = self._memory[place.first : place.last]
+                if sources:
+                    self._backend.copy_bytes(part, there)
+                else:
+                    self._backend.copy_bytes(there, part)
 
-        stream = self._out if source is None else self._back
+        stream = self._back if sources else self._out
         if any(other.by_host and not other.done() for other in before):
             copy.by_host = True
             self._hand.run(lambda: stream.run(lambda: copy.attempt(work)))
