@@ -269,7 +269,7 @@ def test_groups_that_do_not_fit_the_run_are_refused_on_every_rank(tmp_path):
     )
     tensor = DeviceGroup(Mesh(("tensor_x", 2)), (2, 3), "tensor")
     assert re.search(
-        "device group 'tensor' is on .* have the mesh of its layout",
+        "device group 'tensor' is on .*; rank 2 gives the layout that the tensor has in this group",
         _refused(tmp_path, lambda _: (first, tensor)),
     )
 

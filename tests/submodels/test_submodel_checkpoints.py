@@ -20,10 +20,19 @@ FIRST = {"vision": VISION, "language": {"axes": {"tensor": 2}}}
 SECOND = {"language": {"axes": {"pipeline": 2}}, "vision": {**VISION, "axes": {"shard": 2}}}
 
 
-def _trained(declared: Any, folder: Path | None, steps: int) -> tuple[list[float], Any, Any]:
-    made = MODELS["llava"]
-    model, batch = made.build().train(), made.draw(4)
-    parts = submodels(model, declared, batch, micro_batches=2)
+# They train the embedding together, on unlike axes.
+T5 = (
+    {"encoder": {"modules": ["encoder"]}, "decoder": {"axes": {"shard": 2}}},
+    {"encoder": {"modules": ["encoder"], "axes": {"shard": 2}}, "decoder": {"axes": {"tensor": 2}}},
+)
+
+
+def _trained(
+    declared: Any, folder: Path | None, steps: int, model: str = "llava"
+) -> tuple[list[float], Any, Any]:
+    made = MODELS[model]
+    built, batch = made.build().train(), made.draw(4)
+    parts = submodels(built, declared, batch, micro_batches=2)
     optimizer = torch.optim.AdamW(parts.handle.model.parameters(), lr=1e-2)
     on_local(optimizer, parts.handle)
     if folder is not None:
@@ -36,14 +45,14 @@ def _trained(declared: Any, folder: Path | None, steps: int) -> tuple[list[float
     return losses, parts.handle, optimizer
 
 
-def _saves(rank: int, world: int, folder: Path) -> list[float]:
-    _, handle, optimizer = _trained(FIRST, None, 2)
+def _saves(rank: int, world: int, folder: Path, declared: Any, model: str = "llava") -> list[float]:
+    _, handle, optimizer = _trained(declared, None, 2, model)
     save(folder, handle, optimizer, 2, {})
-    return _trained(FIRST, folder, 2)[0]
+    return _trained(declared, folder, 2, model)[0]
 
 
-def _goes_on(rank: int, world: int, folder: Path, declared: Any) -> list[float]:
-    return _trained(declared, folder, 2)[0]
+def _goes_on(rank: int, world: int, folder: Path, declared: Any, model: str = "llava") -> list[float]:
+    return _trained(declared, folder, 2, model)[0]
 
 
 def _as_a_whole(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -53,7 +62,7 @@ def _as_a_whole(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_goes_on_with_other_devices(tmp_path: Path) -> None:
-    straight = run_ranks(_saves, 3, tmp_path)[0]
+    straight = run_ranks(_saves, 3, tmp_path, FIRST)[0]
     again = run_ranks(_goes_on, 4, tmp_path, SECOND)[0]
     assert straight[0] != straight[1]
     torch.testing.assert_close(torch.tensor(again), torch.tensor(straight), rtol=1e-5, atol=0)
@@ -65,3 +74,10 @@ def test_a_run_goes_on_with_other_devices(tmp_path: Path) -> None:
         "multi_modal_projector",
         "language_model",
     }
+
+
+def test_a_weight_of_unlike_groups_is_saved_once(tmp_path: Path) -> None:
+    straight = run_ranks(_saves, 3, tmp_path, T5[0], "t5")[0]
+    again = run_ranks(_goes_on, 4, tmp_path, T5[1], "t5")[0]
+    assert straight[0] != straight[1]
+    torch.testing.assert_close(torch.tensor(again), torch.tensor(straight), rtol=1e-5, atol=0)

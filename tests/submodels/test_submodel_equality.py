@@ -48,6 +48,12 @@ CASES: dict[int, list[SubmodelCase]] = {
             {"vision": {"modules": ["model.visual"], "devices": 2}, "language": {"devices": 2}},
             micro_batches=5,
         ),
+        # One row with a small image and three with none: copies without loss make them two and four.
+        SubmodelCase(
+            "qwen2.5-vl",
+            {"vision": {"modules": ["model.visual"], "devices": 2}, "language": {"axes": {"shard": 2}}},
+            evaluates=True,
+        ),
         # Micro-batches of three kinds, whose weights are gathered and whose gradients are reduced once a step.
         SubmodelCase(
             "qwen2.5-vl",

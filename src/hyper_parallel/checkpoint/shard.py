@@ -38,19 +38,30 @@ class Piece:
     local: torch.Tensor
     layout: Layout
     owners: tuple[DeviceGroup, ...] = ()
-    """The device groups that hold the tensor, in any order: disjoint, each with the axes of the layout's mesh, and
-    with equal values. Empty: one group, of all ranks of the mesh, which are all ranks of the run.
+    """The device groups that hold the tensor, in any order: disjoint, with equal values, and this rank's with the axes
+    of the layout's mesh. Empty: one group, of all ranks of the mesh, which are all ranks of the run.
     """
 
     @property
     def groups(self) -> tuple[DeviceGroup, ...]:
-        """The device groups that hold the tensor, in the order of their first ranks, the same on every rank."""
+        """The device groups that hold the tensor on the mesh of this layout, in the order of their first ranks."""
+        return tuple(group for group in self.holders if group.mesh.axes == self.layout.mesh.axes)
+
+    @property
+    def written(self) -> bool:
+        """Whether the tensor is written in this layout: in that of the group with the first rank, where there are
+        several."""
+        return self.holders[0].mesh.axes == self.layout.mesh.axes
+
+    @property
+    def holders(self) -> tuple[DeviceGroup, ...]:
+        """In the order of their first ranks, the same on every rank."""
         listed = self.owners or (DeviceGroup.of_all_ranks(self.layout.mesh),)
         return tuple(sorted(listed, key=lambda group: group.ranks[0]))
 
     @property
     def copies(self) -> int:
-        """The number of ranks of the run that hold each element."""
+        """The number of ranks of the run that hold each element, in this layout."""
         return len(self.groups) * self.layout.copies
 
     def copy_index(self, rank: int) -> int:
@@ -107,6 +118,12 @@ def check(name: str, piece: Piece, rank: int) -> None:
     """Raise CheckpointError if a piece does not match what its groups and its layout assign to `rank`."""
     layout = piece.layout
     _check_groups(name, piece)
+    own = next((group for group in piece.owners if rank in group.ranks), None)
+    if own is not None and own.mesh.axes != layout.mesh.axes:
+        raise CheckpointError(
+            f"{name}: its layout is on mesh {layout.mesh.axes}, but device group {own.name!r} is on {own.mesh.axes}; "
+            f"rank {rank} gives the layout that the tensor has in this group"
+        )
     if not piece.held_by(rank):
         raise CheckpointError(
             f"{name}: rank {rank} is not in {_named(piece)}, which hold this tensor; leave it out on this rank"
@@ -144,11 +161,6 @@ def check_world(name: str, piece: Piece, world: int) -> None:
 def _check_groups(name: str, piece: Piece) -> None:
     seen: set[int] = set()
     for group in piece.owners:
-        if group.mesh.axes != piece.layout.mesh.axes:
-            raise CheckpointError(
-                f"{name}: its layout is on mesh {piece.layout.mesh.axes}, but device group {group.name!r} is on "
-                f"{group.mesh.axes}; all groups that hold a tensor have the mesh of its layout"
-            )
         if both := seen & set(group.ranks):
             raise CheckpointError(
                 f"{name}: rank {min(both)} is in two of {_named(piece)}; name each device group once"
@@ -157,4 +169,4 @@ def _check_groups(name: str, piece: Piece) -> None:
 
 
 def _named(piece: Piece) -> str:
-    return "the device groups " + ", ".join(repr(group.name) for group in piece.groups)
+    return "the device groups " + ", ".join(repr(group.name) for group in piece.holders)

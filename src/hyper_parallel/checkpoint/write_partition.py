@@ -1,8 +1,9 @@
 """Write partition: the boxes of each global tensor that a rank writes, each element exactly once.
 
 Ranks of a device group that differ only along axes that do not split a tensor hold copies of it, and so do the ranks at
-the same coordinate of all device groups that hold the tensor. Its boxes are cut into blocks, which are assigned to the
-copies round-robin, beginning with a copy that the tensor's name selects. Each rank computes this without communication.
+the same coordinate of all device groups that hold the tensor in one layout. Its boxes are cut into blocks, which are
+assigned to the copies round-robin, beginning with a copy that the tensor's name selects. Each rank computes this
+without communication.
 """
 
 from __future__ import annotations

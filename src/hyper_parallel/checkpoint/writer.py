@@ -115,6 +115,7 @@ class Writer:
             for name, piece in pieces.items():
                 check_world(name, piece, self._world)
                 check(name, piece, self._rank)
+            pieces = {name: piece for name, piece in pieces.items() if piece.written}
             mesh = _mesh_of_run(pieces, self._world)
             check_state(state)
             files = _checked(assets or {})

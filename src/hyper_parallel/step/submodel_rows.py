@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import DeviceGroup
+from hyper_parallel.shard.loss import IGNORED
 from hyper_parallel.shard.packed_documents import several_documents
 from hyper_parallel.shard.process_mesh import DATA_AXES
 from hyper_parallel.step.batches import MicroBatch
@@ -20,6 +22,8 @@ Rows = Mapping[str, Tensor]
 """Tensors by name, whose first dim is rows."""
 Inputs = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 """Rows to keyword arguments of the model."""
+_Sizes = tuple[int, list[tuple[str, int]]]
+"""Elements of all that a row has, and of each tensor."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class StepRows:
     batch: Rows
     numbers: Tensor
     """int64 [rows]: the place of each in the order in which they were given; random numbers are a function of it."""
+    copies: int = 0
+    """Rows that are computed once more, without loss."""
 
     @classmethod
     def as_given(cls, batch: Rows) -> StepRows:
@@ -59,6 +65,8 @@ class SubmodelRows:
         device: torch.device,
     ) -> None:
         """`like`: the rows of a step; `index`: of this rank's group. Raises StrategyError."""
+        self.copies = True
+        """Whether rows may be computed once more without loss, so that all data ranks have as much."""
         for name in ("input_ids", "labels"):
             if name not in like or like[name].dim() != 2:
                 raise StrategyError(f"hp.submodels: batch has no {name!r}, int64 [B, S]")
@@ -103,26 +111,43 @@ class SubmodelRows:
 
     def arranged(self, batch: Rows) -> StepRows:
         """Rows for which `inputs` makes tensors of the same sizes in the same micro-batches, as far as they go, those
-        with most first, and each data rank's part of a micro-batch as large as the others'. The same on every rank."""
+        with most first, and each data rank's part of a micro-batch as large as the others': where rows with as much are
+        no multiple of the data ranks, copies without loss fill them up. The same on every rank."""
         given = StepRows.as_given(batch)
         sizes = [self._sizes(given.part(row, 1)) for row in range(len(given.numbers))]
         if all(one == sizes[0] for one in sizes):
             return given
         order = sorted(range(len(sizes)), key=lambda row: sizes[row], reverse=True)
+        filled = self._filled(order, sizes) if self.copies else [(row, True) for row in order]
         dealt = [
-            row
-            for first in range(0, len(order), self._count)
+            one
+            for first in range(0, len(filled), self._count)
             for data in range(self._most_data)
-            for row in order[first : first + self._count][data :: self._most_data]
+            for one in filled[first : first + self._count][data :: self._most_data]
         ]
-        places = torch.tensor(dealt)
-        return StepRows({name: one[places.to(one.device)] for name, one in batch.items()}, places)
+        places = torch.tensor([row for row, _ in dealt])
+        arranged = {name: one[places.to(one.device)] for name, one in batch.items()}
+        without = torch.tensor([not bears_loss for _, bears_loss in dealt])
+        arranged["labels"][without.to(arranged["labels"].device)] = IGNORED
+        return StepRows(arranged, places, int(without.sum()))
 
-    def _sizes(self, row: StepRows) -> tuple[int, list[tuple[str, int]]]:
-        """Elements of all that a row has, and of each tensor."""
+    def _filled(self, order: Sequence[int], sizes: Sequence[_Sizes]) -> list[tuple[int, bool]]:
+        """Rows in their order, and whether they bear loss: as many of each size as the data ranks divide, and whole
+        micro-batches."""
+        found: list[tuple[int, bool]] = []
+        for _, alike in itertools.groupby(order, key=lambda row: sizes[row]):
+            found += [(row, True) for row in alike]
+            found += [(found[-1][0], False)] * (-len(found) % self._most_data)
+        return found + [(found[-1][0], False)] * (-len(found) % self._count)
+
+    def _sizes(self, row: StepRows) -> _Sizes:
         made = self._inputs({name: one for name, one in row.batch.items() if name != "labels"})
         found = sorted((name, one.numel()) for name, one in made.items())
         return sum(count for _, count in found), found
+
+    def shares(self, rows: StepRows) -> list[MicroBatch]:
+        """This rank's rows of all micro-batches."""
+        return [self.share(rows, at) for at in range(len(rows.numbers) // self._count)]
 
     def share(self, rows: StepRows, micro_batch: int) -> MicroBatch:
         """This rank's rows of a micro-batch."""

@@ -22,6 +22,7 @@ so that gradients and loss are those of one device.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +59,8 @@ from hyper_parallel.step.submodel_rows import Inputs, Rows, StepRows, SubmodelRo
 from hyper_parallel.step.submodel_runner import Counts, SubmodelRunner
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.submodels import Submodel, read_submodels
+
+log = logging.getLogger(__name__)
 
 
 def submodels(
@@ -114,6 +117,8 @@ def submodels(
     level_group_counts()
     parallelize(shadow, own, lowering="traceable", pipeline=place)
     recipe = GradientRecipe(shadow, sharded(shadow), seed=seed, loss=loss or LossConfig())
+    # Copies of rows would count in the routers' auxiliary loss.
+    rows.copies = recipe.handle.routing is None or not recipe.handle.routing.coefficient
     planner = SubmodelPlanner(recipe, parts, where, _told)
     # The rows with most are first.
     given = rows.arranged(batch)
@@ -179,6 +184,7 @@ class Submodels:
         rows."""
         self.handle, self._planner, self._rows, self._count = handle, planner, rows, micro_batches
         self._first, self._evaluation, self._transfers = first, evaluation, transfers
+        self._said = False
         lead = handle.rank == 0
         self._training = Kinds(self._to_train, _told, self._forget, lead)
         self._training.add(first, like)
@@ -218,7 +224,8 @@ class Submodels:
 
         `tokens`: what the sum of losses is divided by; left out, the valid tokens of the batch. Dropout is a function
         of `step`, its number. `arrange`: rows for which `inputs` makes as much are put into the same micro-batches, and
-        dealt to the data ranks, which changes neither loss nor gradients.
+        dealt to the data ranks, which changes neither loss nor gradients; where their numbers do not divide by those of
+        the ranks, some are computed once more without loss.
 
         A collective. Raises DataError for rows of other shapes or without loss, and StrategyError where the submodels
         cannot compute them.
@@ -231,7 +238,8 @@ class Submodels:
         if not count:
             raise DataError("no token of the rows bears loss; check that labels are not all -100")
         rows = self._rows.arranged(batch) if arrange else StepRows.as_given(batch)
-        micro = [self._rows.share(rows, at) for at in range(self._count)]
+        self._say(rows)
+        micro = self._rows.shares(rows)
         divisor = torch.tensor(count, device=handle.device)
         owned = handle.owned()
         before = [one.parameter.grad for one in owned]
@@ -258,12 +266,25 @@ class Submodels:
             raise DataError(problem)
         count = float(valid_tokens(batch["labels"])) if tokens is None else tokens
         rows = self._rows.arranged(batch) if arrange else StepRows.as_given(batch)
-        micro = [self._rows.share(rows, at) for at in range(self._count)]
+        micro = self._rows.shares(rows)
         counts, ordered = _in_order(self._evaluating.sorted(rows, micro), micro)
         handle = self.handle
         part = self._runner.evaluate(counts, ordered)
         whole = handle.over_all_ranks(part * handle.axes.speaks(LOSS_AXES, handle.rank))
         return whole / count if count else whole * math.nan
+
+    def _say(self, rows: StepRows) -> None:
+        """Say once where many rows are computed in vain."""
+        if self._said or self.handle.rank or rows.copies * 4 <= len(rows.numbers):
+            return
+        self._said = True
+        log.warning(
+            "%d of the %d rows of a step are copies without loss: where replicate or shard are above 1, each of these "
+            "ranks needs as many images (or as much sound) as the others, and the rows have other numbers or sizes; "
+            "pad them to few sizes, give larger batches, or use tensor in the place of replicate and shard",
+            rows.copies,
+            len(rows.numbers),
+        )
 
     def _to_train(self, batch: StepRows, micro: MicroBatch, at: int) -> SubmodelPlan:
         return self._checked(self._planner.training(micro, self._rows.doubled(batch, at), self._count), at)
