@@ -34,6 +34,7 @@ class SubmodelCase:
     """Modules that are not trained."""
     evaluates: bool = False
     """The rows are evaluated too, before and after the steps."""
+    arrange: bool = True
 
     def build(self) -> Any:
         """The model."""
@@ -122,7 +123,7 @@ def run_case(case: SubmodelCase) -> Outcome:
         for _ in range(case.steps):
             for one in handle.owned():
                 one.parameter.grad = None
-            loss = parts.forward_backward(batch)
+            loss = parts.forward_backward(batch, arrange=case.arrange)
             norm = handle.grad_norm()
             owned = [one for one in handle.owned() if one.parameter.grad is not None]
             gradients = {one.name: handle.gather(one.grad, one.layout).clone() for one in owned}
