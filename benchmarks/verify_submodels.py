@@ -18,6 +18,8 @@ from typing import Any
 from measure import machine, write
 from pages import DOCS, put
 
+from hyper_parallel.strategy.submodels import read_submodels
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.submodel_steps import Compared, SubmodelCase, against_one_device
 
@@ -84,13 +86,7 @@ def name_of(case: SubmodelCase) -> str:
 
 def world_of(case: SubmodelCase) -> int:
     """Its workers."""
-    world = 0
-    for part in case.submodels.values():
-        ranks = 1
-        for degree in part.get("axes", {}).values():
-            ranks *= degree
-        world += ranks
-    return world
+    return sum(one.axes.world for one in read_submodels(case.submodels).values())
 
 
 def main() -> int:
