@@ -116,6 +116,7 @@ def model_costs(shape: Shape, cluster: Cluster) -> ModelCosts:
         head=head,  # type: ignore[arg-type]
         saved=dict.fromkeys(DEGREES, saved),
         workspace=dict.fromkeys(DEGREES, Line(WORKSPACE, 0.0)),
+        recomputed=dict.fromkeys(DEGREES, Line(0.0, 0.0)),
         depth=depth,
         parameters=of_text,
     )

@@ -116,7 +116,7 @@ def inputs_of_modules(
     """Module to the floating-point inputs of the model whose values reach it in the forward pass; none for a module
     that the micro-batch does not need. Raises ConfigError for a model that cannot be captured."""
     of = submodel_of({**{name: at for at, name in enumerate(modules)}, "": len(modules)})
-    floating = {f"micro.{name}" for name, one in fields_of(micro).items() if one.is_floating_point()}
+    floating = {name for name, one in fields_of(micro).items() if one.is_floating_point()}
     with fake_ranks(1, 0):
         try:
             recipe, _ = _recipe(model, _strategy(1), few_layers=True)

@@ -1,4 +1,4 @@
-"""What the parts of a multimodal model cost on a device: seconds and bytes as linear functions of their work.
+"""Costs of the parts of a multimodal model on a device: seconds and bytes as linear functions of their work.
 
     encoder     constant + slope · units         a unit is an image or a recording of mean size
     language    constant + slope · rows          of a micro-batch, by tensor degree; all rows have the same length
@@ -80,6 +80,8 @@ class LanguageCosts:
     """Bytes of all layers that wait for the backward pass of a micro-batch."""
     workspace: Mapping[int, Line]
     """Bytes besides, at most, while a pass runs."""
+    recomputed: Mapping[int, Line]
+    """Bytes that each layer has again in the backward pass, and in a stage of a pipeline until that pass ends."""
     depth: int
     """Layers."""
     parameters: int

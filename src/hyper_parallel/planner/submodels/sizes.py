@@ -38,6 +38,8 @@ class StateBytes:
 MIXED = StateBytes(whole=6, sharded=16, twice=4)
 """Weights in bfloat16 and gradients in float32 on every copy; float32 weights, reduced gradients and both moments of
 Adam over all (`memory.shard: optimizer`)."""
+CAPTURED = StateBytes(whole=8, sharded=16, twice=4)
+"""As `MIXED` in a captured step, which also has the gradients of one micro-batch, in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Task:
     cluster: Cluster
     devices: int
     steps: Sequence[Sequence[Row]]
-    state: StateBytes = MIXED
+    state: StateBytes = CAPTURED
+    """Of parts on devices of their own."""
 
     @property
     def capacity(self) -> float:
@@ -144,13 +147,13 @@ def colocated_bytes(task: Task, one: Sizes) -> float:
     saved = sum(each.saved(of) for each, of in zip(costs.encoders, units, strict=True))
     saved += language.saved[one.tensor](one.rows)
     workspace = max(
-        language.workspace[one.tensor](one.rows),
+        language.workspace[one.tensor](one.rows) + language.recomputed[one.tensor](one.rows),
         *(each.workspace(of) for each, of in zip(costs.encoders, units, strict=True)),
     )
     if one.shard == "optimizer":
-        return task.state.of(layers + outside, one.data) + saved + workspace
-    kept = task.state.of(layers + outside, one.data) - task.state.whole * (layers + outside)
-    gathered = task.state.whole * (outside + layers * min(1.0, 2 / language.depth))
+        return MIXED.of(layers + outside, one.data) + saved + workspace
+    kept = MIXED.of(layers + outside, one.data) - MIXED.whole * (layers + outside)
+    gathered = MIXED.whole * (outside + layers * min(1.0, 2 / language.depth))
     return kept + gathered + saved + workspace
 
 

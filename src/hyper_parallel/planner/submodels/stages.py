@@ -90,10 +90,14 @@ def stage_costs(
     stages: Sequence[Times], saved: Sequence[float] = (), transfers: Sequence[float] = ()
 ) -> Costs:
     """Seconds of stages, and bytes that a micro-batch keeps, in the schedule's terms."""
-    forward, before, after = zip(*stages, strict=True)
-    both = tuple(a + b for a, b in zip(before, after, strict=True))
-    times = {"forward": forward, "backward": both, "input": before, "weight": after}
-    return Costs(**times, transfers=tuple(transfers), saved=tuple(saved))
+    return Costs(
+        forward=tuple(one[0] for one in stages),
+        backward=tuple(one[1] + one[2] for one in stages),
+        input=tuple(one[1] for one in stages),
+        weight=tuple(one[2] for one in stages),
+        transfers=tuple(transfers),
+        saved=tuple(saved),
+    )
 
 
 def language_saved(task: Task, one: Sizes) -> list[float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from hyper_parallel.data.dealing import RowWork, dealt
@@ -28,6 +28,7 @@ from hyper_parallel.planner.submodels.sizes import (
 )
 from hyper_parallel.planner.submodels.stages import Share, language_stages, micro_batch_kinds, rows_dealt
 from hyper_parallel.schedule import MicroBatchKind, Schedule, step_schedule
+from hyper_parallel.workload.part_costs import Times
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class MicroBatchTimes:
 
     encoders: float
     language: float
+    language_forward: float
+    """Of the language model's seconds, those of the forward pass."""
     exposed: float = 0.0
     """Seconds of collectives that computation does not hide."""
     waits: float = 0.0
@@ -85,7 +88,8 @@ def colocated(task: Task, one: Sizes, rows: Sequence[Row]) -> Step | None:
     if not count or colocated_bytes(task, one) > task.capacity:
         return None
     costs = task.costs
-    language = sum(sum(stage) for stage in language_stages(task, one))
+    (stage,) = language_stages(task, one)
+    language = sum(stage)
 
     @cache
     def encoders(units: Row) -> float:
@@ -98,7 +102,7 @@ def colocated(task: Task, one: Sizes, rows: Sequence[Row]) -> Step | None:
     parts = [[part[at : at + one.rows] for at in range(0, len(part), one.rows)] for part in own]
     units = [[tuple(map(sum, zip(*micro, strict=True))) for micro in part] for part in parts]
     moved = _collectives(task, one)
-    ranks = [[_timed(encoders(of), language, moved) for of in part] for part in units]
+    ranks = [[_timed(encoders(of), stage, moved) for of in part] for part in units]
     busy = one.tensor * sum(micro.encoders + micro.language for part in ranks for micro in part)
     per_device = costs.language.parameters / one.tensor + sum(each.parameters for each in costs.encoders)
     if one.shard == "optimizer":
@@ -122,8 +126,9 @@ def _collectives(task: Task, one: Sizes) -> float:
     return gathered + task.cluster.collective_seconds("reduce_scatter", 4 * (layers + outside), ranks)
 
 
-def _timed(encoders: float, language: float, moved: float) -> MicroBatchTimes:
-    return MicroBatchTimes(encoders, language, max(0.0, moved - encoders - language))
+def _timed(encoders: float, language: Times, moved: float) -> MicroBatchTimes:
+    hidden = encoders + sum(language)
+    return MicroBatchTimes(encoders, sum(language), language[0], max(0.0, moved - hidden))
 
 
 def _total(part: Sequence[MicroBatchTimes]) -> float:
@@ -138,7 +143,5 @@ def _waiting(
     for stretch in together:
         longest = max(map(_total, stretch))
         for own, part in zip(found, stretch, strict=True):
-            last = part[-1]
-            own += part[:-1]
-            own.append(MicroBatchTimes(last.encoders, last.language, last.exposed, longest - _total(part)))
+            own += [*part[:-1], replace(part[-1], waits=longest - _total(part))]
     return found
