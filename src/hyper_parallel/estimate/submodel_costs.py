@@ -121,6 +121,9 @@ class _Rows:
 
     def sizes(self, row: int) -> dict[str, int]:
         """Numbers of each floating-point input of a row."""
+        if self._only:
+            values = self._rows.cost(row).values
+            return {self._only: values} if values else {}
         if row not in self._sizes:
             given = self.micro_batch([row]).extra
             self._sizes[row] = {name: one.numel() for name, one in given.items() if one.is_floating_point()}

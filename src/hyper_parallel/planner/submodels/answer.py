@@ -39,19 +39,17 @@ class Answer:
     def verdict(self) -> str:
         """The choice and what it saves, in a sentence."""
         found = self.found
-        chosen, other = found.chosen, found.colocated
-        names = {True: "parts on devices of their own", False: "one mesh for all parts"}
-        apart = chosen is found.disjoint
-        if apart:
-            other = found.colocated
-        else:
-            other = found.disjoint
-        best = f"{names[apart]} ({chosen.sizes}): a step of {format_duration(chosen.seconds)}"
+        chosen = found.chosen
+        names = ["parts on devices of their own", "one mesh for all parts"]
+        other = found.colocated if chosen is found.disjoint else found.disjoint
+        if chosen is found.colocated:
+            names.reverse()
+        best = f"{names[0]} ({chosen.sizes}): a step of {format_duration(chosen.seconds)}"
         if other.sizes is None:
-            return f"{best}, {WORD}; {names[not apart]} does not fit".replace("own does not", "own do not")
+            return f"{best}, {WORD}; for {names[1]} no sizes fit the memory and divide the rows"
         saved = 1 - chosen.seconds / other.seconds
         return (
-            f"{best}, {saved:.1%} shorter than {names[not apart]} ({format_duration(other.seconds)}, {other.sizes}); "
+            f"{best}, {saved:.1%} shorter than {names[1]} ({format_duration(other.seconds)}, {other.sizes}); "
             f"{WORD}"
         )
 
@@ -98,7 +96,7 @@ class Answer:
         rows = []
         for name, one in self.named():
             if one.sizes is None:
-                rows.append((name, "does not fit, or does not divide the rows", "–", "–", "–", "–"))
+                rows.append((name, "no sizes fit the memory and divide the rows", "–", "–", "–", "–"))
                 continue
             fullest = max(memory_of_parts(self.found.task, one.sizes).values())
             rows.append(
