@@ -96,9 +96,9 @@ def test_a_run_is_priced_from_its_own_rows(place: Path) -> None:
 def test_text_and_folders_without_a_processor_are_refused(place: Path, tmp_path: Path) -> None:
     file = run_file(place, "llava", data={"train": "python-stdlib"})
     text = tmp_path / "text.jsonl"
-    text.write_text('{"prompt": "a", "response": "b"}\n' * 8)
+    text.write_text('{"prompt": "a", "response": "b"}\n' * 400)
     file["data"]["train"] = str(text)
-    with pytest.raises(ConfigError, match="no encoders to place"):
+    with pytest.raises(ConfigError, match=r"no row of data\.train has any"):
         submodel_work(from_dict(file), CLUSTER, 2, lambda said: None)
     stated = StatedRows(batch=2, sequence=64, images=(1, 2), recordings=(0, 0), size=16, seconds=1.0)
     (tmp_path / "config.json").write_text((place / "llava" / "config.json").read_text())

@@ -312,6 +312,12 @@ def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
         )
     if problem := implausible(fields):
         raise ConfigError(f"--model {given}: {file}: {problem}")
+    if isinstance(fields.get("text_config"), dict):
+        click.echo(
+            f"note: {given} has more than a language model, which alone is planned; with --images, or a run file, its "
+            "encoders are planned too",
+            err=True,
+        )
     return Shape.of_config(fields, path.resolve().stem if path.is_file() else path.resolve().name), {
         "config": fields
     }

@@ -24,6 +24,8 @@ from hyper_parallel.step.build import transformers_config
 from hyper_parallel.step.multimodal import media_kinds, model_class
 
 _WORD = " a"
+_LONGEST = 2**20
+"""Tokens that a row of a probe may have."""
 _MARGIN = 8
 """Tokens that a row may lack to the length."""
 
@@ -133,7 +135,10 @@ def _filler(run: RunConfig, folder: Path, named: dict[str, str], stated: StatedR
 def _costs(run: RunConfig, count: int) -> list[Any]:
     hf = transformers_config(run.model)
     found = load_data(
-        run.data, model=run.model.path, family=hf.model_type, kinds=media_kinds(model_class(hf))
+        run.data.model_copy(update={"sequence": _LONGEST}),
+        model=run.model.path,
+        family=hf.model_type,
+        kinds=media_kinds(model_class(hf)),
     )
     assert isinstance(found, MultimodalData)
     return [found.train.cost(row) for row in range(count)]

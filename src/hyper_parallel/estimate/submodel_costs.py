@@ -106,6 +106,8 @@ class _Rows:
         self.length = self._batches.positions(0) // batch
         self.count = len(data.train)
         self._sizes: dict[int, dict[str, int]] = {}
+        self._only = ""
+        """The one floating-point input of a model of one kind of media: its sizes are known without reading rows."""
         order = sorted(range(self.count), key=lambda row: data.train.cost(row).values)
         self.fewest, self.most = order[0], order[-1]
         if not data.train.cost(self.most).values:
