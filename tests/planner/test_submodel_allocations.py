@@ -20,7 +20,7 @@ from hyper_parallel.planner.submodels.search import (
     disjoint_bound,
     disjoint_sizes,
 )
-from hyper_parallel.planner.submodels.sizes import Row, Sizes, Task
+from hyper_parallel.planner.submodels.sizes import Row, Sizes, Task, encoder_bytes
 from hyper_parallel.planner.submodels.stages import media_dealt, rows_dealt
 from hyper_parallel.planner.submodels.steps import colocated, disjoint
 from hyper_parallel.report.part_chart import CAUSES, shares
@@ -106,6 +106,11 @@ def test_unlike_rows_leave_one_data_rank_to_each_part() -> None:
     rows: list[Row] = [(float(n),) for n in (0, 1, 2, 3, 4, 5, 6, 8)]
     given = task(encoder(), rows=rows)
     assert {(one.data, one.encoders) for one in disjoint_sizes(given)} == {(1, (1,))}
+    unlike = replace(task(encoder()), others_alike=False)
+    assert {one.data for one in disjoint_sizes(unlike)} == {1}
+    more = replace(given, largest=(20.0,))
+    sizes = Sizes(1, 1, 1, 1, (1,))
+    assert encoder_bytes(more, sizes, 0, 8) - encoder_bytes(given, sizes, 0, 8) == 2 * 12 * GIB
     answer = Answer("small", "4 devices of h100", allocations(given), 128)
     assert "one data rank each" in " ".join(answer.notes())
 

@@ -38,6 +38,8 @@ DEGREES = (1, 2, 4, 8)
 """Of the language model's tensor axis."""
 STEPS = 4
 """Of the run's order, whose rows are simulated."""
+_READ = 256
+"""Rows that are looked at for the sizes of media."""
 _BF16 = 2
 
 Say = Callable[[str], None]
@@ -52,7 +54,10 @@ class SubmodelWork:
     """[step][row][encoder]: units, of which the mean row with media has as many as it has images and recordings."""
     length: int
     """Positions of each row."""
-    notes: tuple[str, ...] = ()
+    largest: tuple[float, ...]
+    """The most units of each encoder in a row."""
+    alike: bool
+    """Whether all rows of the data have as much media."""
 
 
 def submodel_work(config: RunConfig, cluster: Cluster, devices: int, say: Say) -> SubmodelWork:
@@ -88,7 +93,8 @@ def submodel_work(config: RunConfig, cluster: Cluster, devices: int, say: Say) -
         priced.append(_encoder(capture, one, at, rows, encoders, scale))
     language = _language(capture, layers, modules, devices, say)
     costs = ModelCosts(tuple(priced), language)
-    return SubmodelWork(costs, steps, rows.length)
+    largest = tuple(rows.units(rows.extremes(one)[1], encoders, scale)[at] for at, one in enumerate(encoders))
+    return SubmodelWork(costs, steps, rows.length, largest, rows.alike)
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,12 @@ class _Rows:
                 "data.train: no row has an image or a recording; there are no encoders to place"
             )
 
+    @property
+    def alike(self) -> bool:
+        """Whether all have as many media of as many numbers."""
+        costs = (self._rows.cost(row) for row in range(self.count))
+        return len({(one.values, one.media) for one in costs}) == 1
+
     def micro_batch(self, rows: Sequence[int]) -> MicroBatch:
         """As `hp.submodels` captures it."""
         given = dict(self._batches.inputs({"row": torch.tensor(list(rows))}))
@@ -140,7 +152,7 @@ class _Rows:
         """Numbers of a unit of each encoder: of a mean image or recording."""
         found = []
         for one in encoders:
-            rows = [row for row in range(min(self.count, 256)) if self.values(row, one)]
+            rows = [row for row in range(min(self.count, _READ)) if self.values(row, one)]
             alone = [row for row in rows if len(self.sizes(row)) == 1] or rows or [self.most]
             values = sum(self.values(row, one) for row in alone)
             found.append(values / sum(max(1, self._rows.cost(row).media) for row in alone))
@@ -152,10 +164,12 @@ class _Rows:
 
     def extremes(self, encoder: _Encoder) -> tuple[int, int]:
         """The rows with least, but some, and with most for an encoder."""
-        rows = [row for row in range(min(self.count, 256)) if self.values(row, encoder)] or [self.most]
-        return min(rows, key=lambda row: self.values(row, encoder)), max(
-            rows, key=lambda row: self.values(row, encoder)
-        )
+        rows = [row for row in (*range(min(self.count, _READ)), self.most) if self.values(row, encoder)]
+
+        def size(row: int) -> int:
+            return self.values(row, encoder)
+
+        return min(rows, key=size, default=self.most), max(rows, key=size, default=self.most)
 
 
 def _encoders(model: nn.Module, rows: _Rows) -> list[_Encoder]:

@@ -83,6 +83,10 @@ class Task:
     steps: Sequence[Sequence[Row]]
     state: StateBytes = CAPTURED
     """Of parts on devices of their own."""
+    largest: Row = ()
+    """The most units of each encoder in a row of all data; of the steps when left out."""
+    others_alike: bool = True
+    """Whether rows outside of the steps have as much media as each other."""
 
     @property
     def capacity(self) -> float:
@@ -99,11 +103,12 @@ class Task:
     @property
     def alike(self) -> bool:
         """Whether all rows have as much media."""
-        return len({row for rows in self.steps for row in rows}) == 1
+        return self.others_alike and len({row for rows in self.steps for row in rows}) == 1
 
     def most(self, encoder: int) -> float:
         """The most units that a row has."""
-        return max(row[encoder] for rows in self.steps for row in rows)
+        found = [row[encoder] for rows in self.steps for row in rows]
+        return max([*found, *self.largest[encoder : encoder + 1]])
 
 
 def micro_batches(rows: int, one: Sizes) -> int:
