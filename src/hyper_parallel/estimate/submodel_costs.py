@@ -19,6 +19,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData
 from hyper_parallel.errors import ConfigError, StrategyError
+from hyper_parallel.estimate.media_rows import Encoder, MediaRows
 from hyper_parallel.estimate.submodel_capture import (
     LANGUAGE,
     CapturedParts,
@@ -28,9 +29,7 @@ from hyper_parallel.estimate.submodel_capture import (
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.vision_towers import towers_of
-from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.build import unsharded
-from hyper_parallel.step.submodel_run import SubmodelBatches
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.workload.part_costs import EncoderCosts, LanguageCosts, Line, ModelCosts, Passes
 
@@ -38,8 +37,6 @@ DEGREES = (1, 2, 4, 8)
 """Of the language model's tensor axis."""
 STEPS = 4
 """Of the run's order, whose rows are simulated."""
-_READ = 256
-"""Rows that are looked at for the sizes of media."""
 _BF16 = 2
 
 Say = Callable[[str], None]
@@ -74,7 +71,7 @@ def submodel_work(config: RunConfig, cluster: Cluster, devices: int, say: Say) -
         )
     model = plain.to(torch.bfloat16)
     layers, modules = layers_or_refuse(model, "allocating submodels")
-    rows = _Rows(data, model, config.train.batch)
+    rows = MediaRows(data, model, config.train.batch)
     say("finding encoders")
     encoders = _encoders(model, rows)
     scale = rows.scale(encoders)
@@ -97,82 +94,7 @@ def submodel_work(config: RunConfig, cluster: Cluster, devices: int, say: Say) -
     return SubmodelWork(costs, steps, rows.length, largest, rows.alike)
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    name: str
-    modules: tuple[str, ...]
-    inputs: frozenset[str]
-
-
-class _Rows:
-    """The rows of a run as its model takes them."""
-
-    def __init__(self, data: MultimodalData, model: nn.Module, batch: int) -> None:
-        self._rows, self._batches = data.train, SubmodelBatches(data, batch, model)
-        self.length = self._batches.positions(0) // batch
-        self.count = len(data.train)
-        self._sizes: dict[int, dict[str, int]] = {}
-        self._only = ""
-        """The one floating-point input of a model of one kind of media: its sizes are known without reading rows."""
-        order = sorted(range(self.count), key=lambda row: data.train.cost(row).values)
-        self.fewest, self.most = order[0], order[-1]
-        if not data.train.cost(self.most).values:
-            raise ConfigError(
-                "data.train: no row has an image or a recording; there are no encoders to place"
-            )
-
-    @property
-    def alike(self) -> bool:
-        """Whether all have as many media of as many numbers."""
-        costs = (self._rows.cost(row) for row in range(self.count))
-        return len({(one.values, one.media) for one in costs}) == 1
-
-    def micro_batch(self, rows: Sequence[int]) -> MicroBatch:
-        """As `hp.submodels` captures it."""
-        given = dict(self._batches.inputs({"row": torch.tensor(list(rows))}))
-        ids, positions = given.pop("input_ids"), given.pop("position_ids")
-        return MicroBatch(ids, ids.clone(), positions, torch.arange(len(rows)), extra=given)
-
-    def sizes(self, row: int) -> dict[str, int]:
-        """Numbers of each floating-point input of a row."""
-        if self._only:
-            values = self._rows.cost(row).values
-            return {self._only: values} if values else {}
-        if row not in self._sizes:
-            given = self.micro_batch([row]).extra
-            self._sizes[row] = {name: one.numel() for name, one in given.items() if one.is_floating_point()}
-        return self._sizes[row]
-
-    def values(self, row: int, encoder: _Encoder) -> int:
-        """Numbers that an encoder reads of a row."""
-        own = self.sizes(row)
-        return sum(own.get(name, 0) for name in encoder.inputs)
-
-    def scale(self, encoders: Sequence[_Encoder]) -> list[float]:
-        """Numbers of a unit of each encoder: of a mean image or recording."""
-        found = []
-        for one in encoders:
-            rows = [row for row in range(min(self.count, _READ)) if self.values(row, one)]
-            alone = [row for row in rows if len(self.sizes(row)) == 1] or rows or [self.most]
-            values = sum(self.values(row, one) for row in alone)
-            found.append(values / sum(max(1, self._rows.cost(row).media) for row in alone))
-        return found
-
-    def units(self, row: int, encoders: Sequence[_Encoder], scale: Sequence[float]) -> tuple[float, ...]:
-        """Of each encoder, of a row."""
-        return tuple(self.values(row, one) / each for one, each in zip(encoders, scale, strict=True))
-
-    def extremes(self, encoder: _Encoder) -> tuple[int, int]:
-        """The rows with least, but some, and with most for an encoder."""
-        rows = [row for row in (*range(min(self.count, _READ)), self.most) if self.values(row, encoder)]
-
-        def size(row: int) -> int:
-            return self.values(row, encoder)
-
-        return min(rows, key=size, default=self.most), max(rows, key=size, default=self.most)
-
-
-def _encoders(model: nn.Module, rows: _Rows) -> list[_Encoder]:
+def _encoders(model: nn.Module, rows: MediaRows) -> list[Encoder]:
     """Modules beside the language model that the same inputs reach."""
     names = {id(module): name for name, module in model.named_modules()}
     towers = [names[id(one)] for one in towers_of(model)] if is_transformers(model) else []
@@ -194,12 +116,12 @@ def _encoders(model: nn.Module, rows: _Rows) -> list[_Encoder]:
         # What joins several inputs belongs to the language model.
         if own and not any(other < own for other in found.values() if other):
             groups.setdefault(own, []).append(module)
-    made: list[_Encoder] = []
+    made: list[Encoder] = []
     for inputs, modules in groups.items():
         name = modules[0].rpartition(".")[2]
         if name in {LANGUAGE, *(one.name for one in made)}:
             name = modules[0].replace(".", "_")
-        made.append(_Encoder(name, tuple(modules), inputs))
+        made.append(Encoder(name, tuple(modules), inputs))
     return made
 
 
@@ -210,7 +132,7 @@ class _Capture:
     model: nn.Module
     cluster: Cluster
     encoders: Mapping[str, tuple[str, ...]]
-    rows: _Rows
+    rows: MediaRows
 
     def __call__(self, rows: Sequence[int], tensor: int = 1) -> CapturedParts:
         micro = self.rows.micro_batch(rows)
@@ -219,10 +141,10 @@ class _Capture:
 
 def _encoder(
     capture: _Capture,
-    one: _Encoder,
+    one: Encoder,
     at: int,
-    rows: _Rows,
-    encoders: Sequence[_Encoder],
+    rows: MediaRows,
+    encoders: Sequence[Encoder],
     scale: Sequence[float],
 ) -> EncoderCosts:
     sized = []

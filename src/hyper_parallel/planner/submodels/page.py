@@ -48,21 +48,23 @@ def page(answer: Answer) -> str:
         title = f"{what}, {name}: {escape(allocation(found.task, one.sizes))}{more}; the first step"
         shown = lanes if one.sizes.encoders else lanes[:_SHOWN]
         charts.append(part_chart(title, shown, one.steps[0].seconds, longest, WORD))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in answer.notes())
     slots = {
         "title": escape(f"{answer.title} on {answer.cluster}"),
         "heading": f"{badge(WORD)} {escape(answer.verdict)}",
         "facts": "".join(
             card(name, f'<div class="value">{value}</div><p>{why}</p>') for name, value, why in figures
         ),
-        "charts": "".join(charts),
+        "body": "".join(charts),
+        "word": WORD,
         "tables": "".join(
             sheet_table(sheet, badge(WORD))
             for sheet in (_bubbles(answer, both), answer.sheet(), answer.parts())
         ),
-        "sentences": "".join(f"<li>{escape(note)}</li>" for note in answer.notes()),
+        "notes": f"<h2>About these figures</h2><ul>{notes}</ul>",
         "style": asset("page.css") + asset("submodels.css"),
     }
-    return filled("submodels.html", slots)
+    return filled("plan.html", slots)
 
 
 def _lanes(answer: Answer, one: Found) -> list[Lane]:
