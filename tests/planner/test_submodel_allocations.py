@@ -185,6 +185,19 @@ def test_the_run_file_says_what_was_chosen() -> None:
             assert made.data.eval == "more.jsonl"
 
 
+@pytest.mark.parametrize(
+    "strategy", ["auto", {"axes": "auto", "tries": 2}, {"memory": "auto", "axes": {"shard": 2}}]
+)
+def test_open_axes_are_replaced(strategy: object) -> None:
+    found = allocations(task(encoder(seconds=0.4), devices=4))
+    given = from_dict(run(train={"batch": 8, "steps": 3}, strategy=strategy))
+    text, _ = allocated_run_file(given, Answer("small", "4 devices", found, 128))
+    made = from_dict(yaml12.parse(text, "made"))
+    assert not made.open
+    assert "auto" not in text.partition("strategy:")[2]
+    assert "chosen" not in text.partition("strategy:")[2]
+
+
 def test_the_page_begins_with_the_verdict_and_draws_both() -> None:
     found = allocations(task(encoder(seconds=0.4), encoder("audio"), devices=4))
     answer = Answer("small <model>", "4 devices of h100", found, 128)

@@ -19,8 +19,9 @@ _AXES = (
     "tries",
     "tries_seconds",
     "cluster",
+    "chosen",
 )
-"""Keys of a strategy that say where its parts lie."""
+"""Keys of a strategy that say where its parts lie, or leave that to the planner."""
 
 
 def allocated_run_file(config: RunConfig, answer: Answer) -> tuple[str, list[str]]:
@@ -30,7 +31,6 @@ def allocated_run_file(config: RunConfig, answer: Answer) -> tuple[str, list[str
     assert sizes is not None, "an answer has an allocation that fits"
     data: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
     strategy = {key: value for key, value in (data.get("strategy") or {}).items() if key not in _AXES}
-    strategy.pop("version", None)
     strategy["memory"] = {"shard": sizes.shard, "recompute": "layer"}
     strategy.setdefault("precision", _PRECISION)
     if strategy["precision"].get("compute") != "bfloat16":
