@@ -15,27 +15,18 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake_process_group import fake_ranks
-from hyper_parallel.estimate.stage_price import node_seconds
-from hyper_parallel.graph.part_order import part_order
-from hyper_parallel.runtime.stage_costs import stage_costs
-from hyper_parallel.schedule import Costs
-from hyper_parallel.shard import parallelize, sharded
-from hyper_parallel.shard.submodel_modules import assigned_modules, submodel_of
+from hyper_parallel.estimate.submodel_capture import LANGUAGE, captured_parts
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.capture_micro_batch import capture_micro_batch_like
-from hyper_parallel.step.recipe import GradientRecipe
-from hyper_parallel.step.submodel_cut import Cut, Parts
-from hyper_parallel.strategy import Strategy
-from hyper_parallel.strategy.submodels import read_submodels
+from hyper_parallel.workload.part_costs import EncoderCosts, LanguageCosts, Line, ModelCosts, Times
 
 LAYERS = 2
 """Of each part in a capture."""
 DEGREES = (1, 2, 4, 8)
+WORKSPACE = 6 * 2**30
+"""Bytes of a layer's activations, logits of a chunk, and buffers: an estimate."""
 VISION = ("model.vision_tower", "model.multi_modal_projector")
 
 
@@ -82,83 +73,54 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Line:
-    """constant + slope · size, seconds."""
-
-    constant: float
-    slope: float
-
-    def __call__(self, size: float) -> float:
-        return max(0.0, self.constant + self.slope * size) if size else 0.0
-
-    @classmethod
-    def through(cls, one: tuple[float, float], other: tuple[float, float]) -> Line:
-        """Through two points."""
-        slope = (other[1] - one[1]) / (other[0] - one[0])
-        return cls(one[1] - slope * one[0], slope)
-
-
-Passes = tuple[Line, Line, Line]
-"""Forward pass, gradients of inputs, gradients of weights."""
-
-
-@dataclass(frozen=True)
-class ModelCosts:
-    """Seconds of the parts of a model on one device, or on the ranks of a tensor group."""
-
-    shape: Shape
-    vision: Passes
-    """By images, on one device."""
-    layers: Mapping[int, Passes]
-    """All layers of the language model, by rows, by tensor degree."""
-    head: Mapping[int, Passes]
-    """What the last stage has besides: head and loss."""
-    vision_parameters: int
-    text_parameters: int
-
-    def seconds_of_images(self, images: float) -> tuple[float, float, float]:
-        """Of a rank's images."""
-        forward, before, after = (one(images) for one in self.vision)
-        return forward, before, after
-
-    def seconds_of_rows(self, rows: float, tensor: int, pipeline: int) -> list[tuple[float, float, float]]:
-        """By stage, whose layers are even."""
-        layers = [one(rows) / pipeline for one in self.layers[tensor]]
-        ends = [one(rows) for one in self.head[tensor]]
-        return [
-            tuple(a + (b if stage == pipeline - 1 else 0.0) for a, b in zip(layers, ends, strict=True))  # type: ignore[misc]
-            for stage in range(pipeline)
-        ]
-
-
 def model_costs(shape: Shape, cluster: Cluster) -> ModelCosts:
     """Those of a model on a cluster."""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
 
-    def line(points: Mapping[float, list[list[float]]], stage: int, place: int, times: float) -> Line:
+    def line(points: Mapping[float, list[Times]], part: int, place: int, times: float) -> Line:
         (one, here), (other, there) = points.items()
-        return Line.through((one, times * here[stage][place]), (other, times * there[stage][place]))
+        return Line.through((one, times * here[part][place]), (other, times * there[part][place]))
 
     images = {n: _captured(shape, cluster, 1, 1, n) for n in (1, 4)}
     deep = shape.vision["num_hidden_layers"] / LAYERS
-    vision = tuple(
-        Line(
-            line({n: one[0] for n, one in images.items()}, 0, place, deep).constant
-            + line({n: one[1] for n, one in images.items()}, 0, place, 1).constant,
-            line({n: one[0] for n, one in images.items()}, 0, place, deep).slope
-            + line({n: one[1] for n, one in images.items()}, 0, place, 1).slope,
+    both = [
+        (
+            line({n: one[0] for n, one in images.items()}, 0, place, deep),
+            line({n: one[1] for n, one in images.items()}, 0, place, 1),
         )
         for place in range(3)
-    )
+    ]
+    vision = [Line(a.constant + b.constant, a.slope + b.slope) for a, b in both]
     layers, head = {}, {}
     deep = shape.text["num_hidden_layers"] / LAYERS
     for tensor in DEGREES:
         rows = {n: _captured(shape, cluster, tensor, n, n) for n in (1, 2)}
         layers[tensor] = tuple(line({n: one[0] for n, one in rows.items()}, 1, at, deep) for at in range(3))
         head[tensor] = tuple(line({n: one[1] for n, one in rows.items()}, 1, at, 1) for at in range(3))
-    return ModelCosts(shape, vision, layers, head, *_parameters(shape))  # type: ignore[arg-type]
+    of_encoder, of_text = _parameters(shape)
+    inputs = 2.0 * shape.patches * shape.vision["hidden_size"] * shape.vision["num_hidden_layers"]
+    encoder = EncoderCosts(
+        name="vision",
+        modules=VISION,
+        passes=(vision[0], vision[1], vision[2]),
+        saved=Line(0.0, inputs),
+        workspace=Line(WORKSPACE, 0.0),
+        features=2.0 * shape.patches * shape.text["hidden_size"],
+        parameters=of_encoder,
+    )
+    depth = shape.text["num_hidden_layers"]
+    saved = Line(0.0, 2.0 * shape.length * shape.text["hidden_size"] * depth)
+    language = LanguageCosts(
+        layers=layers,  # type: ignore[arg-type]
+        head=head,  # type: ignore[arg-type]
+        saved=dict.fromkeys(DEGREES, saved),
+        workspace=dict.fromkeys(DEGREES, Line(WORKSPACE, 0.0)),
+        recomputed=dict.fromkeys(DEGREES, Line(0.0, 0.0)),
+        depth=depth,
+        parameters=of_text,
+    )
+    return ModelCosts((encoder,), language)
 
 
 @cache
@@ -187,8 +149,8 @@ def _parameters(shape: Shape) -> tuple[int, int]:
 
 def _captured(
     shape: Shape, cluster: Cluster, tensor: int, rows: int, images: int
-) -> tuple[list[list[float]], list[list[float]]]:
-    """(of layers, of the rest), each [stage][forward, input, weight] in seconds."""
+) -> tuple[list[Times], list[Times]]:
+    """(of layers, of the rest), by part: encoder, language model."""
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(_model(shape.name)).to(torch.bfloat16)
     ids = torch.zeros(rows, shape.length, dtype=torch.int64)
@@ -201,34 +163,12 @@ def _captured(
         torch.arange(rows),
         extra={"pixel_values": torch.zeros(images, 3, size, size)},
     )
-    named = read_submodels({"vision": {"modules": VISION}, "language": {}})
-    with fake_ranks(tensor, 0):
-        strategy = Strategy.model_validate(
-            {
-                "version": 1,
-                "axes": {"tensor": tensor},
-                "precision": {"param": "bfloat16", "compute": "bfloat16"},
-                "memory": {"recompute": "layer"},
-                "check": False,
-            }
-        )
-        parallelize(model, strategy, lowering="traceable")
-        recipe = GradientRecipe(model, sharded(model))
-        whole, _ = capture_micro_batch_like(recipe, micro, 1)
-        parts = Parts(tuple(named), (1, 1), submodel_of(assigned_modules(model, named)))
-        order = part_order(whole, parts.part_of, parts.names)
-        stages = Cut(parts, order, [(), ()], "", 1, whole).stages(whole, recipe)
-    prices = {
-        id(stage.step.graph): node_seconds(stage.step, cluster, range(tensor), None)
-        for stage in stages.partition.stages
-    }
+    found = captured_parts(model, micro, cluster, {"vision": VISION}, tensor=tensor, few_layers=False)
 
-    def priced(*, layers: bool) -> list[list[float]]:
-        def cost(node: fx.Node) -> float:
-            inside = ".layers." in str(node.meta.get("module", ""))
-            return prices[id(node.graph)](node) if inside is layers else 0.0
+    def priced(*, layers: bool) -> list[Times]:
+        def counts(module: str) -> float:
+            return float((".layers." in module) is layers)
 
-        found: Costs = stage_costs(stages.partition, cost)
-        return [list(one) for one in zip(found.forward, found.input, found.weight, strict=True)]
+        return [found.seconds(part, counts) for part in ("vision", LANGUAGE)]
 
     return priced(layers=True), priced(layers=False)

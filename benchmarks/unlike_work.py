@@ -22,30 +22,31 @@ from typing import Any
 
 from measure import RESULTS, machine, write
 from pages import DOCS, put
-from unlike_costs import SHAPES, ModelCosts, model_costs
+from unlike_costs import SHAPES, model_costs
 from unlike_replay import replayed
 from unlike_strategies import (
-    Found,
-    Step,
-    Task,
     apart_in_order,
     apart_sizes,
-    best,
     cornstarch_sizes,
     encoder_pipeline,
     homogeneous,
     homogeneous_sizes,
     megatron,
-    submodel_kinds,
     submodels,
 )
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner.submodels.search import Found, best
+from hyper_parallel.planner.submodels.sizes import Row, StateBytes, Task
+from hyper_parallel.planner.submodels.steps import Step
 from hyper_parallel.schedule import Costs, MicroBatchKind
+from hyper_parallel.workload.part_costs import ModelCosts
 
 MOST = 32
 """Images of a row."""
 STEPS = 4
+BF16 = StateBytes(whole=4, sharded=12)
+"""Weights and gradients in bf16, and a part of Adam's state in fp32."""
 RULES = ("homogeneous", "Megatron's rule", "Cornstarch's rule", "train", "submodels")
 OURS = ("train", "submodels")
 
@@ -63,12 +64,12 @@ class Setting:
     skew: float
     """Standard deviation of the logarithm."""
 
-    def drawn(self) -> list[list[int]]:
+    def drawn(self) -> list[list[Row]]:
         """Images of each row of each step."""
         draw = random.Random(0)
         middle = math.log(self.mean) - self.skew**2 / 2
         return [
-            [min(MOST, round(draw.lognormvariate(middle, self.skew))) for _ in range(self.rows)]
+            [(min(MOST, round(draw.lognormvariate(middle, self.skew))),) for _ in range(self.rows)]
             for _ in range(STEPS)
         ]
 
@@ -91,9 +92,9 @@ def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
     """The best of each rule."""
     where = Cluster.preset(cluster)
     costs = _costs(setting.model, cluster)
-    task = Task(costs, where, setting.devices, setting.drawn())
-    images = sum(map(sum, task.steps)) / (STEPS * setting.rows)
-    encoder, text = sum(costs.seconds_of_images(images)), sum(map(sum, costs.seconds_of_rows(1, 1, 1)))
+    task = Task(costs, where, setting.devices, setting.drawn(), BF16)
+    images = sum(row[0] for rows in task.steps for row in rows) / (STEPS * setting.rows)
+    encoder, text = sum(costs.encoders[0].seconds(images)), sum(map(sum, costs.language.stages(1, 1, 1)))
 
     def trained(*given: Any) -> Step | None:
         return homogeneous(*given, trained=True)
@@ -106,9 +107,8 @@ def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
         "submodels": best(task, apart_sizes(task), submodels),
     }
     kinds: list[Any] = []
-    sizes = found["submodels"].sizes
-    if sizes is not None:
-        kinds = [asdict(kind) for kind in submodel_kinds(task, sizes, task.steps[0])]
+    for step in found["submodels"].steps[:1]:
+        kinds = [asdict(kind) for kind in step.kinds]
         for kind in kinds:
             for name in ("forward", "backward"):
                 kind[name] = [[*edge, seconds] for edge, seconds in kind[name].items()]

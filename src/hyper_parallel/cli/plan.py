@@ -35,6 +35,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--model", metavar="NAME", help="A published model such as llama-3-405b, or a Transformers config."
 )
 @click.option("--cluster", metavar="NAME", help="A preset such as h100x2048, or the path of a cluster file.")
+@click.option(
+    "--images", metavar="N", help="Images of a row of a model that takes them: 4, or 0..32 drawn evenly."
+)
+@click.option(
+    "--image-size", type=click.IntRange(min=1), default=384, show_default=True, help="Pixels of a side."
+)
+@click.option("--recordings", metavar="N", help="Recordings of a row, as --images.")
+@click.option("--seconds", type=float, default=10.0, show_default=True, help="Length of a recording.")
 @click.option("--batch", metavar="N", help="Sequences per step, over all devices.")
 @click.option(
     "--sequence",
@@ -130,6 +138,7 @@ def plan(
       hyper-parallel plan --model llama-3-8b --cluster h100x64 --batch 256 --sequence 8k..1M
       hyper-parallel plan --model llama-3-70b --cluster h100x8 --batch 64 --lora-rank 16 --lora-targets attention
       hyper-parallel plan --evaluate runs.csv --json
+      hyper-parallel plan images.yaml --cluster h100x16 --out run.yaml     a run with images
       hyper-parallel plan --generate --model llama-3-8b --cluster h100x1 --batch 32 workload.prompt_tokens=32768
 
     \b
@@ -137,8 +146,14 @@ def plan(
       0    answered
       2    an invalid option, or a model that does not fit, reported in one line 130  interrupted
     """
+    a_run = bool(overrides) and "=" not in overrides[0]
+    if not generate and (a_run or options["images"] or options["recordings"]):
+        _with_encoders(model, cluster, overrides, options, as_json)
+        return
     if not generate and (overrides or options["most"] or options["slow_ok"]):
-        raise click.UsageError("OVERRIDES, --most and --slow-ok belong to --generate")
+        raise click.UsageError(
+            "OVERRIDES, --most and --slow-ok belong to --generate, or OVERRIDES to a run file"
+        )
     if evaluate is not None and not generate:
         _evaluate(evaluate, as_json)
         return
@@ -152,12 +167,7 @@ def plan(
             raise click.UsageError(f"give {name}" if generate else f"give {name}, or --evaluate CSV")
     assert model is not None
     assert cluster is not None
-    for option in ("out", "html"):
-        path = options[option]
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(
-                f"--{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
-            )
+    _check_folders(options)
     if generate:
         from hyper_parallel.cli.plan_generate import plan_generation
 
@@ -184,6 +194,40 @@ def plan(
         _series(question, counts, lengths, options, as_json)
     else:
         _one(question, section, options, as_json)
+
+
+def _with_encoders(
+    model: str | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """A run file with images or sound, or a model with stated numbers of them."""
+    from hyper_parallel.cli.plan_submodels import Output, plan_run, plan_stated
+
+    if cluster is None:
+        raise click.UsageError("give --cluster")
+    _check_folders(options)
+    output = Output(cluster, options, as_json, _width(), _progress(), _write)
+    if overrides and model is not None:
+        raise click.UsageError("give a run file or --model, not both; a run file names its model")
+    if overrides:
+        plan_run(overrides[0], overrides[1:], output)
+    elif model is None or options["batch"] is None:
+        raise click.UsageError("give --model and --batch with --images and --recordings, or a run file alone")
+    else:
+        plan_stated(model, output)
+
+
+def _check_folders(options: dict[str, Any]) -> None:
+    """Raise ConfigError where a file is to be written into a folder that does not exist."""
+    for option in ("out", "html"):
+        path = options[option]
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(
+                f"--{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
+            )
 
 
 def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: dict[str, Any]) -> Question:
@@ -268,6 +312,12 @@ def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
         )
     if problem := implausible(fields):
         raise ConfigError(f"--model {given}: {file}: {problem}")
+    if isinstance(fields.get("text_config"), dict):
+        click.echo(
+            f"note: {given} has more than a language model, which alone is planned; with --images, or a run file, its "
+            "encoders are planned too",
+            err=True,
+        )
     return Shape.of_config(fields, path.resolve().stem if path.is_file() else path.resolve().name), {
         "config": fields
     }

@@ -25,6 +25,8 @@ _OF_TRAINING = (
     "framework",
     "tokens",
     "html",
+    "images",
+    "recordings",
 )
 """Options that say something about training only."""
 

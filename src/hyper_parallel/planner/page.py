@@ -86,6 +86,7 @@ def page(one: PrintedAnswer, front: Sequence[Figures]) -> str:
         "tables": "".join(sheet_table(sheet, badge(WORD)) for sheet in (*one.why.sheets, searched(one))),
         "style": asset("page.css") + asset("plan.css"),
     }
+    slots |= {"body": filled("plan_body.html", slots), "word": WORD, "notes": ""}
     return filled("plan.html", slots)
 
 

@@ -22,7 +22,8 @@ PAIRED = " with "
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 _CAUSES = ("fill", "waiting", "transfer", "drain")
 
-_ROW, _LEFT, _TOP = 30, 74, 20
+ROW, LEFT, TOP = 30, 74, 20
+"""Height of a row, and where rows begin, in pixels."""
 _LEAST, _MOST = 900.0, 9000.0
 """Width of the drawing, in pixels."""
 _BLOCK = 20.0
@@ -65,8 +66,8 @@ def gantt(timeline: Timeline) -> str:
     tasks = [span for span in timeline.spans if _tasks(span) and span.end > span.start]
     mean = sum(span.end - span.start for span in tasks) / len(tasks) if tasks else timeline.step
     width = min(_MOST, max(_LEAST, _BLOCK * timeline.step / mean)) if mean else _LEAST
-    scale = (width - _LEFT - 10) / timeline.step if timeline.step else 0.0
-    height = _TOP + _ROW * len(names) + 8
+    scale = (width - LEFT - 10) / timeline.step if timeline.step else 0.0
+    height = TOP + ROW * len(names) + 8
     rows = "".join("".join(_row(timeline, name, at, scale)) for at, name in enumerate(names))
     legend = "".join(
         f'<span><i class="{kind}"></i>{word}</span>'
@@ -80,16 +81,16 @@ def gantt(timeline: Timeline) -> str:
         f'<section class="gantt"><h3>{badge(timeline.word)} pipeline: tasks of each device group</h3>'
         f'<div class="legend">{legend}</div><div class="scroll"><svg role="img" width="{width:.0f}" height="{height}" '
         f'viewBox="0 0 {width:.0f} {height}" aria-label="{timeline.word} schedule of {len(names)} device groups">'
-        f"{''.join(_axis(timeline.step, scale, height))}{rows}</svg></div></section>"
+        f"{''.join(axis(timeline.step, scale, height))}{rows}</svg></div></section>"
     )
 
 
 def _row(timeline: Timeline, name: str, at: int, scale: float) -> Iterator[str]:
-    top = _TOP + _ROW * at
+    top = TOP + ROW * at
     yield f'<text class="name" x="0" y="{top + 19}">group {at}</text>'
     for idle in idle_stretches(timeline, name):
         told = f"bubble: {idle.cause}, {format_duration(idle.end - idle.start)}"
-        yield _rect(f"idle-{idle.cause}", idle.start, idle.end, top, scale, told)
+        yield rect(f"idle-{idle.cause}", idle.start, idle.end, top, scale, told)
     for span in timeline.of(name):
         if span.end <= span.start:
             continue
@@ -99,7 +100,7 @@ def _row(timeline: Timeline, name: str, at: int, scale: float) -> Iterator[str]:
                 yield from _task(span, one, top, scale, place, len(found))
         elif is_compute(span.op.queue) or span.op.phase in ("gather", "reduce", "clip"):
             told = f"{span.op.name}, {format_duration(span.end - span.start)}"
-            yield _rect("other", span.start, span.end, top, scale, told)
+            yield rect("other", span.start, span.end, top, scale, told)
 
 
 def _tasks(span: Span) -> list[re.Match[str]]:
@@ -117,28 +118,31 @@ def _task(span: Span, found: re.Match[str], top: int, scale: float, place: int, 
     )
     if count > 1:
         told += f", together with {span.op.name.split(PAIRED)[1 - place]}"
-    yield _rect(_class_of(letter), span.start, span.end, top, scale, told, place, count)
+    yield rect(_class_of(letter), span.start, span.end, top, scale, told, place, count)
     if (span.end - span.start) * scale >= 5 + 6 * len(micro_batch):
-        middle = _LEFT + (span.start + span.end) / 2 * scale
+        middle = LEFT + (span.start + span.end) / 2 * scale
         down = 18 if count == 1 else 12 + 12 * place
         yield f'<text x="{middle:.1f}" y="{top + down}">{micro_batch}</text>'
 
 
-def _rect(
+def rect(
     kind: str, start: float, end: float, top: int, scale: float, told: str, place: int = 0, count: int = 1
 ) -> str:
-    height = (_ROW - 6) // count
+    """A stretch of a row, from `start` to `end` seconds, with what is told when it is pointed at; one of `count` above
+    each other."""
+    height = (ROW - 6) // count
     return (
-        f'<rect class="{kind}" x="{_LEFT + start * scale:.2f}" y="{top + 2 + place * height}" '
+        f'<rect class="{kind}" x="{LEFT + start * scale:.2f}" y="{top + 2 + place * height}" '
         f'width="{(end - start) * scale:.2f}" height="{height}"><title>{escape(told)}</title></rect>'
     )
 
 
-def _axis(step: float, scale: float, height: int) -> Iterator[str]:
+def axis(step: float, scale: float, height: int) -> Iterator[str]:
+    """Lines and times at quarters of a step."""
     for part in range(5):
         at = step * part / 4
-        x = _LEFT + at * scale
-        yield f'<line x1="{x:.1f}" y1="{_TOP - 4}" x2="{x:.1f}" y2="{height}"/>'
+        x = LEFT + at * scale
+        yield f'<line x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{height}"/>'
         anchor = "end" if part == 4 else "middle" if part else "start"
         yield f'<text class="tick" x="{x:.1f}" y="12" style="text-anchor:{anchor}">{format_duration(at)}</text>'
 

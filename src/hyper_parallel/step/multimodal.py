@@ -91,7 +91,7 @@ def refuse_media_model(hf: Any, what: str) -> None:
     if _needs_media(hf):
         raise ConfigError(
             f"{what} does not know models of images or sound yet ({hf.model_type}); write a strategy with the axes "
-            "replicate, shard and tensor, and train"
+            "replicate, shard and tensor, or let `hyper-parallel plan RUN.yaml --cluster NAME` find one, and train"
         )
 
 

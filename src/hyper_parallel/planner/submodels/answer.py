@@ -1,0 +1,187 @@
+"""The best allocations of a multimodal model as text, JSON, and sentences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.planner.submodels.search import Allocations, Found
+from hyper_parallel.planner.submodels.sizes import (
+    Sizes,
+    Task,
+    colocated_bytes,
+    encoder_bytes,
+    language_bytes,
+    micro_batches,
+)
+from hyper_parallel.report.sheets import Fact, Sheet
+from hyper_parallel.report.table import render
+from hyper_parallel.units import format_bytes, format_duration
+
+WORD = "simulated"
+_KINDS = 16
+"""Kinds of micro-batches whose plans a run keeps."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found for a model on a cluster."""
+
+    title: str
+    """The model and its rows."""
+    cluster: str
+    found: Allocations
+    length: int
+    """Positions of a row."""
+
+    @property
+    def verdict(self) -> str:
+        """The choice and what it saves, in a sentence."""
+        found = self.found
+        chosen = found.chosen
+        names = ["parts on devices of their own", "one mesh for all parts"]
+        other = found.colocated if chosen is found.disjoint else found.disjoint
+        if chosen is found.colocated:
+            names.reverse()
+        best = f"{names[0]} ({chosen.sizes}): a step of {format_duration(chosen.seconds)}"
+        if other.sizes is None:
+            return f"{best}, {WORD}; for {names[1]} no sizes fit the memory and divide the rows"
+        saved = 1 - chosen.seconds / other.seconds
+        return (
+            f"{best}, {saved:.1%} shorter than {names[1]} ({format_duration(other.seconds)}, {other.sizes}); "
+            f"{WORD}"
+        )
+
+    def notes(self) -> list[str]:
+        """What to know about the figures."""
+        task, found = self.found.task, self.found
+        notes = [
+            "simulated with the costs of captured graphs, in bfloat16 with decoder layers recomputed; memory is "
+            f"estimated, and may take 90% of a device; mean of {len(task.steps)} steps"
+        ]
+        if not task.alike:
+            notes.append(
+                "rows have unlike media, so that parts on devices of their own have one data rank each: a run deals "
+                "whole rows, and ends where the data ranks of a part do not have as much; rows with as many media of "
+                "one size lift this"
+            )
+        sizes = found.disjoint.sizes
+        if sizes is not None:
+            idle = task.devices - sizes.devices
+            if idle:
+                notes.append(f"parts on devices of their own leave {idle} of {task.devices} devices unused")
+            kinds = {key for step in found.disjoint.steps for key in map(_key, step.kinds)}
+            if len(kinds) > _KINDS:
+                notes.append(
+                    f"parts on devices of their own have {len(kinds)} kinds of micro-batches, and a run keeps the "
+                    f"plans of {_KINDS}: each new one takes seconds; give rows fewer numbers or sizes of media"
+                )
+        return notes
+
+    def text(self, width: int) -> str:
+        """For the terminal."""
+        facts = [Fact("chosen", "", self.verdict)]
+        text = render(
+            f"{WORD} allocation of {self.title} on {self.cluster}",
+            facts,
+            [self.sheet(), self.parts()],
+            WORD,
+            width,
+        )
+        return text + "".join(f"note: {note}\n" for note in self.notes())
+
+    def sheet(self) -> Sheet:
+        """The allocations side by side."""
+        rows = []
+        for name, one in self.named():
+            if one.sizes is None:
+                rows.append((name, "no sizes fit the memory and divide the rows", "–", "–", "–", "–"))
+                continue
+            fullest = max(memory_of_parts(self.found.task, one.sizes).values())
+            rows.append(
+                (
+                    name,
+                    allocation(self.found.task, one.sizes),
+                    f"{one.sizes.rows * one.sizes.data}",
+                    format_duration(one.seconds),
+                    f"{one.bubbles:.1%}",
+                    format_bytes(fullest),
+                )
+            )
+        columns = ("", "devices", "rows at once", "step", "idle", "fullest device")
+        return Sheet("allocations", columns, tuple(rows), left=2, note="idle: share of all devices' time")
+
+    def parts(self) -> Sheet:
+        """Memory of each part."""
+        rows = []
+        for name, one in self.named():
+            if one.sizes is not None:
+                for part, need in memory_of_parts(self.found.task, one.sizes).items():
+                    rows.append((name, part, format_bytes(need), f"{need / self.found.task.capacity:.0%}"))
+        columns = ("", "part", "a device", "of what it may take")
+        return Sheet("memory (estimated)", columns, tuple(rows), left=2)
+
+    def named(self) -> list[tuple[str, Found]]:
+        """Both, by name."""
+        return [("disjoint", self.found.disjoint), ("colocated", self.found.colocated)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; seconds and bytes. An allocation that does not fit is null."""
+        task = self.found.task
+        made: dict[str, Any] = {
+            "verdict": self.verdict,
+            "cluster": self.cluster,
+            "devices": task.devices,
+            "batch": task.batch,
+            "sequence": self.length,
+            "chosen": next(name for name, one in self.named() if one is self.found.chosen),
+            "units_per_row": {
+                each.name: sum(row[at] for rows in task.steps for row in rows)
+                / (len(task.steps) * task.batch)
+                for at, each in enumerate(task.costs.encoders)
+            },
+            "notes": self.notes(),
+        }
+        for name, one in self.named():
+            made[name] = None if one.sizes is None else self._figures(one, one.sizes)
+        return made
+
+    def _figures(self, one: Found, sizes: Sizes) -> dict[str, Any]:
+        return {
+            "simulated_step_seconds": one.seconds if math.isfinite(one.seconds) else None,
+            "idle_share": one.bubbles,
+            "rows_at_once": sizes.rows * sizes.data,
+            "language": {"data": sizes.data, "tensor": sizes.tensor, "pipeline": sizes.pipeline},
+            "encoders": dict(
+                zip((each.name for each in self.found.task.costs.encoders), sizes.encoders, strict=False)
+            ),
+            "memory_shard": sizes.shard,
+            "estimated_bytes": memory_of_parts(self.found.task, sizes),
+            "tried": one.tried,
+        }
+
+
+def allocation(task: Task, sizes: Sizes) -> str:
+    """Devices and axes of each part, in words."""
+    degrees = {"data": sizes.data, "tensor": sizes.tensor, "pipeline": sizes.pipeline}
+    text = " · ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1 device"
+    if not sizes.encoders:
+        return f"all parts {text}, shard: {sizes.shard}"
+    encoders = [
+        f"{each.name} {count}" for each, count in zip(task.costs.encoders, sizes.encoders, strict=True)
+    ]
+    return ", ".join([*encoders, f"language {text}"])
+
+
+def memory_of_parts(task: Task, sizes: Sizes) -> dict[str, float]:
+    """Part to the bytes of a device that has it."""
+    if not sizes.encoders:
+        return {"all parts": colocated_bytes(task, sizes)}
+    count = micro_batches(task.batch, sizes)
+    found = {each.name: encoder_bytes(task, sizes, at, count) for at, each in enumerate(task.costs.encoders)}
+    return {**found, "language": language_bytes(task, sizes, count)}
+
+
+def _key(kind: Any) -> tuple[Any, ...]:
+    return (kind.placement, kind.costs)

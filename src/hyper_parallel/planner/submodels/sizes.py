@@ -1,0 +1,203 @@
+"""How devices are given to the parts of a model, and whether their memory suffices.
+
+bytes of a rank = parameters · (whole + sharded / copies) + micro-batches in flight · saved + workspace
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.strategy.memory import ShardLevel
+from hyper_parallel.workload.part_costs import EncoderCosts, ModelCosts
+
+USABLE = 0.9
+"""Of a device's memory."""
+
+Row = tuple[float, ...]
+"""Units of each encoder."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a parameter, with its gradient and the optimizer's state."""
+
+    whole: float
+    """On every copy."""
+    sharded: float
+    """Over all copies together."""
+    twice: float = 0.0
+    """Of these, what one copy alone does not need: a gradient before and after its reduction."""
+
+    def of(self, parameters: float, copies: int) -> float:
+        """On each of the copies of so many parameters."""
+        return parameters * (self.whole + self.sharded / copies - (self.twice if copies == 1 else 0.0))
+
+
+MIXED = StateBytes(whole=6, sharded=16, twice=4)
+"""Weights in bfloat16 and gradients in float32 on every copy; float32 weights, reduced gradients and both moments of
+Adam over all (`memory.shard: optimizer`)."""
+CAPTURED = StateBytes(whole=8, sharded=16, twice=4)
+"""As `MIXED` in a captured step, which also has the gradients of one micro-batch, in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How devices are used."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    rows: int
+    """Of a micro-batch on a data rank."""
+    encoders: tuple[int, ...] = ()
+    """Devices of each encoder alone; none where encoders are beside the language model."""
+    shard: ShardLevel = "optimizer"
+    """ZeRO level."""
+
+    @property
+    def language(self) -> int:
+        """Devices of the language model."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def devices(self) -> int:
+        """All."""
+        return self.language + sum(self.encoders)
+
+    def __str__(self) -> str:
+        degrees = {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}
+        text = " · ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1 device"
+        apart = f"encoder {' + '.join(map(str, self.encoders))}, language " if self.encoders else ""
+        return f"{apart}{text}, {self.rows} rows"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A set of steps on a cluster."""
+
+    costs: ModelCosts
+    cluster: Cluster
+    devices: int
+    steps: Sequence[Sequence[Row]]
+    state: StateBytes = CAPTURED
+    """Of parts on devices of their own."""
+    largest: Row = ()
+    """The most units of each encoder in a row of all data; of the steps when left out."""
+    others_alike: bool = True
+    """Whether rows outside of the steps have as much media as each other."""
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a device that a part may take."""
+        device = self.cluster.device
+        assert device is not None, "a cluster that is planned for has a device"
+        return USABLE * device.memory.bytes / device.memory.ranks
+
+    @property
+    def batch(self) -> int:
+        """Rows of a step."""
+        return len(self.steps[0])
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rows have as much media."""
+        return self.others_alike and len({row for rows in self.steps for row in rows}) == 1
+
+    def most(self, encoder: int) -> float:
+        """The most units that a row has."""
+        found = [row[encoder] for rows in self.steps for row in rows]
+        return max([*found, *self.largest[encoder : encoder + 1]])
+
+
+def micro_batches(rows: int, one: Sizes) -> int:
+    """Micro-batches of a replica for so many rows of a step; 0 where rows do not divide."""
+    size = one.data * one.rows
+    return 0 if rows % size else rows // size
+
+
+def in_flight(one: Sizes, count: int) -> int:
+    """Micro-batches of `count` that a stage holds at most, in the order of 1F1B."""
+    return min(count, one.pipeline + (1 if one.encoders else 0))
+
+
+def language_bytes(task: Task, one: Sizes, count: int, besides: float = 0.0) -> float:
+    """Of a rank of the language model. `besides`: parameters that each rank has of other parts."""
+    language, held = task.costs.language, in_flight(one, count)
+    saved = language.saved[one.tensor](one.rows) / one.pipeline
+    parameters = language.parameters / (one.tensor * one.pipeline) + besides
+    return task.state.of(parameters, one.data) + held * saved + language.workspace[one.tensor](one.rows)
+
+
+def encoder_bytes(task: Task, one: Sizes, encoder: int, count: int) -> float:
+    """Of a rank of an encoder on devices of its own, for micro-batches of the rows with most."""
+    costs, copies = task.costs.encoders[encoder], one.encoders[encoder]
+    units = task.most(encoder) * one.rows * one.data / copies
+    held = in_flight(one, count) * costs.saved(units)
+    return task.state.of(costs.parameters, copies) + held + costs.workspace(units)
+
+
+def colocated_bytes(task: Task, one: Sizes) -> float:
+    """Of a rank that has a part of the language model and all encoders, for a micro-batch of the rows with most.
+
+    At level `parameters` a rank holds whole, in turn, two layers and all that is outside of them; what the encoders
+    have is outside.
+    """
+    costs, language = task.costs, task.costs.language
+    encoders = sum(one.parameters for one in costs.encoders)
+    layers = (language.parameters - language.outside) / one.tensor
+    outside = language.outside / one.tensor + encoders
+    units = [task.most(at) * one.rows for at in range(len(costs.encoders))]
+    saved = sum(each.saved(of) for each, of in zip(costs.encoders, units, strict=True))
+    saved += language.saved[one.tensor](one.rows)
+    workspace = max(
+        language.workspace[one.tensor](one.rows) + language.recomputed[one.tensor](one.rows),
+        *(each.workspace(of) for each, of in zip(costs.encoders, units, strict=True)),
+    )
+    if one.shard == "optimizer":
+        return MIXED.of(layers + outside, one.data) + saved + workspace
+    kept = MIXED.of(layers + outside, one.data) - MIXED.whole * (layers + outside)
+    gathered = MIXED.whole * (outside + layers * min(1.0, 2 / language.depth))
+    return kept + gathered + saved + workspace
+
+
+def fits(task: Task, one: Sizes, count: int) -> bool:
+    """Whether parts on devices of their own fit."""
+    need = [language_bytes(task, one, count)]
+    need += [encoder_bytes(task, one, at, count) for at in range(len(one.encoders))]
+    return max(need) <= task.capacity
+
+
+def optimizer_seconds(cluster: Cluster, parameters: float, copies: int) -> float:
+    """Seconds of an update of a share of the parameters, which the memory's rate bounds: 28 bytes of each."""
+    assert cluster.device is not None, "a cluster that is planned for has a device"
+    return 28 * parameters / copies / cluster.device.memory.read
+
+
+def once_seconds(cluster: Cluster, parameters: float, copies: int, apart: int) -> float:
+    """Seconds of the sum of gradients, of the optimizer, and of gathering weights; ranks lie `apart` from another."""
+    ranks = range(0, copies * apart, apart)
+    moved = sum(
+        cluster.collective_seconds(kind, 2 * parameters, ranks) for kind in ("reduce_scatter", "all_gather")
+    )
+    return (moved if copies > 1 else 0.0) + optimizer_seconds(cluster, parameters, copies)
+
+
+def once_of_parts(task: Task, one: Sizes) -> float:
+    """Seconds once a step, of the part that takes longest."""
+    language = task.costs.language
+    own = once_seconds(task.cluster, language.parameters / (one.tensor * one.pipeline), one.data, one.tensor)
+    others = [
+        once_seconds(task.cluster, each.parameters, copies, 1)
+        for each, copies in zip(task.costs.encoders, one.encoders, strict=True)
+    ]
+    return max(own, *others)
+
+
+def crossing(task: Task, encoder: EncoderCosts, units: float, senders: int) -> float:
+    """Seconds in which each rank of an encoder sends its part of the features of so many units to another node."""
+    if not units:
+        return 0.0
+    size = units * encoder.features / senders
+    return task.cluster.collective_seconds("send", size, (0, task.devices - 1))
