@@ -50,9 +50,11 @@ Advance = Callable[[list[tuple[Running, Segment]]], object]
 class Engine:
     """Runs requests on one model. Not for several threads at once."""
 
-    def __init__(self, model: nn.Module, page: int, *, layers: int, eos: frozenset[int]) -> None:
+    def __init__(
+        self, model: nn.Module, page: int, *, layers: int, eos: frozenset[int], int8: bool = False
+    ) -> None:
         """`page`: tokens of a page. `layers`: those with a cache. `eos`: tokens that end an answer, which they are no
-        part of."""
+        part of. `int8`: pages of rounded keys and values."""
         paged_attention.register()
         self.attention = paged_attention.NAME
         """The name of the attention function."""
@@ -72,7 +74,7 @@ class Engine:
         self.row_length: Callable[[Sequence[Segment]], int] = self._row_length
         """Rows of a pass over segments."""
         self.passes = 0
-        self.cache = RunCache(model, layers, page)
+        self.cache = RunCache(model, layers, page, int8=int8)
         self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
 
     def run(
@@ -93,9 +95,10 @@ class Engine:
             assert not scheduler.running, "a request that no pass has room for"
             assert not scheduler.waiting, "a request that was never admitted"
 
-    def replayed(self, texts: Sequence[list[int]], answer: int) -> list[Tensor]:
+    def replayed(self, texts: Sequence[list[int]], answer: int, *, exact: bool = True) -> list[Tensor]:
         """Float32 logits [answer + 1, V] behind each of the last tokens of each text, as generation computes them: all
-        but the last `answer` tokens are a prompt, and these an answer."""
+        but the last `answer` tokens are a prompt, and these an answer. `exact`: with pages in the dtype of the model,
+        also where runs have int8 pages."""
         sampling = Sampling(max_tokens=answer + 1)
         requests = [Request(ids=tuple(text[:-answer]), sampling=sampling) for text in texts]
         pages = pages_for(requests, len(texts), self.page)
@@ -103,7 +106,7 @@ class Engine:
         scheduler.row_length = self.row_length
         scheduler.waiting.extend(enumerate(requests))
         found: list[list[Tensor]] = [[] for _ in texts]
-        cache = self.cache.fresh(KVCacheSizes(device=pages))
+        cache = self.cache.fresh(KVCacheSizes(device=pages), exact=exact)
         with self._generating(cache):
             while chosen := scheduler.next_pass():
                 ready, logits = self._passed(chosen, cache)

@@ -19,6 +19,7 @@ from hyper_parallel.inference.agreement import Agreement
 from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.pages import shape_of
 from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape
 from hyper_parallel.inference.request import Request
@@ -37,8 +38,12 @@ class _Budget:
 class RunCache:
     """Makes the cache and the scheduler of each run."""
 
-    def __init__(self, model: Any, layers: int, page: int, stored: int | None = None) -> None:
-        """`page`: tokens of a page, of which this process stores `stored`, by default all."""
+    def __init__(
+        self, model: Any, layers: int, page: int, stored: int | None = None, *, int8: bool = False
+    ) -> None:
+        """`page`: tokens of a page, of which this process stores `stored`, by default all. `int8`: as `PagedCache` has
+        it."""
+        self._int8 = int8
         self._model, self._layers, self._page = model, layers, page
         self.stored = page if stored is None else stored
         """Tokens of a page that this process stores."""
@@ -64,10 +69,7 @@ class RunCache:
     def shapes(self) -> tuple[LayerShape, ...]:
         """What each layer caches of a token, known after the first pass; of ranks that run the same passes the most
         heads that one has. A collective of these when it is asked for the first time after a pass."""
-        own = tuple(
-            LayerShape((k.size(1), k.size(3)), (v.size(1), v.size(3)), k.itemsize)
-            for k, v in self._like.values()
-        )
+        own = tuple(shape_of(*like, int8=self._int8) for like in self._like.values())
         if self._shapes[0] != own:
             heads = self.agreement.largest([count for one in own for count in (one.keys[0], one.values[0])])
             self._shapes = (
@@ -111,10 +113,12 @@ class RunCache:
             self._report = opened[2].report()
             opened[2].close()
 
-    def fresh(self, sizes: KVCacheSizes, *, keep: bool = False) -> PagedCache:
-        """An empty cache. `keep`: for one run, in which weights stay the same."""
+    def fresh(self, sizes: KVCacheSizes, *, keep: bool = False, exact: bool = False) -> PagedCache:
+        """An empty cache. `keep`: for one run, in which weights stay the same. `exact`: in the dtype of the model, also
+        where runs have int8 pages."""
         whole = self.stored == self._page
-        cache = PagedCache(self._layers, sizes, self.stored, absorb=whole, keep=keep)
+        int8 = self._int8 and not exact
+        cache = PagedCache(self._layers, sizes, self.stored, int8=int8, absorb=whole, keep=keep)
         for layer, linear in self._linear.items():
             cache.layers[layer].expand = True
             cache.layers[layer].latents.linear = linear
@@ -154,7 +158,7 @@ class RunCache:
         self.check_idle()
         cache, pool, memory = self._opened()
         self._check_tiered(requests, memory)
-        cache.staging.rows = max(memory.sizes.staging, self._longest(requests) * self.stored)
+        cache.prepare(max(memory.sizes.staging, self._longest(requests) * self.stored))
         pool.reuse = settings.prefix_cache
         scheduler = self._scheduler(settings, pool, memory)
         self._shared = lambda: scheduler.shared
