@@ -89,6 +89,7 @@ class Engine:
             settings = self.fit(self, requests, settings)
         with self.cache.run(requests, settings) as (cache, scheduler):
             scheduler.row_length = self.row_length
+            scheduler.begin = lambda one, first: self._took(one, *first, text_of)
             while ended := self._until_some_end(scheduler, cache, text_of):
                 for one in ended:
                     yield one.number, one.answer
@@ -151,29 +152,49 @@ class Engine:
     ) -> list[Running]:
         """Passes until requests end, and these; none when all have."""
         with self._generating(cache):
-            while chosen := scheduler.next_pass():
-                with self.around_pass():
-                    ended = self._advance(chosen, cache, text_of)
-                scheduler.passed(chosen)
+            while True:
+                chosen = scheduler.next_pass()
+                ended, scheduler.ended = scheduler.ended, []
+                if chosen:
+                    with self.around_pass():
+                        ended += self._advance(chosen, cache, text_of, scheduler)
+                    scheduler.passed(chosen)
                 for one in ended:
                     scheduler.end(one)
-                if ended:
+                if ended or not chosen:
                     return ended
-        return []
 
     def _advance(
-        self, chosen: list[tuple[Running, Segment]], cache: PagedCache, text_of: Callable[[list[int]], str]
+        self,
+        chosen: list[tuple[Running, Segment]],
+        cache: PagedCache,
+        text_of: Callable[[list[int]], str],
+        scheduler: Scheduler | None = None,
     ) -> list[Running]:
         """One pass; the requests that end with it."""
         ready, logits = self._passed(chosen, cache)
         if not ready:
             return []
         decided = self.decide(ready, logits)
+        if scheduler is not None:
+            for place, one in enumerate(ready):
+                self._choose_for_siblings(one, logits[place], len(ready), scheduler)
         return [
             one
             for one, (token, logprob) in zip(ready, decided, strict=True)
             if self._took(one, token, logprob, text_of)
         ]
+
+    def _choose_for_siblings(self, one: Running, logits: Tensor, most: int, scheduler: Scheduler) -> None:
+        """Choose the first tokens of other answers to a prompt that ends in this pass, at most `most` at once: memory
+        was measured for as many as are in the pass."""
+        others = scheduler.siblings(one)
+        first: dict[int, tuple[int, float | None]] = {}
+        for begin in range(0, len(others), most):
+            part = others[begin : begin + most]
+            chosen = self.decide(part, logits.expand(len(part), -1))
+            first |= {other.number: token for other, token in zip(part, chosen, strict=True)}
+        scheduler.tails.open(one, first)
 
     def _passed(
         self, chosen: list[tuple[Running, Segment]], cache: PagedCache

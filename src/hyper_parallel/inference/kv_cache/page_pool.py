@@ -24,6 +24,8 @@ class PagePool:
         self._users: dict[int, int] = {}
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._copied: set[bytes] = set()
+        """Keys of pages that are filled in part."""
         self._idle: dict[int, None] = {}
         """Pages without users that are kept, the least recently used first."""
         self.evicted: Callable[[list[tuple[bytes, int]]], None] = lambda pages: None
@@ -55,13 +57,22 @@ class PagePool:
         self._idle.clear()
         self._page_of.clear()
         self._key_of.clear()
+        self._copied.clear()
 
     def _evict(self, count: int) -> None:
         pages = list(self._idle)[:count]
-        self.evicted([(self._key_of[page], page) for page in pages])
-        for page in pages:
-            del self._idle[page], self._page_of[self._key_of.pop(page)]
+        known = [(self._key_of[page], page) for page in pages]
+        self.evicted([(key, page) for key, page in known if key not in self._copied])
+        for key, page in known:
+            self._forget(key)
+            del self._idle[page]
         self._allocator.release(tuple(Run(page, 1) for page in pages))
+
+    def _forget(self, key: bytes) -> int:
+        page = self._page_of.pop(key)
+        del self._key_of[page]
+        self._copied.discard(key)
+        return page
 
     def holds(self, key: bytes) -> bool:
         """Whether there is a page with this key."""
@@ -75,11 +86,24 @@ class PagePool:
             self._idle.pop(page, None)
         return page
 
-    def register(self, key: bytes, page: int) -> None:
-        """The page holds what the key says."""
+    def users(self, page: int) -> int:
+        """Requests that use a page."""
+        return self._users.get(page, 0)
+
+    def register(self, key: bytes, page: int, *, copied: bool = False) -> None:
+        """The page holds what the key says. `copied`: in its first rows; its user writes to the others, and whoever
+        shares it takes a copy."""
         if self.reuse and key not in self._page_of:
             self._page_of[key] = page
             self._key_of[page] = key
+            if copied:
+                self._copied.add(key)
+
+    def drop(self, key: bytes) -> None:
+        """Nobody needs the page with this key any more, but for its users."""
+        if key in self._page_of and (page := self._forget(key)) in self._idle:
+            del self._idle[page]
+            self._allocator.release((Run(page, 1),))
 
     def release(self, pages: Sequence[int]) -> None:
         """One user less of each."""
@@ -98,11 +122,18 @@ def keys_of(tokens: Sequence[int], page: int) -> list[bytes]:
     """Digests of the pages that a prompt fills. The last token is always computed, since its logits are needed."""
     keys, key = list[bytes](), b""
     for first in range(0, (len(tokens) - 1) // page * page, page):
-        key = hashlib.blake2b(
-            key + array("q", tokens[first : first + page]).tobytes(), digest_size=16
-        ).digest()
+        key = _digest(key, tokens[first : first + page])
         keys.append(key)
     return keys
+
+
+def tail_key(tokens: Sequence[int], keys: Sequence[bytes]) -> bytes:
+    """Digest of a whole prompt that fills the pages `keys` and a part of another one, or all of it."""
+    return _digest(b"tail" + b"".join(keys[-1:]), tokens)
+
+
+def _digest(before: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 def runs_of(pages: Sequence[int]) -> tuple[Run, ...]:

@@ -158,6 +158,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.pages = None
 
+    def copy_page(self, page: int, target: int) -> None:
+        """Copy a page to another one, in all layers."""
+        for layer in self.layers:
+            if layer.pages is not None:
+                layer.pages.copy(page, target)
+
     def prepare(self, longest: int) -> None:
         """Contexts of up to `longest` tokens come: buffers that are made are large enough for these."""
         self.staging.rows = longest

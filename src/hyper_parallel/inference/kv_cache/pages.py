@@ -58,6 +58,12 @@ class LayerPages:
             new = x[0, :, : len(rows)].transpose(0, 1)
             store.index_copy_(0, rows, new if self._buffers is None else pack(new))
 
+    def copy(self, page: int, target: int) -> None:
+        """Copy a page to another one."""
+        for store in self.stores:
+            pages = store.view(-1, self.page, *store.shape[1:])
+            pages[target].copy_(pages[page])
+
     @property
     def shape(self) -> LayerShape:
         """What it holds of a token."""

@@ -151,7 +151,9 @@ class RunCache:
             self._busy += 1
             try:
                 sizes = KVCacheSizes(device=pages, staging=most * self.stored)
-                yield self.fresh(sizes, keep=self.spare), scheduler
+                cache = self.fresh(sizes, keep=self.spare)
+                scheduler.tails.copy = cache.copy_page
+                yield cache, scheduler
             finally:
                 self._busy -= 1
             return
@@ -162,6 +164,7 @@ class RunCache:
         pool.reuse = settings.prefix_cache
         scheduler = self._scheduler(settings, pool, memory)
         self._shared = lambda: scheduler.shared
+        scheduler.tails.copy = cache.copy_page
         scheduler.waiting.extend(enumerate(requests))
         self._busy += 1
         try:
