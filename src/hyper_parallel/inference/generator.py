@@ -22,6 +22,7 @@ from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.load_model import load, load_within
 from hyper_parallel.inference.model_support import check_length, check_model, prove
+from hyper_parallel.inference.pinned_prompts import pinned_prompts
 from hyper_parallel.inference.prompt_file import is_text
 from hyper_parallel.inference.ragged_pass import BLOCK
 from hyper_parallel.inference.request import Completion, Request
@@ -165,6 +166,14 @@ class Generator:
             for sample in range(chosen.n)
         ]
         return requests, chosen
+
+    def pinned(self, prompts: Sequence[Prompt]) -> AbstractContextManager[None]:
+        """A context in which the pages that these beginnings of prompts fill stay on the device, from run to run and
+        whatever else needs memory; the first request that begins with one computes it. A budget has room for them.
+
+        Raises ConfigError for a beginning that fills no page, and for a budget that is too small.
+        """
+        return pinned_prompts(self._engine, *self._requests(prompts, {"max_tokens": 1, "n": 1}))
 
     def moved(self) -> str:
         """What was moved between memories until now, in words; empty where nothing was."""

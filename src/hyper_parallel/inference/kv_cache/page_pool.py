@@ -3,14 +3,15 @@
 A page of a prompt is known by a digest of all tokens from position 0 to its end: keys and values depend on nothing
 else, since prompts are read in pieces on the grid of pages. Requests with a common beginning share its pages. A page
 that no request uses is kept until its memory is needed; the one that was used least recently goes first, of a prompt
-the last one. Pages with tokens of an answer are not shared: these were computed one by one, which rounds otherwise.
+the last one. Pages whose keys are pinned stay, once they are there. Pages with tokens of an answer are not shared:
+these were computed one by one, which rounds otherwise.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hyper_parallel.inference.kv_cache.page_allocator import PageAllocator, Run
 
@@ -26,6 +27,8 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._copied: set[bytes] = set()
         """Keys of pages that are filled in part."""
+        self._pins: dict[bytes, int | None] = {}
+        """Keys that are pinned, with their pages that are there."""
         self._idle: dict[int, None] = {}
         """Pages without users that are kept, the least recently used first."""
         self.evicted: Callable[[list[tuple[bytes, int]]], None] = lambda pages: None
@@ -51,7 +54,9 @@ class PagePool:
         return pages
 
     def forget(self) -> None:
-        """Give up all pages without users, and what is known of the others."""
+        """Give up all pages without users, pinned ones too, and what is known of the others."""
+        for key in self._pins:
+            self._release_pin(key)
         for page in self._idle:
             self._allocator.release((Run(page, 1),))
         self._idle.clear()
@@ -98,6 +103,34 @@ class PagePool:
             self._key_of[page] = key
             if copied:
                 self._copied.add(key)
+            self._take_pin(key)
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Pages with these keys have one more user, from now on or from when they are there."""
+        for key in keys:
+            self._pins.setdefault(key, None)
+            self._take_pin(key)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Pages with these keys are as others again."""
+        for key in keys:
+            self._release_pin(key)
+            self._pins.pop(key, None)
+
+    @property
+    def pinned(self) -> int:
+        """Pages that are there and pinned."""
+        return sum(page is not None for page in self._pins.values())
+
+    def _take_pin(self, key: bytes) -> None:
+        if key in self._pins and self._pins[key] is None:
+            self._pins[key] = self.share(key)
+
+    def _release_pin(self, key: bytes) -> None:
+        page = self._pins.get(key)
+        if page is not None:
+            self._pins[key] = None
+            self.release([page])
 
     def drop(self, key: bytes) -> None:
         """Nobody needs the page with this key any more, but for its users."""
@@ -125,6 +158,11 @@ def keys_of(tokens: Sequence[int], page: int) -> list[bytes]:
         key = _digest(key, tokens[first : first + page])
         keys.append(key)
     return keys
+
+
+def filled_keys(tokens: Sequence[int], page: int) -> list[bytes]:
+    """Digests of all pages that these tokens fill, as a prompt has them that goes on."""
+    return keys_of([*tokens, 0], page)
 
 
 def tail_key(tokens: Sequence[int], keys: Sequence[bytes]) -> bytes:

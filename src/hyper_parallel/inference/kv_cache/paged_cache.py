@@ -124,7 +124,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             layers=[
                 PagedLayer(
                     layer,
-                    sizes.device,
+                    sizes.device + sizes.pinned,
                     page,
                     self.staging,
                     self._unpacked,
