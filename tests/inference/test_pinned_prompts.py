@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 from observer import Observer
 
+from harness import run_ranks
+from hyper_parallel import Strategy
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference import Completion, Generator
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
@@ -106,6 +109,21 @@ def test_what_cannot_be_pinned_is_refused() -> None:
     next(answers)
     with pytest.raises(ConfigError, match="is under way"), generator.pinned([SYSTEM]):
         pass
+
+
+def _rank(rank: int, world: int, folder: str) -> tuple[bool, int, int]:
+    generator = Generator(folder, strategy=Strategy(axes={"context": 2}), **SETTINGS)
+    plain = bits(generator(QUESTIONS, prefix_cache=False))
+    with generator.pinned([SYSTEM]):
+        same = all(bits(generator(QUESTIONS)) == plain for _ in range(2))
+        return same, generator.shared, generator.cache_report.pinned
+
+
+def test_context_ranks_pin_their_part(tmp_path: Path) -> None:
+    model: Any = small("llama", intermediate_size=64)
+    model.save_pretrained(tmp_path)
+    # Two groups of two pages. Weights of a parallelized model may change between runs, and each run computes them.
+    assert run_ranks(_rank, 2, str(tmp_path)) == [(True, 64, 2)] * 2
 
 
 def test_no_pinned_page_is_given_up() -> None:

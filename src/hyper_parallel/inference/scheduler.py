@@ -5,7 +5,7 @@ the pages that it can ever need are free; so nothing that runs is preempted, and
 starts with pages for its prompt, and `preemption` finds further ones. Prompts are read in pieces on a grid from
 position 0, which does not depend on what else runs: the same products in the same order in any company. A piece that
 another request has computed is shared (`page_pool`); one that another request computes in this pass is waited for.
-The same holds for the last piece of a prompt of which several answers are wanted (`prompt_tails`).
+The same holds for the last piece of a prompt that gets several answers (`prompt_tails`).
 
 Each request has a segment in a pass: its newest token, or a piece of its prompt. Further pieces of the oldest prompts
 fill the rows that are left, so that a prompt takes few passes; a piece attends to those before it in the same pass,
@@ -42,7 +42,7 @@ class Scheduler:
         self.waiting: deque[tuple[int, Request]] = deque()
         self.running: list[Running] = []
         self.tails = PromptTails(pool)
-        """Last pages of prompts of which several answers are wanted."""
+        """Last pages of prompts that get several answers."""
         self.begin: Callable[[Running, First], bool] = lambda one, first: False
         """Gives a request its first token, which another one's pass has chosen; whether its answer ends with it."""
         self.ended: list[Running] = []
