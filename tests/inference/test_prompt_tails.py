@@ -133,3 +133,16 @@ def test_a_key_of_a_part_is_none_of_a_whole_page() -> None:
     pool.evicted, pool.block = seen.extend, 2
     assert pool.allocate(1) is not None
     assert seen == [(b"whole", other)], "a page that is filled in part is in no tier"
+
+
+def test_answers_of_one_token_end_without_a_pass_where_pages_are_few(tmp_path: Path) -> None:
+    """A request that ends with its first token is not given further pages, nor swapped out."""
+    model = small("llama")
+    given = prompts(model, (48, 48, 70))
+    settings = {"max_tokens": 1, "n": 6}
+    generator = Generator(model, **{**SETTINGS, **settings})
+    generator._engine.cache.configure(KVCacheSizes(device=6, host=60), opened(("host",), tmp_path))
+    try:
+        assert bits(generator(given)) == computed(model, given, **settings)
+    finally:
+        generator.close()

@@ -72,17 +72,19 @@ class Scheduler:
 
     def next_pass(self) -> list[tuple[Running, Segment]]:
         """What the next pass computes: the newest token of requests that generate, then pieces of prompts, the oldest
-        request first. Empty when nothing runs."""
+        request first. Empty when nothing runs, or while some have `ended` without one."""
         self.admit()
         for one in list(self.running):
             self._share(one)
             self._take_tail(one)
+        if self.ended:
+            return []
         if self._memory is not None:
             self._memory.finish_short()
         if self._preemption is not None:
             self._preemption.grow()
         found = self._compose()
-        if not found and not self.ended and self._memory is not None and self.running:
+        if not found and self._memory is not None and self.running:
             # All wait for pages on their way.
             self._memory.finish(self.running[0])
             return self.next_pass()
@@ -135,8 +137,6 @@ class Scheduler:
     def _compose(self) -> list[tuple[Running, Segment]]:
         chosen = _Chosen(self)
         for one in sorted(self.running, key=lambda one: not one.prefilled):
-            if one in self.ended:
-                continue
             key = self._key(one) or self.tails.key(one)
             if key not in chosen.keys and not self._comes(one):
                 chosen.add(one, one.cached, one.step, key)
