@@ -12,6 +12,7 @@ from typing import Any
 
 import attack_models
 import budget
+import generate_kv_int8
 import memory
 import offload_choices_pages
 import offload_pages
@@ -36,6 +37,7 @@ PARTS = (
     Written("families.md", "attack_models.py", "attack_models.json", attack_models.page),
     Written("plan-search.md", "plan_search.py", "plan_search.json", plan_search.lines),
     Written("tiers.md", "tiers.py", "tiers.json", tiers.page),
+    Written("inference-int8.md", "generate_kv_int8.py", "generate_kv_int8.json", generate_kv_int8.page),
     Written("memory.md", "memory.py", "memory.json", memory.page),
     Written("offload.md", "budget.py", "budget.json", budget.page),
     Written("offload.md", "offload.py", "offload.json", offload_pages.lines),

@@ -13,7 +13,7 @@ from inference.small_models import small
 from inference.tiers import opened
 
 FAMILIES = ["llama", "gemma3", "gpt-oss", "deepseek-v3", "mixtral"]
-CASES = 15
+CASES = 18
 
 
 def mixed(draws: random.Random, generator: Generator) -> list[Request]:
@@ -43,12 +43,15 @@ def check_nothing_is_lost(memory: KVMemory, device: int) -> None:
 def test_random_mixes(tmp_path: Path) -> None:
     draws = random.Random("mixes")
     generators = [Generator(small(family), page=16, logprobs=True) for family in FAMILIES]
+    generators.append(Generator(small("llama"), page=16, logprobs=True, kv_dtype="int8"))
     happened = dict.fromkeys(("shared", "fetched", "swapped", "recomputed", "streamed"), 0)
     for case in range(CASES):
         generator = generators[case % len(generators)]
         cache, requests = generator._engine.cache, mixed(draws, generator)
         settings = generator.settings.model_copy(update={"batch": draws.randint(1, 6)})
-        expected = dict(generator.run(requests, settings))
+        # On the device, and no page shared.
+        alone = settings.model_copy(update={"prefix_cache": False})
+        expected = dict(generator.run(requests, alone))
         device, block = draws.randint(3, 9), draws.choice((1, 1, 2, 3))
         names: Sequence[str] = draws.choice(
             (("host",), ("flash",), ("host", "flash"), ("host", "pool", "flash"))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from hyper_parallel.config.generate import GenerationStrategy
 from hyper_parallel.config.generation_workload import GenerationWorkload
-from hyper_parallel.config.inference import Inference
+from hyper_parallel.config.inference import PredictedInference
 from hyper_parallel.config.load import build
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy.section import Section
@@ -20,7 +20,7 @@ class PlannedGeneration(Section):
     """Version of the format."""
     strategy: GenerationStrategy = GenerationStrategy()
     """Axes that are given, and budgets: `memory.device` with the tiers."""
-    inference: Inference = Inference()
+    inference: PredictedInference = PredictedInference()
     """`batch`: requests at once; `rows` and `page`, if given, are kept."""
     workload: GenerationWorkload = GenerationWorkload()
     """The requests."""

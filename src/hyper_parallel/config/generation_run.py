@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hyper_parallel.config.generate import GenerationStrategy
 from hyper_parallel.config.generation_workload import GenerationWorkload
-from hyper_parallel.config.inference import Inference
+from hyper_parallel.config.inference import PredictedInference
 from hyper_parallel.config.load import build, load_file
 from hyper_parallel.config.predicted_model import PredictedModel, published
 from hyper_parallel.strategy.section import Section
@@ -23,7 +23,7 @@ class GenerationRun(Section):
     """The model: a published one by its name, a config, or a folder."""
     strategy: GenerationStrategy = GenerationStrategy()
     """Axes, and the memory budget with its tiers."""
-    inference: Inference = Inference()
+    inference: PredictedInference = PredictedInference()
     """How requests share the device."""
     workload: GenerationWorkload = GenerationWorkload()
     """The requests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -43,6 +43,9 @@ class Inference(Sampling):
     """Tokens of a page of the KV cache. Prompts are read in pieces of this many tokens."""
     rows: int = Field(default=128, ge=32, multiple_of=32, strict=True)
     """Tokens of a pass through the model, at most: one for each generating request, and pieces of prompts."""
+    kv_dtype: Literal["int8"] | None = None
+    """Of the keys and values in the cache's pages: `int8`, each token and head with scales, or by default the dtype of
+    the model."""
     prefix_cache: bool = True
     """Prompts with a common beginning share its pages, whole pages of it."""
     pages: int | None = Field(default=None, ge=1, strict=True)
@@ -60,3 +63,16 @@ class Inference(Sampling):
     def sampling(self) -> Sampling:
         """The part that says how tokens are chosen."""
         return Sampling(**{name: getattr(self, name) for name in Sampling.model_fields})
+
+
+class PredictedInference(Inference):
+    """The same where time and memory are predicted."""
+
+    @model_validator(mode="after")
+    def _is_priced(self) -> PredictedInference:
+        if self.kv_dtype is not None:
+            raise ValueError(
+                f"'kv_dtype' ({self.kv_dtype}) is not predicted: contexts are priced in the dtype of the model; leave "
+                "it out of simulate and plan"
+            )
+        return self

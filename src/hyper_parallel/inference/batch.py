@@ -41,6 +41,8 @@ class Batch:
             "page": settings.page,
             "model": identity(located(model)),
         }
+        if settings.kv_dtype is not None:  # otherwise as in files of versions that had no such key
+            deciding["kv_dtype"] = settings.kv_dtype
         self._answers = AnswerFile(out, self._rows, settings.n, deciding)
         self._missing = self._answers.missing
         self.size = len(self._rows) * settings.n

@@ -50,9 +50,11 @@ Advance = Callable[[list[tuple[Running, Segment]]], object]
 class Engine:
     """Runs requests on one model. Not for several threads at once."""
 
-    def __init__(self, model: nn.Module, page: int, *, layers: int, eos: frozenset[int]) -> None:
+    def __init__(
+        self, model: nn.Module, page: int, *, layers: int, eos: frozenset[int], int8: bool = False
+    ) -> None:
         """`page`: tokens of a page. `layers`: those with a cache. `eos`: tokens that end an answer, which they are no
-        part of."""
+        part of. `int8`: pages of rounded keys and values."""
         paged_attention.register()
         self.attention = paged_attention.NAME
         """The name of the attention function."""
@@ -72,7 +74,7 @@ class Engine:
         self.row_length: Callable[[Sequence[Segment]], int] = self._row_length
         """Rows of a pass over segments."""
         self.passes = 0
-        self.cache = RunCache(model, layers, page)
+        self.cache = RunCache(model, layers, page, int8=int8)
         self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
 
     def run(
@@ -87,15 +89,17 @@ class Engine:
             settings = self.fit(self, requests, settings)
         with self.cache.run(requests, settings) as (cache, scheduler):
             scheduler.row_length = self.row_length
+            scheduler.begin = lambda one, first: self._took(one, *first, text_of)
             while ended := self._until_some_end(scheduler, cache, text_of):
                 for one in ended:
                     yield one.number, one.answer
             assert not scheduler.running, "a request that no pass has room for"
             assert not scheduler.waiting, "a request that was never admitted"
 
-    def replayed(self, texts: Sequence[list[int]], answer: int) -> list[Tensor]:
+    def replayed(self, texts: Sequence[list[int]], answer: int, *, exact: bool = True) -> list[Tensor]:
         """Float32 logits [answer + 1, V] behind each of the last tokens of each text, as generation computes them: all
-        but the last `answer` tokens are a prompt, and these an answer."""
+        but the last `answer` tokens are a prompt, and these an answer. `exact`: with pages in the dtype of the model,
+        also where runs have int8 pages."""
         sampling = Sampling(max_tokens=answer + 1)
         requests = [Request(ids=tuple(text[:-answer]), sampling=sampling) for text in texts]
         pages = pages_for(requests, len(texts), self.page)
@@ -103,7 +107,7 @@ class Engine:
         scheduler.row_length = self.row_length
         scheduler.waiting.extend(enumerate(requests))
         found: list[list[Tensor]] = [[] for _ in texts]
-        cache = self.cache.fresh(KVCacheSizes(device=pages))
+        cache = self.cache.fresh(KVCacheSizes(device=pages), exact=exact)
         with self._generating(cache):
             while chosen := scheduler.next_pass():
                 ready, logits = self._passed(chosen, cache)
@@ -148,29 +152,49 @@ class Engine:
     ) -> list[Running]:
         """Passes until requests end, and these; none when all have."""
         with self._generating(cache):
-            while chosen := scheduler.next_pass():
-                with self.around_pass():
-                    ended = self._advance(chosen, cache, text_of)
-                scheduler.passed(chosen)
+            while True:
+                chosen = scheduler.next_pass()
+                ended, scheduler.ended = scheduler.ended, []
+                if chosen:
+                    with self.around_pass():
+                        ended += self._advance(chosen, cache, text_of, scheduler)
+                    scheduler.passed(chosen)
                 for one in ended:
                     scheduler.end(one)
-                if ended:
+                if ended or not chosen:
                     return ended
-        return []
 
     def _advance(
-        self, chosen: list[tuple[Running, Segment]], cache: PagedCache, text_of: Callable[[list[int]], str]
+        self,
+        chosen: list[tuple[Running, Segment]],
+        cache: PagedCache,
+        text_of: Callable[[list[int]], str],
+        scheduler: Scheduler | None = None,
     ) -> list[Running]:
         """One pass; the requests that end with it."""
         ready, logits = self._passed(chosen, cache)
         if not ready:
             return []
         decided = self.decide(ready, logits)
+        if scheduler is not None:
+            for place, one in enumerate(ready):
+                self._choose_for_siblings(one, logits[place], len(ready), scheduler)
         return [
             one
             for one, (token, logprob) in zip(ready, decided, strict=True)
             if self._took(one, token, logprob, text_of)
         ]
+
+    def _choose_for_siblings(self, one: Running, logits: Tensor, most: int, scheduler: Scheduler) -> None:
+        """Choose the first tokens of other answers to a prompt that ends in this pass, at most `most` at once: memory
+        was measured for as many as are in the pass."""
+        others = scheduler.siblings(one)
+        first: dict[int, tuple[int, float | None]] = {}
+        for begin in range(0, len(others), most):
+            part = others[begin : begin + most]
+            chosen = self.decide(part, logits.expand(len(part), -1))
+            first |= {other.number: token for other, token in zip(part, chosen, strict=True)}
+        scheduler.tails.open(one, first)
 
     def _passed(
         self, chosen: list[tuple[Running, Segment]], cache: PagedCache

@@ -22,6 +22,7 @@ from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.load_model import load, load_within
 from hyper_parallel.inference.model_support import check_length, check_model, prove
+from hyper_parallel.inference.pinned_prompts import pinned_prompts
 from hyper_parallel.inference.prompt_file import is_text
 from hyper_parallel.inference.ragged_pass import BLOCK
 from hyper_parallel.inference.request import Completion, Request
@@ -102,10 +103,11 @@ class Generator:
             )
         context = context_group(sharded(self.model), size, self.settings.page) if size > 1 else None
         layers, eos = int(self._config.num_hidden_layers), _ends(self.model, self.tokenizer)
+        int8 = self.settings.kv_dtype == "int8"
         self._engine = (
-            Engine(self.model, self.settings.page, layers=layers, eos=eos)
+            Engine(self.model, self.settings.page, layers=layers, eos=eos, int8=int8)
             if context is None
-            else ContextEngine(self.model, context, layers=layers, eos=eos)
+            else ContextEngine(self.model, context, layers=layers, eos=eos, int8=int8)
         )
         self._engine.cache.agreement = agreement
         if self.replica.group is not None:
@@ -134,7 +136,7 @@ class Generator:
 
     def __call__(self, prompts: Sequence[Prompt], **settings: Any) -> list[Completion]:
         """Completions in the order of the prompts, `n` to each in turn. `settings` replace those of the generator;
-        `page` is its own."""
+        `page` and `kv_dtype` are its own."""
         found = dict(self.stream(prompts, **settings))
         return [found[place] for place in range(len(found))]
 
@@ -156,10 +158,7 @@ class Generator:
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
             raise DataError("prompts are a list, also of one: generator([prompt])")
         chosen = inference_settings({**self.settings.model_dump(), **settings})
-        if chosen.page != self.settings.page:
-            raise ConfigError(
-                f"page: this Generator's pages have {self.settings.page} tokens; make another one"
-            )
+        self._check_pages(chosen)
         ids = [self.ids_of(one) for one in prompts]
         requests = [
             self.request(one, chosen, row, sample)
@@ -167,6 +166,14 @@ class Generator:
             for sample in range(chosen.n)
         ]
         return requests, chosen
+
+    def pinned(self, prompts: Sequence[Prompt]) -> AbstractContextManager[None]:
+        """A context in which the pages that these beginnings of prompts fill stay on the device, from run to run and
+        whatever else needs memory; the first request that begins with one computes it. A budget has room for them.
+
+        Raises ConfigError for a beginning that fills no page, and for a budget that is too small.
+        """
+        return pinned_prompts(self._engine, *self._requests(prompts, {"max_tokens": 1, "n": 1}))
 
     def moved(self) -> str:
         """What was moved between memories until now, in words; empty where nothing was."""
@@ -210,7 +217,19 @@ class Generator:
         self, requests: Sequence[Request], settings: Inference | None = None
     ) -> Iterator[tuple[int, Completion]]:
         """Each request's place and completion, as they are ready. Each is drawn as it says itself."""
-        yield from self._engine.run(requests, settings or self.settings, self.text_of)
+        chosen = settings or self.settings
+        self._check_pages(chosen)
+        yield from self._engine.run(requests, chosen, self.text_of)
+
+    def _check_pages(self, settings: Inference) -> None:
+        """Raise ConfigError for other pages than those of this Generator, which would be ignored."""
+        own = self.settings
+        if settings.page != own.page:
+            raise ConfigError(f"page: this Generator's pages have {own.page} tokens; make another one")
+        if settings.kv_dtype != own.kv_dtype:
+            raise ConfigError(
+                f"kv_dtype: this Generator's pages hold {own.kv_dtype or 'the dtype of the model'}; make another one"
+            )
 
     def request(self, ids: Sequence[int], settings: Inference, row: int = 0, sample: int = 0) -> Request:
         """A request. `row`, the prompt's place in the input, and `sample` decide its random numbers.

@@ -170,7 +170,7 @@ def _read(
             if keys is None or values is None:
                 yield *layer.read(segment, first), None
             else:
-                yield keys, values, None
+                yield *layer.unpacked(keys, values), None
         return
     last = ragged.last
     if last is None:

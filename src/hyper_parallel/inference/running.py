@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hyper_parallel.inference.kv_cache.page_allocator import Run
-from hyper_parallel.inference.kv_cache.page_pool import keys_of, runs_of
+from hyper_parallel.inference.kv_cache.page_pool import keys_of, runs_of, tail_key
 from hyper_parallel.inference.kv_cache.stream import Group
 from hyper_parallel.inference.kv_cache.tiers import Block
 from hyper_parallel.inference.request import Completion, Request
@@ -35,6 +35,8 @@ class Running:
     tokens: list[int]
     keys: list[bytes]
     """Of the pages that the prompt fills."""
+    tail: bytes | None = None
+    """Of the prompt's last page, which it does not fill (`prompt_tails`)."""
     pages: list[int] = field(default_factory=list)
     """On the device, of the tokens from `base` on. Those behind `cached` are reserved."""
     runs: tuple[Run, ...] = ()
@@ -53,7 +55,8 @@ class Running:
     def of(cls, number: int, request: Request, page: int, reuse: bool) -> Running:
         """A request that has not begun."""
         keys = keys_of(request.ids, page) if reuse else []
-        return cls(number, request, page, list(request.ids), keys)
+        tail = tail_key(request.ids[len(keys) * page :], keys) if reuse else None
+        return cls(number, request, page, list(request.ids), keys, tail)
 
     @property
     def prefilled(self) -> bool:
@@ -64,6 +67,16 @@ class Running:
     def step(self) -> int:
         """Tokens that the next pass computes: one, or a piece of the prompt on the grid of pages."""
         return 1 if self.prefilled else min(self.page, len(self.request.ids) - self.cached)
+
+    @property
+    def tail_start(self) -> int:
+        """Tokens of the prompt before its last page."""
+        return (len(self.request.ids) - 1) // self.page * self.page
+
+    @property
+    def tail_place(self) -> int:
+        """The place of that page, counted from `base`."""
+        return (self.tail_start - self.base) // self.page
 
     @property
     def longest(self) -> int:

@@ -5,6 +5,7 @@ the pages that it can ever need are free; so nothing that runs is preempted, and
 starts with pages for its prompt, and `preemption` finds further ones. Prompts are read in pieces on a grid from
 position 0, which does not depend on what else runs: the same products in the same order in any company. A piece that
 another request has computed is shared (`page_pool`); one that another request computes in this pass is waited for.
+The same holds for the last piece of a prompt that gets several answers (`prompt_tails`).
 
 Each request has a segment in a pass: its newest token, or a piece of its prompt. Further pieces of the oldest prompts
 fill the rows that are left, so that a prompt takes few passes; a piece attends to those before it in the same pass,
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.preemption import Preemption
+from hyper_parallel.inference.prompt_tails import First, PromptTails
 from hyper_parallel.inference.ragged_pass import WIDE, Segment, pass_rows
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.running import Running
@@ -39,6 +41,12 @@ class Scheduler:
         """Segments of a pass, at most."""
         self.waiting: deque[tuple[int, Request]] = deque()
         self.running: list[Running] = []
+        self.tails = PromptTails(pool)
+        """Last pages of prompts that get several answers."""
+        self.begin: Callable[[Running, First], bool] = lambda one, first: False
+        """Gives a request its first token, which another one's pass has chosen; whether its answer ends with it."""
+        self.ended: list[Running] = []
+        """Requests that ended so; whoever asks for passes takes them off."""
         self._memory = memory
         self._preemption = Preemption(self.running, pool, memory) if memory is not None else None
         self._first: Running | None = None
@@ -64,10 +72,13 @@ class Scheduler:
 
     def next_pass(self) -> list[tuple[Running, Segment]]:
         """What the next pass computes: the newest token of requests that generate, then pieces of prompts, the oldest
-        request first. Empty when nothing runs."""
+        request first. Empty when nothing runs, or while some have `ended` without one."""
         self.admit()
         for one in list(self.running):
             self._share(one)
+            self._take_tail(one)
+        if self.ended:
+            return []
         if self._memory is not None:
             self._memory.finish_short()
         if self._preemption is not None:
@@ -77,6 +88,25 @@ class Scheduler:
             # All wait for pages on their way.
             self._memory.finish(self.running[0])
             return self.next_pass()
+        return found
+
+    def siblings(self, one: Running) -> list[Running]:
+        """Other requests for answers to the prompt of a request that computes its tail, which have none of it: those
+        that run, and those that wait next."""
+        if self.tails.key_at(one, one.tail_start) is None:
+            return []
+        found = [
+            other
+            for other in self.running
+            if other is not one
+            and other.tail == one.tail
+            and other.cached <= one.tail_start
+            and not other.answer.tokens
+        ]
+        for number, request in self.waiting:
+            if request.ids != one.request.ids:
+                break
+            found.append(Running.of(number, request, self.page, reuse=False))
         return found
 
     def passed(self, chosen: Sequence[tuple[Running, Segment]]) -> None:
@@ -89,6 +119,7 @@ class Scheduler:
 
     def end(self, one: Running) -> None:
         """Take a request off the batch and free its pages."""
+        self.tails.begun(one)
         self.running.remove(one)
         self.pool.release(one.pages)
         if self._memory is not None:
@@ -100,12 +131,13 @@ class Scheduler:
             self._preemption.stop()
         for one in list(self.running):
             self.end(one)
+        self.tails.close()
         self.waiting.clear()
 
     def _compose(self) -> list[tuple[Running, Segment]]:
         chosen = _Chosen(self)
         for one in sorted(self.running, key=lambda one: not one.prefilled):
-            key = self._key(one)
+            key = self._key(one) or self.tails.key(one)
             if key not in chosen.keys and not self._comes(one):
                 chosen.add(one, one.cached, one.step, key)
         # Over a copy: the first piece of each.
@@ -118,7 +150,7 @@ class Scheduler:
         whose context would be read for each."""
         while first < len(one.request.ids) and not one.older and len(chosen.found) < self.segments:
             place = (first - one.base) // self.page
-            key = one.key(place)
+            key = one.key(place) or self.tails.key_at(one, first)
             there = key is not None and (self.pool.holds(key) or self._in_tiers(key))
             if key in chosen.keys or there or place >= len(one.pages):
                 return
@@ -130,6 +162,8 @@ class Scheduler:
     def _start(self, one: Running) -> bool:
         """Give a request its first pages; False, and nothing is changed, where there are too few."""
         self._share(one)
+        if not self._comes(one) and self.tails.take(one):
+            self.shared += one.cached - one.tail_start
         wanted = one.longest if self._preemption is None else self._preemption.first(one)
         if len(one.pages) < wanted:
             pages = self.pool.allocate(wanted - len(one.pages))
@@ -171,6 +205,19 @@ class Scheduler:
             one.cached += self.page
         if one.cached > before:
             one.lay()
+
+    def _take_tail(self, one: Running) -> None:
+        """Give a request the tail of its prompt and its first token, where another one has computed them."""
+        first = self.tails.first(one)
+        if first is None or self._comes(one):
+            return
+        if self.tails.take(one):
+            self.shared += one.cached - one.tail_start
+            one.lay()
+        if one.cached == len(one.tokens):
+            self.tails.begun(one)
+            if self.begin(one, first):
+                self.ended.append(one)
 
 
 class _Chosen:

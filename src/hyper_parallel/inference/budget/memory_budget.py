@@ -63,8 +63,10 @@ class _Chosen:
         same = all(
             getattr(self.settings, key) == getattr(needs.settings, key) for key in ("pages", "rows", "batch")
         )
+        sizes = self.plan.cache.sizes
         return (
-            self.plan.cache.tiered
+            (self.plan.cache.tiered or sizes.pinned > 0)
+            and needs.pinned <= sizes.pinned
             and self.budget == budget
             and same
             and needs.extent.within(self.extent)
@@ -189,7 +191,7 @@ class MemoryBudget:
     def _lay_cache(self, engine: Engine, plan: MemoryPlan) -> None:
         """The next run has a KV cache of these sizes."""
         sizes = plan.cache.sizes
-        if not plan.cache.tiered:
+        if not plan.cache.tiered and not sizes.pinned:
             engine.cache.separate()
             return
         engine.cache.configure(sizes, partial(tiers_for_cache, self._memory, sizes, self._sizes.page))
@@ -227,9 +229,10 @@ class MemoryBudget:
             tier.close()
 
     def _needs(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> Needs:
-        self._sizes = self._sizes_now(page_bytes(engine.cache.shapes, engine.cache.stored))
-        page, stored = engine.page, engine.cache.stored
-        return Needs(self._sizes, engine.cache.shapes, page, requests, settings, self._room, stored=stored)
+        cache, page = engine.cache, engine.page
+        self._sizes = self._sizes_now(page_bytes(cache.shapes, cache.stored))
+        own = {"stored": cache.stored, "pinned": cache.pinned}
+        return Needs(self._sizes, cache.shapes, page, requests, settings, self._room, **own)
 
     def _workspace(self, engine: Engine, count: int, needs: Needs) -> int:
         """Of passes of `count` requests; measured unless it was for such requests."""

@@ -28,9 +28,11 @@ class Needs:
         room: Mapping[str, int],
         *,
         stored: int | None = None,
+        pinned: int = 0,
     ) -> None:
-        """`page`: tokens of a page, of which this process stores `stored`, by default all."""
-        self.settings = settings
+        """`page`: tokens of a page, of which this process stores `stored`, by default all. `pinned`: pages of prompts
+        that stay on the device."""
+        self.settings, self.pinned = settings, pinned
         self.extent = Extent.of(requests)
         self._sizes, self._page, self._stored = sizes, page, page if stored is None else stored
         self._weights = smallest(sizes, pages=0, workspace=0)
@@ -40,6 +42,7 @@ class Needs:
             pages=tuple(sorted((one.pages(page) for one in requests), reverse=True)),
             room=room,
             device=settings.pages,
+            pinned=pinned,
         )
 
     def floor(self, count: int, workspace: int) -> int:
@@ -74,13 +77,15 @@ class Needs:
     def terms(self, workspace: int) -> str:
         """The terms of the smallest budget for one request at once, each with what would lower it."""
         least = min(self._choices(1), key=self._bytes)
-        cache = self._bytes(least)
+        pinned = self.pinned * self._demand.bytes
+        cache = self._bytes(least) - pinned
         cached = "inference.pages" if self.settings.pages else "inference.max_tokens, or shorten the prompts"
         passed = "inference.page" if self._page > 16 else "the length of the prompts"
         where = ", the rest of which is in tiers" if least.read else ""
+        stay = f", {format_bytes(pinned)} of pinned prompts (pin less)" if pinned else ""
         return (
             f"{format_bytes(self._weights)} of weights, {format_bytes(cache)} of keys and values for the longest "
-            f"request{where} (lower {cached}) and {format_bytes(workspace)} of a pass (lower {passed})"
+            f"request{where} (lower {cached}){stay} and {format_bytes(workspace)} of a pass (lower {passed})"
         )
 
     def _choices(self, count: int) -> Iterator[KVChoice]:

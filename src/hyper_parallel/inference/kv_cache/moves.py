@@ -44,7 +44,8 @@ class PageMover:
 
     def __init__(self, cache: PagedCache, tiers: KVTiers, page: int, device: torch.device) -> None:
         self._cache, self._tiers, self._page = cache, tiers, page
-        self._buffers = [_Buffer(torch.empty(tiers.slot, dtype=torch.uint8, device=device)) for _ in range(2)]
+        size = tiers.slot if tiers.levels else 0
+        self._buffers = [_Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2)]
         self._turn = 0
         self._loads: deque[Load] = deque()
         tiers.move = self._move

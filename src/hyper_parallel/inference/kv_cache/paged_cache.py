@@ -28,7 +28,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, layer: int, pages: int, page: int, staging: Staging, latents: Latents) -> None:
+    def __init__(
+        self, layer: int, pages: int, page: int, staging: Staging, unpacked: Staging | None, latents: Latents
+    ) -> None:
+        """`staging`, `unpacked`: buffers as `LayerPages` has them."""
         super().__init__()
         self.layer = layer
         self.expand = False
@@ -37,10 +40,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.pages: LayerPages | None = None
         self.stream: StreamReader | None = None
         self._sizes = (pages, page, staging)
+        self._unpacked = unpacked
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the pages, for keys and values like these."""
-        self.pages = LayerPages(*self._sizes, key_states, value_states)
+        self.pages = LayerPages(*self._sizes, key_states, value_states, self._unpacked)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -59,9 +63,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, H, rows, D] of all pages on the device."""
+        """Keys and values of all pages on the device, as they are stored: [1, H, rows, ...]."""
         assert self.pages is not None
         return self.pages.rows
+
+    def unpacked(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, H, S, D] of stored ones. The next call of any layer may overwrite them."""
+        assert self.pages is not None
+        return self.pages.unpacked(keys, values)
 
     def read(self, segment: Segment, first: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values [1, H, end - first, D] of a segment's context from token `first` on, in the pass under way.
@@ -70,8 +79,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         rows = current().cached_rows(segment, max(first, segment.base))
         if first < segment.base:
             assert self.stream is not None, "keys before the pages on the device"
-            return self.stream.read(self.layer, segment, first, rows)
-        return self.pages.read(rows)
+            return self.pages.unpacked(*self.stream.read(self.layer, segment, first, rows))
+        return self.pages.unpacked(*self.pages.read(rows))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Not used: masks are functions of positions (`paged_attention`)."""
@@ -94,16 +103,33 @@ class PagedCache(Cache):  # type: ignore[misc]
     """Pages of all layers."""
 
     def __init__(
-        self, layers: int, sizes: KVCacheSizes, page: int, *, absorb: bool = True, keep: bool = False
+        self,
+        layers: int,
+        sizes: KVCacheSizes,
+        page: int,
+        *,
+        int8: bool = False,
+        absorb: bool = True,
+        keep: bool = False,
     ) -> None:
-        """`absorb`, `keep`: as `Latents` has them."""
+        """`int8`: pages of rounded values (`int8_rows`), else in the dtype of the model. `absorb`, `keep`: as `Latents`
+        has them."""
         self.sizes = sizes
         self.staging = Staging(sizes.staging)
+        self._unpacked = Staging(sizes.staging) if int8 else None
+        """Of the context that attention reads; a part of the workspace of a pass."""
         self._reader: StreamReader | None = None
         self._poll: Callable[[], None] | None = None
         super().__init__(
             layers=[
-                PagedLayer(layer, sizes.device, page, self.staging, Latents(absorb=absorb, keep=keep))
+                PagedLayer(
+                    layer,
+                    sizes.device + sizes.pinned,
+                    page,
+                    self.staging,
+                    self._unpacked,
+                    Latents(absorb=absorb, keep=keep),
+                )
                 for layer in range(layers)
             ]
         )
@@ -127,8 +153,22 @@ class PagedCache(Cache):  # type: ignore[misc]
     def clear(self) -> None:
         """Give up all pages and buffers."""
         self.staging.clear()
+        if self._unpacked is not None:
+            self._unpacked.clear()
         for layer in self.layers:
             layer.pages = None
+
+    def copy_page(self, page: int, target: int) -> None:
+        """Copy a page to another one, in all layers."""
+        for layer in self.layers:
+            if layer.pages is not None:
+                layer.pages.copy(page, target)
+
+    def prepare(self, longest: int) -> None:
+        """Contexts of up to `longest` tokens come: buffers that are made are large enough for these."""
+        self.staging.rows = longest
+        if self._unpacked is not None:
+            self._unpacked.rows = longest
 
     def begin(self, ragged: RaggedPass) -> None:
         """A pass begins."""
@@ -137,12 +177,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def like(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Of each layer that has written: keys and values of no token, [1, H, 0, D]."""
-        return {
-            layer.layer: (keys, values)
-            for layer in self.layers
-            if layer.pages is not None
-            for keys, values in [[x.new_empty(1, x.size(1), 0, x.size(2)) for x in layer.pages.stores]]
-        }
+        return {layer.layer: layer.pages.like for layer in self.layers if layer.pages is not None}
 
     def make(self, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Make the pages of layers whose keys and values are known."""
@@ -161,5 +196,6 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     @property
     def bytes(self) -> int:
-        """On the device: of all pages and staging buffers that were made."""
+        """On the device: of all pages and staging buffers that were made, without the values of int8 pages that a pass
+        reads."""
         return self.staging.bytes + sum(store.nbytes for store in self.stores)

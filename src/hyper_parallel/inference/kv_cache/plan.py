@@ -15,7 +15,7 @@ Which is best depends on the memory that is left for weights, so that a plan for
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hyper_parallel.inference.kv_cache.sizes import LEAST, KVCacheSizes, LayerShape, block_pages, page_bytes
 
@@ -52,6 +52,8 @@ class KVDemand:
     """Bytes of tiers, the fastest first."""
     device: int | None = None
     """Pages on the device, where somebody has set their number."""
+    pinned: int = 0
+    """Further ones, of prompts that are pinned."""
 
     @property
     def bytes(self) -> int:
@@ -64,7 +66,7 @@ def kv_choices(demand: KVDemand, count: int) -> Iterator[KVChoice]:
     device = demand.device or sum(demand.pages[:count])
     longest = demand.pages[0]
     staging = longest * demand.page
-    plain = KVChoice(KVCacheSizes(device=device, staging=staging))
+    plain = KVChoice(KVCacheSizes(device=device, staging=staging, pinned=demand.pinned))
     found = [*_tiered_choices(demand, count, device)]
     # Where a number of pages that was set has no room for the longest request, the run says so.
     alone = not demand.room or (count == 1 and not found)
@@ -77,12 +79,16 @@ def _tiered_choices(demand: KVDemand, count: int, device: int) -> Iterator[KVCho
     blocks = dict.fromkeys((block_pages(demand.bytes), 1))
     for block in blocks if demand.room and demand.bytes else ():
         if longest <= device:
-            whole = KVCacheSizes(device=device, staging=staging, block=block)
+            whole = KVCacheSizes(device=device, staging=staging, block=block, pinned=demand.pinned)
             if (found := _with_tiers(demand, whole, 0)) is not None:
                 yield KVChoice(found)
         for fewer in _fewer(demand, count):
             streamed = KVCacheSizes(
-                device=fewer, staging=staging, block=block, group=_group(demand, count, fewer, block)
+                device=fewer,
+                staging=staging,
+                block=block,
+                group=_group(demand, count, fewer, block),
+                pinned=demand.pinned,
             )
             slots = _streamed_slots(demand, count, streamed)
             if slots and (found := _with_tiers(demand, streamed, slots)) is not None:
@@ -129,7 +135,5 @@ def _with_tiers(demand: KVDemand, sizes: KVCacheSizes, slots: int) -> KVCacheSiz
         taken = min(bytes_ // slot, left)
         left -= taken
         tiers[name] = taken * sizes.block
-    found = KVCacheSizes(
-        device=sizes.device, staging=sizes.staging, block=sizes.block, group=sizes.group, **tiers
-    )
+    found = replace(sizes, **tiers)
     return found if found.tiered >= max(slots, 1) * sizes.block else None

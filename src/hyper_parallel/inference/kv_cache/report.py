@@ -33,6 +33,9 @@ class CacheReport:
     streamed: int = 0
     """Tokens of contexts that were moved to a tier to be read from there."""
 
+    pinned: int = 0
+    """Pages of pinned prompts that are on the device."""
+
     @property
     def unused(self) -> tuple[str, ...]:
         """Tiers that were set and moved no byte."""

@@ -2,11 +2,14 @@
 
 Prefixes that outlive a run hold for the weights that computed them. Before a run, the weights are compared with those
 of the run before (`weights.fingerprint`), and all prefixes are dropped unless they are the same.
+
+Prompts that are pinned need a cache that outlives runs. Without sizes, it has the pages of the largest run until now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +22,7 @@ from hyper_parallel.inference.agreement import Agreement
 from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
+from hyper_parallel.inference.kv_cache.pages import shape_of
 from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape
 from hyper_parallel.inference.request import Request
@@ -37,8 +41,12 @@ class _Budget:
 class RunCache:
     """Makes the cache and the scheduler of each run."""
 
-    def __init__(self, model: Any, layers: int, page: int, stored: int | None = None) -> None:
-        """`page`: tokens of a page, of which this process stores `stored`, by default all."""
+    def __init__(
+        self, model: Any, layers: int, page: int, stored: int | None = None, *, int8: bool = False
+    ) -> None:
+        """`page`: tokens of a page, of which this process stores `stored`, by default all. `int8`: as `PagedCache` has
+        it."""
+        self._int8 = int8
         self._model, self._layers, self._page = model, layers, page
         self.stored = page if stored is None else stored
         """Tokens of a page that this process stores."""
@@ -50,6 +58,10 @@ class RunCache:
         self._linear: dict[int, bool | None] = {}
         """Of the layers that compute with cached values (`Latents`)."""
         self._budget: _Budget | None = None
+        self._pins = Counter[bytes]()
+        """Keys of pages that are pinned, with how often."""
+        self._for_pins = False
+        """Whether the cache outlives runs for the sake of these alone."""
         self._open: tuple[PagedCache, PagePool, KVMemory] | None = None
         self._weights: object = None
         self._busy = 0
@@ -64,10 +76,7 @@ class RunCache:
     def shapes(self) -> tuple[LayerShape, ...]:
         """What each layer caches of a token, known after the first pass; of ranks that run the same passes the most
         heads that one has. A collective of these when it is asked for the first time after a pass."""
-        own = tuple(
-            LayerShape((k.size(1), k.size(3)), (v.size(1), v.size(3)), k.itemsize)
-            for k, v in self._like.values()
-        )
+        own = tuple(shape_of(*like, int8=self._int8) for like in self._like.values())
         if self._shapes[0] != own:
             heads = self.agreement.largest([count for one in own for count in (one.keys[0], one.values[0])])
             self._shapes = (
@@ -83,18 +92,54 @@ class RunCache:
     def report(self) -> CacheReport:
         """Figures of the run under way or the last one. Bytes are those since the tiers were opened."""
         found = self._report if self._open is None else self._open[2].report()
-        return replace(found, shared=self._shared())
+        pinned = 0 if self._open is None else self._open[1].pinned
+        return replace(found, shared=self._shared(), pinned=pinned)
+
+    @property
+    def pinned(self) -> int:
+        """Pages that are pinned, whether they are there or not."""
+        return len(self._pins)
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Pages with these keys stay on the device until they are unpinned as often."""
+        self._pins.update(keys)
+        if self._open is not None:
+            self._open[1].pin(self._pins)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """End what `pin` began."""
+        before = set(self._pins)
+        self._pins = +(self._pins - Counter(keys))
+        if self._open is not None:
+            self._open[1].unpin(before - set(self._pins))
+        if self._for_pins and not self._pins and not self._busy:
+            self.separate()
+
+    def _keep_for_pins(self, requests: Sequence[Request], settings: Inference) -> None:
+        """Without sizes: see that a cache with pages for a run and for what is pinned outlives it."""
+        if self._for_pins and not self._pins:
+            self.check_idle()
+            self.separate()
+        if not self._pins or (self._budget is not None and not self._for_pins):
+            return
+        self.check_idle()
+        pages = settings.pages or pages_for(requests, settings.batch, self._page)
+        self._check(requests, pages)
+        known = KVCacheSizes(device=0) if self._budget is None else self._budget.sizes
+        if pages > known.device or len(self._pins) > known.pinned:
+            self.configure(KVCacheSizes(device=max(pages, known.device), pinned=len(self._pins)), dict)
+            self._for_pins = True
 
     def configure(self, sizes: KVCacheSizes, tiers: Callable[[], Mapping[str, Tier]]) -> None:
         """From now on, runs share a cache of these sizes. `tiers` opens those that have pages, the fastest first, when
         the next run begins; they are closed by `close`."""
         self.close()
-        self._budget = _Budget(sizes, tiers)
+        self._budget, self._for_pins = _Budget(sizes, tiers), False
 
     def separate(self) -> None:
         """From now on, each run has a cache of its own, without tiers."""
         self.close()
-        self._budget = None
+        self._budget, self._for_pins = None, False
 
     def check_idle(self) -> None:
         """Raise ConfigError while a run is under way."""
@@ -111,10 +156,12 @@ class RunCache:
             self._report = opened[2].report()
             opened[2].close()
 
-    def fresh(self, sizes: KVCacheSizes, *, keep: bool = False) -> PagedCache:
-        """An empty cache. `keep`: for one run, in which weights stay the same."""
+    def fresh(self, sizes: KVCacheSizes, *, keep: bool = False, exact: bool = False) -> PagedCache:
+        """An empty cache. `keep`: for one run, in which weights stay the same. `exact`: in the dtype of the model, also
+        where runs have int8 pages."""
         whole = self.stored == self._page
-        cache = PagedCache(self._layers, sizes, self.stored, absorb=whole, keep=keep)
+        int8 = self._int8 and not exact
+        cache = PagedCache(self._layers, sizes, self.stored, int8=int8, absorb=whole, keep=keep)
         for layer, linear in self._linear.items():
             cache.layers[layer].expand = True
             cache.layers[layer].latents.linear = linear
@@ -137,6 +184,7 @@ class RunCache:
     def run(self, requests: Sequence[Request], settings: Inference) -> Iterator[tuple[PagedCache, Scheduler]]:
         """The cache and the scheduler of a run of these requests. Raises DataError for a request that needs more memory
         than there is, TierError."""
+        self._keep_for_pins(requests, settings)
         if self._budget is None:
             pages = settings.pages or pages_for(requests, settings.batch, self._page)
             pool = PagePool(pages, settings.prefix_cache)
@@ -147,17 +195,20 @@ class RunCache:
             self._busy += 1
             try:
                 sizes = KVCacheSizes(device=pages, staging=most * self.stored)
-                yield self.fresh(sizes, keep=self.spare), scheduler
+                cache = self.fresh(sizes, keep=self.spare)
+                scheduler.tails.copy = cache.copy_page
+                yield cache, scheduler
             finally:
                 self._busy -= 1
             return
         self.check_idle()
         cache, pool, memory = self._opened()
         self._check_tiered(requests, memory)
-        cache.staging.rows = max(memory.sizes.staging, self._longest(requests) * self.stored)
+        cache.prepare(max(memory.sizes.staging, self._longest(requests) * self.stored))
         pool.reuse = settings.prefix_cache
         scheduler = self._scheduler(settings, pool, memory)
         self._shared = lambda: scheduler.shared
+        scheduler.tails.copy = cache.copy_page
         scheduler.waiting.extend(enumerate(requests))
         self._busy += 1
         try:
@@ -186,7 +237,9 @@ class RunCache:
         if self._open is None:
             cache = self.fresh(self._budget.sizes)
             cache.make(self._like)
-            pool = PagePool(self._budget.sizes.device)
+            sizes = self._budget.sizes
+            pool = PagePool(sizes.device + sizes.pinned)
+            pool.pin(self._pins)
             tiers = self._budget.tiers()
             try:
                 memory = KVMemory(

@@ -1,6 +1,7 @@
 """Sizes of the KV cache: pages on the device and in each tier, rows of its staging buffers, and the bytes of these.
 
-    device bytes = pages · page bytes + 2 · staging rows · largest row of a layer + 2 · block · page bytes, with tiers
+    device bytes = (pages + pinned) · page bytes + 2 · staging rows · largest row of a layer
+                   + 2 · block · page bytes, with tiers
     page bytes   = tokens of a page · Σ over layers (bytes of a token's keys + bytes of its values)
 
 Sizes are numbers of pages, so that a plan can be made before the model runs; bytes follow from the shapes of keys and
@@ -51,6 +52,8 @@ class KVCacheSizes:
     group: int | None = None
     """Pages of a group of a streamed context; None: as many as half of the pages on the device are. A streamed request
     runs with a group and one more page on the device."""
+    pinned: int = 0
+    """Further pages on the device, of prompts that are pinned."""
 
     @property
     def tiered(self) -> int:
@@ -60,7 +63,7 @@ class KVCacheSizes:
     def device_bytes(self, layers: Sequence[LayerShape], page: int) -> int:
         """Bytes on the device: pages of `page` tokens, staging buffers and, where there are tiers, transfer buffers."""
         rows = sum(max((one.planes[which] for one in layers), default=0) for which in range(2))
-        pages = self.device + (2 * self.block if self.tiered else 0)
+        pages = self.device + self.pinned + (2 * self.block if self.tiered else 0)
         return pages * page_bytes(layers, page) + 2 * self.staging * rows
 
 

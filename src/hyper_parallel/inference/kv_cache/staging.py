@@ -1,7 +1,8 @@
 """Staging buffers: keys and values of one layer of one request in one piece, shared by all layers.
 
 There are two of each, so that one can be filled while attention reads the other. A buffer is made when it is first
-needed, since only then the sizes are known, and grows to the largest layer.
+needed, since only then the sizes are known, and grows to the largest layer. The unpacked values of int8 pages have
+buffers like these, one of each, since attention is over when the next context is unpacked.
 """
 
 from __future__ import annotations

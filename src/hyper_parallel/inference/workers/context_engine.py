@@ -26,11 +26,19 @@ from hyper_parallel.inference.workers.context_group import ContextGroup
 class ContextEngine(Engine):
     """Runs requests on the ranks of a context group, which all call it with the same requests."""
 
-    def __init__(self, model: nn.Module, context: ContextGroup, *, layers: int, eos: frozenset[int]) -> None:
-        super().__init__(model, context.tokens, layers=layers, eos=eos)
+    def __init__(
+        self,
+        model: nn.Module,
+        context: ContextGroup,
+        *,
+        layers: int,
+        eos: frozenset[int],
+        int8: bool = False,
+    ) -> None:
+        super().__init__(model, context.tokens, layers=layers, eos=eos, int8=int8)
         context_attention.register()
         self.attention = context_attention.NAME
-        self.cache = RunCache(model, layers, context.tokens, stored=context.page)
+        self.cache = RunCache(model, layers, context.tokens, stored=context.page, int8=int8)
         self._context = context
         self.row_length = lambda segments: context.length(context.pieces(segments))
 

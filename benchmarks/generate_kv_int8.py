@@ -1,0 +1,206 @@
+"""What int8 pages of the KV cache cost in accuracy, and save in bytes: python benchmarks/generate_kv_int8.py
+
+For each of the twelve families of `verify_generate`, with a small model of new weights, and for a Llama that is trained
+here on text of a Markov chain (as it is, and with channels of large keys): greedy answers from pages in the model's
+dtype, and the log-probabilities that these and int8 pages give to their tokens (teacher forcing: prompt and answer are
+replayed through the cache). Also how often both have the same most likely token, and how far greedy answers agree. Of
+the trained models also with groups of other sizes. Writes ``benchmarks/results/generate_kv_int8.json`` and the table in
+``docs/inference-int8.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from generate_logprobs import model_of, spread
+from measure import write
+from pages import DOCS, put
+from transformers import LlamaConfig, LlamaForCausalLM
+from verify_generate import FAMILIES
+
+from hyper_parallel.inference import Generator
+from hyper_parallel.inference.kv_cache import int8_rows
+from hyper_parallel.inference.kv_cache.sizes import page_bytes
+
+LENGTHS, TOKENS, PAGE = (1, 31, 33, 70, 200, 300, 12, 150), 32, 32
+TRAINED, OUTLIERS = "llama, trained here", "the same, outlier channels"
+OUTLIER, GROUPS = 16, (16, 32, 64)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def trained_model(steps: int) -> tuple[Any, list[list[int]], float]:
+    """A Llama that continues text of a Markov chain of second order, prompts of it, and the loss in nats. Each pair of
+    24 tokens has 4 continuations; a model that knows them all has a loss of 1.21 nats, and one that knows none 3.18."""
+    torch.manual_seed(0)
+    draws = torch.Generator().manual_seed(0)
+    size, shares = 24, torch.tensor([0.5, 0.25, 0.15, 0.1])
+    table = torch.randint(size, (size, size, 4), generator=draws)
+
+    def text(rows: int, length: int) -> torch.Tensor:
+        found = torch.randint(size, (rows, length), generator=draws)
+        which = torch.multinomial(shares, rows * length, replacement=True, generator=draws).view(rows, length)
+        for place in range(2, length):
+            found[:, place] = table[found[:, place - 2], found[:, place - 1], which[:, place]]
+        return found
+
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    loss = torch.tensor(0.0)
+    for _ in range(steps):
+        row = text(16, 64)
+        loss = model(row, labels=row).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval(), [text(1, length)[0].tolist() for length in LENGTHS], float(loss.detach())
+
+
+def with_outliers(model: Any) -> Any:
+    """The same function, with keys that have a channel of `OUTLIER` times the others: its queries are as much smaller.
+    A rotary embedding turns channels i and i + D / 2 together, which both are scaled."""
+    found = copy.deepcopy(model)
+    size = found.config.head_dim
+    for layer in found.model.layers:
+        for weight, factor in (
+            (layer.self_attn.k_proj.weight, OUTLIER),
+            (layer.self_attn.q_proj.weight, 1 / OUTLIER),
+        ):
+            with torch.no_grad():
+                weight.view(-1, size, weight.size(1))[:, [3, 3 + size // 2]] *= factor
+    return found
+
+
+def replayed(model: Any, texts: list[list[int]], kv_dtype: str | None) -> list[torch.Tensor]:
+    """Float32 logits [TOKENS, V] before each of the last tokens of each text."""
+    engine = Generator(model, page=PAGE, kv_dtype=kv_dtype)._engine
+    return [rows[:TOKENS] for rows in engine.replayed(texts, TOKENS, exact=False)]
+
+
+def measured(model: Any, prompts: list[list[int]], groups: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Of one model, with scales for `groups` values, by default as many as pages have."""
+    plain = Generator(model, max_tokens=TOKENS, page=PAGE)
+    answers = [one.tokens for one in plain(prompts)]
+    rounding = Generator(model, max_tokens=TOKENS, page=PAGE, kv_dtype="int8")
+    result: dict[str, Any] = {
+        "page_bytes": page_bytes(plain._engine.cache.shapes, PAGE),
+        "int8_page_bytes": page_bytes(rounding._engine.cache.shapes, PAGE),
+        "greedy": sum(_same(own.tokens, other) for own, other in zip(rounding(prompts), answers, strict=True))
+        / (TOKENS * len(prompts)),
+    }
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    exact = replayed(model, texts, None)
+    result["groups"] = {}
+    default = int8_rows.GROUP
+    for group in groups or (default,):
+        int8_rows.GROUP = group
+        rounded = replayed(model, texts, "int8")
+        off, chosen = [], 0
+        for own, other, answer in zip(rounded, exact, answers, strict=True):
+            places = torch.tensor(answer)[:, None]
+            off.append(
+                (own.log_softmax(-1).gather(1, places) - other.log_softmax(-1).gather(1, places))[:, 0]
+            )
+            chosen += int((own.argmax(-1) == other.argmax(-1)).sum())
+        result["groups"][str(group)] = {**spread(off), "chosen": chosen / (TOKENS * len(prompts))}
+    int8_rows.GROUP = default
+    best = torch.cat([rows.log_softmax(-1).topk(2, -1).values for rows in exact])
+    result["margin"] = float((best[:, 0] - best[:, 1]).median())
+    return result
+
+
+def _same(own: list[int], other: list[int]) -> int:
+    """Tokens before the first that differs."""
+    return next(
+        (place for place, pair in enumerate(zip(own, other, strict=True)) if pair[0] != pair[1]), len(own)
+    )
+
+
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The tables of docs/inference-int8.md."""
+    yield (
+        "| Model | dtype | bytes of a page, in int8 | difference of log-probabilities: median, 99%, largest | same "
+        "most likely token | greedy tokens before the first other one | margin |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for family, of in result["families"].items():
+        for dtype, one in of.items():
+            found = one["groups"][str(int8_rows.GROUP)]
+            ratio = one["page_bytes"] / one["int8_page_bytes"]
+            yield (
+                f"| {family} | {dtype} | {one['page_bytes']}, {one['int8_page_bytes']}: 1/{ratio:.2f} | {_off(found)} "
+                f"| {found['chosen']:.1%} | {one['greedy']:.1%} | {one['margin']:.2g} |"
+            )
+    yield ""
+    yield (
+        f"The trained model's loss is {result['loss']:.2f} nats; 3.18 would know nothing of its text, 1.21 all that "
+        "can be known. With scales for other numbers of values (its heads have 64):"
+    )
+    yield ""
+    yield "| Model, float32 | " + " | ".join(f"{group} values a scale" for group in GROUPS) + " |"
+    yield "|---|" + "---|" * len(GROUPS)
+    for kind in (TRAINED, OUTLIERS):
+        groups = result["families"][kind]["float32"]["groups"]
+        yield f"| {kind} | " + " | ".join(_off(groups[str(group)]) for group in GROUPS) + " |"
+
+
+def _off(found: Mapping[str, float]) -> str:
+    return ", ".join(f"{found[which]:.2g}" for which in ("median", "p99", "largest"))
+
+
+def main() -> int:
+    """Measure; 1 where the trained model's log-probabilities are off by more than 0.1 nats at the 99th percentile."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--families", help="only these, separated by commas; nothing is written")
+    parser.add_argument("--steps", type=int, default=500, help="of training")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    families: dict[str, Any] = {}
+    begun = time.perf_counter()
+    model, prompts, loss = trained_model(given.steps)
+    print(f"trained in {time.perf_counter() - begun:.0f} s to a loss of {loss:.2f}", flush=True)
+    for kind, trained in ((TRAINED, model), (OUTLIERS, with_outliers(model))):
+        families[kind] = {
+            name: measured(copy.deepcopy(trained).to(dtype), prompts, GROUPS)
+            for name, dtype in DTYPES.items()
+        }
+        print(kind, families[kind], flush=True)
+    for family in given.families.split(",") if given.families else FAMILIES:
+        families[family] = {}
+        for name, dtype in DTYPES.items():
+            model = model_of(family, dtype)
+            vocabulary = model.config.get_text_config().vocab_size
+            draws = torch.Generator().manual_seed(1)
+            some = [torch.randint(vocabulary, (length,), generator=draws).tolist() for length in LENGTHS]
+            families[family][name] = measured(model, some)
+        print(family, families[family], flush=True)
+    if not given.families:
+        result = {"answers": len(LENGTHS), "tokens": TOKENS, "page": PAGE, "loss": loss, "families": families}
+        write(Path(__file__).stem, result)
+        put(DOCS / "inference-int8.md", Path(__file__).name, page(result))
+    return int(families[TRAINED]["float32"]["groups"][str(int8_rows.GROUP)]["p99"] > 0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
