@@ -23,8 +23,8 @@ from hyper_parallel.inference import Completion, Generator
 from hyper_parallel.inference.batch import run_batch
 from hyper_parallel.inference.kv_cache.int8_rows import groups_of, pack, packed_size, unpack
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, page_bytes
+from inference.opened_tiers import opened
 from inference.small_models import prompts, small
-from inference.tiers import opened
 
 SETTINGS: dict[str, Any] = {"page": 16, "max_tokens": 6, "logprobs": True, "kv_dtype": "int8"}
 LENGTHS = (90, 40, 3, 17)

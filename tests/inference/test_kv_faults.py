@@ -12,8 +12,8 @@ from hyper_parallel.errors import ConfigError, DataError, TierError
 from hyper_parallel.inference import Generator
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.offloading.tiers.direct_file import DirectFile
+from inference.opened_tiers import opened
 from inference.small_models import prompts, small
-from inference.tiers import opened
 
 
 def generator_on_flash(folder: Path, device: int = 9) -> Generator:

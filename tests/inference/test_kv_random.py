@@ -9,8 +9,8 @@ from pathlib import Path
 from hyper_parallel.inference import Generator, Request
 from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
+from inference.opened_tiers import opened
 from inference.small_models import small
-from inference.tiers import opened
 
 FAMILIES = ["llama", "gemma3", "gpt-oss", "deepseek-v3", "mixtral"]
 CASES = 18

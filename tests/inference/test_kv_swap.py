@@ -11,8 +11,8 @@ from hyper_parallel.inference.kv_cache import kv_memory
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.inference.kv_cache.tiers import KVTiers
 from hyper_parallel.offloading.tiers import Pending
+from inference.opened_tiers import opened
 from inference.small_models import prompts, small
-from inference.tiers import opened
 
 
 @pytest.mark.parametrize(

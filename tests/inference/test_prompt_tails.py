@@ -13,8 +13,8 @@ from hyper_parallel import Strategy
 from hyper_parallel.inference import Completion, Generator
 from hyper_parallel.inference.kv_cache.page_pool import PagePool, keys_of, tail_key
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
+from inference.opened_tiers import opened
 from inference.small_models import prompts, small
-from inference.tiers import opened
 
 LENGTHS = (70, 3, 64, 33)
 SETTINGS: dict[str, Any] = {"page": 16, "n": 5, "temperature": 1.0, "max_tokens": 20, "logprobs": True}
