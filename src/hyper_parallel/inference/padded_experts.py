@@ -5,7 +5,7 @@ than one of many (`blocked_products`). So tokens of weight 0 are added until eve
 the model's own code then computes all of them. Tokens that fill up a pass choose the experts of its first token, so
 that they cost none of their own; nobody reads what they become.
 
-Where a byte budget keeps the experts in tiers, it is told which ones are chosen before they compute.
+Where a byte budget keeps the experts in tiers, the choice is announced before they compute, so that they can be read.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ with the fewest bytes for each token (zig-zag order; Sheng et al. 2023, FlexGen,
     cost(b) = (R(b) + C(b) + W · link / device) / b                                                 (`MemoryPlan.cost`)
 
 with W the bytes of all weights, which the device reads from its own memory in each pass, and C the bytes of contexts
-that a pass reads from tiers. Of the E experts of a mixture, of which a token chooses K, R counts those that b tokens
+that a pass reads from tiers. Where a token chooses K of the E experts of a mixture, R counts those that b tokens
 choose on average where all are chosen alike: each with probability 1 − (1 − K/E)ᵇ (`MemoryPlan.expected`).
 """
 

@@ -30,7 +30,7 @@ class ReadElsewhere(Exception):
 
 
 class Experts(Protocol):
-    """The experts of a module, one of which computes at a time."""
+    """The experts of a module, which compute one at a time."""
 
     def choose(self, counts: Sequence[int], each: int) -> None:
         """How many tokens reach each expert, and how many experts each token chooses: before they compute."""
@@ -71,13 +71,13 @@ class AwayWeight(Tensor):
             return args[0].home
         if func in _FREE:
             return super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.__getitem__ and isinstance(args[0], AwayWeight) and args[0].experts is not None:
+            expert = _number(args[1])
+            if expert is not None and 0 <= expert < args[0].size(0):
+                return args[0].experts.weight(args[0].number, expert)
         away = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, AwayWeight))
         if func is embedding and away.rows is not None:
             return _looked_up(away.rows, *args, **kwargs)
-        if func is Tensor.__getitem__ and args[0] is away and away.experts is not None:
-            expert = _number(args[1])
-            if expert is not None and 0 <= expert < away.size(0):
-                return away.experts.weight(away.number, expert)
         raise ReadElsewhere(away.module)
 
 

@@ -18,7 +18,7 @@ def stacked_experts(module: nn.Module) -> int:
     stacks = list(module.parameters(recurse=False))
     if not is_experts(module) or not hasattr(type(module).forward, "__wrapped__") or not stacks:
         return 0
-    # Weights of modules below it, and others of its own, have no expert's number.
+    # Other weights of the module, and those of modules below it, have no expert's number.
     if len(stacks) != len(list(module.parameters())) or not isinstance(count, int):
         return 0
     return count if all(type(one) is nn.Parameter and one.shape[:1] == (count,) for one in stacks) else 0
