@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from measure import write
-from observer import Observer
+from observer import OfPyTorch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -93,7 +93,7 @@ def case(seed: int) -> dict[str, Any]:
         share = draw.choice((0.0, 0.0, 0.3 * draw.random(), draw.random(), 1.0))
         budget = least + int(share * max(whole - least, 0))
         with (
-            Observer([]) as seen,
+            OfPyTorch([]) as seen,
             Generator(folder, memory={"device": budget, **tiers}, **settings) as generator,
         ):
             same = [answer.tokens for answer in generator(prompts)] == plain

@@ -52,6 +52,19 @@ class Observer(TorchDispatchMode):
         return sum(storage.nbytes() for storage in there if storage is not None)
 
 
+class OfPyTorch(Observer):
+    """Sees what PyTorch's allocators gave, and not the memory of tiers, with which a processor computes in place."""
+
+    def _see(self, tensors: Sequence[Any]) -> None:
+        super()._see(
+            [
+                one
+                for one in tensors
+                if isinstance(one, Tensor) and not one.is_meta and one.untyped_storage().resizable()
+            ]
+        )
+
+
 class UnseenHost(HostTier):
     """A host tier whose memory no observer counts as the device's. On a processor both are of one kind, and to begin an
     update on the host makes views of the tier's memory in the thread that computes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from observer import Observer
+from observer import OfPyTorch
 from torch import nn
 
 from hyper_parallel.config.inference import Inference, Sampling
@@ -54,19 +54,20 @@ def test_bits_are_those_without_a_budget(family: str, tier: str, tmp_path: Path)
         assert generator.memory is not None
         least = generator.smallest_budget(given)
         generator.memory.budget = least
-        with Observer(generator.memory.stream.tensors()) as seen:
+        with OfPyTorch(generator.memory.stream.tensors()) as seen:
             assert bits(generator(given)) == plain
         assert seen.peak <= least
         assert generator.memory.plan is not None
         assert generator.memory.plan.device <= least
-        # Larger: requests are streamed where the number of pages says so, and else prefixes outlive a run.
+        # Larger: requests are streamed where the number of pages says so; with room for all, prefixes outlive a run.
         generator.memory.budget = least + 200_000
-        with Observer(generator.memory.stream.tensors()) as seen:
+        with OfPyTorch(generator.memory.stream.tensors()) as seen:
             assert bits(generator(given, pages=5)) == plain
             assert generator.cache_report.streamed
             assert moved(generator)
             assert generator.unused_tiers == ()
         assert seen.peak <= least + 200_000
+        generator.memory.budget = 1 << 30
         assert bits(generator(given)) == plain
         before = generator.shared
         assert bits(generator(given)) == plain

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from observer import Observer
+from observer import OfPyTorch
 from torch import nn
 from torch.nn.functional import linear, silu
 
@@ -47,7 +47,7 @@ def test_the_budget_holds_and_changes_no_token(family: str) -> None:
         for budget in (least, least + (whole - least) // 3):
             generator.memory.budget = budget
             generator.smallest_budget([[1] * 80])  # longer than before: what was there goes
-            with Observer(generator.memory.stream.tensors()) as seen:
+            with OfPyTorch(generator.memory.stream.tensors()) as seen:
                 assert tokens(generator, given) == plain
             assert generator.memory.plan.device <= budget
             assert seen.peak <= budget
@@ -159,7 +159,7 @@ def test_a_folder_is_read_into_the_tiers(family: str, tmp_path: Path) -> None:
         least = generator.smallest_budget(given)
     memory = {"device": least + 40_000, "flash": str(spill), "host": "100KiB"}
     with (
-        Observer([]) as seen,
+        OfPyTorch([]) as seen,
         Generator(tmp_path / "model", memory=memory, max_tokens=TOKENS) as generator,
     ):
         assert tokens(generator, given) == plain

@@ -276,6 +276,7 @@ class Engine:
         for _ in range(2 * self.layers + 1):
             try:
                 # What a budget's plan has measured is the memory of blocks.
+                ragged.length = len(row)
                 with ragged, blocked_products(BLOCK, merged=self.cache.spare):
                     self.passes += 1
                     cache.begin(ragged)

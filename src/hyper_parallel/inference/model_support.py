@@ -117,7 +117,7 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
     try:
         together = engine.replayed(prompts, answer=3)
         alone = engine.replayed(prompts[:1], answer=3)
-        with inference(model), _capped(model, config):
+        with inference(model), _capped(model, config), _one_by_one(model):
             plain = [_plain(model, prompt, engine.device, 4).float() for prompt in prompts]
     except (HyperParallelError, ReadElsewhere):
         raise
@@ -158,6 +158,21 @@ def _capped(model: Any, config: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(given)
+
+
+@contextmanager
+def _one_by_one(model: Any) -> Iterator[None]:
+    """Inside, experts are computed by the model's own code, one by one; other implementations read all of a stack, of
+    which a byte budget has only those that are chosen."""
+    given = getattr(model.config, "_experts_implementation", None)
+    if given in (None, "eager") or is_sharded(model):
+        yield
+        return
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(given)
 
 
 def _computed_in(model: nn.Module) -> torch.dtype:

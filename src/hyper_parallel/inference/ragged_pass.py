@@ -85,6 +85,8 @@ class RaggedPass:
     """Row of the KV cache of each token, int64 [tokens without the filling]."""
     returned: dict[int, Returned] = field(default_factory=dict)
     """By the keys' address. Tensors are kept, so that no other of the pass has it."""
+    length: int = 0
+    """Rows, the filling included."""
     last: PagedLayer | None = None
     """The layer that last wrote to the cache."""
     _rows: dict[tuple[int, int], list[slice]] = field(default_factory=dict)

@@ -135,7 +135,7 @@ class MemoryBudget:
         while True:
             least = self._place_least()
             try:
-                counter = LiveBytes(self.device, self.stream.tensors())
+                counter = LiveBytes(self.device, self.stream.known())
                 with counter:
                     prove()
                 break
@@ -245,7 +245,13 @@ class MemoryBudget:
         self._chosen = None
         self._place_least()
         bytes_ = self._measured_by_all(
-            measure(engine, self.stream.tensors(), count, needs.extent, needs.settings)
+            measure(
+                engine,
+                self.stream.known(),
+                count,
+                needs.extent,
+                needs.settings,
+            )
         )
         known.append((needs.extent, bytes_))
         return bytes_
@@ -294,7 +300,7 @@ class MemoryBudget:
 
     def _sizes_now(self, page: int) -> Sizes:
         (fixed,) = self._agreement.largest([self.stream.fixed])
-        return Sizes(tuple(unit.size for unit in self.stream.units), fixed, page)
+        return Sizes(self.stream.sizes, fixed, page)
 
     def _too_small(self, floor: int, why: str) -> ConfigError:
         """For requests that need `floor` bytes; the comparison of `prove` may need more."""

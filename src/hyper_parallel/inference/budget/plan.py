@@ -10,13 +10,15 @@ with the fewest bytes for each token (zig-zag order; Sheng et al. 2023, FlexGen,
     cost(b) = (R(b) + C(b) + W · link / device) / b                                                 (`MemoryPlan.cost`)
 
 with W the bytes of all weights, which the device reads from its own memory in each pass, and C the bytes of contexts
-that a pass reads from tiers.
+that a pass reads from tiers. Where a token chooses K of the E experts of a mixture, R counts those that b tokens
+choose on average where all are chosen alike: each with probability 1 − (1 − K/E)ᵇ (`MemoryPlan.expected`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hyper_parallel.inference.kv_cache.plan import KVChoice
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
@@ -36,6 +38,8 @@ class Module:
     bytes: int
     gatherable: bool = False
     """An embedding of which a pass needs a few rows only; they are gathered where the table lies."""
+    chance: float = 1.0
+    """That one token needs it: of an expert, K/E."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,14 @@ class MemoryPlan:
 
     @property
     def read(self) -> int:
-        """That a pass reads."""
+        """That a pass reads, at most: not all experts are chosen in each."""
         return sum(self.sizes.modules[place].bytes for place in self.streamed)
+
+    @cached_property
+    def expected(self) -> float:
+        """That a pass reads on average, with a token of each request."""
+        modules = [self.sizes.modules[place] for place in self.streamed]
+        return sum(one.bytes * (1 - (1 - one.chance) ** self.requests) for one in modules)
 
     @property
     def device(self) -> int:
@@ -101,7 +111,7 @@ class MemoryPlan:
     @property
     def cost(self) -> float:
         """Bytes over the link for each token, compute included as what the device reads."""
-        return (self.read + self.cache.read + LINK_SHARE * self.sizes.weights) / self.requests
+        return (self.expected + self.cache.read + LINK_SHARE * self.sizes.weights) / self.requests
 
 
 def make_plan(
@@ -111,7 +121,7 @@ def make_plan(
     room = budget - sizes.fixed - pages * sizes.page - workspace - staging
     places = range(len(sizes.modules))
     tables = frozenset(place for place in places if sizes.modules[place].gatherable)
-    best: tuple[tuple[int, int], MemoryPlan] | None = None
+    best: tuple[tuple[float, int, int], MemoryPlan] | None = None
     rest = [place for place in places if place not in tables]
     for gathered in dict.fromkeys((frozenset[int](), tables)):
         whole_tables = tables - gathered
@@ -128,7 +138,7 @@ def make_plan(
             plan = MemoryPlan(
                 sizes, resident | whole_tables, gathered, buffer, requests, pages, workspace, staging
             )
-            order = (plan.read, len(gathered))
+            order = (plan.expected, plan.read, len(gathered))
             if best is None or order < best[0]:
                 best = (order, plan)
     return None if best is None else best[1]
@@ -160,8 +170,9 @@ def pair_bytes(modules: Sequence[Module], streamed: Sequence[int]) -> int:
 def _resident(
     modules: Sequence[Module], rest: Sequence[int], largest: int, room: int
 ) -> frozenset[int] | None:
-    """Modules that stay, spread evenly over the pass so that reads go on all the time: all above `largest`, and as many
-    others as leave `room` for the buffer. None where there is no room for those that must stay."""
+    """Modules that stay: all above `largest`, and as many others as leave `room` for the buffer; first those that every
+    pass needs, each kind spread evenly over the pass, so that reads go on all the time. None where there is no room
+    for those that must stay."""
     stay = {place for place in rest if modules[place].bytes > largest}
     room -= sum(modules[place].bytes for place in stay)
     may = [place for place in rest if place not in stay]
@@ -170,22 +181,37 @@ def _resident(
     least = pair_bytes(modules, may)
     if room < least:
         return None
-    free = room - least
-    share, credit, chosen = free / sum(modules[place].bytes for place in may), 0.0, list[int]()
-    for place in may:
+    free, chosen = room - least, list[int]()
+    for group in (
+        [place for place in may if modules[place].chance == 1],
+        [place for place in may if modules[place].chance < 1],
+    ):
+        chosen += (some := _spread(modules, group, free))
+        free -= sum(modules[place].bytes for place in some)
+    # Where small modules stay, large ones follow one another, and need a larger buffer.
+    while chosen:
+        gone = set(chosen)
+        missing = pair_bytes(modules, [place for place in may if place not in gone]) - least - free
+        if missing <= 0:
+            break
+        while chosen and missing > 0:
+            count = modules[chosen.pop()].bytes
+            free, missing = free + count, missing - count
+    return frozenset([*stay, *chosen])
+
+
+def _spread(modules: Sequence[Module], places: Sequence[int], free: int) -> list[int]:
+    """Some of these, evenly spread, that together have at most `free` bytes."""
+    total = sum(modules[place].bytes for place in places)
+    share, credit, chosen = min(free / total, 1.0) if total else 0.0, 0.0, dict[int, None]()
+    for place in places:
         credit += modules[place].bytes * share
         if credit >= modules[place].bytes and modules[place].bytes <= free:
             credit -= modules[place].bytes
             free -= modules[place].bytes
-            chosen.append(place)
-    for place in sorted(may, key=lambda place: -modules[place].bytes):
+            chosen[place] = None
+    for place in sorted(places, key=lambda place: -modules[place].bytes):
         if place not in chosen and modules[place].bytes <= free:
             free -= modules[place].bytes
-            chosen.append(place)
-    # Where small modules stay, large ones follow one another, and need a larger buffer.
-    while chosen:
-        streamed = [place for place in may if place not in chosen]
-        if pair_bytes(modules, streamed) <= least + free:
-            break
-        free += modules[chosen.pop()].bytes
-    return frozenset([*stay, *chosen])
+            chosen[place] = None
+    return list(chosen)

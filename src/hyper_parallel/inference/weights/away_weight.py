@@ -2,16 +2,17 @@
 
 It stands in a module in place of its parameter. Code that computes with it outside the forward pass of its module is
 found at once (`ReadElsewhere`), instead of computing with whatever lies in the buffer then. Of an embedding's table
-rows can be looked up (`torch.nn.functional.embedding`), which are gathered where the table lies.
+rows can be looked up (`torch.nn.functional.embedding`), which are gathered where the table lies. Of a stack of experts
+one expert's matrix can be taken by its number (`weight[expert]`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from hyper_parallel.compat.pytree import leaves_of
@@ -28,19 +29,37 @@ class ReadElsewhere(Exception):
         self.module = module
 
 
+class Experts(Protocol):
+    """The experts of a module, which compute one at a time."""
+
+    def choose(self, counts: Sequence[int], each: int) -> None:
+        """How many tokens reach each expert, and how many experts each token chooses: before they compute."""
+
+    def weight(self, number: int, expert: int) -> Tensor:
+        """An expert's weight, of the module's stack with this number, until another expert's is taken."""
+
+
 class AwayWeight(Tensor):
-    """Stands for a weight of `module`, of which `rows` can be looked up."""
+    """Stands for a weight of `module`, of which `rows` can be looked up, or which is stack `number` of `experts`."""
 
     module: str
     home: torch.device
     rows: Rows | None
+    experts: Experts | None
+    number: int
 
     @classmethod
-    def of(cls, like: Tensor, device: torch.device, module: str, rows: Rows | None = None) -> AwayWeight:
-        """For a weight like `like`, which belongs on `device`."""
-        empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
-        found = empty.as_subclass(cls)
-        found.module, found.home, found.rows = module, device, rows
+    def of(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        module: str,
+        rows: Rows | None = None,
+    ) -> AwayWeight:
+        """For a weight like this, which belongs on `device`."""
+        found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        found.module, found.home, found.rows, found.experts, found.number = module, device, rows, None, 0
         return found
 
     @classmethod
@@ -52,10 +71,27 @@ class AwayWeight(Tensor):
             return args[0].home
         if func in _FREE:
             return super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.__getitem__ and isinstance(args[0], AwayWeight) and args[0].experts is not None:
+            expert = _number(args[1])
+            if expert is not None and 0 <= expert < args[0].size(0):
+                return args[0].experts.weight(args[0].number, expert)
         away = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, AwayWeight))
         if func is embedding and away.rows is not None:
             return _looked_up(away.rows, *args, **kwargs)
         raise ReadElsewhere(away.module)
+
+
+def experts_of(module: nn.Module) -> Experts | None:
+    """The experts of a module, where they are streamed one by one."""
+    standing: Iterable[object] = module._parameters.values()
+    return next((one.experts for one in standing if isinstance(one, AwayWeight) and one.experts), None)
+
+
+def _number(key: object) -> int | None:
+    """An index that is one number."""
+    if isinstance(key, Tensor) and not key.dim() and not key.is_floating_point() and key.dtype != torch.bool:
+        return int(key)
+    return key if isinstance(key, int) and not isinstance(key, bool) else None
 
 
 def _looked_up(

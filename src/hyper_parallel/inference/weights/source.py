@@ -50,10 +50,13 @@ class ModelSource:
     def fill(self, unit: Unit, first: int, out: Tensor) -> None:
         """As `WeightSource`."""
         for part, a, b, target in _targets(unit, first, out):
-            target.copy_(_parameter(part)[a:b] if part.shape else _parameter(part))
+            parameter = _parameter(part)
+            target.copy_(parameter[a:b] if parameter.dim() else parameter)
 
     def stored(self, unit: Unit) -> None:
-        """As `WeightSource`: the parameters' memory is given back, and the parameters stay."""
+        """As `WeightSource`: the parameters' memory is given back, of stacks with the last expert's, and they stay."""
+        if unit.expert is not None and unit.expert < unit.experts - 1:
+            return
         for part in unit.parts:
             parameter = _parameter(part)
             parameter.data = torch.empty(0, dtype=part.dtype, device=parameter.device)
@@ -91,7 +94,7 @@ class FolderSource:
     def fill(self, unit: Unit, first: int, out: Tensor) -> None:
         """As `WeightSource`."""
         for part, a, b, target in _targets(unit, first, out):
-            _read(self._found[part.name], part.shape, a, b, target)
+            _read(self._found[part.name], a, b, target)
 
     def stored(self, unit: Unit) -> None:
         """As `WeightSource`."""
@@ -103,7 +106,7 @@ class FolderSource:
         for name, parameter in self._model.named_parameters():
             if name not in away:
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                _read(self._found[name], parameter.shape, 0, len(value) if value.dim() else 0, value)
+                _read(self._found[name], 0, len(value) if value.dim() else 0, value)
                 made[id(parameter)] = nn.Parameter(value, requires_grad=False)
         drawn = dict(initial_buffers(self._model))
         for path, module in self._model.named_modules():
@@ -130,19 +133,22 @@ def _targets(unit: Unit, first: int, out: Tensor) -> Iterator[tuple[Part, int, i
         yield part, a, a + rows, out.view(part.dtype).view(rows, *part.shape[1:])
         return
     for part in unit.parts:
-        yield part, 0, part.shape[0] if part.shape else 0, part.view(out)
+        if part.expert is None:
+            yield part, 0, part.shape[0] if part.shape else 0, part.view(out)
+        else:
+            yield part, part.expert, part.expert + 1, part.view(out).unsqueeze(0)
 
 
-def _read(source: Source, shape: torch.Size, first: int, last: int, target: Tensor) -> None:
+def _read(source: Source, first: int, last: int, target: Tensor) -> None:
     """Rows `first` to `last - 1` into `target`, some at a time."""
-    if not shape:
+    if not target.dim():
         target.copy_(source[()])
         return
-    row = max(shape[1:].numel() * target.element_size(), 1)
+    row = max(target[0].nbytes if len(target) else 0, 1)
     step = max(_PIECE // row, 1)
     for at in range(first, last, step):
         end = min(at + step, last)
-        target[at - first : end - first].copy_(source[(slice(at, end), *(slice(None),) * (len(shape) - 1))])
+        target[at - first : end - first].copy_(source[(slice(at, end), *(slice(None),) * (target.dim() - 1))])
 
 
 def _parameter(part: Part) -> Any:

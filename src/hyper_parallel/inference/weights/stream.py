@@ -1,36 +1,28 @@
 """Streamed weights: each module's bytes come from a tier while the modules before it compute.
 
 Modules that are not resident have a hook before and a hook behind their forward pass. Between the two their weights are
-views of the stream buffer; else they are `AwayWeight`s. The order of use is that of the last pass: as soon as a module
-is done, the next ones in that order are read into the room that it leaves, over the end of a pass into the next one. A
-module that is needed out of turn is read then and there. A table of which rows are looked up is never read whole for
-that.
+views of the buffer of `read_ahead`; else they are `AwayWeight`s. Experts are taken one by one, as their module's code
+takes them (`streamed_experts`). A table of which rows are looked up is never read whole for that.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.inference.budget.plan import Module
+from hyper_parallel.inference.weights import streamed_experts
 from hyper_parallel.inference.weights.away_weight import AwayWeight
-from hyper_parallel.inference.weights.buffer import Region, StreamBuffer
+from hyper_parallel.inference.weights.read_ahead import Choice, ReadAhead
+from hyper_parallel.inference.weights.streamed_experts import StreamedExperts
 from hyper_parallel.inference.weights.tiers import WeightTiers
-from hyper_parallel.inference.weights.units import Unit
-from hyper_parallel.offloading.tiers import Pending
+from hyper_parallel.inference.weights.units import Part, Unit, by_module
 from hyper_parallel.shard.sharded_parameter import local_of
-
-
-class _Loaded:
-    """A module whose bytes are in the buffer, or on their way."""
-
-    def __init__(self, region: Region, pending: list[Pending]) -> None:
-        self.region, self.pending, self.uses = region, pending, 0
 
 
 class WeightStream:
@@ -42,33 +34,29 @@ class WeightStream:
         self.units = tuple(units)
         self.device = device
         self.tiers = tiers
-        self.stall = 0.0
-        """Seconds in which the thread that computes waited for weights."""
         self._model = model
-        self._arena = torch.empty(0, dtype=torch.uint8, device=device)
-        self._buffer = StreamBuffer(0)
-        self._loaded: dict[Unit, _Loaded] = {}
+        self._reader = ReadAhead(tiers, device)
         self._resident: dict[Unit, Tensor] = {}
         self._hooks: list[Any] = []
-        self._order: list[Unit] = []
-        self._next = 0
-        self._seen: list[Unit] = []
-        self._originals: dict[tuple[int, str], Any] = {
-            (id(owner), own): owner._parameters[own]
+        host_tokens = streamed_experts.HOST_TOKENS if device.type == "cpu" else 0
+        self._experts = {
+            group[0].module: StreamedExperts(group, self._reader, tiers, self._resident, host_tokens)
+            for group in by_module(self.units)
+            if group[0].experts
+        }
+        weights = [
+            (unit, number, part, owner, own)
             for unit in self.units
-            for part in unit.parts
+            if not unit.expert
+            for number, part in enumerate(unit.parts)
             for owner, own in part.owners
+        ]
+        self._originals: dict[tuple[int, str], Any] = {
+            (id(owner), own): owner._parameters[own] for _, _, _, owner, own in weights
         }
         self._away = {
-            (id(owner), own): AwayWeight.of(
-                torch.empty(part.shape, dtype=part.dtype, device="meta"),
-                device,
-                unit.name,
-                partial(tiers.rows, unit) if owner in unit.tables else None,
-            )
-            for unit in self.units
-            for part in unit.parts
-            for owner, own in part.owners
+            (id(owner), own): self._away_weight(unit, number, part, owner)
+            for unit, number, part, owner, own in weights
         }
         for unit in self.units:
             self._set_away(unit, also_tables=True)
@@ -82,167 +70,146 @@ class WeightStream:
             if unit not in stays and unit in self._resident:
                 self._set_away(unit, also_tables=True)
                 del self._resident[unit]
-        self._arena = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._arena = torch.empty(buffer, dtype=torch.uint8, device=self.device)
-        self._buffer = StreamBuffer(buffer)
+        order: list[Unit | Choice] = []
+        streamed = [unit for unit in self.units if unit not in stays and unit not in looked_up]
+        for unit, *_ in by_module(streamed):
+            experts = self._experts.get(unit.module)
+            order.append(unit if experts is None else experts.choice)
+        self._reader.place(buffer, order)
         for unit in self.units:
             if unit in stays and unit not in self._resident:
                 self._make_resident(unit)
-        streamed = [unit for unit in self.units if unit not in stays and unit not in looked_up]
-        for unit in streamed:
+        for unit, *_ in by_module(streamed):
+            experts = self._experts.get(unit.module)
+            before, behind = (
+                (partial(self._before, unit), partial(self._behind, unit))
+                if experts is None
+                else (experts.begin, experts.end)
+            )
             self._hooks += [
-                unit.module.register_forward_pre_hook(partial(self._before, unit)),
-                unit.module.register_forward_hook(partial(self._behind, unit), always_call=True),
+                unit.module.register_forward_pre_hook(before),
+                unit.module.register_forward_hook(behind, always_call=True),
             ]
         if streamed:
             self._hooks += [
-                self._model.register_forward_pre_hook(self._begin_pass),
-                self._model.register_forward_hook(self._end_pass),
+                self._model.register_forward_pre_hook(lambda *_: self._reader.begin_pass()),
+                self._model.register_forward_hook(lambda *_: self._reader.end_pass()),
             ]
-        self._order, self._next, self._seen = streamed, 0, []
+
+    @property
+    def stall(self) -> float:
+        """Seconds in which the thread that computes waited for weights."""
+        return self._reader.stall
+
+    @property
+    def sizes(self) -> tuple[Module, ...]:
+        """Of the units, for the plan."""
+        return tuple(
+            unit.size if unit.expert is None else replace(unit.size, chance=self._experts[unit.module].chance)
+            for unit in self.units
+        )
 
     @property
     def fixed(self) -> int:
         """Bytes of weights and buffers that no unit has."""
-        return storage_bytes(self._present()) - sum(one.nbytes for one in self._resident.values())
+        placed = [memory.nbytes for unit, memory in self._resident.items() if unit.expert is None]
+        return storage_bytes(self._present()) - sum(placed)
 
     def tensors(self) -> list[Tensor]:
         """All weights and buffers that are on the device, and the buffer that weights are streamed through."""
-        return [*self._present(), *self._resident.values(), self._arena]
+        return [*self._present(), *self._resident.values(), self._reader.memory]
+
+    def known(self) -> list[Tensor]:
+        """What operators see besides what a pass computes: `tensors()`, and memory of tiers that is read in place."""
+        return [*self.tensors(), *self.tiers.memory()]
 
     def constant(self) -> frozenset[int]:
         """Identities of what stands in modules for weights in tiers, which nobody can write to."""
         return frozenset(map(id, self._away.values()))
 
     def keep(self, name: str) -> int:
-        """The weights of a unit stay on the device from now on, as if they had never been able to leave; their
+        """The weights of a module stay on the device from now on, as if they had never been able to leave; their
         bytes."""
         self._settle()
-        unit = next(one for one in self.units if one.name == name)
-        self.units = tuple(one for one in self.units if one is not unit)
-        self._give_back(unit)
-        return unit.bytes
+        units = [one for one in self.units if one.name == name]
+        self.units = tuple(one for one in self.units if one.name != name)
+        self._experts.pop(units[0].module, None)
+        self._give_back(units)
+        return sum(unit.bytes for unit in units)
 
     def close(self, restore: bool) -> None:
         """End; with `restore`, all weights come back to the parameters that the model had."""
         self._settle()
-        self._arena = torch.empty(0, dtype=torch.uint8, device=self.device)
-        for unit in self.units:
+        self._reader.place(0, ())
+        for units in by_module(self.units):
             if restore:
-                self._give_back(unit)
+                self._give_back(units)
             else:
-                self._set_away(unit, also_tables=True)
+                self._set_away(units[0], also_tables=True)
         self._resident.clear()
 
     def _present(self) -> list[Tensor]:
         return [local_of(x) for x in (*self._model.parameters(), *self._model.buffers()) if not x.is_meta]
 
+    def _away_weight(self, unit: Unit, number: int, part: Part, owner: nn.Module) -> AwayWeight:
+        """What stands in a module for a weight."""
+        shape = part.shape if unit.expert is None else (unit.experts, *part.shape)
+        rows = partial(self.tiers.rows, unit) if owner in unit.tables else None
+        found = AwayWeight.of(shape, part.dtype, self.device, unit.name, rows)
+        found.experts, found.number = self._experts.get(unit.module), number
+        return found
+
     def _before(self, unit: Unit, *_: Any) -> None:
         """A module's forward pass begins."""
-        found = self._loaded.get(unit)
-        if found is None:
-            found = self._loaded[unit] = self._read(unit, self._room_for(unit))
-        if not found.uses:
-            started = time.perf_counter()
-            for pending in found.pending:
-                pending.wait()
-            self.stall += time.perf_counter() - started
-            found.pending = []
-            self._set(unit, self._arena[found.region.first : found.region.last], also_tables=False)
-            self._seen.append(unit)
-            self._advance(unit)
-        found.uses += 1
-        self._prefetch()
+        memory = self._reader.acquire(unit)
+        if memory is not None:
+            self._set(unit, memory, also_tables=False)
 
     def _behind(self, unit: Unit, *_: Any) -> None:
         """It is over; also where it failed."""
-        found = self._loaded.get(unit)
-        if found is None or not found.uses:
-            return
-        found.uses -= 1
-        if not found.uses:
+        if self._reader.release(unit):
             self._set_away(unit, also_tables=False)
-            self._drop(unit)
-            self._prefetch()
 
-    def _begin_pass(self, *_: Any) -> None:
-        self._seen, self._next = [], 0
-        self._prefetch()
-
-    def _end_pass(self, *_: Any) -> None:
-        self._order = self._seen or self._order
-        self._next = 0
-        self._prefetch()
-
-    def _advance(self, unit: Unit) -> None:
-        """The place in the order behind this use of a module."""
-        count = len(self._order)
-        for ahead in range(count):
-            place = (self._next + ahead) % count
-            if self._order[place] is unit:
-                self._next = (place + 1) % count
-                return
-
-    def _prefetch(self) -> None:
-        """Begin to read the next modules, as far as there is room."""
-        count = len(self._order)
-        for ahead in range(count):
-            unit = self._order[(self._next + ahead) % count]
-            if unit in self._loaded:
-                continue
-            region = self._buffer.take(unit.bytes)
-            if region is None:
-                return
-            self._loaded[unit] = self._read(unit, region)
-
-    def _read(self, unit: Unit, region: Region) -> _Loaded:
-        return _Loaded(region, self.tiers.begin_read(unit, self._arena[region.first : region.last]))
-
-    def _room_for(self, unit: Unit) -> Region:
-        """Room for a module that was not foreseen, in place of what was read for later."""
-        while (region := self._buffer.take(unit.bytes)) is None:
-            idle = next((other for other in reversed(self._loaded) if not self._loaded[other].uses), None)
-            if idle is None:
-                raise UnsupportedModelError(
-                    f"{unit.name} computes inside of another module whose weights are streamed, and the buffer has no "
-                    "room for both; raise memory.device"
-                )
-            self._drop(idle)
-        return region
-
-    def _give_back(self, unit: Unit) -> None:
-        """Give the model's own parameters their values again, each in memory of its own."""
-        self._resident.pop(unit, None)
-        memory = torch.empty(unit.bytes, dtype=torch.uint8, device=self.device)
-        for pending in self.tiers.begin_read(unit, memory):
-            pending.wait()
-        for part in unit.parts:
-            value = part.view(memory).clone()
+    def _give_back(self, units: Sequence[Unit]) -> None:
+        """Give the model's own parameters of a module their values again, each in memory of its own."""
+        values: dict[int, Tensor] = {}
+        for unit in units:
+            self._resident.pop(unit, None)
+            memory = self._read(unit)
+            for number, part in enumerate(unit.parts):
+                value = part.view(memory)
+                if part.expert is None:
+                    values[number] = value.clone()
+                    continue
+                if number not in values:
+                    values[number] = value.new_empty(unit.experts, *part.shape)
+                values[number][part.expert] = value
+        for number, part in enumerate(units[0].parts):
             parameter = self._originals[id(part.owners[0][0]), part.owners[0][1]]
             if parameter.is_meta:
-                parameter = nn.Parameter(value, requires_grad=False)
+                parameter = nn.Parameter(values[number], requires_grad=False)
             else:
-                parameter.data = value
+                parameter.data = values[number]
             for owner, own in part.owners:
                 owner._parameters[own] = parameter
 
     def _make_resident(self, unit: Unit) -> None:
+        self._resident[unit] = self._read(unit)
+        if unit.expert is None:
+            self._set(unit, self._resident[unit], also_tables=True)
+
+    def _read(self, unit: Unit) -> Tensor:
+        """Its bytes in memory of their own."""
         memory = torch.empty(unit.bytes, dtype=torch.uint8, device=self.device)
         for pending in self.tiers.begin_read(unit, memory):
             pending.wait()
-        self._resident[unit] = memory
-        self._set(unit, memory, also_tables=True)
-
-    def _drop(self, unit: Unit) -> None:
-        found = self._loaded.pop(unit)
-        for pending in found.pending:
-            pending.wait()
-        self._buffer.give(found.region)
+        return memory
 
     def _settle(self) -> None:
         """As if no module had ever been streamed."""
-        for unit in list(self._loaded):
-            self._drop(unit)
+        for experts in self._experts.values():
+            experts.leave()
+        self._reader.settle()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyper_parallel.compat.dispatch import outside_modes
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.inference.weights.units import Unit
+from hyper_parallel.inference.weights.units import Unit, by_module
 from hyper_parallel.offloading.tiers import Pending, Tier, Workplace
 from hyper_parallel.units import format_bytes
 
@@ -97,6 +97,23 @@ class WeightTiers:
                 pending.append(self._tiers[slot.tier].begin_read(slot.number, buffer[slot.first : slot.last]))
             return pending
 
+    def in_memory(self, unit: Unit) -> bool:
+        """Whether the host can compute with a module's bytes where they lie."""
+        return isinstance(self._tiers[self._slots[unit][0].tier], Workplace)
+
+    def in_place(self, unit: Unit) -> Tensor:
+        """A module's bytes where they lie, uint8 [bytes] of the tier's own memory; for one that is `in_memory`."""
+        (slot,) = self._slots[unit]
+        tier = self._tiers[slot.tier]
+        assert isinstance(tier, Workplace), "the host cannot compute there"
+        with outside_modes():
+            return tier.in_place(slot.number)
+
+    def memory(self) -> list[Tensor]:
+        """What operators may be given of tiers' own memory: tensors that share storages with it."""
+        units = {slots[0].tier: unit for unit, slots in self._slots.items() if unit.expert is not None}
+        return [self.in_place(unit) for unit in units.values() if self.in_memory(unit)]
+
     def rows(self, unit: Unit, wanted: Tensor) -> Tensor:
         """Rows [U, D] of a table by their numbers in ascending order, int64 [U]."""
         part, row = unit.parts[0], unit.row
@@ -137,14 +154,20 @@ class WeightTiers:
 
 
 def movable(units: Sequence[Unit], tiers: Mapping[str, Tier], room: Mapping[str, int]) -> list[Unit]:
-    """Modules that the tiers hold, as many as there is room for; the others stay on the device."""
+    """Modules that the tiers hold, as many as there is room for; the others stay on the device. Of experts all of a
+    module, since their weights are one stack."""
     left = dict(room)
     found = []
-    for unit in units:
-        name = max(left, key=lambda name: left[name], default=None)
-        if name is not None and left[name] >= _rounded(unit, tiers[name]):
-            left[name] -= _rounded(unit, tiers[name])
-            found.append(unit)
+    for group in by_module(units):
+        after = dict(left)
+        for unit in group:
+            name = max(after, key=lambda name: after[name], default=None)
+            if name is None or after[name] < _rounded(unit, tiers[name]):
+                break
+            after[name] -= _rounded(unit, tiers[name])
+        else:
+            left = after
+            found += group
     return found
 
 

@@ -1,6 +1,7 @@
 """Modules as they are streamed: which weights lie together, and where in a flat buffer.
 
 A decoder layer is one module, or, if it has more than `SPLIT` bytes, its parts are: attention, MLP, single projections.
+Where a layer has experts whose weights are stacked, [E, ...], each expert is one, and the layer is divided around them.
 Outside of the layers each module with weights of its own is one: embedding, head. Modules of a few bytes (norms), and
 weights that several modules share, always are on the device; a head that shares its table with the embedding is
 streamed, and the embedding's rows are gathered.
@@ -8,7 +9,8 @@ streamed, and the embedding's rows are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.budget.plan import Module
+from hyper_parallel.inference.weights.stacked_experts import stacked_experts
 from hyper_parallel.shard.model_structure import layers_of
 
 SPLIT = 16 << 20
@@ -34,8 +37,11 @@ class Part:
     name: str
     """In the model."""
     shape: torch.Size
+    """Of one expert's, where the weight is a stack of them."""
     dtype: torch.dtype
     first: int
+    expert: int | None = None
+    """Its number in the stack."""
 
     @property
     def bytes(self) -> int:
@@ -49,13 +55,16 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module that is streamed as one. `tables`: embeddings that look rows up in its only weight."""
+    """A module that is streamed as one, or of a module of `experts` experts the one with the number `expert`.
+    `tables`: embeddings that look rows up in its only weight."""
 
     name: str
     module: nn.Module
     parts: tuple[Part, ...]
     bytes: int
     tables: tuple[nn.Module, ...] = ()
+    expert: int | None = None
+    experts: int = 0
 
     @property
     def size(self) -> Module:
@@ -82,7 +91,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     inside: set[int] = set()
     total = 0
     for layer in dict.fromkeys(layers):
-        total += _bytes(layer)
+        total += _bytes(layer) - sum(_bytes(one) for one in layer.modules() if stacked_experts(one))
         inside.update(id(module) for module in layer.modules())
         modules += _divided(prefix_of[id(layer)], layer)
     least = _SMALL * total / len(layers)
@@ -95,19 +104,46 @@ def units_of(model: nn.Module) -> list[Unit]:
                 owners.setdefault(id(parameter), []).append((module, own, f"{name}.{own}" if name else own))
     order = {id(module): place for place, module in enumerate(model.modules())}
     modules.sort(key=lambda one: order[id(one[1])])
-    units = [_unit(name, module, owners, whole=id(module) in inside) for name, module in modules]
-    return [unit for unit in units if unit is not None and unit.bytes >= least]
+    found_units: list[Unit] = []
+    for name, module in modules:
+        if count := stacked_experts(module):
+            found_units += _experts(name, module, count)
+        else:
+            unit = _unit(name, module, owners, whole=id(module) in inside)
+            if unit is not None and unit.bytes >= least:
+                found_units.append(unit)
+    return found_units
+
+
+def by_module(units: Iterable[Unit]) -> list[list[Unit]]:
+    """The units of each module: one, or its experts."""
+    return [list(group) for _, group in itertools.groupby(units, key=lambda unit: id(unit.module))]
 
 
 def _divided(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module, or its children where it is larger than `SPLIT` and has some with weights."""
+    """The module, or its children where it is larger than `SPLIT`, or has experts, and has some with weights."""
     children = [(own, child) for own, child in module.named_children() if _bytes(child)]
     listed = isinstance(module, nn.ModuleList | nn.ModuleDict)  # they have no forward pass
-    if children and (listed or _bytes(module) > SPLIT):
+    mixture = any(map(stacked_experts, module.modules())) and not stacked_experts(module)
+    if children and (listed or mixture or _bytes(module) > SPLIT):
         for own, child in children:
             yield from _divided(f"{name}.{own}", child)
     else:
         yield name, module
+
+
+def _experts(name: str, module: nn.Module, count: int) -> Iterator[Unit]:
+    """A unit for each expert."""
+    for expert in range(count):
+        parts, at = list[Part](), 0
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                where = ((module, own),)
+                parts.append(
+                    Part(where, f"{name}.{own}", parameter.shape[1:], parameter.dtype, at, expert=expert)
+                )
+                at += -(-parts[-1].bytes // ALIGN) * ALIGN
+        yield Unit(name, module, tuple(parts), at, expert=expert, experts=count)
 
 
 def _unit(

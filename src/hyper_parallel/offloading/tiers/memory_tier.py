@@ -119,6 +119,13 @@ class MemoryTier(Closing):
         self._hand.run(run)
         return copies[-1]
 
+    def in_place(self, slot: int) -> torch.Tensor:
+        """As `Workplace`."""
+        self._check_open()
+        place, source = self._slots.for_work(slot)
+        source.block()
+        return self._memory[place.first : place.last]
+
     def _give_back(self) -> None:
         # A device that failed must not keep memory from being given back.
         with contextlib.suppress(Exception):

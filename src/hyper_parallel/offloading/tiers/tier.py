@@ -74,3 +74,7 @@ class Workplace(Tier, Protocol):
         ones from them wait for the work, as if it were the copy that put there what they hold. Works run in the order
         in which they were asked for. `what`: in words, for messages.
         """
+
+    def in_place(self, slot: int) -> torch.Tensor:
+        """What lies in a slot, uint8 [n] of the tier's own memory, to be read until the slot is written or reserved
+        again. Waits for the copy that put it there."""

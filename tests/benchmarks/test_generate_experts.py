@@ -1,0 +1,13 @@
+"""The benchmark of experts within a byte budget, on a tiny model: all ways have the same bits."""
+
+from __future__ import annotations
+
+import generate_experts
+import pytest
+
+
+def test_all_ways_have_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate_experts.main(["--short"]) == 0
+    shown = capsys.readouterr().out
+    assert "host, 8 requests: on the host" in shown
+    assert "the same bits" in shown
