@@ -43,8 +43,6 @@ def allocated_run_file(config: RunConfig, answer: Answer) -> tuple[str, list[str
     train["micro_batch"] = sizes.rows * sizes.data if sizes.encoders else sizes.rows
     train["engine"] = "graph" if sizes.encoders else "eager"
     data["train"] = train
-    if sizes.encoders:
-        _without_evaluation(data, notes)
     launch = {key: value for key, value in (data.get("launch") or {}).items() if key != "workers"}
     data["launch"] = {**launch, "workers": sizes.devices}
     from_dict(data, source="the planned run file")
@@ -63,13 +61,3 @@ def _parts(task: Task, sizes: Sizes) -> dict[str, Any]:
         for each, count in zip(task.costs.encoders, sizes.encoders, strict=True)
     }
     return {"submodels": {**encoders, "language": {"axes": axes}}}
-
-
-def _without_evaluation(data: dict[str, Any], notes: list[str]) -> None:
-    """Runs with submodels do not evaluate."""
-    given = dict(data["data"])
-    if given.pop("eval", None) is not None or given.get("holdout", 1):
-        notes.append(
-            "a run with submodels does not evaluate yet: data.eval is left out, and data.holdout is 0"
-        )
-    data["data"] = {**given, "holdout": 0}
