@@ -167,7 +167,7 @@ def test_the_run_file_says_what_was_chosen() -> None:
     apart = allocations(task(encoder(seconds=0.4), devices=4))
     given = from_dict(run(train={"batch": 8, "steps": 3, "compile": True}, strategy={"axes": {"shard": 2}}))
     for found in (replace(apart, colocated=best(apart.task, iter(()), colocated)), apart):
-        text, notes = allocated_run_file(given, Answer("small", "4 devices", found, 128))
+        text, _ = allocated_run_file(given, Answer("small", "4 devices", found, 128))
         made = from_dict(yaml12.parse(text, "made"))
         sizes = found.chosen.sizes
         assert sizes is not None
