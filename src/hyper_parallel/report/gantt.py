@@ -81,7 +81,7 @@ def gantt(timeline: Timeline) -> str:
         f'<section class="gantt"><h3>{badge(timeline.word)} pipeline: tasks of each device group</h3>'
         f'<div class="legend">{legend}</div><div class="scroll"><svg role="img" width="{width:.0f}" height="{height}" '
         f'viewBox="0 0 {width:.0f} {height}" aria-label="{timeline.word} schedule of {len(names)} device groups">'
-        f"{''.join(axis(timeline.step, scale, height))}{rows}</svg></div></section>"
+        f"{''.join(_axis(timeline.step, scale, height))}{rows}</svg></div></section>"
     )
 
 
@@ -137,7 +137,7 @@ def rect(
     )
 
 
-def axis(step: float, scale: float, height: int) -> Iterator[str]:
+def _axis(step: float, scale: float, height: int) -> Iterator[str]:
     """Lines and times at quarters of a step."""
     for part in range(5):
         at = step * part / 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.report.gantt import LEFT, ROW, TOP, axis, rect
+from hyper_parallel.report.gantt import LEFT, ROW, rect
 from hyper_parallel.report.html import badge
 from hyper_parallel.units import format_duration
 
@@ -23,12 +23,12 @@ _MEANING = {
     "once": "reductions, update, gathers",
     **{cause: f"bubble: {cause}" for cause in CAUSES},
 }
-_LEAST, _MOST = 320.0, 6000.0
-"""Width of the drawing, in pixels."""
-_BLOCK = 11.0
-"""Width of a task of mean length, in pixels."""
-_LETTER = 6.5
-"""Width of a letter of a row's name, in pixels."""
+_WIDTH = 1000.0
+"""Of the drawing, which is stretched to the page."""
+_LEAST, _MOST = 180.0, 6000.0
+"""Pixels that it has at least; a page with fewer scrolls."""
+_BLOCK = 6.0
+"""Pixels of a task of mean length, at least."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +63,29 @@ def shares(lanes: Sequence[Lane], devices: int, step: float) -> dict[str, float]
 
 
 def part_chart(title: str, lanes: Sequence[Lane], step: float, longest: float, word: str) -> str:
-    """The chart as HTML, with an SVG drawing that needs no script. `longest`: seconds at the right edge, so
-    that several charts have one scale."""
+    """The chart as HTML, with an SVG drawing that needs no script and is as wide as the page. `longest`: seconds at the
+    right edge, so that several charts have one scale."""
     tasks = [one for lane in lanes for one in lane.stretches if one.kind in WORK and one.end > one.start]
     mean = sum(one.end - one.start for one in tasks) / len(tasks)
-    names = max(LEFT, 14 + int(_LETTER * max(len(one.name) for one in lanes)))
-    width = min(_MOST, max(_LEAST, names + _BLOCK * longest / mean))
-    scale, shift = (width - names - 10) / longest, names - LEFT
-    height = TOP + ROW * len(lanes) + 8
-    rows = []
+    least, height = min(_MOST, max(_LEAST, _BLOCK * longest / mean)), ROW * len(lanes)
+    scale = _WIDTH / longest
+    drawn = [
+        f'<line x1="{LEFT + part * _WIDTH / 4}" x2="{LEFT + part * _WIDTH / 4}" y1="0" y2="{height}"/>'
+        for part in range(5)
+    ]
     for at, lane in enumerate(lanes):
-        top = TOP + ROW * at
-        rows.append(f'<text class="name" x="{-shift}" y="{top + 19}">{lane.name}</text>')
         for one in lane.stretches:
             if one.end > one.start:
                 told = f"{one.title or _MEANING[one.kind]}, {format_duration(one.end - one.start)}"
-                rows.append(rect(f"part-{one.kind}", one.start, one.end, top, scale, told))
+                drawn.append(rect(f"part-{one.kind}", one.start, one.end, ROW * at, scale, told))
     shown = [kind for kind in (*WORK, *CAUSES) if any(lane.seconds(kind) for lane in lanes)]
     legend = "".join(f'<span><i class="part-{kind}"></i>{_MEANING[kind]}</span>' for kind in shown)
+    ticks = "".join(f"<span>{format_duration(longest * part / 4)}</span>" for part in (0, 2, 4))
+    names = "".join(f'<div style="height:{ROW}px">{lane.name}</div>' for lane in lanes)
     return (
         f'<section class="gantt"><h3>{badge(word)} {title}: {format_duration(step)}</h3><div class="legend">{legend}'
-        f'</div><div class="scroll"><svg role="img" width="{width:.0f}" height="{height}" '
-        f'viewBox="{-shift} 0 {width:.0f} {height}" aria-label="{word} step: {title}">'
-        f"{''.join(axis(longest, scale, height))}{''.join(rows)}</svg></div></section>"
+        f'</div><div class="scroll"><div class="lanes" style="grid-template-columns:auto minmax({least:.0f}px,1fr)">'
+        f'<div></div><div class="ticks">{ticks}</div><div class="names">{names}</div>'
+        f'<svg role="img" height="{height}" viewBox="{LEFT} 0 {_WIDTH:.0f} {height}" preserveAspectRatio="none" '
+        f'aria-label="{word} step: {title}">{"".join(drawn)}</svg></div></div></section>'
     )

@@ -87,4 +87,4 @@ def _bubbles(answer: Answer, both: Sequence[tuple[str, Found, list[Lane]]]) -> S
         "micro-batches or data ranks with more work than the mean; communication: values on their way, and collectives "
         "that nothing hides; fill, drain: before a group's first task and after its last one"
     )
-    return Sheet("bubbles by cause", ("", *(name for name, _, _ in both)), rows, left=1, note=note)
+    return Sheet("time, and bubbles by cause", ("", *(name for name, _, _ in both)), rows, left=1, note=note)
