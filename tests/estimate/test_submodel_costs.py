@@ -86,7 +86,6 @@ def test_a_run_is_priced_from_its_own_rows(place: Path) -> None:
     # As many units as images, which are all of one size here.
     assert {row for step in work.steps for row in step} <= {(0.0,), (1.0,), (2.0,), (3.0,)}
     assert work.largest == (3.0,)
-    assert not work.alike
     assert sum(encoder.seconds(2)) > sum(encoder.seconds(1)) > 0
     assert encoder.features == 16 * 32 * 2
     language = work.costs.language

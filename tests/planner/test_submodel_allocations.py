@@ -14,6 +14,7 @@ from hyper_parallel.planner.submodels.chart import colocated_lanes, disjoint_lan
 from hyper_parallel.planner.submodels.page import page
 from hyper_parallel.planner.submodels.run_file import allocated_run_file
 from hyper_parallel.planner.submodels.search import (
+    Allocations,
     allocations,
     best,
     colocated_sizes,
@@ -21,7 +22,7 @@ from hyper_parallel.planner.submodels.search import (
     disjoint_sizes,
 )
 from hyper_parallel.planner.submodels.sizes import Row, Sizes, Task, encoder_bytes
-from hyper_parallel.planner.submodels.stages import media_dealt, rows_dealt
+from hyper_parallel.planner.submodels.stages import copies, media_dealt, rows_dealt
 from hyper_parallel.planner.submodels.steps import colocated, disjoint
 from hyper_parallel.report.part_chart import CAUSES, shares
 from hyper_parallel.workload.part_costs import EncoderCosts, LanguageCosts, Line, ModelCosts, Passes
@@ -63,7 +64,10 @@ def task(*encoders: EncoderCosts, devices: int = 4, rows: list[Row] | None = Non
 def test_whole_rows_are_dealt_where_all_data_ranks_have_as_much() -> None:
     two = Sizes(data=2, tensor=1, pipeline=1, rows=1, encoders=(2,))
     assert rows_dealt(two, [(1.0,), (3.0,), (3.0,), (1.0,)]) == {(3.0,): 1, (1.0,): 1}
-    assert rows_dealt(two, [(1.0,), (3.0,), (2.0,), (2.0,)]) is None
+    # Three images and one are each computed beside a copy.
+    assert rows_dealt(two, [(1.0,), (3.0,), (2.0,), (2.0,)]) == {(3.0,): 1, (2.0,): 1, (1.0,): 1}
+    assert copies(two, [(1.0,), (3.0,), (2.0,), (2.0,)]) == 2 / 6
+    assert copies(two, [(1.0,), (1.0,)]) == 0
     assert rows_dealt(replace(two, encoders=(3,)), [(1.0,)] * 4) is None
     one = replace(two, data=1, encoders=(1,))
     assert rows_dealt(one, [(1.0,), (3.0,), (2.0,), (2.0,)]) == {(3.0,): 1, (2.0,): 2, (1.0,): 1}
@@ -102,17 +106,21 @@ def test_an_encoder_is_given_devices_where_it_does_not_fit_beside_the_language_m
     assert max(need.values()) <= large.task.capacity
 
 
-def test_unlike_rows_leave_one_data_rank_to_each_part() -> None:
+def test_rows_without_a_partner_cost_copies() -> None:
     rows: list[Row] = [(float(n),) for n in (0, 1, 2, 3, 4, 5, 6, 8)]
     given = task(encoder(), rows=rows)
-    assert {(one.data, one.encoders) for one in disjoint_sizes(given)} == {(1, (1,))}
-    unlike = replace(task(encoder()), others_alike=False)
-    assert {one.data for one in disjoint_sizes(unlike)} == {1}
+    found = allocations(given).disjoint
+    assert found.sizes is not None
+    # A second data rank would compute as many rows as the first one: all of them twice.
+    assert (found.sizes.data, found.sizes.encoders) == (1, (1,))
     more = replace(given, largest=(20.0,))
     sizes = Sizes(1, 1, 1, 1, (1,))
     assert encoder_bytes(more, sizes, 0, 8) - encoder_bytes(given, sizes, 0, 8) == 2 * 12 * GIB
-    answer = Answer("small", "4 devices of h100", allocations(given), 128)
-    assert "one data rank each" in " ".join(answer.notes())
+    sevens = task(encoder(), rows=[(float(n),) for n in (4, 4, 4, 4, 4, 4, 4, 0)])
+    forced = best(sevens, iter([Sizes(1, 1, 1, 2, (2,))]), disjoint)
+    answer = Answer("small", "4 devices of h100", Allocations(sevens, forced, forced), 128)
+    # Eight rows with four images and two with none, of which one each is a copy.
+    assert "compute 20% of their rows twice" in " ".join(answer.notes())
 
 
 def test_what_does_not_fit_is_told_in_one_line() -> None:

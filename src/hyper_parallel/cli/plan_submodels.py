@@ -118,6 +118,6 @@ def _answer(run: RunConfig, name: str, output: Output) -> Answer:
         raise ConfigError(f"--devices {count:,}: {cluster} has {machine.ranks:,}; name a larger cluster")
     work = submodel_work(run, machine, count, output.say)
     output.say("searching allocations")
-    task = Task(work.costs, machine, count, work.steps, largest=work.largest, others_alike=work.alike)
+    task = Task(work.costs, machine, count, work.steps, largest=work.largest)
     found = allocations(task)
     return Answer(name, f"{count} devices of {machine.name or cluster}", found, work.length)

@@ -45,12 +45,6 @@ class MediaRows:
                 "data.train: no row has an image or a recording; there are no encoders to place"
             )
 
-    @property
-    def alike(self) -> bool:
-        """Whether all have as many media of as many numbers."""
-        costs = (self._rows.cost(row) for row in range(self.count))
-        return len({(one.values, one.media) for one in costs}) == 1
-
     def micro_batch(self, rows: Sequence[int]) -> MicroBatch:
         """As `hp.submodels` captures it."""
         given = dict(self._batches.inputs({"row": torch.tensor(list(rows))}))

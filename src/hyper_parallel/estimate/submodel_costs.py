@@ -53,8 +53,6 @@ class SubmodelWork:
     """Positions of each row."""
     largest: tuple[float, ...]
     """The most units of each encoder in a row."""
-    alike: bool
-    """Whether all rows of the data have as much media."""
 
 
 def submodel_work(config: RunConfig, cluster: Cluster, devices: int, say: Say) -> SubmodelWork:
@@ -91,7 +89,7 @@ def submodel_work(config: RunConfig, cluster: Cluster, devices: int, say: Say) -
     language = _language(capture, layers, modules, devices, say)
     costs = ModelCosts(tuple(priced), language)
     largest = tuple(rows.units(rows.extremes(one)[1], encoders, scale)[at] for at, one in enumerate(encoders))
-    return SubmodelWork(costs, steps, rows.length, largest, rows.alike)
+    return SubmodelWork(costs, steps, rows.length, largest)
 
 
 def _encoders(model: nn.Module, rows: MediaRows) -> list[Encoder]:

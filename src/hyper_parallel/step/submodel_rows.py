@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from hyper_parallel.shard.loss import IGNORED
 from hyper_parallel.shard.packed_documents import several_documents
 from hyper_parallel.shard.process_mesh import DATA_AXES
 from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.workload.row_partners import with_partners
 
 Rows = Mapping[str, Tensor]
 """Tensors by name, whose first dim is rows."""
@@ -117,8 +117,8 @@ class SubmodelRows:
         sizes = [self._sizes(given.part(row, 1)) for row in range(len(given.numbers))]
         if all(one == sizes[0] for one in sizes):
             return given
-        order = sorted(range(len(sizes)), key=lambda row: sizes[row], reverse=True)
-        filled = self._filled(order, sizes) if self.copies else [(row, True) for row in order]
+        ranks = self._most_data if self.copies else 1
+        filled = with_partners(range(len(sizes)), sizes.__getitem__, ranks, self._count)
         dealt = [
             one
             for first in range(0, len(filled), self._count)
@@ -130,15 +130,6 @@ class SubmodelRows:
         without = torch.tensor([not bears_loss for _, bears_loss in dealt])
         arranged["labels"][without.to(arranged["labels"].device)] = IGNORED
         return StepRows(arranged, places, int(without.sum()))
-
-    def _filled(self, order: Sequence[int], sizes: Sequence[_Sizes]) -> list[tuple[int, bool]]:
-        """Rows in their order, and whether they bear loss: as many of each size as the data ranks divide, and whole
-        micro-batches."""
-        found: list[tuple[int, bool]] = []
-        for _, alike in itertools.groupby(order, key=lambda row: sizes[row]):
-            found += [(row, True) for row in alike]
-            found += [(found[-1][0], False)] * (-len(found) % self._most_data)
-        return found + [(found[-1][0], False)] * (-len(found) % self._count)
 
     def _sizes(self, row: StepRows) -> _Sizes:
         made = self._inputs({name: one for name, one in row.batch.items() if name != "labels"})

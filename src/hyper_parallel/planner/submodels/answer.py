@@ -15,6 +15,7 @@ from hyper_parallel.planner.submodels.sizes import (
     language_bytes,
     micro_batches,
 )
+from hyper_parallel.planner.submodels.stages import copies
 from hyper_parallel.report.sheets import Fact, Sheet
 from hyper_parallel.report.table import render
 from hyper_parallel.units import format_bytes, format_duration
@@ -60,14 +61,15 @@ class Answer:
             "simulated with the costs of captured graphs, in bfloat16 with decoder layers recomputed; memory is "
             f"estimated, and may take 90% of a device; mean of {len(task.steps)} steps"
         ]
-        if not task.alike:
-            notes.append(
-                "rows have unlike media, so that parts on devices of their own have one data rank each: a run deals "
-                "whole rows, and ends where the data ranks of a part do not have as much; rows with as many media of "
-                "one size lift this"
-            )
         sizes = found.disjoint.sizes
         if sizes is not None:
+            share = sum(copies(sizes, rows) for rows in task.steps) / len(task.steps)
+            if share:
+                notes.append(
+                    f"parts on devices of their own compute {share:.0%} of their rows twice, without loss: data ranks "
+                    "need as much media as each other, and some rows have no partner; rows with fewer numbers and "
+                    "sizes of media, or larger batches, have more partners"
+                )
             idle = task.devices - sizes.devices
             if idle:
                 notes.append(f"parts on devices of their own leave {idle} of {task.devices} devices unused")

@@ -112,13 +112,11 @@ def colocated_sizes(task: Task) -> Iterator[Sizes]:
 
 
 def disjoint_sizes(task: Task) -> Iterator[Sizes]:
-    """Encoders and language model on devices of their own, of which some may be idle. Where rows are unlike, each part
-    has one data rank: `train` deals whole rows, and ends where the data ranks of a part have not as much."""
+    """Encoders and language model on devices of their own, of which some may be idle."""
     language = task.costs.language
     for tensor, rows in itertools.product(language.layers, ROWS):
         for pipeline in range(1, min(DEEPEST, language.depth, task.devices // tensor) + 1):
-            most = task.devices // (tensor * pipeline) if task.alike else 1
-            for data in range(1, most + 1):
+            for data in range(1, task.devices // (tensor * pipeline) + 1):
                 one = Sizes(data, tensor, pipeline, rows)
                 if micro_batches(task.batch, one):
                     yield from _with_encoders(task, one)
@@ -127,7 +125,7 @@ def disjoint_sizes(task: Task) -> Iterator[Sizes]:
 def _with_encoders(task: Task, one: Sizes) -> Iterator[Sizes]:
     """With each number of devices of each encoder that divides a micro-batch."""
     micro = one.rows * one.data
-    counts = [ranks for ranks in range(1, micro + 1) if micro % ranks == 0] if task.alike else [1]
+    counts = [ranks for ranks in range(1, micro + 1) if micro % ranks == 0]
     for encoders in itertools.product(counts, repeat=len(task.costs.encoders)):
         if one.devices + sum(encoders) <= task.devices:
             yield replace(one, encoders=encoders)

@@ -85,8 +85,6 @@ class Task:
     """Of parts on devices of their own."""
     largest: Row = ()
     """The most units of each encoder in a row of all data; of the steps when left out."""
-    others_alike: bool = True
-    """Whether rows outside of the steps have as much media as each other."""
 
     @property
     def capacity(self) -> float:
@@ -99,11 +97,6 @@ class Task:
     def batch(self) -> int:
         """Rows of a step."""
         return len(self.steps[0])
-
-    @property
-    def alike(self) -> bool:
-        """Whether all rows have as much media."""
-        return self.others_alike and len({row for rows in self.steps for row in rows}) == 1
 
     def most(self, encoder: int) -> float:
         """The most units that a row has."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from hyper_parallel.planner.submodels.sizes import Row, Sizes, Task, crossing
 from hyper_parallel.schedule import Costs, MicroBatchKind
 from hyper_parallel.workload.part_costs import Times, added, seconds_of
+from hyper_parallel.workload.row_partners import with_partners
 
 Share = Callable[[Sizes, Sequence[Row]], Counter[Row] | None]
 """A step's rows to the units of each encoder that its ranks have in a micro-batch, and in how many micro-batches."""
@@ -29,32 +30,33 @@ def media_dealt(one: Sizes, rows: Sequence[Row]) -> Counter[Row]:
 
 
 def rows_dealt(one: Sizes, rows: Sequence[Row]) -> Counter[Row] | None:
-    """As `train` does: whole rows are dealt to the ranks of each part, all of which must have as much. None where they
-    have not."""
-    ordered, size = _by_media(rows), one.rows * one.data
-    found: Counter[Row] = Counter()
-    most = math.lcm(one.data, *one.encoders)
+    """As `train` does: whole rows are dealt to the ranks of each part, all of which must have as much; rows without a
+    partner are computed twice. None where the ranks do not divide a micro-batch."""
+    size, most = one.rows * one.data, math.lcm(one.data, *one.encoders)
     if size % most:
         return None
+    ordered = [row for row, _ in with_partners(rows, _media, most, size)]
+    found: Counter[Row] = Counter()
     for first in range(0, len(ordered), size):
-        part = [row for data in range(most) for row in ordered[first : first + size][data::most]]
-        shares = [_shares(part, ranks) for ranks in one.encoders]
-        for units in (_shares(part, one.data), *shares):
-            if any(share != units[0] for share in units):
-                return None
-        found[tuple(share[0][at] for at, share in enumerate(shares))] += 1
+        part = ordered[first : first + size : most]
+        found[
+            tuple(sum(row[at] for row in part) * most / ranks for at, ranks in enumerate(one.encoders))
+        ] += 1
     return found
 
 
+def copies(one: Sizes, rows: Sequence[Row]) -> float:
+    """The share of the rows that a step computes which are copies without loss."""
+    dealt = with_partners(rows, _media, math.lcm(one.data, *one.encoders), one.rows * one.data)
+    return sum(not bears_loss for _, bears_loss in dealt) / len(dealt)
+
+
 def _by_media(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (sum(row), row), reverse=True)
+    return sorted(rows, key=_media, reverse=True)
 
 
-def _shares(rows: Sequence[Row], ranks: int) -> list[Row]:
-    """The units of each rank's part of a micro-batch."""
-    size = len(rows) // ranks
-    parts = [rows[at * size : (at + 1) * size] for at in range(ranks)]
-    return [tuple(sum(units) for units in zip(*part, strict=True)) for part in parts]
+def _media(row: Row) -> tuple[float, Row]:
+    return sum(row), row
 
 
 def micro_batch_kinds(task: Task, one: Sizes, shared: Counter[Row]) -> list[MicroBatchKind]:
