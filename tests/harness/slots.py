@@ -74,6 +74,11 @@ class Shelf:
         self._work = (late,)
         return late
 
+    def in_place(self, slot: int) -> torch.Tensor:
+        if slot in self._last:
+            self._last[slot].wait()
+        return self.held[slot]
+
     def _begun(self, slots: Sequence[int], does: Callable[[], object], before: Sequence[Late] = ()) -> Late:
         late = Late(does, [*before, *(self._last[slot] for slot in slots if slot in self._last)])
         self._last.update(dict.fromkeys(slots, late))

@@ -115,7 +115,8 @@ def test_the_file_is_what_simulate_reads(tmp_path: Path, capsys: pytest.CaptureF
     assert run.workload == best.work
     assert run.strategy.memory.device == 24 * 2**30
     settings = load_generate(file=path)
-    assert (settings.strategy, settings.inference) == (run.strategy, run.inference)
+    assert settings.strategy == run.strategy
+    assert settings.inference.model_dump() == run.inference.model_dump()
     main_of(["simulate", str(path), "--generate", "--cluster", "h100x1", "--json", "workload.requests=2"])
     found = json.loads(capsys.readouterr().out)
     assert found["simulated"] is True

@@ -39,8 +39,8 @@ def _slow_link(slow: float) -> Iterator[None]:
             steps.append(1)
             ended(self)
 
-        def slowed(self: HostTier, what: str, place: Any, x: torch.Tensor, source: Any = None) -> Any:
-            copy = begin(self, what, place, x, source)
+        def slowed(self: HostTier, what: str, x: torch.Tensor, *given: Any) -> Any:
+            copy = begin(self, what, x, *given)
             known = RATE.seconds(x.numel()) * (slow if len(steps) >= SLOW_FROM else 1.0)
             # As long as it takes, and not as long as this machine happens to take.
             patch.setattr(type(copy), "seconds", property(lambda one: one.known if one.done() else None))
