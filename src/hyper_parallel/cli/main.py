@@ -17,6 +17,7 @@ from hyper_parallel.cli.export import export
 from hyper_parallel.cli.generate import generate
 from hyper_parallel.cli.inspect import inspect
 from hyper_parallel.cli.plan import plan
+from hyper_parallel.cli.rl import rl
 from hyper_parallel.cli.schema import schema
 from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
@@ -59,7 +60,7 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, generate, verify, inspect, simulate, plan, export, schema, calibrate, doctor):
+for _subcommand in (train, generate, rl, verify, inspect, simulate, plan, export, schema, calibrate, doctor):
     command.add_command(_subcommand)
 
 

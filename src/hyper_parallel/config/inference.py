@@ -26,8 +26,9 @@ class Sampling(Section):
     Keskar et al. 2019)."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """An answer ends before any of these strings. It also ends at the model's end-of-text tokens."""
-    logprobs: bool = False
-    """Return the log-probability of each token."""
+    logprobs: bool | Literal["drawn"] = False
+    """Return the log-probability of each token: under the model (`true`), or at the temperature at which it was drawn
+    (`drawn`)."""
 
 
 class Inference(Sampling):

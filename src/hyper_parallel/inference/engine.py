@@ -6,6 +6,7 @@ and values go to pages through `PagedCache`, attention is `paged_attention`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.pages import rows_of
 from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
+from hyper_parallel.inference.open_run import OpenRun
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.ragged_pass import (
     BLOCK,
@@ -44,6 +46,8 @@ from hyper_parallel.shard.sharded_model import is_sharded
 
 Fit = Callable[["Engine", Sequence[Request], Inference], Inference]
 """Settings that fit into memory, for some requests."""
+TextOf = Callable[[list[int]], str]
+"""The text of an answer's tokens."""
 Advance = Callable[[list[tuple[Running, Segment]]], object]
 
 
@@ -69,6 +73,8 @@ class Engine:
         """Chooses tokens. Several ranks that compute the same passes choose together."""
         self.around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context for each pass of `run`."""
+        self.taken: Callable[[Running, int, float | None], object] = lambda one, token, logprob: None
+        """Is told each token that a request gets, the one that ends it included, with its log-probability."""
         self.fit: Fit | None = None
         """Chooses `batch` and `pages` of a run, and places weights for it."""
         self.row_length: Callable[[Sequence[Segment]], int] = self._row_length
@@ -95,6 +101,18 @@ class Engine:
                     yield one.number, one.answer
             assert not scheduler.running, "a request that no pass has room for"
             assert not scheduler.waiting, "a request that was never admitted"
+
+    @contextmanager
+    def open_run(self, like: Sequence[Request], settings: Inference, text_of: TextOf) -> Iterator[OpenRun]:
+        """A run whose requests come one by one. `like`: as long as the longest that run at once, for which memory is
+        taken. Raises as `run`."""
+        if self.fit is not None:
+            settings = self.fit(self, like, settings)
+        with self.cache.run(like, settings) as (cache, scheduler):
+            scheduler.waiting.clear()
+            scheduler.row_length = self.row_length
+            scheduler.begin = lambda one, first: self._took(one, *first, text_of)
+            yield OpenRun(scheduler, lambda most: self._until_some_end(scheduler, cache, text_of, most))
 
     def replayed(self, texts: Sequence[list[int]], answer: int, *, exact: bool = True) -> list[Tensor]:
         """Float32 logits [answer + 1, V] behind each of the last tokens of each text, as generation computes them: all
@@ -148,11 +166,11 @@ class Engine:
                 self.model.set_experts_implementation(experts)
 
     def _until_some_end(
-        self, scheduler: Scheduler, cache: PagedCache, text_of: Callable[[list[int]], str]
+        self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf, passes: int | None = None
     ) -> list[Running]:
-        """Passes until requests end, and these; none when all have."""
+        """Passes until requests end, at most `passes`, and these; none when all have."""
         with self._generating(cache):
-            while True:
+            for number in itertools.count(1):
                 chosen = scheduler.next_pass()
                 ended, scheduler.ended = scheduler.ended, []
                 if chosen:
@@ -161,8 +179,9 @@ class Engine:
                     scheduler.passed(chosen)
                 for one in ended:
                     scheduler.end(one)
-                if ended or not chosen:
+                if ended or not chosen or number == passes:
                     return ended
+        raise AssertionError("passes are counted without end")
 
     def _advance(
         self,
@@ -214,6 +233,7 @@ class Engine:
     ) -> bool:
         """Add a token to an answer; whether the answer ends with it."""
         answer, sampling = one.answer, one.request.sampling
+        self.taken(one, token, logprob)
         if token in self.eos:
             answer.finish = "stop"
             answer.text = text_of(answer.tokens)

@@ -21,16 +21,18 @@ class Request:
     seed: int = 0
     row: int = 0
     sample: int = 0
+    answered: int = 0
+    """The last of `ids` that are its answer's first tokens already, behind which it goes on."""
 
     def pages(self, page: int) -> int:
         """Pages of its prompt and its longest answer but the last token, which is not read."""
-        return -(-(len(self.ids) + self.sampling.max_tokens - 1) // page)
+        return -(-(len(self.ids) - self.answered + self.sampling.max_tokens - 1) // page)
 
 
 @dataclass(kw_only=True)
 class Completion:
     """An answer: its token ids, its text, and the natural logarithm of each token's probability under the model (before
-    temperature and filters), where asked for."""
+    temperature and filters; or as `Sampling.logprobs` says), where asked for."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""

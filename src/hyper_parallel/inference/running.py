@@ -56,7 +56,8 @@ class Running:
         """A request that has not begun."""
         keys = keys_of(request.ids, page) if reuse else []
         tail = tail_key(request.ids[len(keys) * page :], keys) if reuse else None
-        return cls(number, request, page, list(request.ids), keys, tail)
+        answer = Completion(tokens=list(request.ids[len(request.ids) - request.answered :]))
+        return cls(number, request, page, list(request.ids), keys, tail, answer=answer)
 
     @property
     def prefilled(self) -> bool:

@@ -1,4 +1,4 @@
-"""A sample: one answer to a prompt, with what each of its tokens was drawn by."""
+"""Samples: answers to prompts, with what each of their tokens was drawn by. No torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,27 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One answer. The lists have an entry for each token of the answer, the token that ended it included."""
+class Prompted:
+    """One answer that a rollout is asked for."""
 
     ticket: int
     """Of its group: all answers to one prompt."""
     place: int
     """In its group."""
+    row: int
+    """Of the run's prompts, counted without end: token i is drawn by a function of (seed, row, place, i)."""
+    prompt: str | list[dict[str, Any]]
+    """Text, or the messages of a conversation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer. The lists have an entry for each token of the answer, the token that ended it included."""
+
+    ticket: int
+    place: int
+    row: int
+    """As the prompt's."""
     prompt: tuple[int, ...]
     """Token ids."""
     tokens: tuple[int, ...]
@@ -26,6 +40,8 @@ class Sample:
     """Whether the policy drew them: not the text that an environment appends."""
     ended: bool
     """By a token that ends answers; else it was cut at its longest length."""
+    text: str = ""
+    """Of the answer."""
     reward: float | None = None
     """None until it is known, and where it failed."""
     task: Mapping[str, Any] = field(default_factory=dict)
@@ -35,3 +51,9 @@ class Sample:
     def oldest(self) -> int:
         """The version of its oldest token."""
         return min(version for version, own in zip(self.versions, self.drawn, strict=True) if own)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sample:
+        """The inverse of `dataclasses.asdict`, from JSON, which has lists in place of tuples."""
+        lists = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return cls(**lists)

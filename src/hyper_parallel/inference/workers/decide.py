@@ -30,7 +30,8 @@ class Decide(Protocol):
 def decide(ready: Sequence[Running], logits: Tensor) -> list[Decision]:
     """The tokens that this process chooses."""
     greedy = logits.argmax(-1).tolist()
-    shares = logits.log_softmax(-1) if any(one.request.sampling.logprobs for one in ready) else None
+    wanted = any(one.request.sampling.logprobs for one in ready)
+    shares = (logits / _temperatures(ready, logits.device)).log_softmax(-1) if wanted else None
     found = list[Decision]()
     for place, one in enumerate(ready):
         sampling = one.request.sampling
@@ -43,6 +44,15 @@ def decide(ready: Sequence[Running], logits: Tensor) -> list[Decision]:
             (token, float(shares[place, token]) if shares is not None and sampling.logprobs else None)
         )
     return found
+
+
+def _temperatures(ready: Sequence[Running], device: torch.device) -> Tensor:
+    """At which log-probabilities are wanted, fp32 [len(ready), 1]."""
+    own = [one.request.sampling for one in ready]
+    return torch.tensor(
+        [[one.temperature if one.logprobs == "drawn" and one.temperature > 0 else 1.0] for one in own],
+        device=device,
+    )
 
 
 class DecideTogether:

@@ -6,6 +6,18 @@
 from hyper_parallel.shard.loss.causal_lm import causal_lm_loss
 from hyper_parallel.shard.loss.forward import logits_of
 from hyper_parallel.shard.loss.root import apply_loss
+from hyper_parallel.shard.loss.token_loss import token_logprobs, token_loss
+from hyper_parallel.shard.loss.token_objective import TokenObjective
 from hyper_parallel.shard.loss.vocab_parallel_cross_entropy import IGNORED, cross_entropy_sum, valid_tokens
 
-__all__ = ["IGNORED", "apply_loss", "causal_lm_loss", "cross_entropy_sum", "logits_of", "valid_tokens"]
+__all__ = [
+    "IGNORED",
+    "TokenObjective",
+    "apply_loss",
+    "causal_lm_loss",
+    "cross_entropy_sum",
+    "logits_of",
+    "token_logprobs",
+    "token_loss",
+    "valid_tokens",
+]

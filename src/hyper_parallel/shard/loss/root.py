@@ -25,7 +25,8 @@ from hyper_parallel.shard.lora_adapters import base_of, without_adapters
 from hyper_parallel.shard.loss.chunked import chunked_sum
 from hyper_parallel.shard.loss.forward import logits_in
 from hyper_parallel.shard.loss.head import split_logits
-from hyper_parallel.shard.loss.vocab_parallel_cross_entropy import cross_entropy_sum
+from hyper_parallel.shard.loss.token_objective import TokenObjective
+from hyper_parallel.shard.loss.vocab_parallel_cross_entropy import cross_entropy_sum, log_probabilities
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.model_structure import dim_of_features
 from hyper_parallel.shard.plan.types import Plan
@@ -48,6 +49,8 @@ class Request:
     options: LossConfig
     micro_batches: int
     """In the step."""
+    objective: TokenObjective | None = None
+    """Takes the place of the cross-entropy."""
 
 
 class LossRoot:
@@ -68,6 +71,8 @@ class LossRoot:
         linear = base_of(head)
         self._size = int(linear.weight.shape[dim_of_features(linear, output=True)])  # type: ignore[index, union-attr]
         self._request: Request | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        """The objective's, [N] each, of this rank's positions."""
         self._instead: Callable[[Any], Any] | None = None
         self._output: Any = None
 
@@ -89,7 +94,10 @@ class LossRoot:
         """The wrapper of the root."""
         if self._request is None:
             return forward(*args, **kwargs)
-        labels_N = (self._cut or _same)(self._request.labels).flatten()
+        cut = self._cut or _same
+        labels_N = cut(self._request.labels).flatten()
+        objective = self._request.objective
+        self._inputs = () if objective is None else tuple(cut(one).flatten() for one in objective.inputs)
         with contextlib.ExitStack() as stack:
             if self._axis is not None:
                 stack.enter_context(split_logits(self._head))
@@ -97,7 +105,7 @@ class LossRoot:
             if chunk is None:
                 logits = logits_in(forward(*args, **kwargs))
                 with phase("loss"):
-                    loss = self._loss(logits, labels_N)
+                    loss = self._loss(logits, labels_N, 0, labels_N.size(0))
             else:
                 loss = self._in_chunks(lambda: logits_in(forward(*args, **kwargs)), labels_N, chunk)
         handle = sharded(self._model)
@@ -123,12 +131,22 @@ class LossRoot:
             chunk = 1 << max(CHUNK_LOGITS // local, 1).bit_length() - 1
         return chunk if chunk < positions else None
 
-    def _loss(self, logits: Tensor, labels_N: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, labels_N: Tensor, start: int, stop: int) -> Tensor:
+        """Of the positions from `start` to `stop` - 1, whose logits these are."""
         request = self._request
         assert request is not None
+        if request.objective is not None:
+            temperature = request.objective.temperature
+            logprobs_N = log_probabilities(
+                logits.flatten(0, -2) if temperature == 1 else logits.flatten(0, -2).float() / temperature,
+                labels_N[start:stop],
+                vocabulary=self._axis,
+                size=self._size,
+            )
+            return request.objective(logprobs_N, *(one[start:stop] for one in self._inputs))
         total = cross_entropy_sum(
             logits.flatten(0, -2),
-            labels_N,
+            labels_N[start:stop],
             vocabulary=self._axis,
             size=self._size,
             label_smoothing=request.options.label_smoothing,
@@ -149,7 +167,7 @@ class LossRoot:
 
             def loss(hidden_1CH: Tensor, start: int, stop: int) -> Tensor:
                 self._instead = lambda output: _with_hidden(output, hidden_1CH)
-                return self._loss(logits(), labels_N[start:stop])
+                return self._loss(logits(), labels_N, start, stop)
 
             with phase("loss"):
                 return chunked_sum(loss, _hidden(self._output).flatten(0, 1), self._weights(), chunk)

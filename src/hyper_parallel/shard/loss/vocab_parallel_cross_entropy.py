@@ -52,11 +52,26 @@ def cross_entropy_sum(
     A label outside the vocabulary is an error where the vocabulary is whole, and makes the loss NaN where it is split,
     since no rank can detect it without waiting for the device.
     """
+    axis, whole = _split(logits_NV, vocabulary, size)
+    total: Tensor = _CrossEntropy.apply(logits_NV, labels_N, axis, whole, label_smoothing, z_loss, True)
+    return total if positions is None else positions.reduce(total)
+
+
+def log_probabilities(
+    logits_NV: Tensor, labels_N: Tensor, *, vocabulary: Axis | None = None, size: int | None = None
+) -> Tensor:
+    """The natural logarithm of the probability of each label: fp32 [N], or fp64 for fp64 logits; 0 where a label is
+    -100. The arguments are those of `cross_entropy_sum`."""
+    axis, whole = _split(logits_NV, vocabulary, size)
+    loss_N: Tensor = _CrossEntropy.apply(logits_NV, labels_N, axis, whole, 0.0, 0.0, False)
+    return -loss_N
+
+
+def _split(logits_NV: Tensor, vocabulary: Axis | None, size: int | None) -> tuple[Axis | None, int]:
+    """The axis that splits the vocabulary, None where it is whole, and the size of all of it."""
     axis = vocabulary if vocabulary is not None and vocabulary.size > 1 else None
     assert axis is None or size is not None, "the size of a vocabulary that is split"
-    whole = size if size is not None and axis is not None else logits_NV.size(-1)
-    total: Tensor = _CrossEntropy.apply(logits_NV, labels_N, axis, whole, label_smoothing, z_loss)
-    return total if positions is None else positions.reduce(total)
+    return axis, size if size is not None and axis is not None else logits_NV.size(-1)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -71,6 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
         size: int,
         smoothing: float,
         z_loss: float,
+        summed: bool,
     ) -> Tensor:
         x_NV, valid_N = _arithmetic(logits_NV), labels_N != IGNORED
         here_N, at_N1 = _owned(labels_N, valid_N, axis, size)
@@ -88,7 +104,8 @@ class _CrossEntropy(torch.autograd.Function):
             loss_N = loss_N + z_loss * lse_N.square()
         ctx.save_for_backward(logits_NV, lse_N, valid_N, here_N, at_N1)
         ctx.axis, ctx.size, ctx.smoothing, ctx.z_loss = axis, size, smoothing, z_loss
-        return loss_N.masked_fill(~valid_N, 0).sum()
+        loss_N = loss_N.masked_fill(~valid_N, 0)
+        return loss_N.sum() if summed else loss_N
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def,override]
@@ -105,7 +122,7 @@ class _CrossEntropy(torch.autograd.Function):
         padded = _padded(p_NV, ctx.axis)
         padded.scatter_add_(-1, at_N1, target_N.to(padded.dtype).unsqueeze(-1))
         p_NV = padded.narrow(-1, 0, logits_NV.size(-1)) if padded is not p_NV else p_NV
-        return p_NV.to(logits_NV.dtype), None, None, None, None, None
+        return p_NV.to(logits_NV.dtype), None, None, None, None, None, None
 
 
 def _arithmetic(x: Tensor) -> Tensor:

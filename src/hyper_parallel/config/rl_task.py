@@ -1,0 +1,63 @@
+"""`task` and `warmup` sections: prompts, what an answer is worth, and supervised training before."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from hyper_parallel.config.train import AdamWConfig, OptimizerConfig
+from hyper_parallel.strategy.section import PathText, Section
+
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+
+
+class TaskConfig(Section):
+    """Prompts and rewards: a synthetic task by its name, or a file."""
+
+    name: str | None = None
+    """A task whose prompts are computed: `sort` and others (docs/rl-rewards.md)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Of the task, such as `digits`."""
+    prompts: PathText | None = None
+    """A JSONL file: each row has `prompt` (or `messages`), and what the reward needs, such as `answer`."""
+    held_out: PathText | None = None
+    """The same, for evaluation."""
+    reward: str = "exact_match"
+    """`exact_match`, `math`, `code`, or a function of yours: `package.module:function` or `file.py:function`."""
+    time_limit: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds for one reward."""
+    workers: PositiveInt = 1
+    """Processes that compute rewards."""
+    shuffle_rewards: bool = False
+    """Give rewards to other answers than they belong to: a control, with which nothing can be learnt."""
+
+    @model_validator(mode="after")
+    def _named(self) -> TaskConfig:
+        if (self.name is None) == (self.prompts is None):
+            raise ValueError("give 'name', a synthetic task, or 'prompts', a file; one of them")
+        return self
+
+
+class WarmupConfig(Section):
+    """Supervised training on the task's answers before the first step."""
+
+    steps: PositiveInt = 1000
+    """At most so many."""
+    batch: PositiveInt = 128
+    """Prompts of each."""
+    until: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Ends as soon as drawn answers to held-out prompts are right this often."""
+    every: PositiveInt = 15
+    """Steps between two such looks."""
+    optimizer: OptimizerConfig = AdamWConfig(lr=1e-3, weight_decay=0.0)
+    """Its own, at a constant rate."""
+
+
+class RLEvalConfig(Section):
+    """Evaluation on held-out prompts, before the first step and after the last one."""
+
+    every: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Also after each so many steps; 0: not."""
+    prompts: PositiveInt = 256
+    """Prompts, always the same ones, each answered once at the temperature of `rl` and once greedily."""

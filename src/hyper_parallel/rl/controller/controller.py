@@ -1,0 +1,356 @@
+"""The loop of reinforcement learning: what starts, what is trained, and what weights rollouts generate with.
+
+A turn of the loop sends every idle group its next list and then waits for the first answer, of a group or a reward:
+
+    rollout   [install weights that arrived, begin to receive newer ones, generate: new prompts, at most `chunk` passes]
+    actor     [train on a batch, send the weights]      as soon as the queue has a batch
+
+How far generation may run ahead of training is the queue's to say (`rl.queue`): with `staleness: 0` a batch starts after
+the one before it was trained, and the same loop is synchronous.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.errors import GroupError
+from hyper_parallel.launch.roles.interface import Future, wait_any
+from hyper_parallel.rl.controller.batch_report import BatchReport
+from hyper_parallel.rl.controller.groups_under_way import AnswerGroup
+from hyper_parallel.rl.controller.prompts import Prompts, prompt_of
+from hyper_parallel.rl.controller.scorer import Scorer
+from hyper_parallel.rl.controller.weight_sync import WeightSync
+from hyper_parallel.rl.controller.workers import RoleGroup, do
+from hyper_parallel.rl.losses.groups import has_reward_variance
+from hyper_parallel.rl.queue import StalenessQueue
+from hyper_parallel.rl.sample import Prompted, Sample
+
+class GroupLost(Exception):
+    """Workers of a group died, or did not answer in time."""
+
+    def __init__(self, group: RoleGroup, problem: str) -> None:
+        super().__init__(problem)
+        self.group = group
+
+
+class LinkLost(Exception):
+    """Weights could not be brought to a rollout whose workers are alive."""
+
+    def __init__(self, rollout: RoleGroup, problem: str | None) -> None:
+        super().__init__(problem)
+        self.rollout = rollout
+
+
+POLL_S = 0.05
+"""Between looks for rewards while groups compute."""
+
+
+@dataclass
+class _List:
+    """A list under way."""
+
+    future: Future
+    since: float
+    ended: Callable[[list[Any]], None]
+
+
+@dataclass
+class LoopState:
+    """How far a run is: what a checkpoint has."""
+
+    step: int = 0
+    version: int = 0
+    next_row: int = 0
+    again: list[int] = field(default_factory=list)
+    """Rows that started and were lost with their workers, to be started again."""
+    tokens: int = 0
+    """Drawn in all samples that were trained."""
+
+
+class Controller:
+    """One run's loop. Its groups are ready and have their weights."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        groups: list[RoleGroup],
+        weights: WeightSync,
+        prompts: Prompts,
+        scorer: Scorer,
+        state: LoopState,
+        queue: StalenessQueue[list[Sample]],
+        trained: Callable[[BatchReport], None],
+    ) -> None:
+        """`trained` is told each batch that was trained, before anything else starts."""
+        self._config, self._rl = config, config.rl
+        self._actor = groups[0]
+        self._rollouts = [one for one in groups if one.has("rollout")]
+        self._reference = next((one for one in groups if one.has("reference")), None)
+        self._weights, self._prompts, self._scorer = weights, prompts, scorer
+        self._trained = trained
+        self.state, self.queue = state, queue
+        self._lists: dict[str, _List] = {}
+        self._waiting: dict[str, deque[AnswerGroup]] = {one.name: deque() for one in self._rollouts}
+        """Groups of answers that a rollout is given with its next list."""
+        self._under_way: dict[int, AnswerGroup] = {}
+        self._rows: dict[int, int] = {}
+        """Of tickets that have not been trained."""
+        self._arrived: dict[str, bool] = {}
+        self._dropped: dict[str, list[int]] = {one.name: [] for one in self._rollouts}
+        self._steps = 0
+
+    def run(self, steps: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Train until so many steps are done, or `stop` says so; then every group is idle.
+
+        Raises GroupLost where workers died, and what a list raised otherwise.
+        """
+        self._steps = steps
+        while self.state.step < steps and not stop():
+            self._start_training()
+            for rollout in self._rollouts:
+                if rollout.name not in self._lists:
+                    self._generate(rollout)
+            self._wait()
+        self.settle()
+
+    @property
+    def rows_under_way(self) -> list[int]:
+        """Rows that have started and have no rewards yet."""
+        return sorted(one.row for one in self._under_way.values())
+
+    def settle(self) -> None:
+        """Wait for the lists under way."""
+        while self._lists:
+            wait_any([one.future for one in self._lists.values()])
+            self._take_ended()
+
+    def forget(self, group: RoleGroup) -> None:
+        """A group of workers was lost: what it had under way starts again elsewhere, or after its restart."""
+        self._lists.pop(group.name, None)
+        for ticket in [one.ticket for one in self._under_way.values() if one.rollout == group.name]:
+            lost = self._under_way.pop(ticket)
+            # Answers that have ended and wait for their reward alone are not lost.
+            self.queue.fail(ticket, lost.tokens)
+            self.state.again.append(self._rows.pop(ticket))
+        self.state.again.sort()
+        if group.name in self._waiting:
+            self._waiting[group.name].clear()
+            self._dropped[group.name].clear()
+            self._arrived.pop(group.name, None)
+
+    def _admit(self, rollout: RoleGroup) -> None:
+        """New groups of answers for a rollout that has room for them."""
+        role, rl = self._config.roles.rollouts, self._rl
+        busy = sum(
+            one.size - len(one.samples) for one in self._under_way.values() if one.rollout == rollout.name
+        )
+        room = max(0, role.batch * role.strategy.axes.replicate - busy)
+        left = (self._steps - self.state.step) * rl.prompts - self.queue.outstanding
+        share = -(-rl.prompts // len(self._rollouts))
+        count = min(-(-room // rl.group), share, self.queue.admissible(rollout.version), max(0, left))
+        for ticket in self.queue.start(count, rollout.version):
+            row = self._next_row()
+            group = AnswerGroup(ticket, row, self._prompts[row], rollout.name, rl.group)
+            self._under_way[ticket] = group
+            self._rows[ticket] = row
+            self._waiting[rollout.name].append(group)
+
+    def _next_row(self) -> int:
+        if self.state.again:
+            return self.state.again.pop(0)
+        self.state.next_row += 1
+        return self.state.next_row - 1
+
+    def _generate(self, rollout: RoleGroup) -> None:
+        """Send a rollout its next list, if there is anything to do."""
+        name = rollout.name
+        begin = self._weights.before_generating(
+            rollout, arrived=self._arrived.pop(name, False), idle=not self._works(name)
+        )
+        told = len(begin)
+        self._admit(rollout)
+        new = [
+            Prompted(ticket=one.ticket, place=place, row=one.row, prompt=prompt_of(one.task))
+            for one in self._waiting[name]
+            for place in range(one.size)
+        ]
+        self._waiting[name].clear()
+        if not begin and not self._works(name):
+            return
+        if dropped := self._dropped[name]:
+            begin = [*begin, do("drop", tickets=list(dropped))]
+            dropped.clear()
+        instructions = [*begin, do("generate", new=new, passes=self._rl.chunk)]
+        receiving = self._weights.receiving(rollout)
+        if receiving:
+            instructions.append(do("arrived", link=name))
+
+        def ended(results: list[Any]) -> None:
+            problem = next((one for rank in results for one in rank[:told] if one is not None), None)
+            for rank in results:
+                for sample in rank[len(begin)]:
+                    self._answered(sample)
+            if problem is not None:
+                raise LinkLost(rollout, problem)
+            if receiving:
+                self._arrived[name] = all(rank[-1] for rank in results)
+
+        self._send(rollout, instructions, ended)
+
+    def _works(self, name: str) -> bool:
+        """Whether a rollout has answers to generate."""
+        return any(one.rollout == name and len(one.samples) < one.size for one in self._under_way.values())
+
+    def _answered(self, sample: Sample) -> None:
+        group = self._under_way.get(sample.ticket)
+        if group is None:
+            return  # it was dropped
+        group.add(sample)
+        self._scorer.submit(sample, group.task)
+
+    def _scored(self, ticket: int, place: int, reward: float | None) -> None:
+        group = self._under_way.get(ticket)
+        if group is None:
+            return
+        group.score(place, reward)
+        if not group.complete:
+            return
+        del self._under_way[ticket]
+        if self._rl.drops_equal and not has_reward_variance(group.rewards):
+            self.queue.refuse(ticket, group.tokens)
+            del self._rows[ticket]
+            return
+        if not self.queue.finish(ticket, group.in_order, group.oldest, group.tokens):
+            del self._rows[ticket]
+
+    def _start_training(self) -> None:
+        """Train on a batch, if there is one and the actor is free."""
+        first = self._reference or self._actor
+        if {self._actor.name, first.name} & self._lists.keys() or not self.queue.ready():
+            return
+        if ends := self._weights.before_training():
+            self._send(self._actor, ends, self._sends_ended)
+            return
+        groups = self.queue.take()
+        # In the order of rows, so that a batch does not depend on when its parts started.
+        groups.sort(key=lambda group: group[0].row)
+        samples = self._shuffled([sample for group in groups for sample in group])
+        if self._reference is None:
+            self._train(samples, None)
+        else:
+            self._send(
+                self._reference,
+                [do("score", samples=samples)],
+                lambda results: self._train(samples, results[0][0]),
+            )
+
+    def _sends_ended(self, results: list[Any]) -> None:
+        """All of them, on all ranks."""
+        problems = [next((rank[at] for rank in results if rank[at]), None) for at in range(len(results[0]))]
+        broken = self._weights.sends_ended(problems)
+        if broken:
+            raise LinkLost(broken[0], next(filter(None, problems)))
+
+    def _train(self, samples: list[Sample], reference: Any) -> None:
+        version = self.state.version + self._rl.minibatches
+        sends = self._weights.after_training(version)
+        since = time.monotonic()
+
+        def ended(results: list[Any]) -> None:
+            problems = [
+                next((rank[1 + at] for rank in results if rank[1 + at]), None) for at in range(len(sends))
+            ]
+            broken = self._weights.sent(version, problems)
+            self._was_trained(samples, version, results[0][0], time.monotonic() - since)
+            if broken:
+                raise LinkLost(broken[0], next(filter(None, problems)))
+
+        self._send(self._actor, [do("train", samples=samples, reference=reference), *sends], ended)
+
+    def _was_trained(
+        self, samples: list[Sample], version: int, metrics: dict[str, float], seconds: float
+    ) -> None:
+        staleness = [version - 1 - one.oldest for one in samples]
+        assert all(0 <= one <= self.queue.bound for one in staleness), "the bound on staleness"
+        self.state.version = version
+        self.state.step += 1
+        self.state.tokens += sum(sum(one.drawn) for one in samples)
+        self.queue.trained(version)
+        for ticket in {one.ticket for one in samples}:
+            del self._rows[ticket]
+        for ticket in self.queue.expired():
+            self._expire(ticket)
+        self._trained(
+            BatchReport(
+                step=self.state.step,
+                samples=samples,
+                metrics=metrics,
+                staleness=staleness,
+                train_s=seconds,
+                group=self._rl.group,
+                counters=self.queue.counters,
+                failed_rewards=self._scorer.failed,
+            )
+        )
+
+    def _expire(self, ticket: int) -> None:
+        """Give up a group of answers that cannot be trained within the bound any more."""
+        group = self._under_way.pop(ticket)
+        self.queue.fail(ticket, group.tokens)
+        del self._rows[ticket]
+        if group in self._waiting[group.rollout]:
+            self._waiting[group.rollout].remove(group)
+        else:
+            self._dropped[group.rollout].append(ticket)
+
+    def _shuffled(self, samples: list[Sample]) -> list[Sample]:
+        """With `task.shuffle_rewards`: each reward at another answer of the batch."""
+        if not self._config.task.shuffle_rewards:
+            return samples
+        import random
+
+        order = list(range(len(samples)))
+        random.Random(f"{self._config.seed}:{self.state.step}").shuffle(order)
+        return [
+            replace(one, reward=samples[other].reward) for one, other in zip(samples, order, strict=True)
+        ]
+
+    def _send(self, group: RoleGroup, instructions: list[Any], ended: Callable[[list[Any]], None]) -> None:
+        future = group.call(instructions, self.state.step + 1)
+        self._lists[group.name] = _List(future, time.monotonic(), ended)
+
+    def _wait(self) -> None:
+        """Until a list ends or a reward comes; and take all that have."""
+        assert self._lists or self._scorer.pending, (
+            f"nothing runs at step {self.state.step}: {self.queue.outstanding} groups outstanding, "
+            f"{len(self._under_way)} under way"
+        )
+        if self._lists:
+            wait_any(
+                [one.future for one in self._lists.values()], POLL_S if self._scorer.pending else None
+            )
+        for ticket, place, reward in self._scorer.results(0.0 if self._lists else POLL_S):
+            self._scored(ticket, place, reward)
+        self._take_ended()
+
+    def _take_ended(self) -> None:
+        for name, one in list(self._lists.items()):
+            if name not in self._lists or not one.future.done():
+                continue
+            del self._lists[name]
+            group = self._group(name)
+            group.busy_s += time.monotonic() - one.since
+            try:
+                results = one.future.result()
+            except GroupError as error:
+                raise GroupLost(group, str(error)) from error
+            one.ended(results)
+
+    def _group(self, name: str) -> RoleGroup:
+        known = [self._actor, *self._rollouts, *([self._reference] if self._reference else [])]
+        return next(one for one in known if one.name == name)

@@ -1,0 +1,52 @@
+"""Evaluation: rewards of answers to held-out prompts, drawn at the run's temperature and greedy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.rl.controller.prompts import prompt_of
+from hyper_parallel.rl.controller.scorer import Scorer
+from hyper_parallel.rl.controller.workers import RoleGroup
+
+SEED = 2**31
+"""Added to the run's seed: held-out answers are drawn by other numbers than training's."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Mean rewards of held-out prompts."""
+
+    sampled: float
+    greedy: float
+    prompts: int
+
+
+def evaluate(
+    config: RLConfig, rollout: RoleGroup, rows: Sequence[Mapping[str, Any]], scorer: Scorer, step: int
+) -> Accuracy:
+    """With the rollout's weights as they are; it is idle, and no reward is pending."""
+    sampled = mean_reward(config, rollout, rows, scorer, step, config.rl.temperature)
+    return Accuracy(sampled, mean_reward(config, rollout, rows, scorer, step, 0.0), len(rows))
+
+
+def mean_reward(
+    config: RLConfig,
+    rollout: RoleGroup,
+    rows: Sequence[Mapping[str, Any]],
+    scorer: Scorer,
+    step: int,
+    temperature: float,
+) -> float:
+    """Of one answer to each prompt; one without a reward counts 0."""
+    answers = rollout.ask(
+        step,
+        "answer",
+        prompts=[prompt_of(one) for one in rows],
+        temperature=temperature,
+        seed=config.seed + SEED,
+    )
+    return statistics.fmean(reward or 0.0 for reward in scorer.all_of(answers, rows))

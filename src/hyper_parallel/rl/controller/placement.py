@@ -1,0 +1,81 @@
+"""Which groups of workers a run has: roles with the same devices share one, copies of the rollout have one each."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.strategy import Strategy
+
+Role = Literal["actor", "rollout", "reference", "critic"]
+HOST = "hyper_parallel.rl.roles.host:RoleHost"
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One group."""
+
+    name: str
+    roles: tuple[Role, ...]
+    devices: tuple[int, ...]
+    strategy: Strategy
+    """Whose axes multiply to the number of its workers."""
+    threads: int | None
+
+
+def groups_of(config: RLConfig) -> list[GroupPlan]:
+    """The groups, the actor's first."""
+    roles, rollout = config.roles, config.roles.rollouts
+    shared: list[Role] = ["actor"]
+    if config.rl.algorithm == "ppo":
+        shared.append("critic")
+    apart: list[GroupPlan] = []
+    if rollout.devices == roles.actor.devices:
+        shared.append("rollout")
+    else:
+        size = rollout.strategy.world
+        copies = [rollout.devices[at : at + size] for at in range(0, len(rollout.devices), size)]
+        apart += [
+            GroupPlan(f"rollout-{number}", ("rollout",), devices, _axes_of(rollout.strategy), rollout.threads)
+            for number, devices in enumerate(copies)
+        ]
+    if config.rl.kl:
+        reference = roles.references
+        if reference.devices == roles.actor.devices:
+            shared.append("reference")
+        else:
+            apart.append(
+                GroupPlan(
+                    "reference", ("reference",), reference.devices, reference.strategy, reference.threads
+                )
+            )
+    actor = GroupPlan("actor", tuple(shared), roles.actor.devices, roles.actor.strategy, roles.actor.threads)
+    return [actor, *apart]
+
+
+def launch_of(config: RLConfig, plan: GroupPlan, workers: int) -> RoleLaunch:
+    """How a group is started. `workers`: of all groups, which share this machine's cores."""
+    threads = plan.threads or config.launch.threads or max(1, _cores() // workers)
+    settings: dict[str, Any] = {"run": config.model_dump(mode="json"), "roles": list(plan.roles)}
+    return RoleLaunch(
+        name=plan.name,
+        out=config.out,
+        host=HOST,
+        settings=settings,
+        launch=config.launch.model_copy(update={"threads": threads, "workers": None}),
+        strategy=plan.strategy,
+        devices=plan.devices if config.launch.device != "cpu" else (),
+        model_type=str(config.model.config["model_type"]) if config.model.config is not None else None,
+    )
+
+
+def _axes_of(strategy: Strategy) -> Strategy:
+    """The axes alone, as `Strategy` has them: a rollout's memory is not a training step's."""
+    return Strategy(axes=strategy.axes)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

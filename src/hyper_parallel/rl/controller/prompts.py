@@ -1,0 +1,60 @@
+"""The run's prompts, counted without end: row r is a function of the seed and r alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.rl.environments.task_file import read_tasks
+from hyper_parallel.rl.environments.tasks import tasks
+
+Row = Mapping[str, Any]
+
+
+class Prompts:
+    """Training prompts in their order, and the held-out ones. Raises DataError, ConfigError."""
+
+    def __init__(self, config: RLConfig) -> None:
+        self._config, task = config, config.task
+        self._rows: list[Row] | None = None
+        """Of a file."""
+        self.held_out: list[Row] = []
+        """Of an evaluation; empty where the file has none."""
+        count = config.eval.prompts
+        if task.name is not None:
+            self.held_out = tasks(task.name, config.seed, "held-out", count, **task.settings)
+            return
+        assert task.prompts is not None, "checked by the config"
+        self._rows = read_tasks(Path(task.prompts).expanduser())
+        if task.held_out is not None:
+            self.held_out = read_tasks(Path(task.held_out).expanduser())[:count]
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def __getitem__(self, row: int) -> Row:
+        return self.between(row, row + 1)[0]
+
+    def between(self, first: int, end: int) -> list[Row]:
+        """Rows `first` to `end` - 1."""
+        task = self._config.task
+        if self._rows is None:
+            assert task.name is not None
+            return tasks(task.name, self._config.seed, "train", end - first, first=first, **task.settings)
+        size = len(self._rows)
+        return [self._rows[self._order(row // size)[row % size]] for row in range(first, end)]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        assert self._rows is not None
+        order = list(range(len(self._rows)))
+        random.Random(f"{self._config.seed}:{epoch}").shuffle(order)
+        return order
+
+
+def prompt_of(row: Row) -> str | list[dict[str, Any]]:
+    """The text or the messages."""
+    found = row["prompt"] if "prompt" in row else row["messages"]
+    assert isinstance(found, str | list)
+    return found

@@ -1,0 +1,128 @@
+"""What a run writes: trackers, samples, and lines for the person who follows it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.rl.controller.batch_report import WIDE_GAP, BatchReport
+from hyper_parallel.rl.controller.evaluation import Accuracy
+
+SAMPLES = "samples.jsonl"
+"""A line for each answer of the first group of each batch."""
+_LINES = 20
+"""About how many lines a run prints."""
+_QUIET_S = 15.0
+"""The longest time without one."""
+
+
+class Recorder:
+    """Of one run. Trackers are opened by `open`."""
+
+    def __init__(self, config: RLConfig, told: Callable[[str], None]) -> None:
+        self._config, self._told = config, told
+        self._trackers: Any = None
+        self._samples: Any = None
+        self._last, self._last_step = time.monotonic(), 0
+        self._begun, self._busy = time.monotonic(), dict[str, float]()
+        self._warned = False
+
+    def open(self, step: int) -> None:
+        """From this step on; what was recorded of later ones is void."""
+        # Imports torch for TensorBoard: after the workers were started.
+        from hyper_parallel.train.trackers import RunInfo, build_trackers
+
+        self.close()
+        out = Path(self._config.out)
+        info = RunInfo(out=out, config=self._config.model_dump(mode="json"), start=step)
+        self._trackers = build_trackers(self._config.trackers, info)
+        path = out / SAMPLES
+        kept = _lines_up_to(path, step)
+        path.write_text("".join(kept), encoding="utf-8")
+        self._samples = path.open("a", encoding="utf-8")
+        self._begun = self._last = time.monotonic()
+        self._last_step = step
+
+    def note(self, line: str) -> None:
+        """One line."""
+        self._told(line)
+
+    def warm_up(self, step: int, loss: float, right: float | None) -> None:
+        """After some supervised steps."""
+        told = "" if right is None else f"   right {right:.3f} (sampled, held out)"
+        self._told(f"warm-up {step:4d}   loss {loss:.3f}{told}")
+
+    def batch(self, report: BatchReport, busy: Mapping[str, float]) -> None:
+        """A trained batch. `busy`: seconds for which each group has worked until now."""
+        now = time.monotonic()
+        record = report.record()
+        elapsed = max(now - self._begun, 1e-9)
+        for name, seconds in busy.items():
+            record[f"busy_{name}"] = (seconds - self._busy.get(name, 0.0)) / elapsed
+        record["step_s"] = elapsed
+        self._begun, self._busy = now, dict(busy)
+        self._trackers.log(report.step, record)
+        for one in report.samples[: report.group]:
+            line = {
+                "step": report.step,
+                "prompt": one.task.get("prompt", one.task.get("messages")),
+                "answer": one.text,
+                "reward": one.reward,
+                "versions": [min(one.versions), max(one.versions)],
+                "tokens": len(one.tokens),
+            }
+            self._samples.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._samples.flush()
+        gap = record.get("behaviour_gap", 0.0)
+        if gap > WIDE_GAP and not self._warned:
+            self._warned = True
+            self._told(
+                f"step {report.step}: the log-probabilities of rollout and trainer differ by {gap:.2f} nats per token, "
+                f"and above {WIDE_GAP} runs were seen to fall apart; lower rl.optimizer.lr or rl.staleness"
+            )
+        steps = self._config.rl.steps
+        due = report.step % max(1, steps // _LINES) == 0 or report.step in (1, steps)
+        if due or now - self._last > _QUIET_S:
+            done = report.step - self._last_step
+            seconds = (now - self._last) / max(done, 1)
+            self._last, self._last_step = now, report.step
+            self._told(
+                f"step {report.step:4d}/{steps}   reward {report.reward:.3f}   length {record['response_length']:.1f}   "
+                f"staleness {record['staleness_mean']:.1f}   equal groups {record['groups_without_variance']:.0f}   "
+                f"{seconds:.2f} s/step"
+            )
+
+    def evaluation(self, step: int, found: Accuracy) -> None:
+        """Of held-out prompts."""
+        if self._trackers is not None:
+            self._trackers.log(step, {f"eval_{key}": float(value) for key, value in asdict(found).items()})
+        self._told(
+            f"step {step:4d}   held out: reward {found.sampled:.3f} sampled, {found.greedy:.3f} greedy "
+            f"({found.prompts} prompts)"
+        )
+
+    def close(self) -> None:
+        """Write what is held back."""
+        if self._trackers is not None:
+            self._trackers.close()
+            self._samples.close()
+            self._trackers = self._samples = None
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """Of a run that goes on: those of the steps until then."""
+    if step == 0 or not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off by a crash
+    return kept

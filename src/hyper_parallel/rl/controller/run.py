@@ -1,0 +1,317 @@
+"""One run: groups of workers, warm-up, the loop, evaluation, checkpoints, and what happens when workers are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.errors import GroupError, WeightsError
+from hyper_parallel.launch.folder import RunFolder
+from hyper_parallel.launch.roles.interface import Engine
+from hyper_parallel.launch.roles.local import LocalEngine
+from hyper_parallel.launch.run_lock import run_lock
+from hyper_parallel.rl.controller.batch_report import BatchReport
+from hyper_parallel.rl.controller.controller import Controller, GroupLost, LinkLost, LoopState
+from hyper_parallel.rl.controller.evaluation import Accuracy, evaluate
+from hyper_parallel.rl.controller.placement import groups_of
+from hyper_parallel.rl.controller.prompts import Prompts
+from hyper_parallel.rl.controller.recorder import Recorder
+from hyper_parallel.rl.controller.scorer import Scorer
+from hyper_parallel.rl.controller.warm_up import warm_up
+from hyper_parallel.rl.controller.weight_sync import WeightSync
+from hyper_parallel.rl.controller.workers import RoleGroup
+from hyper_parallel.rl.queue import StalenessQueue
+from hyper_parallel.rl.sample import Sample
+
+REFERENCE = "reference"
+"""The folder of the reference model in a run's folder, where the policy was warmed up before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLSummary:
+    """What came of a run."""
+
+    out: str
+    steps: int
+    stopped: bool
+    resumed_from: int | None
+    before: Accuracy | None
+    """Of held-out prompts, before the first step."""
+    after: Accuracy | None
+    seconds: float
+    """Of this start, without the workers'."""
+    tokens: int
+    """Drawn in what was trained."""
+    restarts: int
+    """Of groups of workers that were lost."""
+    failed_rewards: int
+    checkpoint: str | None
+
+
+def run(
+    config: RLConfig,
+    *,
+    folder: Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    engine: Callable[[], Engine] = LocalEngine,
+    told: Callable[[str], None] = lambda line: None,
+) -> RLSummary:
+    """Run what a file declares. `folder`: of the file, where a reward's file is looked for. `stop`: asked between
+    steps. `told`: is given lines about the run.
+
+    Raises ConfigError, DataError, StrategyError and the like for what the file asks for, GroupError where workers were
+    lost more often than `roles.restarts`.
+    """
+    prompts = Prompts(config)
+    with (
+        run_lock(config.out),
+        Scorer(config.task, folder) as scorer,
+        engine() as workers,
+        contextlib.closing(Recorder(config, told)) as recorder,
+    ):
+        RunFolder(config.out).make()
+        return _Run(config, prompts, scorer, workers, recorder, stop).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        config: RLConfig,
+        prompts: Prompts,
+        scorer: Scorer,
+        engine: Engine,
+        recorder: Recorder,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._config, self._prompts, self._scorer = config, prompts, scorer
+        self._recorder, self._stop = recorder, stop
+        plans = groups_of(config)
+        workers = len({device for plan in plans for device in plan.devices})
+        recorder.note(
+            "starting "
+            + ", ".join(f"{plan.name} ({len(plan.devices)} worker{'s' * (len(plan.devices) > 1)})" for plan in plans)
+        )
+        self._groups = [RoleGroup(engine, config, plan, workers) for plan in plans]
+        self._actor = self._groups[0]
+        self._rollouts = [one for one in self._groups if one.has("rollout")]
+        self._reference = next((one for one in self._groups if one.has("reference")), None)
+        self._weights = WeightSync(self._actor, self._rollouts, config.shares_model)
+        self._saved_at = 0
+        self._saved_time = time.monotonic()
+        self._controller: Controller | None = None
+
+    def run(self) -> RLSummary:
+        for one in self._groups:
+            one.wait_ready()
+        found = self._actor.ask(0, "resume")
+        began = time.monotonic()
+        before = None
+        if found is None:
+            state, queue = LoopState(), self._new_queue()
+            if self._config.warmup is not None:
+                warm_up(
+                    self._config, self._actor, self._rollouts[0], self._weights, self._prompts, self._scorer,
+                    self._recorder,
+                )  # fmt: skip
+            self._save(state, queue)
+            if self._reference is not None and self._config.warmup is not None:
+                self._write_reference()
+        else:
+            state, queue, before = self._restored(found)
+            self._recorder.note(f"resumed at step {state.step}")
+        self._load_reference()
+        self._recorder.open(state.step)
+        resumed = state.step if found is not None else None
+        for one in self._rollouts:
+            self._weights.connect(one, state.step)
+            self._weights.now(one, state.version, state.step)
+        if before is None:
+            before = self._evaluated(state.step)
+        self._before = before
+        stopped = self._loop(state, queue)
+        assert self._controller is not None
+        state = self._controller.state
+        if not stopped:
+            self._bring_up_to_date(state)
+        after = self._evaluated(state.step) if not stopped and state.step else None
+        self._save(state, self._controller.queue)
+        checkpoint = self._actor.ask(state.step, "saved")
+        return RLSummary(
+            out=self._config.out,
+            steps=state.step,
+            stopped=stopped,
+            resumed_from=resumed,
+            before=before,
+            after=after,
+            seconds=time.monotonic() - began,
+            tokens=state.tokens,
+            restarts=sum(one.restarts for one in self._groups),
+            failed_rewards=self._scorer.failed,
+            checkpoint=checkpoint,
+        )
+
+    def _loop(self, state: LoopState, queue: StalenessQueue[list[Sample]]) -> bool:
+        """Train to the end; whether it was stopped before."""
+        rl, every = self._config.rl, self._config.eval.every
+        self._controller = self._new_controller(state, queue)
+        while self._controller.state.step < rl.steps and not self._stop():
+            step = self._controller.state.step
+            until = rl.steps if not every else min(rl.steps, (step // every + 1) * every)
+            due = self._next_save(step)
+            with self._recovering():
+                self._controller.run(min(until, due), self._stop)
+                now = self._controller.state
+                if now.step >= due and now.step < rl.steps:
+                    self._save(now, self._controller.queue)
+                if every and now.step % every == 0 and now.step < rl.steps:
+                    self._evaluated(now.step)
+        return self._controller.state.step < rl.steps
+
+    @contextlib.contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """Inside, workers that are lost are started again, and the run goes on from where it can."""
+        assert self._controller is not None
+        try:
+            yield
+        except LinkLost as lost:
+            self._recorder.note(f"{lost}; connecting again")
+            self._settled()
+            self._relink(lost.rollout)
+        except GroupLost as lost:
+            if lost.group.restarts >= self._config.roles.restarts:
+                raise GroupError(
+                    f"{lost}; it was started again {lost.group.restarts} times (roles.restarts), and the run ends"
+                ) from lost
+            self._recorder.note(f"{lost}; starting {lost.group.name} again")
+            if lost.group is self._actor:
+                self._restart_actor()
+            else:
+                self._restart_other(lost.group)
+
+    def _settled(self) -> None:
+        """Every group that is alive is idle."""
+        assert self._controller is not None
+        while True:
+            try:
+                self._controller.settle()
+                return
+            except LinkLost:
+                continue
+            except GroupLost as lost:
+                if lost.group is self._actor:
+                    raise
+                self._controller.forget(lost.group)
+                lost.group.restart()
+
+    def _restart_other(self, group: RoleGroup) -> None:
+        assert self._controller is not None
+        self._controller.forget(group)
+        group.restart()
+        try:
+            self._settled()
+        except GroupLost as lost:
+            self._recorder.note(f"{lost}; starting {lost.group.name} again")
+            self._restart_actor()
+            return
+        if group.has("reference"):
+            self._load_reference()
+        if group.has("rollout"):
+            self._relink(group)
+
+    def _restart_actor(self) -> None:
+        """From the last checkpoint; what rollouts have under way is given up."""
+        assert self._controller is not None
+        with contextlib.suppress(GroupLost, LinkLost):
+            self._controller.settle()
+        self._actor.restart()
+        found = self._actor.ask(self._controller.state.step, "resume")
+        assert found is not None, "saved before the first step"
+        state, queue, _ = self._restored(found)
+        for one in self._groups[1:]:
+            if one.has("rollout"):
+                one.ask(state.step, "give_up")
+        self._load_reference()
+        self._recorder.open(state.step)
+        self._controller = self._new_controller(state, queue)
+        for one in self._rollouts:
+            self._relink(one)
+
+    def _relink(self, rollout: RoleGroup) -> None:
+        assert self._controller is not None
+        state = self._controller.state
+        try:
+            self._weights.connect(rollout, state.step)
+            self._weights.now(rollout, state.version, state.step)
+        except WeightsError as error:
+            raise GroupError(f"{error}; the run ends, and goes on from its last checkpoint when started again") from error
+
+    def _new_controller(self, state: LoopState, queue: StalenessQueue[list[Sample]]) -> Controller:
+        return Controller(
+            self._config, self._groups, self._weights, self._prompts, self._scorer, state, queue, self._trained
+        )  # fmt: skip
+
+    def _new_queue(self) -> StalenessQueue[list[Sample]]:
+        rl = self._config.rl
+        return StalenessQueue(
+            batch=rl.prompts, updates=rl.minibatches, staleness=rl.staleness, order=rl.order
+        )
+
+    def _trained(self, report: BatchReport) -> None:
+        self._recorder.batch(report, {one.name: one.busy_s for one in self._groups})
+
+    def _evaluated(self, step: int) -> Accuracy | None:
+        if not self._prompts.held_out:
+            return None
+        found = evaluate(self._config, self._rollouts[0], self._prompts.held_out, self._scorer, step)
+        self._recorder.evaluation(step, found)
+        return found
+
+    def _bring_up_to_date(self, state: LoopState) -> None:
+        """The first rollout's weights are those of the end."""
+        if self._rollouts[0].version != state.version:
+            self._relink(self._rollouts[0])
+
+    def _next_save(self, step: int) -> int:
+        settings, last = self._config.checkpoint, self._config.rl.steps
+        if (every := settings.every_steps) is not None:
+            return min(last, (step // every + 1) * every)
+        if (seconds := settings.every_seconds) is not None:
+            return step + 1 if time.monotonic() - self._saved_time > seconds else min(last, step + 10)
+        return last
+
+    def _save(self, state: LoopState, queue: StalenessQueue[list[Sample]]) -> None:
+        """All groups are idle."""
+        rows = self._controller.rows_under_way if self._controller is not None else []
+        told = {
+            "state": {**asdict(state), "again": sorted({*state.again, *rows})},
+            "queue": queue.state(lambda samples: [asdict(one) for one in samples]),
+            "before": asdict(self._before) if getattr(self, "_before", None) is not None else None,
+        }
+        self._actor.ask(state.step, "save", step=state.step, state=told)
+        self._saved_time = time.monotonic()
+
+    def _restored(
+        self, found: dict[str, Any]
+    ) -> tuple[LoopState, StalenessQueue[list[Sample]], Accuracy | None]:
+        state = LoopState(**found["state"])
+        queue: StalenessQueue[list[Sample]] = StalenessQueue.from_state(
+            found["queue"], lambda samples: [Sample.from_json(one) for one in samples]
+        )
+        for ticket in queue.running:
+            queue.fail(ticket)
+        before = found["before"]
+        return state, queue, Accuracy(**before) if before is not None else None
+
+    def _write_reference(self) -> None:
+        path = self._actor.ask(0, "saved")
+        self._actor.ask(0, "export", checkpoint=path, folder=str(Path(self._config.out) / REFERENCE))
+
+    def _load_reference(self) -> None:
+        folder = Path(self._config.out) / REFERENCE
+        if self._reference is not None and folder.is_dir():
+            self._reference.ask(0, "load_reference", folder=str(folder))

@@ -1,0 +1,74 @@
+"""Rewards of answers, from the pool of reward processes: asked for as answers end, taken as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hyper_parallel.config.rl_task import TaskConfig
+from hyper_parallel.rl.controller.prompts import prompt_of
+from hyper_parallel.rl.rewards.pool import RewardPool
+from hyper_parallel.rl.sample import Sample
+
+_EVALUATION = -1
+"""In place of a ticket."""
+
+
+class Scorer:
+    """Never waits for a reward; one that fails is None."""
+
+    def __init__(self, task: TaskConfig, folder: Path | None = None) -> None:
+        """`folder`: where a reward's file is looked for. Raises ConfigError for an unknown reward."""
+        self._pool = RewardPool(
+            task.reward, workers=task.workers, time_limit_s=task.time_limit, folder=folder
+        )
+        self.pending = 0
+        """Rewards that are not there yet."""
+        self.failed = 0
+        """Rewards that could not be computed, in time or at all."""
+        self.reasons: list[str] = []
+        """Why, the first few."""
+
+    def submit(self, sample: Sample, task: Mapping[str, Any]) -> None:
+        """Ask for the reward of an answer."""
+        self._pool.submit((sample.ticket, sample.place), prompt_of(task), sample.text, task)
+        self.pending += 1
+
+    def results(self, timeout_s: float) -> list[tuple[int, int, float | None]]:
+        """Ticket, place and reward of what is there, after at most so many seconds."""
+        if not self.pending:
+            return []
+        found = []
+        for (ticket, place), reward in self._pool.results(timeout_s):
+            self.pending -= 1
+            if reward.failed is not None:
+                self.failed += 1
+                if len(self.reasons) < 5:
+                    self.reasons.append(reward.failed)
+            found.append((ticket, place, reward.value if reward.failed is None else None))
+        return found
+
+    def all_of(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """The rewards of an evaluation's answers. Nothing else is pending."""
+        assert not self.pending
+        for place, (answer, row) in enumerate(zip(answers, rows, strict=True)):
+            self._pool.submit((_EVALUATION, place), prompt_of(row), answer, row)
+        self.pending = len(answers)
+        found: dict[int, float | None] = {}
+        while self.pending:
+            found.update({place: reward for _, place, reward in self.results(1.0)})
+        return [found[place] for place in range(len(answers))]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

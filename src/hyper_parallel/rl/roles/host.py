@@ -1,0 +1,232 @@
+"""The host object of a group's workers: its roles, and the operations that the controller may call.
+
+Every rank of a group is given the same instructions. Results are plain data; ranks that have nothing to say give none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel.checkpoint import export
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.errors import WeightsError
+from hyper_parallel.launch.worker import Worker
+from hyper_parallel.rl.roles.actor import Actor, logprobs_of
+from hyper_parallel.rl.roles.checkpoints import ActorCheckpoints
+from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
+from hyper_parallel.rl.roles.rollout import Rollout
+from hyper_parallel.rl.roles.rollout_model import rollout_model
+from hyper_parallel.rl.roles.weight_links import WeightLinks
+from hyper_parallel.rl.sample import Prompted, Sample
+from hyper_parallel.rl.weights.local_parameters import describe
+from hyper_parallel.shard import load_weights
+
+
+class RoleHost:
+    """The roles of one worker."""
+
+    def __init__(self, launch: RoleLaunch, worker: Worker) -> None:
+        """Builds the models that the group's roles need, with the values that the run declares.
+
+        Raises ConfigError, DataError, StrategyError, UnsupportedModelError or CheckpointError.
+        """
+        config = self._config = RLConfig.model_validate(launch.settings["run"])
+        roles = set(launch.settings["roles"])
+        self._worker = worker
+        self._links = WeightLinks(worker.rank)
+        tokenizer = tokenizer_of(config)
+        self._actor: Actor | None = None
+        self._rollout: Rollout | None = None
+        self._reference: Any = None
+        self._checkpoints: ActorCheckpoints | None = None
+        if "actor" in roles:
+            model = trained_policy(config, tokenizer, config.roles.actor.strategy, worker.device)
+            self._actor = Actor(config, model, tokenizer, worker.device, critic="critic" in roles)
+            self._checkpoints = ActorCheckpoints(config, self._actor)
+        if "reference" in roles:
+            strategy = config.roles.references.strategy
+            self._reference = trained_policy(config, tokenizer, strategy, worker.device).requires_grad_(False)
+        if "rollout" in roles:
+            model = (
+                self._actor.model
+                if self._actor is not None and config.shares_model
+                else rollout_model(config, tokenizer, worker.device)
+            )
+            self._rollout = Rollout(config, model, tokenizer)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self._rollout is not None:
+            self._rollout.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+    # The actor.
+
+    def train(self, samples: Sequence[Sample], reference: list[list[float]] | None) -> dict[str, float]:
+        """Train on a batch; what came of it."""
+        assert self._actor is not None
+        return self._actor.train(samples, reference)
+
+    def warm_up(self, batches: Sequence[Sequence[tuple[str, str]]]) -> list[float]:
+        """A supervised step on each batch of prompts and answers; the losses."""
+        assert self._actor is not None
+        return [self._actor.warm_up(one) for one in batches]
+
+    def warmed_up(self) -> None:
+        """The supervised steps are over."""
+        assert self._actor is not None
+        self._actor.warmed_up()
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Log-probabilities of each sample's tokens under the actor."""
+        assert self._actor is not None
+        return self._actor.logprobs(samples)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint: the actor, its optimizer, and the controller's state."""
+        assert self._checkpoints is not None
+        self._checkpoints.save(step, state)
+
+    def saved(self) -> str | None:
+        """Wait until the last one is written; its path."""
+        assert self._checkpoints is not None
+        return self._checkpoints.wait()
+
+    def resume(self) -> dict[str, Any] | None:
+        """Load the newest checkpoint; the controller's state in it, None where there is none."""
+        assert self._checkpoints is not None
+        return self._checkpoints.resume()
+
+    def export(self, checkpoint: str, folder: str) -> None:
+        """Write the model of a checkpoint to a Transformers folder, by the first rank."""
+        if self._worker.rank == 0:
+            export(checkpoint, folder)
+
+    # The reference.
+
+    def score(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Log-probabilities of each sample's tokens under the reference."""
+        return logprobs_of(self._reference, samples, self._config, self._worker.device)
+
+    def load_reference(self, folder: str) -> None:
+        """The reference is the model of a Transformers folder."""
+        load_weights(self._reference, folder, self._worker.device)
+
+    # The rollout.
+
+    def generate(self, new: Sequence[Prompted], passes: int) -> list[Sample]:
+        """As `Rollout.generate`."""
+        assert self._rollout is not None
+        return self._rollout.generate(new, passes)
+
+    def answer(self, prompts: Sequence[Any], temperature: float, seed: int, first: int = 0) -> list[str]:
+        """As `Rollout.answer`; the first rank gives them."""
+        assert self._rollout is not None
+        found = self._rollout.answer(prompts, temperature=temperature, seed=seed, first=first)
+        return found if self._worker.rank == 0 else []
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        """As `Rollout.drop`."""
+        assert self._rollout is not None
+        self._rollout.drop(tickets)
+
+    def give_up(self) -> None:
+        """Give up all answers under way."""
+        assert self._rollout is not None
+        self._rollout.give_up()
+
+    # Weights.
+
+    def describe(self, role: str) -> dict[str, Any]:
+        """The parameters of a role's model."""
+        return describe(self._model(role), role, self._worker.world).to_json()
+
+    def serve(self, host: str) -> tuple[str, int]:
+        """The address at which roles meet, from the first rank."""
+        return self._links.serve(host) if self._worker.rank == 0 else ("", 0)
+
+    def connect(
+        self,
+        link: str,
+        source: dict[str, Any],
+        target: dict[str, Any],
+        meeting: dict[str, Any],
+        options: dict[str, Any],
+        seconds: float,
+    ) -> None:
+        """Meet the ranks of the other role; all ranks of both are called at once."""
+        self._links.connect(
+            link,
+            source,
+            target,
+            meeting,
+            options,
+            gives=self._actor.model if self._actor is not None else None,
+            takes=self._model(target["role"]) if self._has(target["role"]) else None,
+            seconds=seconds,
+        )
+
+    def begin_send(self, link: str, version: int) -> str | None:
+        """Copy the weights, and begin to send them. What is wrong with the link, None where nothing is: a link that
+        failed must not take the answer of the list with it."""
+        return _tried(lambda: self._links[link].begin_send(version))
+
+    def finish_send(self, link: str) -> str | None:
+        """Wait until they have arrived. As `begin_send`."""
+        return _tried(self._links[link].finish_send)
+
+    def begin_receive(self, link: str, version: int) -> str | None:
+        """Begin to receive weights beside what is generated. As `begin_send`."""
+        return _tried(lambda: self._links[link].begin_receive(version))
+
+    def arrived(self, link: str) -> bool:
+        """Whether `install` would not wait."""
+        return not self._links[link].under_way
+
+    def install(self, link: str, version: int) -> str | None:
+        """Wait for the weights and generate with them from now on. As `begin_send`; the old ones stay then."""
+
+        def received() -> None:
+            self._links[link].finish_receive()
+            self._links[link].install(version)
+            self.renewed(version)
+
+        return _tried(received)
+
+    def exchange(self, link: str, version: int) -> None:
+        """Of a group with both roles: copy the actor's weights to the rollout."""
+        self._links[link].exchange(version)
+        self._links[link].install(version)
+        self.renewed(version)
+
+    def renewed(self, version: int) -> None:
+        """The rollout's weights are those of `version`."""
+        if self._rollout is not None:
+            self._rollout.renewed(version)
+
+    def sent_bytes(self) -> int:
+        """Of weights, by this rank."""
+        return self._links.sent_bytes
+
+    def _has(self, role: str) -> bool:
+        return {"rollout": self._rollout, "reference": self._reference}.get(role) is not None
+
+    def _model(self, role: str) -> Any:
+        if role == "rollout":
+            assert self._rollout is not None
+            return self._rollout.model
+        if role == "reference":
+            return self._reference
+        assert self._actor is not None
+        return self._actor.model
+
+
+def _tried(operation: Callable[[], object]) -> str | None:
+    try:
+        operation()
+    except WeightsError as error:
+        return str(error)
+    return None

@@ -1,0 +1,205 @@
+"""A rollout: answers prompts on the inference engine, a bounded number of passes at a time.
+
+Each token is kept with its log-probability and the version of the weights that drew it. New weights are installed between
+passes: answers under way go on behind the tokens that they have, whose keys and values are computed again by the new
+weights. So the log-probability of every token is that of its version, given all tokens before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.config.generate import inference_settings
+from hyper_parallel.config.inference import Inference
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.data import Tokenizer
+from hyper_parallel.data.chat import prompt as render
+from hyper_parallel.data.document import Chat
+from hyper_parallel.inference.agreement import Agreement
+from hyper_parallel.inference.engine import Engine
+from hyper_parallel.inference.model_support import check_length, check_model, prove
+from hyper_parallel.inference.open_run import OpenRun
+from hyper_parallel.inference.request import Completion, Request
+from hyper_parallel.inference.running import Running
+from hyper_parallel.inference.workers.decide import DecideTogether
+from hyper_parallel.inference.workers.replica import Replica
+from hyper_parallel.rl.roles.policy_model import ends_of
+from hyper_parallel.rl.sample import Prompted, Sample
+
+
+@dataclass
+class _Answer:
+    """Under way."""
+
+    asked: Prompted
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class Rollout:
+    """One copy of the policy that generates, on this rank. Ranks of one copy are given the same calls; copies along
+    `replicate` each answer their part."""
+
+    def __init__(self, config: RLConfig, model: nn.Module, tokenizer: Tokenizer) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.version = 0
+        role, rl = config.roles.rollouts, config.rl
+        self._model_config = check_model(model)
+        self._replica = Replica.of(model)
+        ends = ends_of(model, tokenizer, config.model.path)
+        self._engine = Engine(model, role.page, layers=int(self._model_config.num_hidden_layers), eos=ends)
+        device = next(model.parameters()).device
+        self._engine.cache.agreement = Agreement(self._replica.group, device)
+        if self._replica.group is not None:
+            self._engine.decide = DecideTogether(self._replica.group, self._replica.leads)
+        prove(self._engine, self._model_config)
+        self._settings = inference_settings(
+            {
+                "max_tokens": rl.max_tokens,
+                "temperature": rl.temperature,
+                "logprobs": "drawn",
+                "batch": role.batch,
+                "page": role.page,
+                "rows": max(128, role.page),
+            }
+        )
+        self._seed = config.seed
+        self._answers: dict[int, _Answer] = {}
+        self._numbers = 0
+        self._longest = 0
+        """Tokens of the longest prompt that the run has memory for."""
+        self._run: OpenRun | None = None
+        self._opened = contextlib.ExitStack()
+
+    def generate(self, new: Sequence[Prompted], passes: int) -> list[Sample]:
+        """Take these prompts on, and compute at most `passes` passes; the answers that ended. The first rank of a copy
+        gives them, the others none.
+
+        Raises DataError for a prompt that cannot be read, UnsupportedModelError for one that is too long.
+        """
+        own = [one for place, one in enumerate(new) if place % self._replica.count == self._replica.index]
+        for one in own:
+            self._take(one)
+        if not self._answers:
+            return []
+        self._engine.taken = self._taken
+        try:
+            ended = self._opened_run().advance(passes)
+        finally:
+            self._engine.taken = lambda one, token, logprob: None
+        found = [self._ended(number, answer) for number, answer in ended]
+        return found if self._replica.leads else []
+
+    @property
+    def busy(self) -> int:
+        """Answers under way."""
+        return len(self._answers)
+
+    def renewed(self, version: int) -> None:
+        """The weights are those of `version` from now on."""
+        self.version = version
+        self._close()
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        """Give up the answers of these groups."""
+        gone = set(tickets)
+        self._close()
+        self._answers = {
+            number: one for number, one in self._answers.items() if one.asked.ticket not in gone
+        }
+
+    def give_up(self) -> None:
+        """Give up all answers under way."""
+        self._answers.clear()
+        self._close()
+
+    def answer(
+        self, prompts: Sequence[str | list[dict[str, Any]]], *, temperature: float, seed: int, first: int = 0
+    ) -> list[str]:
+        """One answer to each prompt, at once, beside those under way: of an evaluation. `first`: the row of the first.
+        Every rank gives all of them."""
+        sampling = self._settings.sampling().model_copy(
+            update={"temperature": temperature, "logprobs": False}
+        )
+        requests = [
+            Request(ids=tuple(self._ids(one)), sampling=sampling, seed=seed, row=first + row)
+            for row, one in enumerate(prompts)
+        ]
+        settings = Inference(**{**self._settings.model_dump(), "temperature": temperature, "logprobs": False})
+        found = dict(self._engine.run(requests, settings, self.tokenizer.decode))
+        return [found[row].text for row in range(len(prompts))]
+
+    def close(self) -> None:
+        """Give up everything."""
+        self.give_up()
+        self._engine.cache.close()
+
+    def _take(self, asked: Prompted) -> None:
+        ids = self._ids(asked.prompt)
+        sampling = self._settings.sampling()
+        check_length(self._model_config, len(ids) + sampling.max_tokens)
+        request = Request(
+            ids=tuple(ids), sampling=sampling, seed=self._seed, row=asked.row, sample=asked.place
+        )
+        number, self._numbers = self._numbers, self._numbers + 1
+        self._answers[number] = _Answer(asked, request)
+        if len(ids) > self._longest:
+            self._longest = len(ids)
+            self._close()
+        elif self._run is not None:
+            self._run.submit(number, request)
+
+    def _ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        question = render(self.tokenizer.transformers, Chat("messages", list(prompt)))
+        return self.tokenizer.encode_template([question])[0][0]
+
+    def _opened_run(self) -> OpenRun:
+        """The run under way, or a new one with all answers that have begun."""
+        if self._run is None:
+            longest = Request(ids=(0,) * self._longest, sampling=self._settings.sampling())
+            like = [longest] * self._settings.batch
+            self._run = self._opened.enter_context(
+                self._engine.open_run(like, self._settings, self.tokenizer.decode)
+            )
+            for number, one in self._answers.items():
+                ids = one.request.ids + tuple(one.tokens)
+                self._run.submit(number, replace(one.request, ids=ids, answered=len(one.tokens)))
+        return self._run
+
+    def _close(self) -> None:
+        if self._run is not None:
+            self._run.withdraw()
+            self._run = None
+        self._opened.close()
+
+    def _taken(self, one: Running, token: int, logprob: float | None) -> None:
+        assert logprob is not None, "asked for in the settings"
+        answer = self._answers[one.number]
+        answer.tokens.append(token)
+        answer.logprobs.append(logprob)
+        answer.versions.append(self.version)
+
+    def _ended(self, number: int, completion: Completion) -> Sample:
+        one = self._answers.pop(number)
+        return Sample(
+            ticket=one.asked.ticket,
+            place=one.asked.place,
+            row=one.asked.row,
+            prompt=one.request.ids,
+            tokens=tuple(one.tokens),
+            logprobs=tuple(one.logprobs),
+            versions=tuple(one.versions),
+            drawn=(True,) * len(one.tokens),
+            ended=completion.finish == "stop",
+            text=completion.text,
+        )
+
