@@ -1,0 +1,253 @@
+"""Bounded staleness: admission and batch order of groups of answers, whose bound holds for every trained item.
+
+An item is a group: all answers to one prompt. Its ticket is its number in the order in which items start. Version v is
+the number of optimizer updates done. A batch is trained by `updates` consecutive updates, the last of which starts at
+version v + updates - 1 if the first starts at v; the staleness of an item is that last version less the version of its
+oldest token, whichever of the updates really trains it. It never exceeds `bound`:
+
+    bound = staleness, or updates - 1 for staleness = 0, which is as fresh as mini-batches of one batch can be
+
+    staleness 0              synchronous: a batch starts after the one before it was trained (all three orders)
+    staleness 2 updates - 1  one step off: the next batch is generated while one is trained
+
+Life of an item: `start` -> running -> `finish` -> finished -> `take` -> in training -> `trained`. Its slot is released
+at the end only, or by `fail` and `refuse`. So capacity counts what has started and was not trained, and nothing that
+is lost or restored can inflate it.
+
+Training never stops for good if all that started finishes or fails, the rollouts get newer weights, and there are
+prompts: an item that a batch waits for is running; and if none is running and the newest weights are out, either a
+batch is ready or `admissible` is positive.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.rl.queue import deadlines, orders
+from hyper_parallel.rl.queue.counters import Counters
+
+Order = Literal["fifo", "window", "discard"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class _Finished(Generic[Item]):
+    item: Item
+    oldest: int
+    tokens: int
+
+
+class StalenessQueue(Generic[Item]):
+    """Items that started and are not trained yet, with the right to start more. One batch is in training at a time."""
+
+    def __init__(
+        self, *, batch: int, updates: int = 1, staleness: int = 0, order: Order = "fifo", version: int = 0
+    ) -> None:
+        """`batch`: items that are trained together. `updates`: optimizer updates for each batch. `staleness`: η, in
+        optimizer updates. `version`: the number of updates done so far.
+
+        Raises ConfigError for a bound that `updates` alone exceed.
+        """
+        if batch < 1 or updates < 1 or staleness < 0 or order not in ORDERS:
+            raise ConfigError(
+                f"batch {batch}, updates {updates}, staleness {staleness}, order {order!r}: batch and updates are at "
+                f"least 1, staleness at least 0, and the order is one of {', '.join(ORDERS)}"
+            )
+        if 0 < staleness < updates - 1:
+            raise ConfigError(
+                f"staleness {staleness}: the last of {updates} updates of a batch is {updates - 1} updates after the "
+                f"first; give at least {updates - 1}, 0 for synchronous training, or fewer updates"
+            )
+        self.batch, self.updates, self.order = batch, updates, order
+        self.staleness = staleness
+        self.bound = max(staleness, updates - 1)
+        """The largest staleness that an item is trained with."""
+        self.version = version
+        """The number of optimizer updates done, as `trained` said last."""
+        self.counters = Counters()
+        self._next = 0
+        self._running: dict[int, int] = {}
+        self._finished: dict[int, _Finished[Item]] = {}
+        self._training: dict[int, _Finished[Item]] = {}
+
+    @property
+    def outstanding(self) -> int:
+        """Items that started and were not trained: the slots in use."""
+        return len(self._running) + len(self._finished) + len(self._training)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Tickets that started and have not finished."""
+        return tuple(self._running)
+
+    @property
+    def finished(self) -> int:
+        """Items that wait for their batch."""
+        return len(self._finished)
+
+    def admissible(self, version: int) -> int:
+        """How many further items may start now. `version`: of the weights that their first tokens are drawn with."""
+        new = self._slack(version)
+        if new < 0:
+            return 0
+        if self.order != "window":
+            # Places in order; what trains or fails only moves an item to an earlier batch.
+            return max(0, (new + 1) * self.batch - self.outstanding)
+        counts = Counter[int]({0: len(self._training)})
+        for oldest, count in Counter(self._running.values()).items():
+            counts[self._slack(oldest)] += count
+        for oldest, count in Counter(done.oldest for done in self._finished.values()).items():
+            counts[self._slack(oldest)] += count
+        return deadlines.room(counts, new, self.batch)
+
+    def start(self, count: int, version: int) -> list[int]:
+        """Tickets for items that start now. Raises ValueError for more than `admissible`."""
+        if not 0 <= count <= (free := self.admissible(version)):
+            raise ValueError(f"{count} items cannot start at version {version}; {free} may")
+        tickets = list(range(self._next, self._next + count))
+        self._next += count
+        self._running.update((ticket, version) for ticket in tickets)
+        return tickets
+
+    def finish(self, ticket: int, item: Item, oldest_version: int, tokens: int) -> bool:
+        """An item has all its answers and rewards. `tokens`: how many the policy drew for it.
+
+        False if it was dropped, because it is too stale (`order: discard` only). Raises ValueError for a ticket that
+        is not running, or a version older than that of its start.
+        """
+        started = self._end(ticket)
+        if oldest_version < started:
+            self._running[ticket] = started
+            raise ValueError(
+                f"ticket {ticket} started at version {started}; no token of it is of version {oldest_version}"
+            )
+        self._finished[ticket] = _Finished(item, oldest_version, tokens)
+        return ticket not in self._drop_stale()
+
+    def fail(self, ticket: int, tokens: int = 0) -> None:
+        """An item was lost, or stopped because it had expired; `tokens` were drawn. Its slot is released."""
+        stale = self._expired(self._end(ticket))
+        name = "stale" if stale else "failed"
+        self.counters = replace(self.counters, **{name: getattr(self.counters, name).plus(tokens)})
+
+    def refuse(self, ticket: int, tokens: int) -> None:
+        """An item finished and is not wanted: a filter drops it. Its slot is released, for another item to start."""
+        self._end(ticket)
+        self.counters = replace(self.counters, refused=self.counters.refused.plus(tokens))
+
+    def expired(self) -> list[int]:
+        """Running tickets that cannot be trained within the bound any more (`order: discard` only): stop them."""
+        return [ticket for ticket, version in self._running.items() if self._expired(version)]
+
+    def ready(self) -> bool:
+        """Whether `take` has a batch."""
+        return not self._training and self._choose() is not None
+
+    def take(self) -> list[Item]:
+        """The next batch, in the order of tickets; call `trained` after its updates. Raises ValueError if there is
+        none, or one is in training."""
+        chosen = None if self._training else self._choose()
+        if chosen is None:
+            raise ValueError("no batch is ready; ask ready() first")
+        self._training = {ticket: self._finished.pop(ticket) for ticket in sorted(chosen)}
+        assert all(self._stale_by(done) <= self.bound for done in self._training.values())
+        return [done.item for done in self._training.values()]
+
+    def trained(self, version: int | None = None) -> int:
+        """The batch in training is trained: its slots are released. Returns how many finished items were dropped.
+
+        `version`: the number of optimizer updates done now, if some were skipped. Raises ValueError if no batch is in
+        training, or for a version that its updates do not lead to.
+        """
+        now = self.version + self.updates if version is None else version
+        if not self._training or not self.version <= now <= self.version + self.updates:
+            raise ValueError(
+                f"version {now}: no batch in training leads there from {self.version} in {self.updates} updates"
+            )
+        histogram = Counter(self.counters.staleness)
+        histogram.update(self._stale_by(done) for done in self._training.values())
+        tally = self.counters.trained
+        for done in self._training.values():
+            tally = tally.plus(done.tokens)
+        self.counters = replace(self.counters, trained=tally, staleness=dict(sorted(histogram.items())))
+        self._training = {}
+        self.version = now
+        return len(self._drop_stale())
+
+    def state(self, encode: Callable[[Item], Any] = lambda item: item) -> dict[str, Any]:
+        """Plain JSON data for a checkpoint of this version. `encode`: makes an item such data.
+
+        A batch in training counts as not trained: a trainer that resumes from this version trains it again.
+        """
+        finished = {**self._finished, **self._training}
+        return {
+            "batch": self.batch,
+            "updates": self.updates,
+            "staleness": self.staleness,
+            "order": self.order,
+            "version": self.version,
+            "next": self._next,
+            "running": [[ticket, version] for ticket, version in self._running.items()],
+            "finished": [
+                [ticket, done.oldest, done.tokens, encode(done.item)] for ticket, done in finished.items()
+            ],
+            "counters": self.counters.state(),
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, Any], decode: Callable[[Any], Item] = lambda item: item
+    ) -> StalenessQueue[Item]:
+        """The queue of which `state` was made. Running tickets still run: continue them, or `fail` them."""
+        queue = cls(
+            batch=state["batch"],
+            updates=state["updates"],
+            staleness=state["staleness"],
+            order=state["order"],
+            version=state["version"],
+        )
+        queue._next = state["next"]
+        queue._running = {ticket: version for ticket, version in state["running"]}
+        queue._finished = {
+            ticket: _Finished(decode(item), oldest, tokens)
+            for ticket, oldest, tokens, item in state["finished"]
+        }
+        queue.counters = Counters.from_state(state["counters"])
+        return queue
+
+    def _choose(self) -> Sequence[int] | None:
+        if len(self._finished) < self.batch:
+            return None
+        oldest = {ticket: done.oldest for ticket, done in self._finished.items()}
+        if self.order == "fifo":
+            return orders.fifo(self._running, oldest, self.batch)
+        if self.order == "window":
+            return orders.window(self._running, oldest, self.batch, self.version, self.bound, self.updates)
+        return orders.discard(oldest, self.batch)
+
+    def _slack(self, oldest: int) -> int:
+        return deadlines.slack(oldest, self.version, self.bound, self.updates)
+
+    def _stale_by(self, done: _Finished[Item]) -> int:
+        return self.version + self.updates - 1 - done.oldest
+
+    def _expired(self, version: int) -> bool:
+        return self._slack(version) < (1 if self._training else 0)
+
+    def _drop_stale(self) -> set[int]:
+        """Tickets of finished items that were too stale; fifo and window have none."""
+        dropped = {ticket for ticket, done in self._finished.items() if self._expired(done.oldest)}
+        for ticket in dropped:
+            tokens = self._finished.pop(ticket).tokens
+            self.counters = replace(self.counters, stale=self.counters.stale.plus(tokens))
+        return dropped
+
+    def _end(self, ticket: int) -> int:
+        if ticket not in self._running:
+            raise ValueError(f"ticket {ticket} is not running; it never started, or it has ended")
+        return self._running.pop(ticket)
