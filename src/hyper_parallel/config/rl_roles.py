@@ -58,7 +58,7 @@ class ActorRole(RoleConfig):
             raise ValueError("an actor runs under replicate, shard, tensor and expert; leave the others out")
         if len(self.devices) != self.strategy.world:
             raise ValueError(
-                f"the axes multiply to {self.strategy.world}, and {len(self.devices)} devices are named; make them equal"
+                f"the axes multiply to {self.strategy.world}, and the devices are {len(self.devices)}; make them equal"
             )
         return self
 

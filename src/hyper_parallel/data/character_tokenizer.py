@@ -33,5 +33,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # the library raises no narrower one
-        raise DataError(f"the tokenizer has no token for a character of {text!r}; add it to 'characters'") from error
+        raise DataError(
+            f"the tokenizer has no token for a character of {text!r}; add it to 'characters'"
+        ) from error
     return ids

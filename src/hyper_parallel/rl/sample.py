@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ class Prompted:
     """In its group."""
     row: int
     """Of the run's prompts, counted without end: token i is drawn by a function of (seed, row, place, i)."""
-    prompt: str | list[dict[str, Any]]
+    prompt: str | Sequence[Mapping[str, Any]]
     """Text, or the messages of a conversation."""
 
 

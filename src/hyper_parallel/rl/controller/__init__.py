@@ -1,1 +1,1 @@
-"""The controller: drives the groups of workers, scores answers, and decides what starts and what is trained. No torch."""
+"""The controller: drives groups of workers, scores answers, decides what starts and what is trained. No torch."""

@@ -5,8 +5,8 @@ A turn of the loop sends every idle group its next list and then waits for the f
     rollout   [install weights that arrived, begin to receive newer ones, generate: new prompts, at most `chunk` passes]
     actor     [train on a batch, send the weights]      as soon as the queue has a batch
 
-How far generation may run ahead of training is the queue's to say (`rl.queue`): with `staleness: 0` a batch starts after
-the one before it was trained, and the same loop is synchronous.
+How far generation may run ahead of training is the queue's to say (`rl.queue`): with `staleness: 0` a batch starts
+after the one before it was trained, and the same loop is synchronous.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from hyper_parallel.errors import GroupError
 from hyper_parallel.launch.roles.interface import Future, wait_any
 from hyper_parallel.rl.controller.batch_report import BatchReport
 from hyper_parallel.rl.controller.groups_under_way import AnswerGroup
-from hyper_parallel.rl.controller.prompts import Prompts, prompt_of
+from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.scorer import Scorer
 from hyper_parallel.rl.controller.weight_sync import WeightSync
 from hyper_parallel.rl.controller.workers import RoleGroup, do
+from hyper_parallel.rl.environments.environment import prompt_of
 from hyper_parallel.rl.losses.groups import has_reward_variance
 from hyper_parallel.rl.queue import StalenessQueue
 from hyper_parallel.rl.sample import Prompted, Sample
+
 
 class GroupLost(Exception):
     """Workers of a group died, or did not answer in time."""
@@ -316,9 +318,7 @@ class Controller:
 
         order = list(range(len(samples)))
         random.Random(f"{self._config.seed}:{self.state.step}").shuffle(order)
-        return [
-            replace(one, reward=samples[other].reward) for one, other in zip(samples, order, strict=True)
-        ]
+        return [replace(one, reward=samples[other].reward) for one, other in zip(samples, order, strict=True)]
 
     def _send(self, group: RoleGroup, instructions: list[Any], ended: Callable[[list[Any]], None]) -> None:
         future = group.call(instructions, self.state.step + 1)
@@ -331,9 +331,7 @@ class Controller:
             f"{len(self._under_way)} under way"
         )
         if self._lists:
-            wait_any(
-                [one.future for one in self._lists.values()], POLL_S if self._scorer.pending else None
-            )
+            wait_any([one.future for one in self._lists.values()], POLL_S if self._scorer.pending else None)
         for ticket, place, reward in self._scorer.results(0.0 if self._lists else POLL_S):
             self._scored(ticket, place, reward)
         self._take_ended()

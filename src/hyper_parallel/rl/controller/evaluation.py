@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.rl.controller.prompts import prompt_of
 from hyper_parallel.rl.controller.scorer import Scorer
 from hyper_parallel.rl.controller.workers import RoleGroup
+from hyper_parallel.rl.environments.environment import prompt_of
 
 SEED = 2**31
 """Added to the run's seed: held-out answers are drawn by other numbers than training's."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.rl.environments.task_file import read_tasks
 from hyper_parallel.rl.environments.tasks import tasks
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 class Prompts:
@@ -20,13 +21,14 @@ class Prompts:
 
     def __init__(self, config: RLConfig) -> None:
         self._config, task = config, config.task
-        self._rows: list[Row] | None = None
+        self._rows: Sequence[Row] | None = None
         """Of a file."""
-        self.held_out: list[Row] = []
+        self.held_out: Sequence[Row] = []
         """Of an evaluation; empty where the file has none."""
         count = config.eval.prompts
         if task.name is not None:
-            self.held_out = tasks(task.name, config.seed, "held-out", count, **task.settings)
+            _check_settings(task.settings)
+            self.held_out = tasks(task.name, config.seed, "held_out", count, **task.settings)
             return
         assert task.prompts is not None, "checked by the config"
         self._rows = read_tasks(Path(task.prompts).expanduser())
@@ -37,7 +39,7 @@ class Prompts:
     def __getitem__(self, row: int) -> Row:
         return self.between(row, row + 1)[0]
 
-    def between(self, first: int, end: int) -> list[Row]:
+    def between(self, first: int, end: int) -> Sequence[Row]:
         """Rows `first` to `end` - 1."""
         task = self._config.task
         if self._rows is None:
@@ -53,8 +55,12 @@ class Prompts:
         return order
 
 
-def prompt_of(row: Row) -> str | list[dict[str, Any]]:
-    """The text or the messages."""
-    found = row["prompt"] if "prompt" in row else row["messages"]
-    assert isinstance(found, str | list)
-    return found
+def _check_settings(given: Mapping[str, Any]) -> None:
+    known = ("digits",)
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(
+                f"task.settings: a task has no {key!r}{nearest(key, known)}; it has {', '.join(known)}"
+            )
+        if type(value) is not int:
+            raise ConfigError(f"task.settings.{key}: must be a whole number (got {value!r})")

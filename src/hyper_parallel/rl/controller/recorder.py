@@ -92,7 +92,8 @@ class Recorder:
             seconds = (now - self._last) / max(done, 1)
             self._last, self._last_step = now, report.step
             self._told(
-                f"step {report.step:4d}/{steps}   reward {report.reward:.3f}   length {record['response_length']:.1f}   "
+                f"step {report.step:4d}/{steps}   reward {report.reward:.3f}   "
+                f"length {record['response_length']:.1f}   "
                 f"staleness {record['staleness_mean']:.1f}   equal groups {record['groups_without_variance']:.0f}   "
                 f"{seconds:.2f} s/step"
             )

@@ -24,7 +24,7 @@ from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.controller.scorer import Scorer
 from hyper_parallel.rl.controller.warm_up import warm_up
 from hyper_parallel.rl.controller.weight_sync import WeightSync
-from hyper_parallel.rl.controller.workers import RoleGroup
+from hyper_parallel.rl.controller.workers import RoleGroup, do
 from hyper_parallel.rl.queue import StalenessQueue
 from hyper_parallel.rl.sample import Sample
 
@@ -94,7 +94,9 @@ class _Run:
         workers = len({device for plan in plans for device in plan.devices})
         recorder.note(
             "starting "
-            + ", ".join(f"{plan.name} ({len(plan.devices)} worker{'s' * (len(plan.devices) > 1)})" for plan in plans)
+            + ", ".join(
+                f"{plan.name} ({len(plan.devices)} worker{'s' * (len(plan.devices) > 1)})" for plan in plans
+            )
         )
         self._groups = [RoleGroup(engine, config, plan, workers) for plan in plans]
         self._actor = self._groups[0]
@@ -104,6 +106,7 @@ class _Run:
         self._saved_at = 0
         self._saved_time = time.monotonic()
         self._controller: Controller | None = None
+        self._before: Accuracy | None = None
 
     def run(self) -> RLSummary:
         for one in self._groups:
@@ -248,7 +251,7 @@ class _Run:
             self._weights.connect(rollout, state.step)
             self._weights.now(rollout, state.version, state.step)
         except WeightsError as error:
-            raise GroupError(f"{error}; the run ends, and goes on from its last checkpoint when started again") from error
+            raise GroupError(f"{error}; started again, the run goes on from its last checkpoint") from error
 
     def _new_controller(self, state: LoopState, queue: StalenessQueue[list[Sample]]) -> Controller:
         return Controller(
@@ -287,12 +290,13 @@ class _Run:
     def _save(self, state: LoopState, queue: StalenessQueue[list[Sample]]) -> None:
         """All groups are idle."""
         rows = self._controller.rows_under_way if self._controller is not None else []
+        before = self._before
         told = {
             "state": {**asdict(state), "again": sorted({*state.again, *rows})},
             "queue": queue.state(lambda samples: [asdict(one) for one in samples]),
-            "before": asdict(self._before) if getattr(self, "_before", None) is not None else None,
+            "before": asdict(before) if before is not None else None,
         }
-        self._actor.ask(state.step, "save", step=state.step, state=told)
+        self._actor.call([do("save", step=state.step, state=told)], state.step).result()
         self._saved_time = time.monotonic()
 
     def _restored(

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hyper_parallel.config.rl_task import TaskConfig
-from hyper_parallel.rl.controller.prompts import prompt_of
+from hyper_parallel.rl.environments.environment import prompt_of
 from hyper_parallel.rl.rewards.pool import RewardPool
 from hyper_parallel.rl.sample import Sample
 
@@ -41,7 +41,9 @@ class Scorer:
         if not self.pending:
             return []
         found = []
-        for (ticket, place), reward in self._pool.results(timeout_s):
+        for key, reward in self._pool.results(timeout_s):
+            assert isinstance(key, tuple)
+            ticket, place = key
             self.pending -= 1
             if reward.failed is not None:
                 self.failed += 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.errors import DataError
 from hyper_parallel.rl.controller.evaluation import mean_reward
-from hyper_parallel.rl.controller.prompts import Prompts, prompt_of
+from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.controller.scorer import Scorer
 from hyper_parallel.rl.controller.weight_sync import WeightSync
 from hyper_parallel.rl.controller.workers import RoleGroup, do
+from hyper_parallel.rl.environments.environment import prompt_of
 
 FIRST_ROW = 2**40
 """Rows of prompts that reinforcement learning does not come to."""
@@ -33,7 +34,9 @@ def warm_up(
         count = min(section.every, section.steps - step)
         batches = [
             [pair_of(row) for row in prompts.between(first, first + section.batch)]
-            for first in range(FIRST_ROW + step * section.batch, FIRST_ROW + (step + count) * section.batch, section.batch)
+            for first in range(
+                FIRST_ROW + step * section.batch, FIRST_ROW + (step + count) * section.batch, section.batch
+            )
         ]
         losses = actor.call([do("warm_up", batches=batches)], 0).result()[0][0]
         step += count
@@ -50,10 +53,10 @@ def warm_up(
 def pair_of(row: object) -> tuple[str, str]:
     """A row's prompt and answer."""
     assert isinstance(row, dict)
-    prompt, answer = prompt_of(row), row.get("answer")
+    prompt, answer = prompt_of(row), row.get("demonstration", row.get("answer"))
     if not isinstance(prompt, str) or not isinstance(answer, str):
         raise DataError(
-            "warmup: a row of the task has no text 'answer', or its prompt is a conversation; leave 'warmup' out, or give "
-            "answers"
+            "warmup: a row of the task has no text 'answer', or its prompt is a conversation; leave 'warmup' out, or "
+            "give answers"
         )
     return prompt, answer

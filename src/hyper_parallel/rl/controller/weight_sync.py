@@ -1,7 +1,7 @@
 """Weight synchronization as the controller orders it: which group sends to which, and when.
 
-After each batch the actor's list ends with the sends, for which it copies its weights and trains on. A rollout begins to
-receive between two lists, generates on, and installs what has arrived before a later list.
+After each batch the actor's list ends with the sends, for which it copies its weights and trains on. A rollout begins
+to receive between two lists, generates on, and installs what has arrived before a later list.
 """
 
 from __future__ import annotations

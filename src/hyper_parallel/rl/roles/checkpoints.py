@@ -102,6 +102,6 @@ class ActorCheckpoints:
             return
         if differ:
             raise ConfigError(
-                f"{path} is of another run: {', '.join(differ)} differ from this file; put them back to go on, or choose "
-                "another 'out'"
+                f"{path} is of another run: {', '.join(differ)} differ from this file; put them back to go on, or "
+                "choose another 'out'"
             )

@@ -81,7 +81,9 @@ class Critic:
                     clip=self._rl.critic.clip,
                 )
                 found.loss.backward()
-            total += torch.stack([found.loss.detach(), found.sums["value_error"] / max(count, 1)]).double().cpu()
+            total += (
+                torch.stack([found.loss.detach(), found.sums["value_error"] / max(count, 1)]).double().cpu()
+            )
         norm = self.handle.grad_norm()
         loss, error = self.handle.all_reduce(total.to(self._device), LOSS_AXES).tolist()
         if not torch.isfinite(norm):
@@ -115,7 +117,8 @@ def _classifier(policy: Any, dtype: torch.dtype) -> nn.Module:
     config = type(policy.config).from_dict({**policy.config.to_dict(), "num_labels": 1})
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise UnsupportedModelError(
-            f"Transformers has no token classifier of {config.model_type}, which PPO's critic is; use rl.algorithm: grpo"
+            f"Transformers has no token classifier of {config.model_type}, which PPO's critic is; take rl.algorithm: "
+            "grpo"
         )
     with torch.device("meta"):
         model = AutoModelForTokenClassification.from_config(

@@ -13,7 +13,7 @@ from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.character_tokenizer import character_tokenizer
 from hyper_parallel.data.tokenizer import load as load_tokenizer
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.rl.environments.tasks import characters_of
+from hyper_parallel.rl.environments.tasks import VOCABULARY
 from hyper_parallel.shard import init_weights, load_weights, parallelize
 from hyper_parallel.step.build import causal_model, transformers_config
 from hyper_parallel.strategy import Strategy
@@ -23,11 +23,7 @@ def tokenizer_of(config: RLConfig) -> Tokenizer:
     """That of the model's folder, or one of characters. Raises DataError."""
     if config.model.path is not None:
         return load_tokenizer(config.model.path, "model.path")
-    characters = config.characters
-    if characters is None:
-        assert config.task.name is not None, "checked by the config"
-        characters = characters_of(config.task.name, config.task.settings)
-    return Tokenizer(character_tokenizer(characters))
+    return Tokenizer(character_tokenizer(config.characters or VOCABULARY))
 
 
 def policy_on_meta(config: RLConfig, tokenizer: Tokenizer, dtype: torch.dtype) -> nn.Module:
@@ -53,7 +49,9 @@ def policy_on_meta(config: RLConfig, tokenizer: Tokenizer, dtype: torch.dtype) -
     return causal_model(hf, dtype, None if config.model.attention == "auto" else config.model.attention)
 
 
-def trained_policy(config: RLConfig, tokenizer: Tokenizer, strategy: Strategy, device: torch.device) -> nn.Module:
+def trained_policy(
+    config: RLConfig, tokenizer: Tokenizer, strategy: Strategy, device: torch.device
+) -> nn.Module:
     """The parallelized model with its values, on every rank. Raises StrategyError besides."""
     dtype = getattr(torch, strategy.precision.param)
     model = parallelize(policy_on_meta(config, tokenizer, dtype), strategy)

@@ -1,14 +1,14 @@
 """A rollout: answers prompts on the inference engine, a bounded number of passes at a time.
 
-Each token is kept with its log-probability and the version of the weights that drew it. New weights are installed between
-passes: answers under way go on behind the tokens that they have, whose keys and values are computed again by the new
-weights. So the log-probability of every token is that of its version, given all tokens before it.
+Each token is kept with its log-probability and the version of the weights that drew it. New weights are installed
+between passes: answers under way go on behind the tokens that they have, whose keys and values are computed again by
+the new weights. So the log-probability of every token is that of its version, given all tokens before it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,9 +111,7 @@ class Rollout:
         """Give up the answers of these groups."""
         gone = set(tickets)
         self._close()
-        self._answers = {
-            number: one for number, one in self._answers.items() if one.asked.ticket not in gone
-        }
+        self._answers = {number: one for number, one in self._answers.items() if one.asked.ticket not in gone}
 
     def give_up(self) -> None:
         """Give up all answers under way."""
@@ -121,7 +119,12 @@ class Rollout:
         self._close()
 
     def answer(
-        self, prompts: Sequence[str | list[dict[str, Any]]], *, temperature: float, seed: int, first: int = 0
+        self,
+        prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+        *,
+        temperature: float,
+        seed: int,
+        first: int = 0,
     ) -> list[str]:
         """One answer to each prompt, at once, beside those under way: of an evaluation. `first`: the row of the first.
         Every rank gives all of them."""
@@ -156,10 +159,10 @@ class Rollout:
         elif self._run is not None:
             self._run.submit(number, request)
 
-    def _ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+    def _ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        question = render(self.tokenizer.transformers, Chat("messages", list(prompt)))
+        question = render(self.tokenizer.transformers, Chat("messages", [dict(one) for one in prompt]))
         return self.tokenizer.encode_template([question])[0][0]
 
     def _opened_run(self) -> OpenRun:
@@ -202,4 +205,3 @@ class Rollout:
             ended=completion.finish == "stop",
             text=completion.text,
         )
-

@@ -1,4 +1,4 @@
-"""The weight transfers of one worker: those that it sends for its actor, and the one that it receives for its rollout."""
+"""The weight transfers of one worker: those that its actor sends, and the one that its rollout receives."""
 
 from __future__ import annotations
 

@@ -64,6 +64,6 @@ class _Kept:
     inputs: tuple[Tensor, ...] = ()
     found: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, logprobs_N: Tensor) -> Tensor:
+    def __call__(self, logprobs_N: Tensor, *inputs_N: Tensor) -> Tensor:
         self.found.append(logprobs_N)
         return logprobs_N.sum()
