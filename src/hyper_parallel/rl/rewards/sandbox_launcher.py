@@ -1,0 +1,329 @@
+"""The sandbox's inside: isolates itself with namespaces and limits, then runs one program.
+
+`sandbox.run` starts an interpreter that executes this module's code; nothing else imports it, and it imports nothing
+of HyperParallel. Three processes take part:
+
+- the launcher makes the namespaces and the file system, and waits; the program cannot see it;
+- the first process of the PID namespace waits for the program; the kernel kills the whole namespace when it ends;
+- the program.
+
+With a PID namespace the kernel ends every descendant, whatever session it is in. Without one the launcher is a
+"child subreaper" (prctl(2)), to which orphans are handed, and it kills its descendants itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # to import `typing` takes longer than to isolate
+    from typing import Any, NoReturn
+
+# unshare(2), mount(2), prctl(2), capset(2)
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+_RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_DETACH = 2
+_PDEATHSIG, _DUMPABLE, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 36, 38
+_CAPABILITY_VERSION = 0x20080522
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "loongarch64": 41, "ppc64le": 203}
+_NSFLAGS = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+"""Flags of statvfs(3) to those of mount(2). A remount in a user namespace may not drop any of them."""
+_KILL, _TERM = 9, 15
+_FIRST_UID = 0x60000000
+"""Of user ids that no account has. Root's programs get one each, which bounds the number of processes of each."""
+
+_libc: Any = None
+
+
+def main(settings: dict[str, Any], program: str) -> None:
+    """Run a program, and return or raise in its process only. `settings`: see `sandbox.run`."""
+    global _libc
+    _libc = ctypes.CDLL(None, use_errno=True)
+    linux = sys.platform.startswith("linux")
+    if linux:
+        _libc.prctl(_PDEATHSIG, _KILL)
+    if os.getppid() != settings["parent"]:
+        os._exit(1)
+    status: int = settings["status"]
+    os.umask(0o022)
+    private, identity, missing = _isolated(settings) if linux and settings["isolate"] else (False, False, ALL)
+    folder = ""
+    if "files" in missing:
+        folder = f"{settings['temporary']}/hyper-parallel-sandbox-{os.getpid()}-{os.urandom(8).hex()}"
+    os.write(status, f"missing {','.join(missing)}\nfolder {folder}\n".encode())
+    if missing and settings["required"]:
+        os._exit(0)
+    if folder:
+        os.mkdir(folder, 0o700)
+        os.chdir(folder)
+    user = _user(settings, folder, private, identity)
+    if linux and not private:
+        _libc.prctl(_SUBREAPER, 1)
+    # Of the first process and, in a user namespace, of this one.
+    others = 2 if identity else 1
+    if not private and user is None:
+        others = _processes_of(os.getuid())
+    alive, held = os.pipe()
+    first = os.fork()
+    if first:
+        os.close(alive)
+        _wait(first, private, status)
+    os.close(held)
+    _drop(user)
+    if linux:
+        _libc.prctl(_PDEATHSIG, _KILL)
+        _libc.prctl(_DUMPABLE, 0)  # so that the program cannot trace the first process
+        if _ended(alive):
+            os._exit(1)
+    child = os.fork()
+    if child:
+        _reap(child, status)
+    os.close(status)
+    os.close(alive)
+    _limit(settings, others)
+    _execute(program)
+
+
+ALL = ("network", "processes", "files")
+"""All kinds of isolation; `missing` lists those that this machine does not allow."""
+
+
+def _isolated(settings: dict[str, Any]) -> tuple[bool, bool, tuple[str, ...]]:
+    """(own PID namespace, own user namespace, what is not isolated)."""
+    flags = _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS
+    user, group = os.getuid(), os.getgid()
+    identity = False
+    if user or _libc.unshare(flags):
+        if _libc.unshare(flags | _NEWUSER):
+            return False, False, ALL
+        identity = True
+        try:
+            _write("/proc/self/setgroups", "deny")
+            _write("/proc/self/uid_map", f"65534 {user} 1")
+            _write("/proc/self/gid_map", f"65534 {group} 1")
+        except OSError:
+            return True, True, ("files",)
+    try:
+        _make_root(settings)
+    except (OSError, KeyError):
+        return True, identity, ("files",)
+    return True, identity, ()
+
+
+def _make_root(settings: dict[str, Any]) -> None:
+    """Change to a file system of the interpreter's own files, read-only, and a small folder in memory: /tmp."""
+    _mount(None, "/", None, _REC | _PRIVATE)
+    base = next(path for path in ("/sys", "/mnt", "/media", "/srv") if os.path.isdir(path))
+    _mount("tmpfs", base, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
+    root = base + "/root"  # below the top, since the kernel refuses user namespaces to a process in a chroot
+    os.mkdir(root)
+    for path in settings["paths"]:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            os.makedirs(root + path)
+            _bind(path, root + path)
+        elif os.path.exists(path):
+            _bind_file(path, root + path)
+    for name in ("null", "zero", "urandom"):
+        _bind_file("/dev/" + name, f"{root}/dev/{name}", writable=True)
+    os.mkdir(root + "/tmp")
+    options = f"size={settings['disk']},nr_inodes=4096,mode=1777"
+    _mount("tmpfs", root + "/tmp", "tmpfs", _NOSUID | _NODEV, options)
+    _mount(None, base, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+    os.chdir(base)
+    # The old root is stacked over the new one, and then taken off: pivot_root(2), "pivot_root(".", ".")".
+    _checked(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."))
+    _checked(_libc.umount2(b".", _DETACH))
+    os.chroot("/root")
+    os.chdir("/tmp")
+
+
+def _bind_file(path: str, target: str, writable: bool = False) -> None:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _bind(path, target, writable)
+
+
+def _bind(path: str, target: str, writable: bool = False) -> None:
+    _mount(path, target, None, _BIND | _REC)
+    if not writable:
+        present = os.statvfs(target).f_flag
+        flags = sum(mount for found, mount in _NSFLAGS.items() if present & found)
+        _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | flags & ~(_RDONLY | _NOSUID))
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    words = [None if word is None else word.encode() for word in (source, target, kind, options)]
+    _checked(_libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]))
+
+
+def _checked(result: int) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _user(settings: dict[str, Any], folder: str, private: bool, identity: bool) -> int | None:
+    """The user id to change to; None if this process is not root, or if another user could not read the library."""
+    if identity or os.getuid():
+        return None
+    user = _FIRST_UID + os.getpid() % 0x10000000
+    if folder:
+        library = os.path.dirname(os.__file__)
+        try:
+            os.chown(folder, user, user)
+            os.seteuid(user)
+            os.listdir(library)
+        except OSError:
+            user = 0
+        finally:
+            os.seteuid(0)
+    return user or None
+
+
+def _drop(user: int | None) -> None:
+    """Give up every privilege, for good."""
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    if sys.platform.startswith("linux"):
+        _libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+        header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+        _libc.capset(header, (ctypes.c_uint32 * 6)())
+
+
+def _limit(settings: dict[str, Any], others: int) -> None:
+    cpu: int = settings["cpu"]
+    wanted = {
+        "CPU": (cpu, cpu + 1),
+        "AS": (settings["memory"],) * 2,
+        "FSIZE": (settings["disk"],) * 2,
+        "NOFILE": (settings["files"],) * 2,
+        "NPROC": (settings["processes"] + others,) * 2,
+        "CORE": (0, 0),
+        "MEMLOCK": (0, 0),
+        "MSGQUEUE": (0, 0),
+    }
+    for name, pair in wanted.items():
+        kind = getattr(resource, "RLIMIT_" + name, None)
+        if kind is None:
+            continue
+        hard = resource.getrlimit(kind)[1]
+        if hard != resource.RLIM_INFINITY:
+            pair = (min(pair[0], hard), min(pair[1], hard))
+        resource.setrlimit(kind, pair)
+
+
+def _execute(program: str) -> None:
+    os.environ.clear()
+    sys.argv = ["program.py"]
+    names = sys.modules["__main__"].__dict__
+    builtins = names["__builtins__"]
+    names.clear()
+    names.update({"__name__": "__main__", "__builtins__": builtins, "__doc__": None, "__spec__": None})
+    try:
+        exec(compile(program, "program.py", "exec", dont_inherit=True), names)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        shown = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+        sys.excepthook(type(shown), shown, shown.__traceback__)
+        sys.exit(1)
+
+
+def _wait(first: int, private: bool, status: int) -> NoReturn:
+    """Wait for the first process. The launcher holds no end of a pipe that the program writes to."""
+    for descriptor in (0, 1, 2, status):
+        os.close(descriptor)
+    if private:
+        os.waitpid(first, 0)
+        os._exit(0)
+    import _signal  # the module `signal` takes as long to import as all the rest
+
+    def end(*_: object) -> None:
+        _kill_descendants()
+        os._exit(0)
+
+    _signal.signal(_TERM, end)
+    while os.waitpid(-1, 0)[0] != first:
+        pass
+    end()
+    raise AssertionError
+
+
+def _reap(child: int, status: int) -> NoReturn:
+    """Wait for the program, and for the orphans that the kernel hands to this process; report how it ended."""
+    for descriptor in (0, 1, 2):
+        os.close(descriptor)
+    while True:
+        ended, code, used = os.wait4(-1, 0)
+        if ended == child:
+            break
+    how = f"signal {os.WTERMSIG(code)}" if os.WIFSIGNALED(code) else f"exit {os.WEXITSTATUS(code)}"
+    os.write(status, f"{how} {round((used.ru_utime + used.ru_stime) * 1000)}\n".encode())
+    os._exit(0)
+
+
+def _ended(pipe: int) -> bool:
+    """Whether the launcher has ended, and so closed its end: before this process asked to be killed with it."""
+    import select
+
+    return bool(select.select([pipe], [], [], 0)[0])
+
+
+def _kill_descendants() -> None:
+    """Kill this process's descendants, over and over until there is none: they may fork meanwhile."""
+    for _ in range(1000):
+        parents = {pid: parent for pid, parent, _, _ in _processes()}
+        ours, wave = set(), {os.getpid()}
+        while wave:
+            wave = {pid for pid, parent in parents.items() if parent in wave} - ours
+            ours |= wave
+        if not ours:
+            return
+        for pid in ours:
+            try:
+                os.kill(pid, _KILL)
+            except OSError:
+                pass
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except OSError:
+            pass
+
+
+def _processes_of(user: int) -> int:
+    """The number of a user's threads, which is what the kernel compares with RLIMIT_NPROC."""
+    return sum(threads for _, _, owner, threads in _processes() if owner == user)
+
+
+def _processes() -> list[tuple[int, int, int, int]]:
+    """(process, parent, user, threads) of each process that this one can see. Empty without a /proc."""
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+                found.append((int(name), int(fields[1]), os.stat(f"/proc/{name}").st_uid, int(fields[17])))
+            except OSError:
+                pass
+    return found

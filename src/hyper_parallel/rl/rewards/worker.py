@@ -1,0 +1,138 @@
+"""A worker process of a pool: reads jobs, calls a handler, and writes replies, one frame each.
+
+A frame is the length in 4 bytes and a JSON text. The first frame of the parent names the handler; the worker answers
+`{"ready": true}` or `{"error": line}`. Then each frame is a list of messages, which are answered one by one, so that the
+parent's time limit holds for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+"""From a job's message to its reply. Whatever it raises costs that job only."""
+
+LENGTH = struct.Struct("<I")
+
+
+def main(descriptor: int, parent: int) -> None:
+    """The worker's loop, until the parent closes the connection or ends."""
+    _die_with(parent)
+    os.set_inheritable(descriptor, False)  # a child of the user's function must not hold the connection open
+    channel = socket.socket(fileno=descriptor)
+    # The user's function may print: not into what the parent may use standard output for.
+    os.dup2(2, 1)
+    try:
+        start = _read(channel)
+        handler: Handler = _handler(start)
+    except BaseException as error:
+        _write(channel, {"error": line_of(error), "kind": type(error).__name__})
+        return
+    _write(channel, {"ready": True})
+    while True:
+        for message in _read(channel):
+            began = time.monotonic()
+            try:
+                reply = handler(message)
+                frame = json.dumps(reply)
+            except BaseException as error:
+                reply = {"raised": line_of(error)}
+                frame = json.dumps(reply)
+            _send(channel, frame[:-1] + f', "seconds": {time.monotonic() - began:.6f}}}')
+
+
+def rewards(name: str, folder: str) -> Handler:
+    """The handler that calls a reward function; the reply holds `value`, or the reason under `failed`."""
+    from hyper_parallel.rl.rewards.reward import load_reward
+
+    function = load_reward(name, folder)
+
+    def handle(message: dict[str, Any]) -> dict[str, Any]:
+        return number_of(function(message["prompt"], message["answer"], message["task"]))
+
+    return handle
+
+
+def number_of(value: Any) -> dict[str, Any]:
+    """`{"value": number}` for a finite real number, a NumPy or a torch scalar; else `{"failed": why}`."""
+    from math import isfinite
+    from numbers import Real
+
+    item = getattr(value, "item", None)
+    if not isinstance(value, Real) and callable(item):
+        value = item()
+    if not isinstance(value, Real):
+        return {"failed": f"it returned {type(value).__name__}, and a number is needed"}
+    number = float(value)
+    return (
+        {"value": number}
+        if isfinite(number)
+        else {"failed": f"it returned {number}, and a finite number is needed"}
+    )
+
+
+def line_of(error: BaseException) -> str:
+    """An exception in one bounded line; of an error of HyperParallel, its message only."""
+    from hyper_parallel.errors import HyperParallelError
+
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its message cannot be shown)"
+    known = isinstance(error, HyperParallelError)
+    return " ".join((text if known else f"{type(error).__name__}: {text}").split())[:500]
+
+
+def _handler(start: dict[str, Any]) -> Handler:
+    import importlib
+
+    module, _, name = start["factory"].partition(":")
+    sys.path.insert(0, start["folder"])
+    factory: Callable[[str, str], Handler] = getattr(importlib.import_module(module), name)
+    return factory(start["name"], start["folder"])
+
+
+def _read(channel: socket.socket) -> Any:
+    [length] = LENGTH.unpack(_exactly(channel, LENGTH.size))
+    return json.loads(_exactly(channel, length))
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes:
+    parts = []
+    while count:
+        part = channel.recv(min(count, 1 << 20))
+        if not part:
+            os._exit(0)  # the pool was closed
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _write(channel: socket.socket, reply: dict[str, Any]) -> None:
+    _send(channel, json.dumps(reply))
+
+
+def _send(channel: socket.socket, frame: str) -> None:
+    data = frame.encode()
+    try:
+        channel.sendall(LENGTH.pack(len(data)) + data)
+    except OSError:
+        os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    # As `launch.parent_death`, whose package takes longer to import than this worker to start.
+    if sys.platform.startswith("linux"):
+        import ctypes
+        import signal
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
