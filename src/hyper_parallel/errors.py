@@ -53,6 +53,10 @@ class FollowsError(HyperParallelError):
     """A failure on this rank that another rank's failure caused. It is shown only if no rank reports the cause."""
 
 
+class WeightsError(HyperParallelError):
+    """Weights that cannot go from one role to another, or that did not arrive as they were sent; those there stay."""
+
+
 class LaunchError(HyperParallelError):
     """Workers that could not be started or that died; names the rank."""
 

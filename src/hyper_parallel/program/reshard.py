@@ -135,13 +135,20 @@ class ReshardPlan:
 
 
 def plan_reshard(
-    source: DeviceGroup, source_layout: Layout, target: DeviceGroup, target_layout: Layout
+    source: DeviceGroup,
+    source_layout: Layout,
+    target: DeviceGroup,
+    target_layout: Layout,
+    load: dict[int, int] | None = None,
 ) -> ReshardPlan:
     """The plan that moves a tensor from one group's layout to another's. The same on every rank.
 
+    `load`: elements that each rank sends in plans made before, to which this plan's are added, so that holders of the
+    same share the sending of many tensors.
+
     Raises StrategyError when the shapes differ, or a layout is not on its group's mesh.
     """
-    planner = _Planner(source, target)
+    planner = _Planner(source, target, {} if load is None else load)
     partial = any(source_layout.mesh.size(axis) > 1 for axis in source_layout.partial)
     for cell in cells_of(source, source_layout, target, target_layout):
         if partial:
@@ -161,13 +168,15 @@ def plan_reshard(
 class _Planner:
     """The transfers of the three phases, and what each rank sends so far."""
 
-    def __init__(self, source: DeviceGroup, target: DeviceGroup) -> None:
+    def __init__(self, source: DeviceGroup, target: DeviceGroup, load: dict[int, int]) -> None:
         self.sums: list[Transfer] = []
         self.cross: list[Transfer] = []
         self.gather: list[Transfer] = []
         self.source = frozenset(source.ranks)
         self.target = frozenset(target.ranks)
-        self.load = dict.fromkeys((*source.ranks, *target.ranks), 0)
+        self.load = load
+        for rank in (*source.ranks, *target.ranks):
+            load.setdefault(rank, 0)
         self.owned = dict.fromkeys(source.ranks, 0)
 
     def copied(self, cell: Cell) -> None:

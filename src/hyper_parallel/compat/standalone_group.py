@@ -1,0 +1,119 @@
+"""Process groups beside the default one: made from a store of their own, and closed when one of their ranks is lost.
+
+`torch.distributed.new_group` makes groups of ranks of one run. Here processes of several runs meet: one of them serves
+a store, all connect to it, and each group gets its keys by a prefix, so that a group can be made again after a loss.
+Tensors are on the host, and travel by gloo.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+
+class PeerError(Exception):
+    """A transfer did not end: it was too late, or the other rank is gone."""
+
+
+@dataclass(frozen=True)
+class ServedStore:
+    """A store that this process serves for as long as it keeps this."""
+
+    store: c10d.TCPStore
+    host: str
+    port: int
+
+
+def serve_store(host: str, port: int = 0) -> ServedStore:
+    """Serve a store at one address of this machine; port 0 takes a free one. Raises OSError."""
+    listener = socket.create_server((host, port), backlog=1024)
+    taken = listener.getsockname()[1]
+    store = c10d.TCPStore(
+        host, taken, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return ServedStore(store, host, taken)
+
+
+class StandaloneGroup:
+    """Point-to-point transfers among `world` processes. The k-th send to a rank meets its k-th receive."""
+
+    def __init__(self, group: dist.ProcessGroupGloo) -> None:
+        self._group: dist.ProcessGroupGloo | None = group
+
+    @classmethod
+    def connect(
+        cls, host: str, port: int, prefix: str, *, rank: int, world: int, seconds: float
+    ) -> StandaloneGroup:
+        """Meet the other ranks at a store, under a prefix that no group of it has had.
+
+        Each rank listens on this machine's address where the store is on a loopback address, else on the interface in
+        GLOO_SOCKET_IFNAME, or that of the machine's name.
+
+        Raises PeerError when they have not all come within `seconds`.
+        """
+        ends = time.monotonic() + seconds
+        try:
+            store = c10d.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=seconds))
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            loopback = _is_loopback(host)
+            options._devices = [
+                dist.ProcessGroupGloo.create_device(hostname=host)
+                if loopback
+                else dist.ProcessGroupGloo.create_default_device()
+            ]
+            left = max(ends - time.monotonic(), 0.001)
+            options._timeout = timedelta(seconds=left)
+            store.set_timeout(options._timeout)
+            return cls(dist.ProcessGroupGloo(c10d.PrefixStore(prefix, store), rank, world, options))
+        except RuntimeError as error:  # of the distributed package, and gloo's
+            raise PeerError(f"the ranks have not met within {seconds:g} s ({_first_line(error)})") from error
+
+    def send(self, tensor: Tensor, to: int) -> dist.Work:
+        """Begin to send; the tensor stays as it is until `wait`."""
+        return self._begun(lambda group: group.send([tensor], to, 0))
+
+    def receive(self, tensor: Tensor, sender: int) -> dist.Work:
+        """Begin to receive into a tensor of exactly the size that is sent."""
+        return self._begun(lambda group: group.recv([tensor], sender, 0))
+
+    def _begun(self, begin: Callable[[dist.ProcessGroupGloo], dist.Work]) -> dist.Work:
+        if self._group is None:
+            raise PeerError("the group is closed")
+        try:
+            return begin(self._group)
+        except RuntimeError as error:
+            raise PeerError(_first_line(error)) from error
+
+    def wait(self, work: dist.Work, seconds: float) -> None:
+        """Wait for a transfer. Raises PeerError when it has not ended within `seconds`, or the other rank is gone."""
+        try:
+            work.wait(timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError as error:
+            raise PeerError(_first_line(error)) from error
+
+    def close(self) -> None:
+        """Close the connections. Transfers under way end with an error, here and on the other ranks."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _first_line(error: BaseException) -> str:
+    """The error in one line, without the place in the library's source."""
+    text = str(error).split("\n")[0]
+    return text.split("] ", 1)[-1] if text.startswith("[/") else text

@@ -1,0 +1,96 @@
+"""Payloads and headers: differences are lossless, and damage is found."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyper_parallel.rl.weights.header import HEADER_BYTES, Header
+from hyper_parallel.rl.weights.payload import apply_difference, checksum, difference, pack, unpack
+from hyper_parallel.rl.weights.plan import Message, Part, PlannedParameter
+
+
+def _message(sizes: list[int]) -> Message:
+    parts = []
+    for at, size in enumerate(sizes):
+        dtype = ("float32", "bfloat16")[at >= len(sizes) // 2]
+        parameter = PlannedParameter(source=f"s{at}", target=f"t{at}", dtype=dtype)
+        parts.append(Part(parameter=parameter, give=(slice(0, size),), take=(slice(0, size),)))
+    return Message(sender=0, receiver=1, parts=tuple(parts))
+
+
+@given(st.lists(st.integers(1, 40), max_size=5), st.floats(0, 1), st.integers(0, 2**32))
+def test_a_difference_gives_the_same_bits(sizes: list[int], share: float, seed: int) -> None:
+    message, draw = _message(sizes), np.random.default_rng(seed)
+    # Any bits: NaNs of different payloads and both zeros are different values here.
+    old = draw.integers(0, 256, message.bytes, dtype=np.uint8)
+    new = np.where(draw.random(message.bytes) < share, draw.integers(0, 256, message.bytes), old).astype(
+        np.uint8
+    )
+    sent = difference(message, torch.from_numpy(new), torch.from_numpy(old))
+    assert sent.numel() <= message.bytes
+    if sent.numel() < message.bytes:
+        applied = apply_difference(message, sent, torch.from_numpy(old))
+        assert applied.tolist() == new.tolist()
+    else:
+        assert sent.tolist() == new.tolist()
+
+
+def test_a_difference_of_nothing_is_a_bitmap() -> None:
+    message = _message([16, 16])
+    old = torch.arange(message.bytes, dtype=torch.uint8)
+    assert difference(message, old.clone(), old).numel() == 4
+
+
+def test_a_difference_that_does_not_fit_is_refused() -> None:
+    message = _message([16, 16])
+    old = torch.zeros(message.bytes, dtype=torch.uint8)
+    new = old.clone()
+    new[5] = 1
+    sent = difference(message, new, old)
+    with pytest.raises(ValueError, match="shorter"):
+        apply_difference(message, sent[:-3], old)
+    with pytest.raises(ValueError, match="longer"):
+        apply_difference(message, torch.cat([sent, old[:1]]), old)
+
+
+def test_boxes_are_rounded_on_their_way() -> None:
+    message = _message([3, 3])
+    given_values = {"s0": torch.tensor([1.0, 2.0, 1 + 2**-12]), "s1": torch.tensor([1.0, 2.0, 1 + 2**-12])}
+    staged = {"t0": torch.zeros(3), "t1": torch.zeros(3, dtype=torch.bfloat16)}
+    payload = pack(message, lambda part: given_values[part.parameter.source][part.give])
+    unpack(message, payload, staged)
+    assert staged["t0"].tolist() == given_values["s0"].tolist()
+    assert staged["t1"].tolist() == [1.0, 2.0, 1.0]
+
+
+@given(st.integers(0, HEADER_BYTES * 8 - 1), st.integers(0, 2**32))
+def test_a_header_survives_and_a_flipped_bit_is_found(bit: int, seed: int) -> None:
+    draw = random.Random(seed)
+    header = Header(
+        digest=draw.randbytes(8),
+        epoch=draw.randrange(2**32),
+        place=draw.randrange(2**32),
+        version=draw.randrange(2**63),
+        base=draw.randrange(-1, 2**62),
+        length=draw.randrange(2**40),
+        checksum=draw.randrange(2**32),
+    )
+    data = bytearray(header.pack())
+    assert len(data) == HEADER_BYTES
+    assert Header.parse(bytes(data)) == header
+    data[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ValueError, match="damaged"):
+        Header.parse(bytes(data))
+
+
+def test_a_flipped_bit_changes_the_checksum() -> None:
+    payload = torch.arange(100, dtype=torch.uint8)
+    before = checksum(payload)
+    payload[50] ^= 4
+    assert checksum(payload) != before
