@@ -109,6 +109,14 @@ class FaultError(TierError):
     """Memory or a disk failed in use, or was damaged. It is no user error: exit code 1, as for a lost worker."""
 
 
+class GroupError(FaultError):
+    """A group of workers that died, failed or did not answer in time; names the group, ranks, operation and step."""
+
+    def __init__(self, text: str, group: str = "", ranks: tuple[int, ...] = (), operation: str = "") -> None:
+        super().__init__(text)
+        self.group, self.ranks, self.operation = group, ranks, operation
+
+
 class NonFiniteError(HyperParallelError):
     """A loss or gradient that is not finite, found before the optimizer updated anything."""
 

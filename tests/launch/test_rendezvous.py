@@ -67,7 +67,7 @@ def test_a_server_whose_command_is_gone_ends_with_its_workers(tmp_path: Path) ->
         wait_until((tmp_path / "run/rank-0.json").exists, "the worker is at work")
         worker = noted(tmp_path, 0)["pid"]
         assert running(worker)
-        server._channel.close()
+        server.channel.close()
         wait_until(
             lambda: server._process.poll() is not None and not running(worker), "both have ended", timeout=15
         )

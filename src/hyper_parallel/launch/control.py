@@ -83,12 +83,19 @@ class ControlThread:
 
     `grace`: seconds from a stop request until the process ends in any case; None leaves that to the sender of orders.
     `force`: a second Ctrl-C ends the process at once; otherwise that is left to the sender too.
-    `safe`: what is not lost then.
+    `safe`: what is not lost then. `obeys`: whether signals request anything; a controller's workers ignore them.
     """
 
     def __init__(
-        self, link: Link, *, grace: float | None = None, force: bool = False, safe: str = ""
+        self,
+        link: Link,
+        *,
+        grace: float | None = None,
+        force: bool = False,
+        safe: str = "",
+        obeys: bool = True,
     ) -> None:
+        self._obeys = obeys
         self._link, self._grace, self._force, self._safe = link, grace, force, safe
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
@@ -106,7 +113,11 @@ class ControlThread:
         pulse.reset()
         signals = (*stop.STOPS, stop.SAVE)
         if threading.current_thread() is self._main:
-            self._undo.enter_context(stop.handling(dict.fromkeys((*signals, stop.WAKE), _in_main_thread)))
+            # A handler that does nothing: unlike SIG_IGN, programs that the worker starts do not inherit it.
+            handler = _in_main_thread if self._obeys else _ignore
+            self._undo.enter_context(
+                stop.handling({**dict.fromkeys(signals, handler), stop.WAKE: _in_main_thread})
+            )
             before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
             self._undo.callback(signal.set_wakeup_fd, before)
             _in_children.append(self)
@@ -126,7 +137,7 @@ class ControlThread:
         """In a forked child: detach, so that its signals do not reach this process's control thread."""
         signal.set_wakeup_fd(-1)
         for number in (*stop.STOPS, stop.SAVE, stop.WAKE):
-            if signal.getsignal(number) is _in_main_thread:
+            if signal.getsignal(number) in (_in_main_thread, _ignore):
                 signal.signal(
                     number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 )
@@ -155,6 +166,8 @@ class ControlThread:
 
     def _signal(self, number: int) -> None:
         now = time.monotonic()
+        if not self._obeys:
+            return
         if number == stop.SAVE:
             stop.request_save()
         elif number in stop.STOPS and not self._ended:
@@ -216,6 +229,10 @@ def _in_main_thread(number: int, frame: FrameType | None) -> None:
     if number in stop.STOPS and not stop.must_interrupt():
         stop.request_stop()
     stop.interrupt(frame)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The controller decides when its workers end."""
 
 
 _in_children: list[ControlThread] = []

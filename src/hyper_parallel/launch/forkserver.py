@@ -1,6 +1,7 @@
 """The command's side of the fork server: starts it, starts workers on it, and receives their exit statuses.
 
-One server serves all runs of a process, one after another, so that torch is imported once. It ends with the process.
+One server serves all runs of a process, one after another, so that torch is imported once. It ends with the process. A
+controller borrows it and runs several jobs at once on it (`launch.roles`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class ForkServer:
         one of the team's cores, spinning delays them.
         """
         self.spins = spins
-        self._channel, theirs = Pipe()
+        self.channel, theirs = Pipe()
+        """To the server; `events` reads from it."""
         # One thread: numpy's linear algebra would otherwise start its own on import, and forks lose threads.
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -73,7 +75,7 @@ class ForkServer:
     @property
     def alive(self) -> bool:
         """Whether the server can take a run."""
-        return self._process.poll() is None and not self._channel.closed
+        return self._process.poll() is None and not self.channel.closed
 
     def start(
         self,
@@ -83,14 +85,23 @@ class ForkServer:
         preload: Sequence[str],
         listener: socket | None,
         board: int,
+        *,
+        job: int = 0,
+        calls: Sequence[int] = (),
+        logs: Sequence[str] = (),
     ) -> list[Connection]:
         """Fork a worker for each place; the pipe to each one's control thread.
 
-        `listener` is handed to rank 0, the descriptor of the `PositionBoard` to all. Raises LaunchError when the
-        server has ended.
+        `listener` is handed to rank 0, the descriptor of the `PositionBoard` to all. `job`: the number in the events
+        of these workers. `calls`: for workers of a controller, the descriptors of their ends for instruction lists;
+        such workers ignore signals and never write to the terminal. `logs`: the file of each; left out,
+        `logs.path_of`. Raises LaunchError when the server has ended.
         """
         message = {
             "do": "start",
+            "job": job,
+            "calls": bool(calls),
+            "logs": list(logs),
             "places": [asdict(place) for place in places],
             "config": config.model_dump_json(context={"secrets": True}),
             "config_class": f"{type(config).__module__}:{type(config).__qualname__}",
@@ -105,14 +116,15 @@ class ForkServer:
         sys.stderr.flush()
         pipes = [Pipe() for _ in places]
         try:
-            self._channel.send_bytes(json.dumps(message).encode())
+            self.channel.send_bytes(json.dumps(message).encode())
             for descriptor in (_descriptor(sys.stdout, 1), _descriptor(sys.stderr, 2)):
-                send_handle(self._channel, descriptor, self._process.pid)
+                send_handle(self.channel, descriptor, self._process.pid)
             for _, theirs in pipes:
-                send_handle(self._channel, theirs.fileno(), self._process.pid)
-            send_handle(self._channel, board, self._process.pid)
+                send_handle(self.channel, theirs.fileno(), self._process.pid)
+            for descriptor in (*calls, board):
+                send_handle(self.channel, descriptor, self._process.pid)
             if listener is not None:
-                send_handle(self._channel, listener.fileno(), self._process.pid)
+                send_handle(self.channel, listener.fileno(), self._process.pid)
         except OSError as error:
             raise LaunchError(self.why_it_ended()) from error
         finally:
@@ -120,10 +132,10 @@ class ForkServer:
                 theirs.close()
         return [ours for ours, _ in pipes]
 
-    def signal(self, number: int) -> None:
-        """Send a signal to every worker that is alive."""
+    def signal(self, number: int, job: int = 0) -> None:
+        """Send a signal to every worker of a job that is alive."""
         with contextlib.suppress(OSError):  # the server has ended, and the workers with it
-            self._channel.send_bytes(json.dumps({"do": "signal", "number": int(number)}).encode())
+            self.channel.send_bytes(json.dumps({"do": "signal", "number": int(number), "job": job}).encode())
 
     def events(self, timeout: float) -> list[dict[str, Any]]:
         """The events within `timeout` seconds; returns after the first one.
@@ -132,8 +144,8 @@ class ForkServer:
         """
         found: list[dict[str, Any]] = []
         try:
-            while wait([self._channel], 0 if found else timeout):
-                found.append(json.loads(self._channel.recv_bytes()))
+            while wait([self.channel], 0 if found else timeout):
+                found.append(json.loads(self.channel.recv_bytes()))
         except (EOFError, OSError) as error:
             raise LaunchError(self.why_it_ended()) from error
         return found
@@ -152,7 +164,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server, and with it every worker."""
-        self._channel.close()
+        self.channel.close()
         if self._process.stderr is not None:
             self._process.stderr.close()
         self._process.kill()
@@ -171,6 +183,22 @@ def fork_server(spins: bool = True) -> ForkServer:
             _server.close()
         _server = ForkServer(spins)
     return _server
+
+
+def borrow(spins: bool = True) -> ForkServer:
+    """A fork server for one borrower, until `give_back`: this process's, if it has one with the same `spins`."""
+    global _server
+    server, _server = fork_server(spins), None
+    return server
+
+
+def give_back(server: ForkServer) -> None:
+    """End of `borrow`: the server serves later runs of this process. Its jobs have ended."""
+    global _server
+    if _server is None and server.alive:
+        _server = server
+    else:
+        server.close()
 
 
 def _descriptor(stream: Any, default: int) -> int:

@@ -23,6 +23,8 @@ class WorkerPlace:
     local_world: int
     host: str
     port: int
+    devices: tuple[int, ...] = ()
+    """This machine's devices for its workers, by their local ranks; empty: as many as workers, from the first."""
 
     @property
     def one_machine(self) -> bool:

@@ -1,10 +1,11 @@
 """The fork server: a process that loads torch once and forks the workers of a run.
 
-`forkserver.py` starts it and communicates with it over one socket, in JSON:
+`forkserver.py` starts it and communicates with it over one socket, in JSON. Workers that are started together are a
+job; several may run at once:
 
-    ← {"do": "start", "places": [...], ...} and then the open files   → {"event": "started"}
-    ← {"do": "signal", "number": n}            all workers that are alive get signal n
-                                               → {"event": "ended", "rank": r, "status": s}
+    ← {"do": "start", "job": j, "places": [...], ...} and then the open files   → {"event": "started", "job": j}
+    ← {"do": "signal", "job": j, "number": n}  all workers of job j that are alive get signal n
+                                               → {"event": "ended", "job": j, "rank": r, "status": s}
 
 It never computes (a child forked after OpenMP has run hangs) and never touches a device. It and the workers have a
 separate session, so that a Ctrl-C at the terminal reaches the command only; they die with the command. A signal that
@@ -27,6 +28,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
+from pathlib import Path
 from typing import Any
 
 from hyper_parallel.launch import stop
@@ -49,6 +51,7 @@ class _Job:
     message: dict[str, Any]
     terminal: tuple[int, int]
     reports: list[int]
+    calls: list[int]
     board: int
     listener: int | None
 
@@ -56,6 +59,7 @@ class _Job:
         for descriptor in (
             *self.terminal,
             *self.reports,
+            *self.calls,
             self.board,
             *([] if self.listener is None else [self.listener]),
         ):
@@ -80,7 +84,7 @@ def main(channel_descriptor: int, parent: int) -> None:
         importlib.import_module(name)
     gc.freeze()  # the collector would touch, and so copy, the pages that workers share
 
-    workers: dict[int, int] = {}  # process id to rank
+    workers: dict[int, tuple[int, int]] = {}  # process id to job and rank
     try:
         while True:
             ready = wait([channel, woken])
@@ -94,8 +98,9 @@ def main(channel_descriptor: int, parent: int) -> None:
                 if message["do"] == "start":
                     _start(message, workers, channel)
                 else:
-                    for pid in workers:
-                        os.kill(pid, message["number"])
+                    for pid, (job, _) in workers.items():
+                        if job == message["job"]:
+                            os.kill(pid, message["number"])
     except (EOFError, ConnectionError):
         pass  # the command has gone
     finally:
@@ -103,21 +108,23 @@ def main(channel_descriptor: int, parent: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _reap(workers: dict[int, int], channel: Connection) -> None:
-    for pid, rank in list(workers.items()):
+def _reap(workers: dict[int, tuple[int, int]], channel: Connection) -> None:
+    for pid, (job, rank) in list(workers.items()):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             del workers[pid]
             code = os.waitstatus_to_exitcode(status)
-            channel.send_bytes(json.dumps({"event": "ended", "rank": rank, "status": code}).encode())
+            event = {"event": "ended", "job": job, "rank": rank, "status": code}
+            channel.send_bytes(json.dumps(event).encode())
 
 
-def _start(message: dict[str, Any], workers: dict[int, int], channel: Connection) -> None:
+def _start(message: dict[str, Any], workers: dict[int, tuple[int, int]], channel: Connection) -> None:
     places = message["places"]
     job = _Job(
         message,
         (recv_handle(channel), recv_handle(channel)),
         [recv_handle(channel) for _ in places],
+        [recv_handle(channel) for _ in places] if message["calls"] else [],
         recv_handle(channel),
         recv_handle(channel) if message["listens"] else None,
     )
@@ -128,14 +135,16 @@ def _start(message: dict[str, Any], workers: dict[int, int], channel: Connection
     server = os.getpid()
     # A worker unblocks them once its control thread runs.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    pids = []
     for index, place in enumerate(places):
         pid = os.fork()
         if pid == 0:
             _become_worker(job, index, server, channel)
-        workers[pid] = place["rank"]
+        workers[pid] = message["job"], place["rank"]
+        pids.append(pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     job.close()
-    channel.send_bytes(json.dumps({"event": "started", "pids": list(workers)}).encode())
+    channel.send_bytes(json.dumps({"event": "started", "job": message["job"], "pids": pids}).encode())
 
 
 def _become_worker(job: _Job, index: int, server: int, channel: Connection) -> None:
@@ -171,7 +180,9 @@ def _work(job: _Job, index: int) -> int:
 
     place = WorkerPlace(**job.message["places"][index])
     link = CommandLink(Connection(os.dup(job.reports[index])))
-    terminal = (os.dup(job.terminal[0]), os.dup(job.terminal[1])) if place.rank == 0 else None
+    driven = job.message["calls"]  # by a controller
+    calls = socket.socket(fileno=os.dup(job.calls[index])) if driven else None
+    terminal = (os.dup(job.terminal[0]), os.dup(job.terminal[1])) if place.rank == 0 and not driven else None
     listener = (
         socket.socket(fileno=os.dup(job.listener)) if job.listener is not None and place.rank == 0 else None
     )
@@ -183,8 +194,10 @@ def _work(job: _Job, index: int) -> int:
 
     module, _, name = job.message["config_class"].partition(":")
     config = getattr(importlib.import_module(module), name).model_validate_json(job.message["config"])
-    with ControlThread(link), logs.recording(logs.path_of(config.out, place.rank), terminal):
+    files = job.message["logs"]
+    log = Path(files[index]) if files else logs.path_of(config.out, place.rank)
+    with ControlThread(link, obeys=not driven), logs.recording(log, terminal):
         pulse.write_to(board.slot(index))
-        code = work(place, config, job.message["target"], report, listener)
+        code = work(place, config, job.message["target"], report, listener, calls=calls)
         atexit._run_exitfuncs()  # trackers flush what they hold
         return code

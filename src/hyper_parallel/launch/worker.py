@@ -51,6 +51,8 @@ class Worker:
     local_world: int
     device: torch.device
     backend: Backend
+    calls: socket.socket | None = None
+    """In a group that a controller drives: where its instruction lists arrive (`launch.roles`)."""
 
 
 def find_target(name: str) -> Target:
@@ -71,9 +73,10 @@ def work(
     report: Callable[[Failure, Store | None], None],
     listener: socket.socket | None = None,
     connected: Callable[[Store], None] = lambda store: None,
+    calls: socket.socket | None = None,
 ) -> int:
     """Run the target as this worker; the exit code. `report` is called once when it fails, `connected` once the
-    store is reached.
+    store is reached; `calls` is what `Worker` says.
 
     The process computes with `launch.threads` threads (left out: this machine's cores divided by its
     workers).
@@ -83,7 +86,7 @@ def work(
 
     try:
         with stop.interruptible():
-            worker = _prepared(place, config)
+            worker = _prepared(place, config, calls)
             store = rendezvous.open_store(place, timeout, listener)
             store = _admitted(place, config, timeout, store)
             connected(store)
@@ -106,7 +109,7 @@ def work(
         return failure.exit_code
 
 
-def _prepared(place: WorkerPlace, config: Launched) -> Worker:
+def _prepared(place: WorkerPlace, config: Launched, calls: socket.socket | None) -> Worker:
     """This process's threads, device and environment."""
     threads = config.launch.threads or max(1, _cores() // place.local_world)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the target starts; torch is loaded already
@@ -122,8 +125,10 @@ def _prepared(place: WorkerPlace, config: Launched) -> Worker:
             "around parallelize"
         )
     torch.set_num_threads(threads)
-    backend = compat.backend(config.launch.device, workers=place.local_world)
-    device = backend.device(place.local_rank)
+    backend = compat.backend(
+        config.launch.device, workers=max(place.local_world, *(index + 1 for index in place.devices), 0)
+    )
+    device = backend.device(place.devices[place.local_rank] if place.devices else place.local_rank)
     backend.set_device(device)
     interface = rendezvous.interface(place)
     for variable, value in backend.environment(interface).items() if interface else ():
@@ -140,7 +145,7 @@ def _prepared(place: WorkerPlace, config: Launched) -> Worker:
     )
     if backend.name == "cpu" and place.rank == 0 and config.launch.device == "auto":
         _say_what_is_idle(place)
-    return Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend)
+    return Worker(place.rank, place.local_rank, place.world, place.local_world, device, backend, calls)
 
 
 def _admitted(place: WorkerPlace, config: Launched, timeout: timedelta, store: Store) -> Store:
