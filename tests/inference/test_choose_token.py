@@ -9,7 +9,7 @@ import torch
 from transformers.generation import logits_process as processors
 
 from hyper_parallel.config.inference import Sampling
-from hyper_parallel.inference.choose_token import choose, draw_of, filtered, penalized
+from hyper_parallel.inference.choose_token import choose, choose_plainly, draw_of, filtered, penalized
 
 
 def logits(seed: int, size: int = 97) -> torch.Tensor:
@@ -57,3 +57,20 @@ def test_greedy_with_a_penalty() -> None:
     scores = torch.tensor([1.0, 1.1])
     assert choose(scores, Sampling(), [1], 0.5) == 1
     assert choose(scores, Sampling(repetition_penalty=2.0), [1], 0.5) == 0
+
+
+def test_many_rows_at_once_are_chosen_as_one_by_one() -> None:
+    """Tokens without probability, a draw at the end, and different temperatures included."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(200, 37, generator=generator) * 4
+    logits[::7, 30:] = float("-inf")
+    logits[::11, :5] = float("-inf")
+    draws = torch.rand(200, generator=generator, dtype=torch.float64)
+    draws[::5] = 1 - 2**-53
+    temperatures = torch.rand(200, generator=generator, dtype=torch.float64) * 2 + 0.1
+    found = choose_plainly(logits, temperatures, draws)
+    assert found == [
+        choose(row, Sampling(temperature=float(temperature)), [], float(draw))
+        for row, temperature, draw in zip(logits, temperatures, draws, strict=True)
+    ]
+    assert len(set(found)) > 20

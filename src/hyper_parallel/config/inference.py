@@ -30,6 +30,11 @@ class Sampling(Section):
     """Return the log-probability of each token: under the model (`true`), or at the temperature at which it was drawn
     (`drawn`)."""
 
+    @property
+    def unfiltered(self) -> bool:
+        """Whether a token is drawn from all, by the model's own logits."""
+        return self.repetition_penalty == 1 and self.top_k is None and (self.top_p is None or self.top_p == 1)
+
 
 class Inference(Sampling):
     """Generation: how answers are drawn, and how requests share the device."""

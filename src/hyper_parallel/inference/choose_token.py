@@ -28,6 +28,23 @@ def choose(logits_V: Tensor, sampling: Sampling, seen: Sequence[int], draw: floa
     return min(place, int(scores.isfinite().nonzero()[-1]))
 
 
+def choose_plainly(logits_NV: Tensor, temperatures_N: Tensor, draws_N: Tensor) -> list[int]:
+    """What `choose` chooses for each row, without filters and penalty: float32 logits, float64 temperatures above 0 and
+    draws, on the host."""
+    scores_NV = logits_NV.double() / temperatures_N[:, None]
+    shares_NV = scores_NV.softmax(-1).cumsum(-1)
+    wanted_N1 = draws_N[:, None] * shares_NV[:, -1:]
+    places_N = torch.searchsorted(shares_NV, wanted_N1, right=True)[:, 0]
+    possible_NV = scores_NV.isfinite()
+    if bool(possible_NV[:, -1].all()):
+        last_N = torch.full_like(places_N, logits_NV.size(-1) - 1)
+    else:
+        # The last token with any probability of each row.
+        last_N = logits_NV.size(-1) - 1 - possible_NV.flip(-1).int().argmax(-1)
+    found: list[int] = torch.minimum(places_N, last_N).tolist()
+    return found
+
+
 def penalized(logits_V: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
     """Logits of tokens that were seen, divided by the penalty where positive, else multiplied by it."""
     tokens = torch.tensor(sorted(set(seen)), dtype=torch.int64)

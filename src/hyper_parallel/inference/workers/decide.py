@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.inference.choose_token import choose, draw_of
+from hyper_parallel.inference.choose_token import choose, choose_plainly, draw_of
 from hyper_parallel.inference.running import Running
 
 Decision = tuple[int, float | None]
@@ -33,17 +33,41 @@ def decide(ready: Sequence[Running], logits: Tensor) -> list[Decision]:
     wanted = any(one.request.sampling.logprobs for one in ready)
     shares = (logits / _temperatures(ready, logits.device)).log_softmax(-1) if wanted else None
     found = list[Decision]()
+    drawn = _drawn_plainly(ready, logits)
     for place, one in enumerate(ready):
         sampling = one.request.sampling
         if sampling.temperature == 0 and sampling.repetition_penalty == 1:
             token = greedy[place]
+        elif place in drawn:
+            token = drawn[place]
         else:
-            draw = draw_of(one.request.seed, one.request.row, one.request.sample, len(one.answer.tokens))
-            token = choose(logits[place].cpu(), sampling, one.tokens, draw)
+            token = choose(logits[place].cpu(), sampling, one.tokens, _draw(one))
         found.append(
             (token, float(shares[place, token]) if shares is not None and sampling.logprobs else None)
         )
     return found
+
+
+def _drawn_plainly(ready: Sequence[Running], logits: Tensor) -> dict[int, int]:
+    """The tokens of requests that draw from all tokens without a penalty, at once; by their places."""
+    plain = [
+        place
+        for place, one in enumerate(ready)
+        if one.request.sampling.temperature > 0 and one.request.sampling.unfiltered
+    ]
+    if not plain:
+        return {}
+    temperatures = torch.tensor(
+        [ready[place].request.sampling.temperature for place in plain], dtype=torch.float64
+    )
+    draws = torch.tensor([_draw(ready[place]) for place in plain], dtype=torch.float64)
+    rows = logits if len(plain) == len(ready) else logits[plain]
+    return dict(zip(plain, choose_plainly(rows.cpu(), temperatures, draws), strict=True))
+
+
+def _draw(one: Running) -> float:
+    """The number that decides a request's next token."""
+    return draw_of(one.request.seed, one.request.row, one.request.sample, len(one.answer.tokens))
 
 
 def _temperatures(ready: Sequence[Running], device: torch.device) -> Tensor:

@@ -136,13 +136,46 @@ def policy_loss(
 
     Raises ConfigError for shapes that differ and for a tensor that the objective needs and does not get.
     """
+    terms, metrics = policy_terms(
+        logprobs,
+        behaviour=behaviour,
+        advantages=advantages,
+        mask=mask,
+        settings=settings,
+        proximal=proximal,
+        reference=reference,
+        entropy=entropy,
+    )
+    trained = trained_tokens(mask)
+    return LossSum(
+        loss=reduce_tokens(terms, trained, settings.normalization, count),
+        weight=trained.sum(),
+        sums={name: _token_sum(value, trained) for name, value in metrics.items()},
+    )
+
+
+def policy_terms(
+    logprobs: Tensor,
+    *,
+    behaviour: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: PolicyObjective,
+    proximal: Tensor | None = None,
+    reference: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The term of each token before sums are taken, and the metrics of each token; arguments as of `policy_loss`.
+
+    With `ratio: token` a token's term needs nothing of other tokens, and tensors may be [tokens]: a part of the positions
+    of a micro-batch. With the other ratios they are [sequences, tokens].
+    """
     trained = trained_tokens(mask)
     require_shape("log-probabilities", logprobs, mask)
     current = _kept("log-probabilities", logprobs, trained)
     drawn = _kept("behaviour log-probabilities", behaviour.detach(), trained)
-    advantage = (
-        advantages.detach()[:, None].expand(mask.shape) if advantages.dim() == 1 else advantages.detach()
-    )
+    per_answer = advantages.dim() == 1 and mask.dim() == 2
+    advantage = advantages.detach()[:, None].expand(mask.shape) if per_answer else advantages.detach()
     advantage = _kept("advantages", advantage, trained)
     anchor = drawn
     if proximal is not None:
@@ -182,13 +215,7 @@ def policy_loss(
         metrics["weight"] = weight
         terms = terms * weight
 
-    terms = _regularized(terms, current, trained, settings, reference, entropy, metrics)
-    tokens = trained.sum()
-    return LossSum(
-        loss=reduce_tokens(terms, trained, settings.normalization, count),
-        weight=tokens,
-        sums={name: _token_sum(value, trained) for name, value in metrics.items()},
-    )
+    return _regularized(terms, current, trained, settings, reference, entropy, metrics), metrics
 
 
 def _regularized(

@@ -63,8 +63,8 @@ class MetricSums:
     def add(self, metrics: Mapping[str, Tensor], logprobs: Tensor, trained: Tensor) -> None:
         """Of some positions."""
         self.tokens += float(trained.sum())
-        for name, value in {**metrics, "entropy": -logprobs.detach()}.items():
-            kept = torch.where(trained, value.float(), 0.0)
+        for name, value in {**metrics, "entropy": -logprobs}.items():
+            kept = torch.where(trained, value.detach().float(), 0.0)
             self.sums[name] = self.sums.get(name, 0.0) + float(kept.sum())
 
     def vector(self) -> Tensor:
