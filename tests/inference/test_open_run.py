@@ -108,3 +108,18 @@ def test_what_is_taken_is_told_with_the_log_probability_of_the_draw() -> None:
         torch.testing.assert_close(
             torch.tensor([logprob for _, logprob in told[number]]), exact, atol=5e-5, rtol=0
         )
+
+
+def test_some_requests_are_given_up() -> None:
+    """The others' answers are what they are without them, and all pages come back."""
+    engine = engine_of("llama")
+    requests, settings = requests_of(engine)
+    expected = dict(engine.run(requests, settings, text_of))
+    with engine.open_run(requests, settings, text_of) as run:
+        for number, one in enumerate(requests):
+            run.submit(number, one)
+        found = dict(run.advance(2))
+        run.cancel({0, 2})
+        while len(run):
+            found.update(run.advance(50))
+    assert found == {number: one for number, one in expected.items() if number not in (0, 2)}

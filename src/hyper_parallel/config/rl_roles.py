@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,35 +28,44 @@ def _expanded(given: object) -> object:
 class RoleConfig(Section):
     """One role: its devices, counted over all roles, and its strategy."""
 
-    devices: Devices = (0,)
+    devices: Devices | None = None
     """Numbers of devices (on a CPU, of worker processes): a number, a list, or a range such as `0-3`. Roles with the
-    same devices take turns on them; others run at the same time."""
+    same devices take turns on them; others run at the same time. Default: the actor's, which has the first ones.
+    """
     strategy: Strategy = Strategy()
     """How the model is spread over the devices."""
     threads: Annotated[int, Field(ge=1, strict=True)] | None = None
     """CPU threads of each worker. Default: `launch.threads`, or the cores divided by all workers."""
 
-    _devices = field_validator("devices", mode="before")(_expanded)
+    _expand = field_validator("devices", mode="before")(_expanded)
 
     @field_validator("devices")
     @classmethod
-    def _once(cls, given: Devices) -> Devices:
-        if not given or len(set(given)) != len(given):
+    def _once(cls, given: Devices | None) -> Devices | None:
+        if given is not None and (not given or len(set(given)) != len(given)):
             raise ValueError("names each device once, and at least one")
         return given
 
+    @property
+    def placed(self) -> Devices:
+        """The devices, of a role whose default was filled in (`Roles.actors`, `rollouts`, `references`)."""
+        assert self.devices is not None
+        return self.devices
 
-class ActorRole(RoleConfig):
-    """The model that is trained."""
+
+class TrainedRole(RoleConfig):
+    """A model that is trained, or scores as one that is."""
 
     @model_validator(mode="after")
-    def _runs(self) -> ActorRole:
+    def _runs(self) -> TrainedRole:
         axes = self.strategy.axes
         if self.strategy.open:
-            raise ValueError("'strategy: auto' is not planned for an actor; write the degrees of its axes")
+            raise ValueError("'strategy: auto' is not planned for a role; write the degrees of its axes")
         if axes.pipeline > 1 or axes.context > 1 or self.strategy.submodels:
-            raise ValueError("an actor runs under replicate, shard, tensor and expert; leave the others out")
-        if len(self.devices) != self.strategy.world:
+            raise ValueError(
+                "an actor or reference runs under replicate, shard, tensor and expert; leave the others out"
+            )
+        if self.devices is not None and len(self.devices) != self.strategy.world:
             raise ValueError(
                 f"the axes multiply to {self.strategy.world}, and the devices are {len(self.devices)}; make them equal"
             )
@@ -66,8 +75,9 @@ class ActorRole(RoleConfig):
 class RolloutRole(RoleConfig):
     """The model that answers prompts, once or several times."""
 
-    strategy: GenerationStrategy = GenerationStrategy()  # type: ignore[assignment]
-    """How one copy of the model is spread; as many copies run as the devices hold, each for itself."""
+    strategy: GenerationStrategy | None = None  # type: ignore[assignment]
+    """How one copy of the model is spread; as many copies run as the devices hold, each for itself. Default: on the
+    actor's devices with its axes, else on one device each."""
     batch: Annotated[int, Field(ge=1, strict=True)] = 64
     """Answers that a copy generates at once, at most."""
     page: Annotated[int, Field(ge=16, multiple_of=16, strict=True)] = 32
@@ -75,9 +85,11 @@ class RolloutRole(RoleConfig):
 
     @model_validator(mode="after")
     def _runs(self) -> RolloutRole:
+        if self.strategy is None:
+            return self
         if self.strategy.axes.context > 1:
             raise ValueError("'axes.context' is for long prompts of `generate`; leave it out of a rollout")
-        if len(self.devices) % self.strategy.world:
+        if self.devices is not None and len(self.devices) % self.strategy.world:
             raise ValueError(
                 f"a copy needs {self.strategy.world} devices, which does not divide the {len(self.devices)} named"
             )
@@ -87,37 +99,61 @@ class RolloutRole(RoleConfig):
 class Roles(Section):
     """The roles of a run. Those that are left out have the devices of the actor."""
 
-    actor: ActorRole = ActorRole()
+    actor: TrainedRole = TrainedRole()
     """Trains."""
-    rollout: RolloutRole | None = None
-    """Generates. Default: on the actor's devices, with its axes."""
-    reference: ActorRole | None = None
-    """Where the KL divergence is measured from; needed with `rl.kl` above 0. Default: on the actor's devices."""
-
+    rollout: RolloutRole = RolloutRole()
+    """Generates."""
+    reference: TrainedRole | None = None
+    """Where the KL divergence is measured from; needed with `rl.kl` above 0. Default: as the actor."""
     restarts: Annotated[int, Field(ge=0, strict=True)] = 10
     """How often the workers of one group are started again after some were lost; then the run ends."""
 
     @property
-    def rollouts(self) -> RolloutRole:
-        """The rollout's section, its default filled in."""
-        if self.rollout is not None:
-            return self.rollout
-        axes = self.actor.strategy.axes
-        return RolloutRole(devices=self.actor.devices, strategy=GenerationStrategy(axes=axes))
+    def actors(self) -> TrainedRole:
+        """The actor, its devices filled in."""
+        return _on(self.actor, tuple(range(self.actor.strategy.world)))
 
     @property
-    def references(self) -> ActorRole:
-        """The reference's section, its default filled in."""
-        return self.reference or self.actor
+    def rollouts(self) -> RolloutRole:
+        """The rollout, its devices and axes filled in."""
+        role, actor = self.rollout, self.actors
+        if role.strategy is None:
+            shared = role.devices in (None, actor.placed)
+            strategy = GenerationStrategy(axes=actor.strategy.axes) if shared else GenerationStrategy()
+            role = role.model_copy(update={"strategy": strategy})
+        return _on(role, actor.placed)
+
+    @property
+    def references(self) -> TrainedRole:
+        """The reference, its devices filled in."""
+        return self.actors if self.reference is None else _on(self.reference, self.actors.placed)
 
     @model_validator(mode="after")
     def _groups_are_apart(self) -> Roles:
-        actor, rollout = self.actor.devices, self.rollouts.devices
-        for name, own in (("rollout", rollout), ("reference", self.references.devices)):
-            for other, devices in (("actor", actor), ("rollout", rollout)):
-                if own != devices and set(own) & set(devices):
+        actor, rollout, reference = self.actors, self.rollouts, self.references
+        for name, role in (("rollout", rollout), ("reference", reference)):
+            world = role.strategy.world
+            fits = len(role.placed) == world or (name == "rollout" and role.placed != actor.placed)
+            if not fits or len(role.placed) % world:
+                raise ValueError(
+                    f"'{name}' has {len(role.placed)} devices, and its axes multiply to {world}; on the actor's devices "
+                    "make them equal (with replicate, for copies)"
+                )
+            for other, devices in (("actor", actor.placed), ("rollout", rollout.placed)):
+                if role.placed != devices and set(role.placed) & set(devices):
                     raise ValueError(
                         f"'{name}' and '{other}' share some of their devices; give them the same ones, or none in "
                         "common"
                     )
+        if self.reference is not None and reference.placed == rollout.placed != actor.placed:
+            raise ValueError(
+                "'reference' and 'rollout' have the same devices; give it the actor's, or its own"
+            )
         return self
+
+
+Role = TypeVar("Role", bound=RoleConfig)
+
+
+def _on(role: Role, devices: Devices) -> Role:
+    return role if role.devices is not None else role.model_copy(update={"devices": devices})

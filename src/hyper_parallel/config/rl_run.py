@@ -76,8 +76,8 @@ class RLConfig(Section):
     @property
     def shares_model(self) -> bool:
         """Whether the rollout generates with the actor's own model: on the same devices, with the same axes."""
-        actor, rollout = self.roles.actor, self.roles.rollouts
-        same = rollout.devices == actor.devices and rollout.strategy.axes == actor.strategy.axes
+        actor, rollout = self.roles.actors, self.roles.rollouts
+        same = rollout.placed == actor.placed and rollout.strategy.axes == actor.strategy.axes
         return same and rollout.strategy.rules == actor.strategy.rules
 
 

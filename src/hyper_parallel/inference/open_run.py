@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.running import Running
@@ -28,6 +28,10 @@ class OpenRun:
         """Compute at most so many passes, fewer where answers end or no request is left; the number and answer of each
         that ended."""
         return [(one.number, one.answer) for one in self._advance(passes)]
+
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Give up some requests; the others go on."""
+        self._scheduler.cancel(numbers)
 
     def withdraw(self) -> list[tuple[int, Request, list[int]]]:
         """Give up all unfinished requests, which ends the run: the number of each, its request and the tokens of its

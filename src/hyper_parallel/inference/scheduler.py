@@ -15,7 +15,7 @@ whose keys and values each layer writes before it attends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
@@ -124,6 +124,16 @@ class Scheduler:
         self.pool.release(one.pages)
         if self._memory is not None:
             self._memory.release(one)
+
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Give up some requests and their pages, between passes."""
+        if self._preemption is not None:
+            self._preemption.cancel(numbers)
+        for one in [one for one in self.running if one.number in numbers]:
+            self.end(one)
+        if self._first is not None and self._first.number in numbers:
+            self._first = None
+        self.waiting = deque(entry for entry in self.waiting if entry[0] not in numbers)
 
     def stop(self) -> None:
         """Give up all requests and their pages."""

@@ -13,6 +13,8 @@ and so does the next one. No request starts while another is swapped out.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.running import Running
@@ -61,6 +63,15 @@ class Preemption:
         for one in self.swapped:
             self._memory.release(one)
         self.swapped.clear()
+
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Give up those of some requests that are swapped out, and wait for pages of the others that are on their way."""
+        for one in self._running:
+            if one.number in numbers:
+                self._memory.finish(one)
+        for one in [one for one in self.swapped if one.number in numbers]:
+            self._memory.release(one)
+            self.swapped.remove(one)
 
     def _grow(self, one: Running) -> None:
         before = len(one.pages), one.base

@@ -33,26 +33,26 @@ def groups_of(config: RLConfig) -> list[GroupPlan]:
     if config.rl.algorithm == "ppo":
         shared.append("critic")
     apart: list[GroupPlan] = []
-    if rollout.devices == roles.actor.devices:
+    if rollout.placed == roles.actors.placed:
         shared.append("rollout")
     else:
         size = rollout.strategy.world
-        copies = [rollout.devices[at : at + size] for at in range(0, len(rollout.devices), size)]
+        copies = [rollout.placed[at : at + size] for at in range(0, len(rollout.placed), size)]
         apart += [
             GroupPlan(f"rollout-{number}", ("rollout",), devices, _axes_of(rollout.strategy), rollout.threads)
             for number, devices in enumerate(copies)
         ]
     if config.rl.kl:
         reference = roles.references
-        if reference.devices == roles.actor.devices:
+        if reference.placed == roles.actors.placed:
             shared.append("reference")
         else:
             apart.append(
                 GroupPlan(
-                    "reference", ("reference",), reference.devices, reference.strategy, reference.threads
+                    "reference", ("reference",), reference.placed, reference.strategy, reference.threads
                 )
             )
-    actor = GroupPlan("actor", tuple(shared), roles.actor.devices, roles.actor.strategy, roles.actor.threads)
+    actor = GroupPlan("actor", tuple(shared), roles.actors.placed, roles.actor.strategy, roles.actor.threads)
     return [actor, *apart]
 
 

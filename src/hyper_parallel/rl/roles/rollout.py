@@ -110,8 +110,11 @@ class Rollout:
     def drop(self, tickets: Sequence[int]) -> None:
         """Give up the answers of these groups."""
         gone = set(tickets)
-        self._close()
-        self._answers = {number: one for number, one in self._answers.items() if one.asked.ticket not in gone}
+        numbers = {number for number, one in self._answers.items() if one.asked.ticket in gone}
+        if self._run is not None:
+            self._run.cancel(numbers)
+        for number in numbers:
+            del self._answers[number]
 
     def give_up(self) -> None:
         """Give up all answers under way."""
