@@ -1,0 +1,108 @@
+"""Does reinforcement learning learn? python benchmarks/rl_learns.py [--only TEXT] [--seeds N] [--again]
+
+examples/rl/grpo-sort.yaml and its variants, each from several seeds: rewards of 1,000 held-out prompts before the first
+step and at the end of training (not at its peak), sampled at temperature 1 and greedy. Writes
+benchmarks/results/rl_learns.json after each run; runs that it has are left out unless `--again` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS, write
+
+from hyper_parallel.config.rl_run import load_rl
+from hyper_parallel.rl.controller.run import run
+
+NAME = "rl_learns"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
+DESCEND = ("task.name=descend", "warmup.until=0.2")
+CASES: dict[str, tuple[str, ...]] = {
+    "grpo, sort": (),
+    "grpo, sort, synchronous": ("rl.staleness=0",),
+    "grpo, descend": DESCEND,
+    "rloo, sort": ("rl.algorithm=rloo",),
+    "ppo, sort": ("rl.algorithm=ppo", "rl.minibatches=4", "rl.staleness=0", "rl.optimizer.lr=2.0e-4"),
+    "grpo, sort, shuffled rewards": ("task.shuffle_rewards=true", "rl.steps=100"),
+}
+"""The overrides of each."""
+SEEDS = {"grpo, sort": 5, "grpo, descend": 5}
+
+
+def main() -> int:
+    """Run what is missing; the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--seeds", type=int, help="of each case, instead of 5 or 1")
+    parser.add_argument("--again", action="store_true")
+    given = parser.parse_args()
+    path = RESULTS / f"{NAME}.json"
+    rows: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() and not given.again else {}
+    for case, overrides in CASES.items():
+        for seed in range(given.seeds or SEEDS.get(case, 1)):
+            name = f"{case}, seed {seed}"
+            if given.only in case and name not in rows:
+                rows[name] = measured([*overrides, f"seed={seed}"])
+                write(NAME, {"runs": rows, "cases": summary(rows)})
+                print(name, rows[name], flush=True)
+    for case, figures in summary(rows).items():
+        print(case, figures)
+    return 0
+
+
+def measured(overrides: list[str]) -> dict[str, Any]:
+    """One run from the start."""
+    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
+        began = time.monotonic()
+        found = run(load_rl(EXAMPLE, [*overrides, f"out={folder}/run", "trackers=[]"]))
+        seconds = time.monotonic() - began
+        records = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").open()]
+    trained = [one for one in records if "reward" in one]
+    assert found.before is not None
+    assert found.after is not None
+    return {
+        "before": asdict(found.before),
+        "after": asdict(found.after),
+        "steps": found.steps,
+        "seconds": seconds,
+        "loop_seconds": sum(one["step_s"] for one in trained),
+        "rewards": [round(one["reward"], 3) for one in trained[:: max(1, len(trained) // 10)]],
+        "groups_without_variance": sum(one["groups_without_variance"] for one in trained),
+        "groups": found.steps * 32,
+        "largest_staleness": max(one["staleness_max"] for one in trained),
+        "largest_gap": max(one["behaviour_gap"] for one in trained),
+    }
+
+
+def summary(rows: dict[str, Any]) -> dict[str, Any]:
+    """Over the seeds of each case."""
+    found = {}
+    for case in CASES:
+        own = [row for name, row in rows.items() if name.rpartition(", seed ")[0] == case]
+        if own:
+            found[case] = {
+                "seeds": len(own),
+                **{
+                    f"{metric} {when}": {
+                        "least": min(row[when][metric] for row in own),
+                        "mean": statistics.fmean(row[when][metric] for row in own),
+                        "most": max(row[when][metric] for row in own),
+                    }
+                    for metric in ("sampled", "greedy")
+                    for when in ("before", "after")
+                },
+                "seconds": statistics.median(row["seconds"] for row in own),
+            }
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
