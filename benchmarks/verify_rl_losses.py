@@ -1,10 +1,13 @@
 """Are the losses of reinforcement learning those of TRL? python benchmarks/verify_rl_losses.py [--fixture]
 
-Runs where TRL is installed beside this library. On random batches with ragged masks the code of TRL's trainers and
-`hyper_parallel.rl.losses` compute the same losses, gradients with respect to log-probabilities, and advantages: of
-TRL 1.16 GRPO in its four normalizations, RLOO, DPO, KTO and the reward model's loss; of TRL 0.29 PPO. Right is a
-difference of at most 1e-6. Writes benchmarks/results/verify_rl_losses_<version of TRL>.json, and with --fixture the
-batches and what TRL answers into tests/rl/losses/trl_reference.json; ends with 1 when a case is wrong.
+On random batches with ragged masks the code of TRL's trainers and `hyper_parallel.rl.losses` compute the same losses,
+gradients with respect to log-probabilities, and advantages: of TRL 1.16 GRPO in its four normalizations, RLOO, DPO, KTO
+and the reward model's loss; of TRL 0.29 PPO. Right is a difference of at most 1e-6.
+
+Runs where TRL is installed beside this library; in a folder of its own is enough (pip install --no-deps --target FOLDER
+trl==1.16.0, or 0.29.0; PYTHONPATH=FOLDER) if Transformers, Accelerate and Datasets are there. Writes
+benchmarks/results/verify_rl_losses_<version of TRL>.json, and with --fixture the batches and what TRL answers into
+tests/rl/losses/trl_reference.json; ends with 1 when a case is wrong.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ def policy_terms(
             "the step's updates (a forward pass of its own)"
         )
 
-    exponent = _exponent(current - anchor, trained, settings.ratio)
-    ratio = exponent.exp()
+    change = (current - anchor).detach().clamp(-LIMIT, LIMIT)
+    ratio = _exponent(current - anchor, trained, settings.ratio).exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     terms = -torch.minimum(ratio * advantage, clipped * advantage)
     if settings.dual_clip is not None:
@@ -197,7 +197,7 @@ def policy_terms(
         "ratio": ratio,
         "clipped_low": (ratio < 1 - settings.clip_low) & (advantage < 0),
         "clipped_high": (ratio > 1 + settings.clip_high) & (advantage > 0),
-        "approx_kl": torch.expm1(current - anchor) - (current - anchor),
+        "approx_kl": torch.expm1(change) - change,
         "behaviour_gap": (current - drawn).abs(),
     }
     if settings.dual_clip is not None:
