@@ -97,5 +97,5 @@ def check_json(message: Any, what: str) -> None:
         json.dumps(message)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{what} cannot be sent to a process, since it is not JSON: {error}; use plain values"
+            f"{what} cannot be sent to a process, being no JSON: {error}; use plain values"
         ) from error

@@ -1,8 +1,8 @@
 """Reward functions: their signature, and how a run file names them.
 
-A reward function is `reward(prompt, answer, task) -> float`. `prompt` is a text or a list of chat messages, `answer` the
-text that the policy generated, `task` the row of the task file, which holds what the function needs: a reference answer
-(`answer`), tests (`tests`) and so on.
+A reward function is `reward(prompt, answer, task) -> float`. `prompt` is a text or a list of chat messages, `answer`
+the text that the policy generated, `task` the row of the task file, which holds what the function needs: a reference
+answer (`answer`), tests (`tests`) and so on.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from types import CodeType
+from typing import Any, Literal
 
 from hyper_parallel.errors import ConfigError
 
@@ -123,7 +124,7 @@ def run(
         raise ConfigError(f"the sandbox cannot start {_interpreter()}: {error.strerror}; mend it") from error
     finally:
         os.close(theirs)
-    settings = {
+    settings: dict[str, Any] = {
         "parent": os.getpid(),
         "status": theirs,
         "isolate": isolation != "none",
@@ -287,7 +288,7 @@ def _listed(words: tuple[str, ...]) -> str:
 
 
 @cache
-def _launcher() -> object:
+def _launcher() -> CodeType:
     """The launcher's code. Compiled once here, since an interpreter would compile a script at each start."""
     path = Path(__file__).with_name("sandbox_launcher.py")
     return compile(path.read_text(encoding="utf-8"), "launcher", "exec")
@@ -302,7 +303,16 @@ def _interpreter() -> str:
 @cache
 def _readable_paths() -> list[str]:
     """Files and folders that a program can read: those of Python and of the shared libraries that it loads."""
-    wanted = ["/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", sys.base_prefix, sys.base_exec_prefix]
+    wanted = [
+        "/usr",
+        "/bin",
+        "/lib",
+        "/lib32",
+        "/lib64",
+        "/etc/ld.so.cache",
+        sys.base_prefix,
+        sys.base_exec_prefix,
+    ]
     if sys.base_prefix.startswith("/nix/store/"):
         wanted.append("/nix/store")
     found: list[str] = []

@@ -1,7 +1,7 @@
 """A worker process of a pool: reads jobs, calls a handler, and writes replies, one frame each.
 
 A frame is the length in 4 bytes and a JSON text. The first frame of the parent names the handler; the worker answers
-`{"ready": true}` or `{"error": line}`. Then each frame is a list of messages, which are answered one by one, so that the
+`{"ready": true}` or `{"error": line}`. Then each frame is a list of messages, which are answered one by one, since the
 parent's time limit holds for each.
 """
 
@@ -40,12 +40,10 @@ def main(descriptor: int, parent: int) -> None:
         for message in _read(channel):
             began = time.monotonic()
             try:
-                reply = handler(message)
-                frame = json.dumps(reply)
+                reply = json.dumps(handler(message))
             except BaseException as error:
-                reply = {"raised": line_of(error)}
-                frame = json.dumps(reply)
-            _send(channel, frame[:-1] + f', "seconds": {time.monotonic() - began:.6f}}}')
+                reply = json.dumps({"raised": line_of(error)})
+            _send(channel, f'{{"seconds": {time.monotonic() - began:.6f}, "reply": {reply}}}')
 
 
 def rewards(name: str, folder: str) -> Handler:
