@@ -51,6 +51,19 @@ def test_errors(name: str, message: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_options(tmp_path: Path) -> None:
+    (tmp_path / "scaled.py").write_text("def reward(prompt, answer, task, scale=1.0): return scale\n")
+    assert load_reward("scaled.py:reward", tmp_path, {"scale": 0.5})("", "", {}) == 0.5
+    with pytest.raises(ConfigError, match="do not fit it: got an unexpected keyword argument 'scales'"):
+        load_reward("scaled.py:reward", tmp_path, {"scales": 0.5})
+    with pytest.raises(ConfigError, match="do not fit it"):
+        load_reward("math", options={"isolation": "required"})
+    assert (
+        load_reward("code", options={"isolation": "none"})("", "", {"tests": [{"input": "", "output": ""}]})
+        == 1.0
+    )
+
+
 def test_no_verifier_imports_torch() -> None:
     names = [*BUILTIN, "hyper_parallel.rl.environments.calculator:Calculator"]
     program = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.errors import ConfigError
+from hyper_parallel.errors import ConfigError, LaunchError
 from hyper_parallel.rl.rewards import sandbox
 from hyper_parallel.rl.rewards.sandbox import Limits, run
 
@@ -24,12 +24,12 @@ SHORT = Limits(wall_s=1.5, cpu_s=5)
 
 
 def _left(word: str) -> list[str]:
-    """Processes whose command line holds a word that the program put there, or that sleep in a sandbox's user."""
+    """Processes whose name or command line holds a word that the program put there."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                if word.encode() in (folder / "cmdline").read_bytes():
+                if word in (folder / "comm").read_text() + (folder / "cmdline").read_text():
                     found.append(folder.name)
             except OSError:
                 continue
@@ -39,7 +39,7 @@ def _left(word: str) -> list[str]:
 @pytest.fixture
 def word() -> Iterator[str]:
     """A word for command lines; no process with it may be left."""
-    word = f"attack{secrets.token_hex(8)}"
+    word = f"attack{secrets.token_hex(4)}"  # 15 characters at most
     yield word
     end = time.monotonic() + 5
     while _left(word) and time.monotonic() < end:
@@ -89,7 +89,15 @@ def test_sets_have_the_same_order_in_each_run() -> None:
 
 @BOTH
 def test_a_fork_bomb_is_bounded(isolation: sandbox.Isolation, word: str) -> None:
-    program = f"import os\nW = {word!r}\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    program = f"""
+import ctypes, os
+ctypes.CDLL(None).prctl(15, {word!r}.encode(), 0, 0, 0)  # PR_SET_NAME, which children inherit
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
     outcome = run(program, limits=SHORT, isolation=isolation)
     assert outcome.ended in ("wall time", "cpu time")
     assert run("print(1)").stdout == b"1\n"
@@ -303,6 +311,16 @@ def test_what_is_not_isolated_is_one_warning_or_refused(
     assert "network, processes and files" in caplog.text
     with pytest.raises(ConfigError, match="cannot isolate network, processes and files"):
         run("print(1)", isolation="required")
+
+
+def test_a_machine_without_processes_says_nothing_about_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(sandbox.__file__).with_name("sandbox_launcher.py").read_text()
+    broken = compile(
+        source.replace("    first = os.fork()", "    raise OSError('no process')"), "launcher", "exec"
+    )
+    monkeypatch.setattr(sandbox, "_launcher", lambda: broken)
+    with pytest.raises(LaunchError, match="could not start a program: OSError: no process"):
+        run("pass")
 
 
 def test_no_descriptor_is_left_open() -> None:

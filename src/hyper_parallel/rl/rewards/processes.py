@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,11 @@ class Processes:
         workers: int,
         time_limit_s: float,
         folder: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
         what: str = "reward",
     ) -> None:
-        """`factory`: `module:function` of the handler's factory, called with `name` and `folder` in each worker.
+        """`factory`: `module:function` of the handler's factory, called with `name`, `folder` and `options` in each
+        worker.
 
         Waits until all workers are ready. Raises ConfigError when the handler cannot be made, LaunchError when workers
         end before they answer.
@@ -89,7 +91,7 @@ class Processes:
         if not time_limit_s > 0:
             raise ConfigError(f"the time limit of a {what} is {time_limit_s} s; it must be larger than 0")
         where = str(Path(folder or ".").absolute())
-        self._start = {"factory": factory, "name": name, "folder": where}
+        self._start = {"factory": factory, "name": name, "folder": where, "options": dict(options or {})}
         self._limit, self._what, self._count = time_limit_s, what, workers
         self._jobs: dict[int | None, deque[Job]] = {slot: deque() for slot in (None, *range(workers))}
         self._lock = threading.Lock()

@@ -89,9 +89,10 @@ def main(settings: dict[str, Any], program: str) -> None:
     child = os.fork()
     if child:
         _reap(child, status)
-    os.close(status)
     os.close(alive)
     _limit(settings, others)
+    os.write(status, b"ready\n")
+    os.close(status)
     _execute(program)
 
 

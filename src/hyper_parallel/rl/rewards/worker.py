@@ -46,11 +46,15 @@ def main(descriptor: int, parent: int) -> None:
             _send(channel, f'{{"seconds": {time.monotonic() - began:.6f}, "reply": {reply}}}')
 
 
-def rewards(name: str, folder: str) -> Handler:
+def rewards(name: str, folder: str, options: dict[str, Any]) -> Handler:
     """The handler that calls a reward function; the reply holds `value`, or the reason under `failed`."""
     from hyper_parallel.rl.rewards.reward import load_reward
 
-    function = load_reward(name, folder)
+    function = load_reward(name, folder, options)
+    if name == "code":
+        from hyper_parallel.rl.rewards.sandbox import quiet
+
+        quiet()  # the pool has warned
 
     def handle(message: dict[str, Any]) -> dict[str, Any]:
         return number_of(function(message["prompt"], message["answer"], message["task"]))
@@ -93,8 +97,8 @@ def _handler(start: dict[str, Any]) -> Handler:
 
     module, _, name = start["factory"].partition(":")
     sys.path.insert(0, start["folder"])
-    factory: Callable[[str, str], Handler] = getattr(importlib.import_module(module), name)
-    return factory(start["name"], start["folder"])
+    factory: Callable[[str, str, dict[str, Any]], Handler] = getattr(importlib.import_module(module), name)
+    return factory(start["name"], start["folder"], start["options"])
 
 
 def _read(channel: socket.socket) -> Any:
